@@ -1,0 +1,1 @@
+"""The vocabulary and the rules that every other layer shares; standard library only."""

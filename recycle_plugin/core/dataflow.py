@@ -1,0 +1,97 @@
+"""Dependencies, stated once: what an instruction needs and what it leaves behind.
+
+Scheduler, verifier, simulator, the runtime's waits and the trace's arrows are all derived from
+``requires`` and ``provides``.  A datum carries its step, because with staggered stages two steps
+are in flight and an activation of step k must never be taken for one of k+1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.instruction import Instruction, Op
+
+TRAVELS = frozenset({"act", "grad"})
+"""Kinds that cross from worker to worker (and may be logged); all others die with their worker."""
+
+
+class Datum(NamedTuple):
+    """Something an instruction makes: ``data act grad stash inner wgrad reduced norm params``."""
+
+    kind: str
+    stage: int
+    micro_batch: MicroBatch | None
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of stage {self.stage}" + (
+            f", micro-batch {self.micro_batch}" if self.micro_batch else ""
+        ) + f", step {self.step}"
+
+
+def requires(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
+    """What must exist before ``instruction`` runs, in a pipeline of ``stages`` stages.
+
+    ``own``: the micro-batches that this worker runs on its stage; REDUCE needs all their weight gradients.
+    """
+    op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
+    last = stage == stages - 1
+
+    def datum(kind: str, at: int = stage) -> Datum:
+        return Datum(kind, at, micro_batch, step)
+
+    match op:
+        case Op.LOAD:
+            return ()
+        case Op.RECV_ACT:
+            return (datum("act", stage - 1),)
+        case Op.RECV_GRAD:
+            return (datum("grad", stage + 1),)
+        case Op.F:
+            inputs = (datum("data"),) if stage == 0 or last else ()
+            inputs += (datum("act", stage - 1),) if stage else ()
+            return inputs + (Datum("params", stage, None, step),)
+        case Op.I | Op.B:
+            grad = () if last else (datum("grad", stage + 1),)
+            return (datum("stash"), Datum("params", stage, None, step)) + grad
+        case Op.W:
+            return (datum("inner"),)
+        case Op.SEND_ACT:
+            return (datum("act"),)
+        case Op.SEND_GRAD:
+            return (datum("grad"),)
+        case Op.REDUCE:
+            return tuple(Datum("wgrad", stage, mine, step) for mine in own)
+        case Op.VALIDATE:
+            return (Datum("reduced", stage, None, step),)
+        case Op.STEP:
+            return (Datum("reduced", stage, None, step),)
+
+
+def provides(instruction: Instruction) -> tuple[Datum, ...]:
+    """What exists after ``instruction`` has run."""
+    op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
+
+    def made(*kinds: str) -> tuple[Datum, ...]:
+        return tuple(Datum(kind, stage, micro_batch, step) for kind in kinds)
+
+    match op:
+        case Op.LOAD:
+            return made("data")
+        case Op.F:
+            return made("act", "stash")
+        case Op.I:
+            return made("grad", "inner")
+        case Op.W:
+            return made("wgrad")
+        case Op.B:
+            return made("grad", "wgrad")
+        case Op.RECV_ACT | Op.RECV_GRAD | Op.SEND_ACT | Op.SEND_GRAD:
+            return ()
+        case Op.REDUCE:
+            return made("reduced")
+        case Op.VALIDATE:
+            return made("norm")
+        case Op.STEP:
+            return (Datum("params", stage, None, step + 1),)

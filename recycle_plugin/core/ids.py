@@ -1,0 +1,44 @@
+"""Identities: who works (a seat) and what is worked on (a micro-batch).
+
+Identity is data.  A micro-batch keeps its name whoever runs it; a seat keeps its name when the
+worker that held it is gone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Seat(NamedTuple):
+    """A place in the pipeline: one stage of one replica, held by one worker.  Text form ``replica.stage``."""
+
+    replica: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.replica}.{self.stage}"
+
+    @classmethod
+    def parse(cls, text: str) -> Seat:
+        return cls(*_pair(text, "seat", "replica.stage"))
+
+
+class MicroBatch(NamedTuple):
+    """Micro-batch ``index`` of the data that belongs to logical replica ``replica``.  Text form ``replica.index``."""
+
+    replica: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.replica}.{self.index}"
+
+    @classmethod
+    def parse(cls, text: str) -> MicroBatch:
+        return cls(*_pair(text, "micro-batch", "replica.index"))
+
+
+def _pair(text: str, what: str, form: str) -> tuple[int, int]:
+    left, dot, right = text.partition(".")
+    if not (dot and left.isdecimal() and right.isdecimal()):
+        raise ValueError(f"{text!r} is no {what}: write {form}, for instance 1.2")
+    return int(left), int(right)
