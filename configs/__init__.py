@@ -1,0 +1,1 @@
+"""The Hydra configuration groups, shipped as ``recycle_plugin.configs``."""

@@ -1,0 +1,54 @@
+# Sourced by the scripts beside it: ensure_environment makes .venv hold this package and what it needs.
+#
+# Nothing happens when .venv was already installed from the same setup.cfg, constraints.txt and Python.
+# A run that is stopped half-way leaves no stamp, so that the next one goes on where it stopped.
+# RECYCLE_INSTALL_TIMEOUT: the most seconds that one pip call may take (default 1800).
+
+checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$checkout/.venv
+constraints=$checkout/scripts/constraints.txt
+
+say() { echo "$(basename "$0"): $*" >&2; }
+
+fail() { say "$*"; exit 1; }
+
+_wanted() {  # what .venv has to have been installed from
+    { "$venv/bin/python" --version; echo "$checkout"; cat "$checkout/setup.cfg" "$checkout/pyproject.toml" "$constraints"; } 2> /dev/null | sha256sum | cut -d' ' -f1
+}
+
+_pip() {  # one pip call within its deadline; PIP_CONSTRAINT also reaches the builds of source packages
+    PIP_CONSTRAINT=$constraints timeout "${RECYCLE_INSTALL_TIMEOUT:-1800}" \
+        "$venv/bin/python" -m pip install --disable-pip-version-check "$@" >&2 && return
+    local status=$?
+    [ $status = 124 ] && fail "pip took longer than ${RECYCLE_INSTALL_TIMEOUT:-1800} s; run again to go on, or set RECYCLE_INSTALL_TIMEOUT"
+    fail "pip failed (its message stands above); run again once that is repaired"
+}
+
+_install() {
+    if [ ! -x "$venv/bin/python" ]; then
+        say "creating .venv"
+        python3 -m venv "$venv" || fail "python3 -m venv failed: install Python 3.10 or newer with its venv module"
+    fi
+    say "installing torch (first, so that nothing else chooses its version)"
+    _pip "$(grep '^setuptools==' "$constraints")" "$(grep '^torch==' "$constraints")"
+    say "installing this package and its dependencies"
+    _pip --editable "$checkout[test]"
+    _wanted > "$venv/recycle-installed"
+    say "installed into .venv"
+}
+
+_current() { [ "$(cat "$venv/recycle-installed" 2>/dev/null)" = "$(_wanted)" ]; }
+
+ensure_environment() {
+    command -v python3 > /dev/null || fail "python3 is missing: install Python 3.10 or newer"
+    if ! _current; then
+        mkdir -p "$venv"
+        (
+            if command -v flock > /dev/null; then  # two scripts at once: the second finds the first one's work
+                flock 9
+            fi
+            _current || _install
+        ) 9> "$venv/install.lock" || exit 1
+    fi
+    export PATH=$venv/bin:$PATH VIRTUAL_ENV=$venv
+}
