@@ -1,0 +1,9 @@
+"""Programs in virtual time and with exact numbers, through the executor loop that the runtime uses."""
+
+from __future__ import annotations
+
+from recycle_plugin.simulator.exact import train
+from recycle_plugin.simulator.predict import Prediction, predict
+from recycle_plugin.simulator.virtual import Deadlock, VirtualWorld, simulate
+
+__all__ = ["Deadlock", "Prediction", "VirtualWorld", "predict", "simulate", "train"]

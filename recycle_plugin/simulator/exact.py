@@ -1,0 +1,89 @@
+"""The virtual world with exact numbers: integers modulo a prime, so that sums don't depend on their order.
+
+Stage p with weight w maps x to w x + x^2; the loss is half the squared difference to the label.  Both
+are not linear, so a wrong stash, stale parameters, a dropped or doubled micro-batch change the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.plan import Plan
+from recycle_plugin.simulator.virtual import VirtualWorld
+
+PRIME = 2**61 - 1
+LEARNING_RATE = 1_000_003
+
+
+def sample(micro_batch: MicroBatch, step: int, salt: int) -> int:
+    """Input (salt 1) or label (salt 2) of a micro-batch: any number that differs between all of them."""
+    return pow(1 + salt + 5 * micro_batch.index + 1009 * micro_batch.replica + 1_000_033 * step, 7, PRIME)
+
+
+class ExactWorld(VirtualWorld):
+    """``weights``: one number per stage, before the first step."""
+
+    def __init__(self, plan: Plan, costs: CostModel, weights: tuple[int, ...], steps: int = 1, step: int = 0) -> None:
+        super().__init__(plan, costs, steps, step)
+        self.weights = weights
+
+    def initial(self, seat: Seat) -> int:
+        return self.weights[seat.stage]
+
+    def contribute(self, seat: Seat, instruction: Instruction) -> int:
+        if instruction.op is not Op.REDUCE:
+            return 0
+        return sum(value for datum, value in self.store[seat].items() if datum.kind == "wgrad" and datum.step == instruction.step)
+
+    def compute(self, seat: Seat, instruction: Instruction) -> dict[Datum, Any]:
+        stage, micro_batch, step = instruction.stage, instruction.micro_batch, instruction.step
+        have = self.store[seat]
+        params = have.get(Datum("params", stage, None, step))
+
+        def here(kind: str) -> Datum:
+            return Datum(kind, stage, micro_batch, step)
+
+        match instruction.op:
+            case Op.LOAD:
+                return {here("data"): (sample(micro_batch, step, 1), sample(micro_batch, step, 2))}
+            case Op.F:
+                x = have[here("data")][0] if stage == 0 else have[Datum("act", stage - 1, micro_batch, step)]
+                return {here("act"): (params * x + x * x) % PRIME, here("stash"): x}
+            case Op.I | Op.B:
+                x, incoming = have[here("stash")], self._incoming(seat, instruction)
+                grad = {here("grad"): incoming * (params + 2 * x) % PRIME}
+                if instruction.op is Op.I:
+                    return grad | {here("inner"): (x, incoming)}
+                return grad | {here("wgrad"): incoming * x % PRIME}
+            case Op.W:
+                x, incoming = have[here("inner")]
+                return {here("wgrad"): incoming * x % PRIME}
+            case Op.REDUCE:
+                brought = self.contributions(self.joint(instruction))
+                return {here("reduced"): sum(value for peer, value in brought.items() if peer.stage == stage) % PRIME}
+            case Op.STEP:
+                return {Datum("params", stage, None, step + 1): (params - LEARNING_RATE * have[here("reduced")]) % PRIME}
+            case _:
+                return super().compute(seat, instruction)
+
+    def _incoming(self, seat: Seat, instruction: Instruction) -> int:
+        """The gradient of this stage's output."""
+        have, stage, micro_batch, step = self.store[seat], instruction.stage, instruction.micro_batch, instruction.step
+        if stage < self.plan.stages - 1:
+            return have[Datum("grad", stage + 1, micro_batch, step)]
+        return (have[Datum("act", stage, micro_batch, step)] - have[Datum("data", stage, micro_batch, step)][1]) % PRIME
+
+    def final(self) -> dict[Seat, int]:
+        """Every live seat's weight after the last step."""
+        return {seat: have[Datum("params", seat.stage, None, self.steps.stop)] for seat, have in sorted(self.store.items())}
+
+
+def train(plan: Plan, costs: CostModel, weights: tuple[int, ...], steps: int = 1, step: int = 0) -> dict[Seat, int]:
+    """Every live seat's weight after ``steps`` steps of ``plan`` from ``weights`` (one per stage)."""
+    world = ExactWorld(plan, costs, weights, steps, step)
+    world.run()
+    return world.final()

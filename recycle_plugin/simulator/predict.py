@@ -1,0 +1,41 @@
+"""How long steps will take, read off simulated spans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.executor import Span
+from recycle_plugin.core.instruction import Op
+from recycle_plugin.core.plan import Plan
+from recycle_plugin.simulator.virtual import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """``period_us``: from one step's end to the next in the steady state; ``first_step_us``: from rest to the
+    first step's end; ``ends_us``: when each simulated step had been stepped by all stages."""
+
+    period_us: int
+    first_step_us: int
+    ends_us: tuple[int, ...]
+
+
+def predict(plan: Plan, costs: CostModel, steps: int = 6) -> Prediction:
+    """Simulate ``steps`` steps (at least 2) and take the mean period of the later half, rounded up."""
+    if steps < 2:
+        raise ValueError(f"steps is {steps}: a period needs at least 2")
+    ends = step_ends(simulate(plan, costs, steps))
+    since = (steps - 1) // 2
+    period = -(-(ends[-1] - ends[since]) // (steps - 1 - since))
+    return Prediction(period, ends[0], ends)
+
+
+def step_ends(spans: list[Span]) -> tuple[int, ...]:
+    """When the last stage has stepped, per step, in microseconds."""
+    ends: dict[int, int] = {}
+    for span in spans:
+        if span.instruction.op is Op.STEP:
+            step = span.instruction.step
+            ends[step] = max(ends.get(step, 0), span.end_us)
+    return tuple(ends[step] for step in sorted(ends))
