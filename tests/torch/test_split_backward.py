@@ -1,0 +1,328 @@
+"""Split backward equals fused backward bit for bit, and says what it does not split."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from recycle_plugin.runtime.split_backward import DeferredWeights
+
+
+class Checkpointed(nn.Module):
+    """Runs ``inner`` under one kind of activation checkpointing."""
+
+    def __init__(self, inner: nn.Module, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = inner, kind
+
+    def forward(self, x):
+        if self.kind == "none":
+            return self.inner(x)
+        if self.kind.startswith("torch"):
+            return checkpoint(self.inner, x, use_reentrant=self.kind == "torch reentrant")
+        from deepspeed.runtime.activation_checkpointing import checkpointing
+
+        return (checkpointing.checkpoint if self.kind == "deepspeed" else checkpointing.non_reentrant_checkpoint)(self.inner, x)
+
+
+KINDS = ("none", "torch non-reentrant", "torch reentrant", "deepspeed", "deepspeed non-reentrant")
+
+
+def block(width: int = 16) -> nn.Sequential:
+    return nn.Sequential(
+        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * width, width, bias=False)
+    )
+
+
+def activations(*shape: int, count: int = 3, dtype=torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_() for _ in range(count)]
+
+
+def ids(*shape: int, count: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    return [torch.randint(0, 11, shape, generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bitwise_under_every_kind_of_checkpointing(assert_bitwise, kind):
+    torch.manual_seed(0)
+    assert_bitwise(nn.Sequential(*(Checkpointed(block(), kind) for _ in range(2))), activations(5, 3, 16))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize("shape", ((16,), (1, 16), (6, 16), (5, 3, 16), (2, 3, 4, 16)))
+def test_bitwise_linear(assert_bitwise, shape, bias, dtype):
+    assert_bitwise(nn.Linear(16, 12, bias=bias, dtype=dtype), activations(*shape, dtype=dtype))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9), st.booleans(), st.integers(0, 5), st.integers(0, 5))
+def test_bitwise_linear_whatever_the_memory_layout(inner, outer, rows, batch, bias, input_order, gradient_order):
+    """Layouts steer which GEMM and which sum torch runs; the split halves have to follow."""
+    orders = ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
+
+    def laid_out(seed: int, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        inverse = [order.index(axis) for axis in range(3)]
+        return values.permute(order).contiguous().permute(inverse)
+
+    torch.manual_seed(1)
+    layer = nn.Linear(inner, outer, bias=bias, dtype=torch.float64)
+    results = []
+    for split in (False, True):
+        model = copy.deepcopy(layer)
+        x = laid_out(2, (rows, batch, inner), orders[input_order]).requires_grad_()
+        gradient = laid_out(3, (rows, batch, outer), orders[gradient_order])
+        if split:
+            with DeferredWeights(model).hold() as pending:
+                model(x).backward(gradient)
+            pending.run()
+        else:
+            model(x).backward(gradient)
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(stock, mine) for stock, mine in zip(*results))
+
+
+@pytest.mark.parametrize("kind", ("none", "torch non-reentrant"))
+def test_first_stage_gets_all_its_gradients_from_ids(assert_bitwise, kind):
+    """Token ids require no gradient; torch's own reentrant checkpointing loses these gradients, fused or split."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Checkpointed(nn.Sequential(nn.Embedding(11, 16), block()), kind))
+    assert_bitwise(model, ids(3, 5))
+
+
+def test_a_linear_on_data_that_requires_no_gradient(assert_bitwise):
+    assert_bitwise(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), [x.detach() for x in activations(5, 16)])
+
+
+def test_in_place_activation_behind_a_layer(assert_bitwise):
+    assert_bitwise(nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16)), activations(5, 3, 16))
+
+
+class Reused(nn.Module):
+    """One weight three times in a stage, with its own bias in between."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = Checkpointed(nn.Linear(16, 16), kind)
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+
+class Tied(nn.Module):
+    """Embedding and head share one Parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 16), nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.embedding(x)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bitwise_when_a_weight_is_used_several_times(assert_bitwise, kind):
+    assert_bitwise(Reused(kind), activations(5, 3, 16))
+
+
+def test_bitwise_with_tied_weights(assert_bitwise):
+    assert_bitwise(Tied(), ids(3, 5))
+
+
+def test_a_parameter_shared_with_a_fused_layer_stays_fused(assert_bitwise):
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16, bias=False), nn.Linear(16, 16))
+    model[1].bias = model[0].bias  # fuses 0 ...
+    model[2].weight = model[0].weight  # ... which fuses 2
+    deferred = DeferredWeights(copy.deepcopy(model))
+    assert deferred.converted == ("3",)
+    assert set(deferred.fused) == {"0", "1", "2"}
+    assert_bitwise(model, activations(5, 16))
+
+
+def test_frozen_parameters_get_no_gradient(assert_bitwise, gradients):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model[0].requires_grad_(False)
+    model[1].weight.requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    assert_bitwise(model, activations(5, 3, 16))
+    split = gradients(model, activations(5, 3, 16), "hold")[1]
+    assert {name for name, gradient in split.items() if gradient is None} == {"0.weight", "0.bias", "1.weight", "2.bias"}
+
+
+def test_i_delivers_no_weight_gradient_and_w_all():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))
+    deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
+    with deferred.hold() as pending:
+        model(x).sum().backward()
+    assert x.grad is not None and all(p.grad is None for p in model.parameters())
+    assert len(pending) == 2
+    # x, hidden, the gradients of both outputs (the last one is an expanded scalar)
+    assert pending.nbytes == 4 * (5 * 16 + 5 * 16 + 5 * 16 + 1)
+    pending.run()
+    assert all(p.grad is not None for p in model.parameters())
+    assert len(pending) == 0 and pending.nbytes == 0
+    before = [p.grad.clone() for p in model.parameters()]
+    pending.run()
+    assert all(torch.equal(old, p.grad) for old, p in zip(before, model.parameters())), "a second W must do nothing"
+
+
+def test_two_micro_batches_pending_at_once_keep_their_order(gradients):
+    """1F1B holds several pending W: FIFO, they equal fused backward bit for bit."""
+    torch.manual_seed(0)
+    model, inputs = block(), activations(5, 3, 16)
+    stock = gradients(model, inputs, "stock")[1]
+    model = copy.deepcopy(model)
+    deferred, waiting = DeferredWeights(model), []
+    for index, x in enumerate(inputs):
+        torch.manual_seed(index)
+        output = model(x)
+        gradient = torch.randn_like(output)
+        with deferred.hold() as pending:
+            output.backward(gradient)
+        waiting.append(pending)
+    for pending in waiting:
+        pending.run()
+    assert all(torch.equal(stock[name], p.grad) for name, p in model.named_parameters())
+
+
+def test_hooks_fire_once_in_w():
+    model, seen, nodes = nn.Linear(16, 16), [], []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda g, name=name: seen.append(("tensor", name, g is not None)))
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(("accumulated", name, p.grad is not None)))
+        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # what DeepSpeed hooks
+        node.register_hook(lambda *_, name=name: seen.append(("node", name, True)))
+        nodes.append(node)
+    deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
+    with deferred.hold() as pending:
+        model(x).sum().backward()
+    assert seen == []
+    pending.run()
+    assert sorted(seen) == sorted((kind, name, True) for kind in ("tensor", "accumulated", "node") for name in ("weight", "bias"))
+    seen.clear()
+    model(x).sum().backward()
+    assert len(seen) == 6, "outside of hold() each hook fires once, too"
+
+
+def test_a_hook_that_changes_the_gradient_is_obeyed():
+    model = nn.Linear(4, 4, bias=False)
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    deferred, x = DeferredWeights(model), torch.ones(1, 4)
+    with deferred.hold() as pending:
+        model(x).sum().backward()
+    pending.run()
+    assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
+
+
+def test_engines_in_one_process_share_nothing():
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+    deferred, other = DeferredWeights(first), DeferredWeights(second)
+    (x, *_) = activations(5, 16)
+    with deferred.hold() as pending, other.hold() as unused:
+        first(x).sum().backward()
+    assert (len(pending), len(unused)) == (1, 0)
+    with deferred.hold() as pending:
+        second(first(x)).sum().backward()
+    assert len(pending) == 1 and second.weight.grad is not None and first.weight.grad is None
+
+
+@pytest.mark.parametrize("clone", (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))), ids=("deepcopy", "pickle"))
+def test_a_copied_model_is_cut_loose(clone):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
+    copied = clone(model)
+    with deferred.hold() as pending:
+        copied(x).sum().backward()
+    assert len(pending) == 0 and all(p.grad is not None for p in copied.parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_restore_and_names():
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Embedding(4, 16, padding_idx=0), nn.Dropout())
+    state, kinds = list(model.state_dict()), [type(part) for part in model]
+    deferred = DeferredWeights(model)
+    assert deferred.converted == ("0",) and deferred.fused == ("1", "2")
+    assert list(model.state_dict()) == state and [type(part) for part in model] == kinds
+    with pytest.raises(ValueError, match="0 is converted already"):
+        DeferredWeights(model)
+    deferred.restore()
+    deferred.restore()
+    assert "forward" not in vars(model[0])
+    assert set(deferred.fused) == {"0", "1", "2"} and deferred.converted == ()
+    with deferred.hold() as pending:
+        model[0](activations(5, 16)[0]).sum().backward()
+    assert len(pending) == 0 and model[0].weight.grad is not None
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_what_is_not_known_stays_fused():
+    replaced = nn.Linear(16, 16)
+    replaced.forward = lambda x: x * replaced.weight[0]
+    model = nn.Sequential(Doubled(16, 16), replaced, torch.nn.utils.weight_norm(nn.Linear(16, 16)))
+    assert DeferredWeights(model).converted == ()
+    for embedding in (nn.Embedding(4, 2, max_norm=1.0), nn.Embedding(4, 2, sparse=True), nn.Embedding(4, 2, scale_grad_by_freq=True)):
+        assert DeferredWeights(embedding).converted == ()
+
+
+def test_autocast_and_no_grad_run_the_stock_layer():
+    model = nn.Linear(16, 16)
+    deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
+    with torch.no_grad():
+        assert not model(x).requires_grad
+    with deferred.hold() as pending, torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(x)
+        assert output.dtype is torch.bfloat16
+        output.float().sum().backward()
+    assert len(pending) == 0 and model.weight.grad is not None
+
+
+def test_errors_say_what_went_wrong():
+    model = nn.Sequential(nn.Linear(16, 16))
+    deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
+    with pytest.raises(RuntimeError, match="hold\\(\\) inside hold\\(\\)"):
+        with deferred.hold(), deferred.hold():
+            pass
+    with deferred.hold() as pending:  # the failed one has been left properly
+        model(x).sum().backward()
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place between I and W"):
+        pending.run()
+
+
+def test_a_backward_that_fails_leaves_nothing_behind():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ArithmeticError("on purpose")
+
+    model = nn.Linear(16, 16)
+    deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
+    with pytest.raises(ArithmeticError), deferred.hold():
+        model(Fails.apply(x)).sum().backward()
+    with deferred.hold() as pending:
+        model(x).sum().backward()
+    assert len(pending) == 1
+    with pytest.raises(ArithmeticError):
+        model(Fails.apply(x)).sum().backward()
+    assert model.weight.grad is None and not deferred._deferral.ending
