@@ -1,0 +1,50 @@
+"""The ``recycle`` command.  What a subcommand needs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Sequence
+
+from recycle_plugin import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code: 0, or 2 with one line on stderr for a user's mistake."""
+    found = _parser().parse_args(arguments)
+    try:
+        return found.run(found) or 0
+    except (ValueError, OSError) as error:  # what users can mend: settings, overrides, paths; SettingsError is a ValueError
+        print(f"recycle: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="recycle", description="fault-tolerant pipeline-parallel training without spares")
+    parser.add_argument("--version", action="version", version=f"recycle_plugin {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    demo = commands.add_parser("demo", help="train a small GPT on this machine, kill workers, compare with the run without")
+    demo.add_argument("--out", metavar="DIR", default=None, help="run folder (default: chosen by the demo)")
+    demo.add_argument("--scenario", metavar="NAME", default="worker", help="what fails (default: worker)")
+    demo.set_defaults(run=_demo)
+
+    settings = commands.add_parser("settings", help='print the settings of the "recycle" section as a table')
+    settings.set_defaults(run=_settings)
+    return parser
+
+
+def _demo(found: argparse.Namespace) -> int:
+    from recycle_plugin import demo
+
+    forwarded = ["--scenario", found.scenario] + (["--out", found.out] if found.out else [])
+    return demo.main(forwarded)
+
+
+def _settings(found: argparse.Namespace) -> int:
+    from recycle_plugin.settings import reference
+
+    print(reference())
+    return 0
+
+

@@ -1,0 +1,254 @@
+"""The ``"recycle"`` section of the DeepSpeed JSON: strict, typed, frozen, checked at the door.
+
+``Settings.from_section`` is the door.  What is wrong there becomes one line that names the key and
+says what to write instead; the layers below see plain values, never a config object.  The schema is
+stated here only: ``configs/recycle/default.yaml`` is compared with it by a test, and
+:func:`reference` prints it for the documentation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.faults import Fault, FaultScript
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.plan import Policy
+
+SECTION = "recycle"
+
+
+class SettingsError(ValueError):
+    """One line: ``recycle.<key>: what is wrong; what to write instead``."""
+
+    def __init__(self, key: str, wrong: str, fix: str, others: tuple[str, ...] = ()) -> None:
+        where = f"{SECTION}.{key}" if key else SECTION
+        also = f" (also wrong: {', '.join(f'{SECTION}.{other}' for other in others)})" if others else ""
+        super().__init__(f"{where}: {wrong}; {fix}{also}")
+        self.key = key
+
+
+def _setting(default: Any, write: str, description: str, **limits: Any) -> Any:
+    """A field.  ``write``: what a correct value looks like, in the words of the error that asks for it."""
+    return Field(default, description=description, json_schema_extra={"write": write}, **limits)
+
+
+def _checked_fault(text: str) -> str:
+    return str(Fault.parse(text))
+
+
+_as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+_as_true = BeforeValidator(lambda value: True if value == "true" else value)
+_Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_PerStage = Annotated[_Milliseconds | tuple[_Milliseconds, ...], _as_tuple]
+_PER_STAGE = "a number of milliseconds, not negative, or a list of one for each stage"
+_ONE = "a number of milliseconds, not negative"
+_BOOL = "true or false"
+_FAULT = '"kill 0.1 before 1F0.2@5"'
+_STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, validate_default=True)
+
+
+class Costs(BaseModel):
+    """What the planner expects instructions to cost; every time is in milliseconds."""
+
+    model_config = _STRICT
+
+    forward_ms: _PerStage = _setting(1.0, _PER_STAGE, "forward of one micro-batch")
+    input_ms: _PerStage = _setting(1.0, _PER_STAGE, "backward of one micro-batch, gradient of the input")
+    weight_ms: _PerStage = _setting(1.0, _PER_STAGE, "backward of one micro-batch, gradient of the weights")
+    communication_ms: _Milliseconds = _setting(0.0, _ONE, "one boundary tensor from worker to worker")
+    reduce_ms: _PerStage = _setting(0.0, _PER_STAGE, "sum of a stage's gradients over its workers")
+    step_ms: _PerStage = _setting(0.0, _PER_STAGE, "optimizer step of a stage")
+    dispatch_ms: _Milliseconds = _setting(0.0, _ONE, "fixed cost of every instruction")
+
+
+class Settings(BaseModel):
+    """All settings of the section, with their defaults."""
+
+    model_config = _STRICT
+
+    enabled: bool = _setting(False, _BOOL, "switch the plugin on; false leaves the stock engine untouched")
+    split_backward: bool = _setting(True, _BOOL, "run weight gradients apart from, and later than, input gradients")
+    stagger_optimizer: bool = _setting(True, _BOOL, "let a stage start the next step once it has stepped itself")
+    reroute: bool = _setting(True, _BOOL, "give a lost worker's micro-batches to its data-parallel peers")
+    activation_cap: int | None = _setting(
+        None,
+        "a whole number of at least 1, or null",
+        "micro-batches that one worker may hold at once; null for the number of stages",
+        ge=1,
+    )
+    norm: Annotated[Literal[True, "deepspeed"], _as_true] = _setting(
+        True,
+        'true or "deepspeed"',
+        'gradient norm used for clipping: true over all stages, or "deepspeed" for what the stock engine computes',
+    )
+    rng: Literal["keyed", "stream"] = _setting(
+        "keyed",
+        '"keyed" or "stream"',
+        "dropout keyed by step, replica, micro-batch and stage, or drawn from the worker's own stream as stock does",
+    )
+    seed: int = _setting(1234, "a whole number, not negative", "root of all keyed random numbers", ge=0)
+    strict_placement: bool = _setting(False, _BOOL, "refuse to start when one host holds every replica of a stage")
+    run_dir: str | None = _setting(
+        None, "a folder's path, or null", "where events, traces and reports go; null lets the plugin choose", min_length=1
+    )
+    trace: bool = _setting(False, _BOOL, "write every executed instruction with its times to the run folder")
+    faults: Annotated[tuple[Annotated[str, AfterValidator(_checked_fault)], ...], _as_tuple] = _setting(
+        (), f"a list of faults such as [{_FAULT}]", "faults to inject, each at a named instruction or point"
+    )
+    wait_timeout_s: float = _setting(
+        120.0, "a number of seconds, more than 0", "longest wait for a live peer before it is suspected", gt=0, allow_inf_nan=False
+    )
+    regroup_timeout_s: float = _setting(
+        30.0, "a number of seconds, more than 0", "longest wait for the survivors to agree after a failure", gt=0, allow_inf_nan=False
+    )
+    costs: Costs | None = _setting(
+        None,
+        'an object such as {"forward_ms": 20, "input_ms": 20, "weight_ms": 20}, or null',
+        "what instructions cost, for the planner; null for forward = input = weight = 1 ms",
+    )
+
+    @classmethod
+    def from_section(cls, section: dict[str, Any] | None) -> Settings:
+        """The settings of a DeepSpeed config's ``"recycle"`` section; None (no section) gives the defaults.
+
+        Raises :class:`SettingsError`: unknown key, wrong type, value out of range, contradictory values.
+        """
+        if section is not None and not isinstance(section, dict):
+            raise SettingsError("", f"{shown(section)} is {_kind(section)}", 'write an object such as {"enabled": true}')
+        try:
+            settings = cls.model_validate(section or {})
+        except ValidationError as error:
+            raise _one_line(error) from None
+        settings._refuse_contradictions()
+        return settings
+
+    def _refuse_contradictions(self) -> None:
+        if self.rng == "stream" and self.reroute:
+            raise SettingsError(
+                "rng",
+                '"stream" contradicts recycle.reroute = true, because a peer would draw another dropout mask',
+                'write "keyed", or set recycle.reroute to false',
+            )
+        if self.regroup_timeout_s >= self.wait_timeout_s:
+            raise SettingsError(
+                "regroup_timeout_s",
+                f"{self.regroup_timeout_s:g} s is no less than recycle.wait_timeout_s = {self.wait_timeout_s:g} s",
+                f"write less than {self.wait_timeout_s:g}, or raise recycle.wait_timeout_s",
+            )
+        if self.faults and not self.enabled:
+            raise SettingsError(
+                "faults",
+                "only the plugin's engine injects faults, and recycle.enabled is false",
+                "write [], or set recycle.enabled to true",
+            )
+
+    def policy(self, validate: bool) -> Policy:
+        """What the planner may use.  ``validate``: gradient clipping is on, so that a step waits for its norm."""
+        return Policy(self.split_backward, self.stagger_optimizer, self.reroute, self.activation_cap, validate)
+
+    @property
+    def fault_list(self) -> tuple[Fault, ...]:
+        return tuple(map(Fault.parse, self.faults))
+
+    def fault_script(self, seat: Seat) -> FaultScript:
+        """The faults that strike ``seat``."""
+        return FaultScript(self.fault_list, seat)
+
+    def cost_model(self, stages: int) -> CostModel:
+        """Costs in microseconds for a pipeline of ``stages`` stages.  Raises :class:`SettingsError` on a wrong length."""
+        costs = self.costs or Costs()
+
+        def each(name: str) -> tuple[int, ...]:
+            value = getattr(costs, name)
+            values = value if isinstance(value, tuple) else (value,) * stages
+            if len(values) != stages:
+                raise SettingsError(
+                    f"costs.{name}", f"{len(values)} entries for {stages} stages", f"write one number, or a list of {stages}"
+                )
+            return tuple(round(1000 * entry) for entry in values)
+
+        return CostModel(
+            forward=each("forward_ms"),
+            input=each("input_ms"),
+            weight=each("weight_ms"),
+            communication=round(1000 * costs.communication_ms),
+            reduce=each("reduce_ms"),
+            step=each("step_ms"),
+            dispatch=round(1000 * costs.dispatch_ms),
+        )
+
+
+def reference() -> str:
+    """All settings as a Markdown table: key, default, meaning."""
+    rows = ["| key | default | meaning |", "|---|---|---|"]
+    for prefix, model in (("", Settings), ("costs.", Costs)):
+        for name, field in model.model_fields.items():
+            rows.append(f"| `{prefix}{name}` | `{shown(field.default)}` | {field.description} |")
+    return "\n".join(rows)
+
+
+# --- pydantic's errors in our words ------------------------------------------------------------------
+
+
+def _one_line(error: ValidationError) -> SettingsError:
+    """The first problem in full, the other keys by name."""
+    problems: dict[str, dict[str, Any]] = {}
+    for problem in error.errors():  # a list inside a union also fails as "no number": the deeper problem says more
+        known = problems.setdefault(_key(problem["loc"]), dict(problem))
+        if len(problem["loc"]) > len(known["loc"]):
+            problems[_key(problem["loc"])] = dict(problem)
+    (key, first), *rest = problems.items()
+    wrong, fix = _explained(first)
+    return SettingsError(key, wrong, fix, tuple(other for other, _ in rest))
+
+
+def _key(location: tuple[int | str, ...]) -> str:
+    """``("costs", "forward_ms", "tuple[...]", 1)`` → ``costs.forward_ms``; ``("faults", 1)`` → ``faults[1]``."""
+    head, *rest = location
+    if head == "costs" and rest:
+        return f"costs.{rest[0]}"
+    return f"{head}[{rest[0]}]" if rest and isinstance(rest[0], int) else str(head)
+
+
+def _explained(problem: dict[str, Any]) -> tuple[str, str]:
+    """(what is wrong, what to write instead) for one of pydantic's problems."""
+    kind, location, value = problem["type"], problem["loc"], problem["input"]
+    fields = Costs.model_fields if location[0] == "costs" and len(location) > 1 else Settings.model_fields
+    name = str(location[1] if fields is Costs.model_fields else location[0])
+    if kind in ("extra_forbidden", "invalid_key"):
+        near = difflib.get_close_matches(name, fields, 1)
+        return "no such key", f"did you mean {near[0]}?" if near else f"the keys are {', '.join(fields)}"
+    write = f"write {_write(fields[name])}"
+    if name == "faults" and len(location) > 1:
+        write = f"write a fault such as {_FAULT}"
+    if kind == "value_error":
+        what, colon, how = str(problem["ctx"]["error"]).partition(": ")
+        return what, (how if how.startswith("write ") else f"write {how}") if colon else write
+    if value == "auto":
+        return '"auto" is not supported here', write
+    if kind.endswith("_type") and value is not None:
+        return f"{shown(value)} is {_kind(value)}", write
+    return f"{shown(value)} is not possible", write
+
+
+def _write(field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)
+    return str(extra["write"])
+
+
+def shown(value: Any) -> str:
+    """``value`` as JSON, shortened to a line's part."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", dict: "an object"}
+    return names.get(type(value), "a list" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}")

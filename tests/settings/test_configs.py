@@ -1,0 +1,94 @@
+"""Hydra's groups compose into one job, and say the same as the settings."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recycle_plugin import configs
+from recycle_plugin.compose import ComposeError, EmulatedModel, GPTModel, compose, compose_from_command_line
+from recycle_plugin.core.faults import Fault
+from recycle_plugin.settings import Settings, SettingsError
+
+ROOT = Path(configs.__file__).parent
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (ROOT / group).glob("*.yaml"))
+
+
+def test_the_recycle_group_repeats_the_settings_keys_and_defaults():
+    written = yaml.safe_load((ROOT / "recycle" / "default.yaml").read_text())
+    assert list(written) == list(Settings.model_fields)
+    assert Settings.from_section(written) == Settings()
+
+
+def test_the_main_job():
+    job = compose(["model=gpt_tiny", "topology=pp2_dp2", "recycle.enabled=true", "faults=kill_one", "steps=20"])
+    assert (job.topology.stages, job.topology.replicas, job.workers, job.steps) == (2, 2, 4, 20)
+    config = job.deepspeed_config()
+    assert config["gradient_clipping"] == 0.0 and config["gradient_accumulation_steps"] == job.topology.micro_batches
+    settings = Settings.from_section(config["recycle"])
+    assert settings.enabled and settings.run_dir == job.run_dir and settings.seed == job.seed
+    (fault,) = settings.fault_list
+    assert fault == Fault.parse("kill 0.1 before 1F0.1@10")
+
+
+def test_one_run_folder_and_one_seed():
+    job = compose(["run_dir=runs/a", "seed=7"])
+    assert (job.recycle["run_dir"], job.recycle["seed"]) == ("runs/a", 7)
+
+
+@pytest.mark.parametrize(
+    "override", [f"{group}={option}" for group in ("model", "topology", "data", "optimizer", "experiment") for option in options(group)]
+)
+def test_every_option_composes(override):
+    job = compose([override, *(["topology=pp2_dp2"] if override.startswith("model") else [])])
+    assert isinstance(job.model, (GPTModel, EmulatedModel))
+
+
+def test_emulated_costs_follow_the_model():
+    job = compose(["experiment=emulated_pp4_dp3", "model.forward_ms=30"])
+    costs = Settings.from_section(job.recycle).cost_model(job.topology.stages)
+    assert costs.forward == (30_000,) * 4 and costs.weight == (20_000,) * 4
+    assert job.model.layers == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["stepz=3"], "stepz: no such key; did you mean steps?"),
+        (["recycle.enable=true"], "recycle.enable: no such key; did you mean recycle.enabled?"),
+        (["+recycle.enable=true"], "recycle.enable: no such key; did you mean enabled?"),
+        (["steps=abc"], 'steps: "abc"; input should be a valid integer'),
+        (["~steps"], "steps: field required"),
+        (["foo"], "Error parsing override 'foo' missing EQUAL at '<EOF>'"),
+        (["topology.stages=9"], "topology.stages: 9 stages for 6 layers; write at most 6, or raise model.layers"),
+        (["model.heads=3"], "model.heads: 3 does not divide model.hidden = 128; write a divisor"),
+    ],
+)
+def test_a_wrong_override_gets_one_line(overrides, expected):
+    with pytest.raises((ComposeError, SettingsError)) as caught:
+        compose(overrides)
+    assert str(caught.value) == expected
+
+
+def test_an_unknown_option_lists_the_others():
+    with pytest.raises(ComposeError) as caught:
+        compose(["model=gpt_tin"])
+    assert "\n" not in str(caught.value) and all(option in str(caught.value) for option in options("model"))
+
+
+@pytest.mark.parametrize("flag", [["--local_rank=3"], ["--local-rank", "3"]])
+def test_the_launchers_rank_is_dropped_wherever_it_stands(flag):
+    assert compose_from_command_line([*flag, "steps=3", "seed=1"], "").steps == 3
+    assert compose_from_command_line(["steps=3", *flag, "seed=1"], "").seed == 1
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["stepz=3"], 2), (["--steps=3"], 2), (["recycle.rng=stream"], 2)])
+def test_the_command_line_ends_with_one_line(arguments, code, capsys):
+    with pytest.raises(SystemExit) as caught:
+        compose_from_command_line(arguments, "")
+    printed = capsys.readouterr()
+    assert caught.value.code == code
+    assert len(printed.err.splitlines()) == (1 if code else 0)

@@ -1,0 +1,55 @@
+"""What the package ships, and its command."""
+
+import configparser
+from pathlib import Path
+
+import pytest
+
+from recycle_plugin import __version__
+from recycle_plugin.cli import main
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def declared() -> set[str]:
+    parser = configparser.ConfigParser()
+    parser.read(CHECKOUT / "setup.cfg")
+    return set(parser["options"]["packages"].split())
+
+
+def present() -> set[str]:
+    folders = {path.parent for path in (CHECKOUT / "recycle_plugin").rglob("*.py")}
+    return {".".join(folder.relative_to(CHECKOUT).parts) for folder in folders}
+
+
+def test_setup_cfg_names_every_package():
+    assert present() <= declared()
+
+
+def test_constraints_pin_every_dependency():
+    pinned = (CHECKOUT / "scripts" / "constraints.txt").read_text().lower()
+    parser = configparser.ConfigParser()
+    parser.read(CHECKOUT / "setup.cfg")
+    wanted = parser["options"]["install_requires"].split("\n") + parser["options.extras_require"]["test"].split("\n")
+    for line in filter(None, map(str.strip, wanted)):
+        name = line.split(">")[0]
+        assert f"\n{name}==" in pinned, name
+    assert "+" not in pinned.replace("++", "")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out == f"recycle_plugin {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--nonsense"]])
+def test_a_wrong_command_exits_with_two(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2 and capsys.readouterr().err
+
+
+def test_settings_command_prints_the_table(capsys):
+    assert main(["settings"]) == 0
+    assert "| `split_backward` | `true` |" in capsys.readouterr().out
