@@ -41,7 +41,7 @@ def bound(problem: Problem) -> int:
     least = windows(problem)
     if not problem.synchronous:
         return max(window + closing for window, closing in zip(least, problem.closing))
-    return span_bound(problem) + max(problem.closing)
+    return span_bound(problem) + problem.joint_closing
 
 
 def span_bound(problem: Problem) -> int:

@@ -32,6 +32,7 @@ class Problem:
     communication: int
     cost: tuple[tuple[int, ...], ...]  # [kind][stage]
     closing: tuple[int, ...]  # reduce and step of a stage
+    joint_closing: int  # reduce and step where all stages do them together
     caps: tuple[int, ...]  # micro-batches that a worker of a stage may hold
     loads: tuple[int, ...]  # most micro-batches on one worker of a stage
     worker: list[int]  # of an operation
@@ -57,6 +58,7 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, route: Mapping[
         raise PlanError(f"the cost model has {costs.stages} stages, the topology {stages}")
     width, records = len(replicas) * micro_batches, len(replicas) * micro_batches * stages
     kinds = (Op.F, Op.I, Op.W) if policy.split_backward else (Op.F, Op.B)
+    reduce, step = ([costs.of(op, stage) for stage in range(stages)] for op in (Op.REDUCE, Op.STEP))
     cost = tuple(tuple(costs.of(kind, stage) for stage in range(stages)) for kind in kinds)
     rank = {replica: place for place, replica in enumerate(replicas)}
     owner = [
@@ -79,7 +81,8 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, route: Mapping[
         policy.validate or not policy.stagger_optimizer,
         costs.communication,
         cost,
-        tuple(costs.of(Op.REDUCE, stage) + costs.of(Op.STEP, stage) for stage in range(stages)),
+        tuple(map(sum, zip(reduce, step))),
+        max(reduce) + max(step) if policy.validate else max(map(sum, zip(reduce, step))),
         tuple(policy.cap(stage, stages) for stage in range(stages)),
         tuple(-(-width // len(view.live_replicas(stage))) for stage in range(stages)),
         owner * len(kinds),

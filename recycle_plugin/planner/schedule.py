@@ -189,7 +189,7 @@ def _measure(problem: Problem, starts: list[int], ends: list[int]) -> tuple[Timi
     lasts = [max(ends[final + stage * width : final + (stage + 1) * width]) for stage in range(problem.stages)]
     begin, span = min(firsts), max(lasts) - min(firsts)
     stepped = [last + closing for last, closing in zip(lasts, problem.closing)]
-    period = span + max(problem.closing) if problem.synchronous else max(end - first for end, first in zip(stepped, firsts))
+    period = span + problem.joint_closing if problem.synchronous else max(end - first for end, first in zip(stepped, firsts))
     return Timing(period, span, [start - begin for start in starts] if begin else starts), stepped
 
 

@@ -28,8 +28,9 @@ def verify(plan: Plan) -> None:
     """Raises VerificationError at the first rule that ``plan`` breaks."""
     for seat, program in sorted(plan.programs.items()):
         _check_end(plan, seat, program)
-        _check_memory(plan, seat, program)
     _check_once(plan)
+    for seat, program in sorted(plan.programs.items()):
+        _check_memory(plan, seat, program)
     _check_progress(plan)
 
 

@@ -124,7 +124,7 @@ class VirtualWorld:
 
     def joint(self, instruction: Instruction) -> Joint:
         """Where ``instruction`` meets its peers: a stage's own, or all seats' where stages step together."""
-        alone = instruction.op is Op.REDUCE and (self.plan.policy.stagger_optimizer or self.plan.policy.validate)
+        alone = instruction.op is Op.REDUCE and self.plan.policy.stagger_optimizer
         return Joint(instruction.op.name, instruction.stage if alone else None, instruction.step)
 
     def contributions(self, joint: Joint) -> dict[Seat, Any]:

@@ -1,0 +1,50 @@
+"""The jobs that the tests plan: the paper's running example, and random ones for Hypothesis."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import ClusterView, Topology
+
+EXAMPLE = Topology(replicas=3, stages=4, micro_batches=6)
+LOST = Seat(1, 2)
+UNIT = CostModel.uniform(4)
+STOCK = Policy(split_backward=False, stagger_optimizer=False, reroute=False)
+REROUTE = Policy(split_backward=False, stagger_optimizer=False)
+SPLIT = Policy(stagger_optimizer=False)
+
+
+@st.composite
+def views(draw: st.DrawFn, replicas: int = 3, stages: int = 4, micro_batches: int = 5) -> ClusterView:
+    """Any topology up to these sizes with any losses that leave each stage a live worker."""
+    topology = Topology(draw(st.integers(1, replicas)), draw(st.integers(1, stages)), draw(st.integers(1, micro_batches)))
+    lost = []
+    for stage in range(topology.stages):
+        gone = draw(st.sets(st.integers(0, topology.replicas - 1), max_size=topology.replicas - 1))
+        lost += [Seat(replica, stage) for replica in gone]
+    return topology.full().without(*lost)
+
+
+def costs(stages: int) -> st.SearchStrategy[CostModel]:
+    """Unequal whole costs, some of them nothing."""
+
+    def row(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
+        return st.tuples(*[st.integers(least, most)] * stages)
+
+    return st.builds(CostModel, row(1, 5), row(0, 5), row(0, 5), st.integers(0, 4), row(0, 3), row(0, 3), st.integers(0, 1))
+
+
+def policies(stages: int) -> st.SearchStrategy[Policy]:
+    """Every mixture of techniques and caps; rerouting stays on."""
+    cap = st.none() | st.integers(1, 2 * stages)
+    return st.builds(Policy, st.booleans(), st.booleans(), st.just(True), cap, st.booleans())
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
+    view = draw(views())
+    stages = view.topology.stages
+    return view, draw(costs(stages)), draw(policies(stages))

@@ -1,0 +1,74 @@
+"""The verifier refuses broken plans and says where."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.plan import Plan, Policy
+from recycle_plugin.planner import VerificationError, plan, verify
+from recycle_plugin.render.grid import draw_error
+
+from tests.pure.jobs import EXAMPLE, LOST, UNIT
+
+GOOD = plan(EXAMPLE.full().without(LOST), UNIT, Policy(activation_cap=8))
+SEAT = Seat(0, 2)
+PROGRAM = GOOD.programs[SEAT]
+
+
+def with_program(program: tuple[Instruction, ...], seat: Seat = SEAT) -> Plan:
+    return replace(GOOD, programs={**GOOD.programs, seat: program})
+
+
+def swapped(one: str, two: str) -> tuple[Instruction, ...]:
+    texts = [str(instruction) for instruction in PROGRAM]
+    program = list(PROGRAM)
+    here, there = texts.index(one), texts.index(two)
+    program[here], program[there] = program[there], program[here]
+    return tuple(program)
+
+
+BROKEN = {
+    "a weight gradient before its backward": (with_program(swapped("2I0.0", "2W0.0")), "runs after F"),
+    "an instruction twice": (with_program(PROGRAM[:1] + PROGRAM), "runs after F"),
+    "an instruction left out": (with_program(PROGRAM[1:]), "runs after nothing"),
+    "a weight gradient left out": (with_program(tuple(one for one in PROGRAM if str(one) != "2W0.5")), "runs F I"),
+    "no step": (with_program(PROGRAM[:-1]), "does not end with REDUCE, STEP"),
+    "a reduce too early": (with_program(PROGRAM[-2:-1] + PROGRAM), "before the end"),
+    "somebody else's micro-batch": (with_program((Instruction(Op.F, 2, MicroBatch(2, 0)),) + PROGRAM), "the route gives this to 2.2"),
+    "another stage": (with_program((Instruction(Op.F, 1, MicroBatch(0, 0)),) + PROGRAM), "an instruction of stage 1"),
+    "too much memory": (replace(GOOD, policy=replace(GOOD.policy, activation_cap=2)), "the cap is 2"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_plans_are_refused(what: str) -> None:
+    broken, message = BROKEN[what]
+    with pytest.raises(VerificationError, match=message):
+        verify(broken)
+
+
+def test_programs_that_wait_for_each_other_are_refused() -> None:
+    """Stage 0 wants a gradient of micro-batch 1 before it forwards 0; stage 1 needs 0 before 1."""
+    from recycle_plugin.core.cost import CostModel
+    from recycle_plugin.core.topology import Topology
+
+    good = plan(Topology(1, 2, 2).full(), CostModel.uniform(2), Policy())
+    def program(text: str) -> tuple[Instruction, ...]:
+        return tuple(map(Instruction.parse, text.split()))
+
+    crossed = {
+        Seat(0, 0): program("0F0.1 0I0.1 0W0.1 0F0.0 0I0.0 0W0.0 0REDUCE 0STEP"),
+        Seat(0, 1): program("1F0.0 1I0.0 1W0.0 1F0.1 1I0.1 1W0.1 1REDUCE 1STEP"),
+    }
+    with pytest.raises(VerificationError, match="0.0 waits before 0I0.1; 0.1 waits before 1F0.0"):
+        verify(replace(good, programs=crossed))
+
+
+def test_errors_draw_the_grid(golden) -> None:
+    with pytest.raises(VerificationError) as caught:
+        verify(BROKEN["a weight gradient before its backward"][0])
+    golden("error.txt", draw_error(caught.value))
