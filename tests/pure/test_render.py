@@ -1,0 +1,96 @@
+"""What the pictures are made of; how they look is for eyes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.executor import Span
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.planner import plan
+from recycle_plugin.render import curves, gantt, grid, perfetto
+from recycle_plugin.simulator import simulate
+
+COSTS = CostModel.uniform(2, 20, 20, 10, communication=10, reduce=20, step=10)
+VIEW = Topology(2, 2, 2).full()
+LOST = Seat(0, 1)
+
+
+def spans(*lost: Seat) -> list[Span]:
+    return simulate(plan(VIEW.without(*lost), COSTS, Policy()), COSTS)
+
+
+def test_grid_of_a_simulated_step(golden) -> None:
+    golden("simulated_degraded.txt", grid.draw(spans(LOST), tick_us=10))
+
+
+def test_grid_marks_one_instruction() -> None:
+    text = grid.draw(spans(), tick_us=10, mark=(Seat(1, 0), Instruction.parse("0I1.0")))
+    assert [line.endswith(grid.HERE) for line in text.splitlines()] == [False, False, False, True, False]
+    assert text.count("[I0]") == 1
+
+
+def test_grid_refuses_ticks_of_no_length_and_draws_nothing_for_nothing() -> None:
+    with pytest.raises(ValueError, match="tick_us is 0"):
+        grid.draw(spans(), tick_us=0)
+    assert grid.draw([]).strip() == "||"
+
+
+def test_every_op_that_takes_time_has_a_colour_and_a_name() -> None:
+    timed = {op for op in Op if op is Op.VALIDATE or CostModel.uniform(1, 1, 1, 1, 0, 1, 1).of(op, 0)}
+    assert set(gantt.COLOURS) == set(gantt.NAMES) == timed
+
+
+@pytest.mark.parametrize("ending, magic", [("png", b"\x89PNG"), ("svg", b"<?xml")])
+def test_pictures_are_written(tmp_path, ending: str, magic: bytes) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"steps.{ending}"
+    gantt.before_and_after(path, spans(), spans(LOST), {LOST: -5})
+    assert path.read_bytes().startswith(magic)
+
+
+def test_a_picture_of_nothing_is_refused(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        gantt.draw(tmp_path / "no.png")
+
+
+def test_idle_share_counts_a_dead_seat_until_its_death() -> None:
+    forward = Instruction.parse("0F0.0")
+    two = [Span(Seat(0, 0), forward, 0, 10), Span(Seat(1, 0), forward, 0, 5)]
+    assert gantt.idle_share(two) == 0.25
+    assert gantt.idle_share(two, {Seat(1, 0): 5}) == 0.0
+
+
+def test_trace_has_a_slice_per_span_and_an_arrow_per_message(tmp_path) -> None:
+    ran = spans(LOST)
+    path = tmp_path / "trace.json"
+    perfetto.write(path, ran, 2)
+    events = json.loads(path.read_text())["traceEvents"]
+    kinds = Counter(event["ph"] for event in events)
+    received = sum(span.instruction.op in (Op.RECV_ACT, Op.RECV_GRAD) for span in ran)
+    assert kinds["X"] == len(ran) and kinds["s"] == kinds["f"] == received == 8
+    slices = {(event["pid"], event["tid"], event["name"]): event for event in events if event["ph"] == "X"}
+    for start in (event for event in events if event["ph"] == "s"):
+        producers = [e for (pid, tid, _), e in slices.items() if (pid, tid) == (start["pid"], start["tid"]) and e["ts"] <= start["ts"] < e["ts"] + e["dur"]]
+        assert len(producers) == 1 and producers[0]["cat"] in ("F", "I", "B")
+    assert slices[1, 1, "1F0.1"]["args"]["rerouted"] is True
+
+
+def test_trace_without_transport_still_has_arrows() -> None:
+    compute = [span for span in spans() if span.instruction.op in (Op.F, Op.I, Op.W)]
+    assert Counter(event["ph"] for event in perfetto.events(compute, 2))["s"] == 8
+
+
+def test_curves_side_by_side(golden) -> None:
+    fault_free = {step: 3 - step / 8 for step in range(4)}
+    golden("curves.txt", curves.table(fault_free, {**fault_free, 2: 2.75 + 3e-7}, killed_in=(2,)))
+    assert curves.largest_difference({0: 1.0, 1: float("nan")}, {0: 1.0, 1: 1.0}) != 0
+    with pytest.raises(ValueError, match="no step in common"):
+        curves.table({1: 0.0}, {2: 0.0})
