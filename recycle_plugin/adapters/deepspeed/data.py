@@ -1,0 +1,48 @@
+"""Training data addressed by (step, replica, micro-batch), so that a peer can load what a lost worker would have."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Callable
+
+from torch.utils.data import BatchSampler, Dataset, default_collate
+from torch.utils.data.distributed import DistributedSampler
+
+from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.runtime.errors import RecycleError
+
+Source = Callable[[int, MicroBatch], Any]
+"""Of (step, micro-batch): the batch of inputs and labels."""
+
+
+class DatasetSource:
+    """A map-style dataset in the order in which DeepSpeed's own loader would read it.
+
+    DeepSpeed gives replica r every DP-th sample, unshuffled, and starts again at the end.  Steps count from 1.
+    """
+
+    def __init__(self, dataset: Dataset, topology: Topology, micro_batch_size: int, drop_last: bool, collate: Callable | None) -> None:
+        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise RecycleError(
+                f"training_data is a {type(dataset).__name__}, which has no __getitem__ and __len__: give a map-style dataset; "
+                "iterable datasets and plain iterators cannot be read again by a peer and come later"
+            )
+        self._dataset = dataset
+        self._topology = topology
+        self._size = micro_batch_size
+        self._drop_last = drop_last
+        self._collate = collate or default_collate
+        self._batches = lru_cache(maxsize=None)(self._batches_of)
+
+    def __call__(self, step: int, micro_batch: MicroBatch) -> Any:
+        batches = self._batches(micro_batch.replica)
+        position = (step - 1) * self._topology.micro_batches + micro_batch.index
+        return self._collate([self._dataset[index] for index in batches[position % len(batches)]])
+
+    def _batches_of(self, replica: int) -> list[list[int]]:
+        sampler = DistributedSampler(self._dataset, num_replicas=self._topology.replicas, rank=replica, shuffle=False)
+        batches = list(BatchSampler(sampler, self._size, self._drop_last))
+        if not batches:
+            raise RecycleError(f"training_data has {len(self._dataset)} samples: too few for one micro-batch of {self._size} per replica")
+        return batches

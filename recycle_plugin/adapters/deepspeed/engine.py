@@ -1,0 +1,387 @@
+"""The DeepSpeed engine that runs plans: ``PipelineEngine`` with another schedule and instruction map.
+
+No algorithm lives here.  It lends DeepSpeed's model, optimizer, gradient buckets and checkpoints to
+the runtime's loop, and keeps the signatures that user scripts call.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from recycle_plugin.adapters.deepspeed import clipping
+from recycle_plugin.adapters.deepspeed import schedule as commands
+from recycle_plugin.adapters.deepspeed.checkpoint import stand_in
+from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.executor import Interrupted, drain, execute
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.plan import Plan
+from recycle_plugin.core.protocol import Contribution, Member, Ready
+from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.loop import Loop
+from recycle_plugin.runtime.randomness import key, keyed
+from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.split_backward import DeferredWeights
+from recycle_plugin.runtime.stage import Stage, StageModel
+from recycle_plugin.runtime.trace import TraceFile
+from recycle_plugin.runtime.transport import Transport
+from recycle_plugin.runtime.undo import Snapshot
+from recycle_plugin.runtime.world import TorchWorld
+from recycle_plugin.settings import Settings
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the engine needs besides DeepSpeed's own arguments."""
+
+    session: Session
+    settings: Settings
+
+
+class RecycleEngine(PipelineEngine):
+    """``train_batch``, ``eval_batch``, ``save_checkpoint`` as in DeepSpeed; they survive the loss of workers.
+
+    Besides: ``set_data_source(source)`` gives batches by (step, micro-batch) instead of
+    ``training_data``, and ``settle()`` waits until all steps done so far are committed.
+    """
+
+    def __init__(self, *arguments: Any, job: Job, **named: Any) -> None:
+        self._job = job
+        self._source: Source | None = None
+        super().__init__(*arguments, **named)
+        if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "state_dict"):
+            raise RecycleError(f"the learning-rate scheduler {type(self.lr_scheduler).__name__} has no state_dict, so a step could not be taken back")
+        settings = job.settings
+        self.seat = Seat(self.grid.data_parallel_id, self.stage_id)
+        self.topology_ = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches)
+        self._check_faults(settings)
+        self._deferred = DeferredWeights(self.module) if settings.split_backward else None
+        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._stage = Stage(self._stage_model(), self._deferred, self._randomness)
+        self._snapshot = Snapshot(self._parameters, self.basic_optimizer, self._counters, self._set_counters)
+        self._transport = Transport(job.session)
+        self._loop: Loop | None = None
+        self._trace: TraceFile | None = None
+        self._last_forward: MicroBatch | None = None
+        self._norm: torch.Tensor | None = None
+        self._arrived: tuple[torch.Tensor, ...] = ()
+        self.module.register_state_dict_pre_hook(lambda *_: self.settle())
+
+    # --- what scripts call -------------------------------------------------------------------------
+
+    def set_data_source(self, source: Callable[[int, int, int], Any]) -> None:
+        """``source(step, replica, micro_batch)`` gives (inputs, labels); steps count from 1, the same on every worker."""
+        self._source = lambda step, micro_batch: source(step, *micro_batch)
+
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """One optimizer step; returns the mean loss over all micro-batches of all replicas, on every worker.
+
+        It may return before the step is committed.  What it returned stays final: recovery finishes
+        the step inside the next call into the engine.
+        """
+        if data_iter is not None or self._source is None:
+            raise RecycleError(
+                "train_batch(data_iter=…): a plain iterator cannot be read again by a peer, so it is not supported yet; pass "
+                "training_data= (a map-style dataset) to deepspeed.initialize, or call engine.set_data_source(source)"
+            )
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+        self._start()
+        self.module.train()
+        losses = self._advance(self._loop.machine.stepped + 1)
+        self.agg_train_loss = torch.tensor(sum(losses.values()) / len(losses), device=self.device)
+        self._report_loss()
+        return self.agg_train_loss
+
+    def eval_batch(self, data_iter: Any, *arguments: Any, **named: Any) -> Any:
+        """Stock evaluation, after all training steps so far are committed.  Refuses while a worker is missing."""
+        self.settle()
+        if self._degraded():
+            raise RecycleError(
+                f"eval_batch() needs every worker yet, and seat {self._missing()} is lost; evaluate from a checkpoint, "
+                "or catch this error and go on training"
+            )
+        return super().eval_batch(data_iter, *arguments, **named)
+
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, *arguments: Any, **named: Any) -> Any:
+        """DeepSpeed's own checkpoint of the last committed step, complete also while workers are missing."""
+        self.settle()
+        if self._loop is None:
+            return super().save_checkpoint(save_dir, tag, *arguments, **named)
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+        with stand_in(self, self.seat, self._job.session.generation):
+            saved = super().save_checkpoint(save_dir, tag, *arguments, **named)
+        path = str(Path(save_dir) / str(tag if tag is not None else f"global_step{self.global_steps}"))
+        if self._is_first():
+            self._job.session.note("checkpoint", f"checkpoint of step {self.global_steps} in {path}", path=path)
+        return saved
+
+    def load_checkpoint(self, *arguments: Any, **named: Any) -> Any:
+        """Stock; only before the first step."""
+        if self._loop is not None:
+            raise RecycleError("load_checkpoint() after the first train_batch() is not supported yet: load before training")
+        return super().load_checkpoint(*arguments, **named)
+
+    def settle(self) -> None:
+        """Return when every step that ``train_batch`` has returned for is committed, whoever dies meanwhile."""
+        if self._loop is not None:
+            self._loop.settle(self)
+
+    def finish(self) -> None:
+        """Everybody's last step is committed and this worker may go."""
+        self.settle()
+        if self._trace is not None:
+            self._trace.close()
+        self._transport.close()
+
+    # --- starting ----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """At the first step: enrol, wait for everybody, make the plan.  (Checkpoints are loaded before.)"""
+        if self._loop is not None:
+            return
+        session, settings = self._job.session, self._job.settings
+        machine = StepMachine(self.global_steps)
+        validate = self.gradient_clipping() > 0
+        run_dir = settings.run_dir or f"runs/{session.job_id}"
+        self._world = TorchWorld(session, machine, self._perform, {Op.RECV_ACT: self._await, Op.RECV_GRAD: self._await},
+                                 settings.fault_script(self.seat), self._record)
+        if settings.trace:
+            self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
+        loop = Loop(session, self._transport, self.topology_, settings.cost_model(self.num_stages), settings.policy(validate),
+                    self.seat, machine, self._world.reach_point)
+        member = Member(self.global_rank, self.seat, self._transport.address, session.host)
+        session.send(Ready(member, machine.stepped, self._job_record(run_dir, validate)))
+        loop.start(self)
+        self._loop = loop
+        session.between_steps = self._between_steps
+
+    def _job_record(self, run_dir: str, validate: bool) -> dict:
+        settings, shape = self._job.settings, self.topology_
+        return {
+            "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "run_dir": run_dir,
+            "regroup_timeout_s": settings.regroup_timeout_s, "strict_placement": settings.strict_placement,
+            "split_backward": settings.split_backward, "stagger_optimizer": settings.stagger_optimizer, "reroute": settings.reroute,
+            "activation_cap": settings.activation_cap, "clipping": self.gradient_clipping() if validate else 0.0,
+            "norm": str(settings.norm), "rng": settings.rng, "seed": settings.seed,
+        }  # fmt: skip
+
+    def _stage_model(self) -> StageModel:
+        return StageModel(self.module, self.module.loss_fn, self.micro_batches, self.is_first_stage(), self.is_last_stage(), self.device)
+
+    def _check_faults(self, settings: Settings) -> None:
+        for fault in settings.fault_list:
+            if fault.seat not in self.topology_.seats:
+                raise RecycleError(f"recycle.faults: '{fault}' names seat {fault.seat}, and the topology is "
+                                   f"{self.topology_.replicas} replicas of {self.topology_.stages} stages (seats are replica.stage, from 0)")
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        shape = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches)
+        self._source = DatasetSource(dataset, shape, self.micro_batch_size, self._config.dataloader_drop_last, self.collate_fn)
+
+    # --- a step ------------------------------------------------------------------------------------
+
+    def _advance(self, step: int) -> dict:
+        while True:
+            self._loop.advance(self, step)
+            try:
+                return self._job.session.wait_collected(step, "loss")
+            except Interrupted:
+                self._loop.recover(self)
+
+    def execute(self, plan: Plan, step: int) -> None:
+        """Run this worker's program of ``step`` (runtime.loop.Replica)."""
+        own = [instruction.micro_batch for instruction in plan.programs[self.seat] if instruction.op is Op.F]
+        self._last_forward = own[-1] if own else None
+        self._job.session.between_steps = None
+        try:
+            self._exec_schedule(commands.PlanSchedule(plan, self.seat, step))
+            self._world.reach_point(f"step.end@{step}")
+        finally:
+            self._job.session.between_steps = self._between_steps
+
+    def discard(self) -> None:
+        """Drop the unfinished step (runtime.loop.Replica)."""
+        self._stage.discard()
+        self._arrived = ()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def undo(self) -> None:
+        """Take the last step back (runtime.loop.Replica)."""
+        self._snapshot.restore()
+
+    def _between_steps(self) -> None:
+        """A membership change has broken a collective of the user's script: recover, then it is tried again."""
+        stepped = self._loop.machine.stepped
+        self._loop.recover(self)
+        self._loop.advance(self, stepped)
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        """Plans go through the one executor; stock schedules (evaluation) through stock code."""
+        if not isinstance(pipe_schedule, commands.PlanSchedule):
+            super()._exec_schedule(pipe_schedule)
+            return
+        drain(execute(self.seat, pipe_schedule.instructions(), self._world))
+
+    def _perform(self, instruction: Instruction) -> None:
+        self._INSTRUCTION_MAP[commands.COMMANDS[instruction.op]](self, instruction)
+
+    def _record(self, span: Any) -> None:
+        if self._trace is not None:
+            self._trace.add(span)
+
+    # --- instructions ------------------------------------------------------------------------------
+
+    def _exec_load(self, instruction: Instruction) -> None:
+        self._stage.load(instruction.micro_batch, self._source(instruction.step, instruction.micro_batch))
+
+    def _exec_forward(self, instruction: Instruction) -> None:
+        self._stage.forward(instruction.micro_batch, instruction.step)
+        if self.is_last_stage() and instruction.micro_batch == self._last_forward:
+            losses = {str(micro_batch): loss.item() for micro_batch, loss in self._stage.losses.items()}
+            self._stage.losses.clear()
+            self._contribute(instruction.step, "loss", losses, len(self.topology_.batch))
+
+    def _exec_backward(self, instruction: Instruction) -> None:
+        self._stage.backward(instruction.micro_batch)
+
+    def _exec_backward_input(self, instruction: Instruction) -> None:
+        self._stage.backward_input(instruction.micro_batch)
+
+    def _exec_backward_weight(self, instruction: Instruction) -> None:
+        self._stage.backward_weight(instruction.micro_batch)
+
+    def _await(self, instruction: Instruction) -> None:
+        kind, stage = ("act", self.stage_id - 1) if instruction.op is Op.RECV_ACT else ("grad", self.stage_id + 1)
+        datum = Datum(kind, stage, instruction.micro_batch, instruction.step)
+        self._arrived = self._transport.wait(self._job.session.number, datum, instruction.peer)
+
+    def _exec_recv_activation(self, instruction: Instruction) -> None:
+        self._stage.receive_activation(instruction.micro_batch, self._arrived)
+
+    def _exec_recv_grad(self, instruction: Instruction) -> None:
+        self._stage.receive_grad(instruction.micro_batch, self._arrived)
+
+    def _exec_send_activation(self, instruction: Instruction) -> None:
+        self._send("act", instruction, self._stage.activation(instruction.micro_batch))
+
+    def _exec_send_grad(self, instruction: Instruction) -> None:
+        self._send("grad", instruction, self._stage.take_grad(instruction.micro_batch))
+
+    def _send(self, kind: str, instruction: Instruction, tensors: tuple[torch.Tensor, ...]) -> None:
+        session = self._job.session
+        address = next(member.address for member in session.generation.members if member.seat == instruction.peer)
+        datum = Datum(kind, self.stage_id, instruction.micro_batch, instruction.step)
+        self._transport.send(address, session.number, datum, tensors)
+
+    def _exec_reduce(self, instruction: Instruction) -> None:
+        """Sum the stage's gradients into second buffers, and swap them in when every bucket is done.
+
+        Averaging divides by the logical number of replicas (the group's size never changes), as if
+        nobody were missing.
+        """
+        reduced = [(bucket, self.allreduce_bucket([p.grad for p in bucket], self.mpu.get_data_parallel_group())) for bucket in self._buckets()]
+        for bucket, flat in reduced:
+            for parameter, gradient in zip(bucket, self.unflatten(flat, bucket), strict=True):
+                parameter.grad = gradient
+
+    def _buckets(self) -> list[list[torch.nn.Parameter]]:
+        """Parameters by dtype, cut as stock DeepSpeed cuts them."""
+        buckets: list[list[torch.nn.Parameter]] = []
+        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in by_dtype.values():
+            buckets.append([])
+            for parameter in parameters:
+                buckets[-1].append(parameter)
+                if sum(p.numel() for p in buckets[-1]) > MEMORY_OPT_ALLREDUCE_SIZE:
+                    buckets.append([])
+        return [bucket for bucket in buckets if bucket]
+
+    def _exec_validate(self, instruction: Instruction) -> None:
+        """The gradient norm, from every stage's share; the stage's workers hold the same gradients and say the same."""
+        share = {str(self.stage_id): clipping.squared_norm(self._parameters)}
+        self._contribute(instruction.step, "norm", share, self.num_stages)
+        shares = self._job.session.wait_collected(instruction.step, "norm")
+        self._norm = clipping.total_norm(shares, self._job.settings.norm, self.topology_.replicas)
+
+    def clip_fp32_gradients(self) -> None:
+        """Called by stock code inside the optimizer step, with the norm that VALIDATE has found."""
+        clipping.clip(self._parameters, self._norm, self.gradient_clipping())
+
+    def _exec_step(self, instruction: Instruction) -> None:
+        self._snapshot.take()
+        super()._exec_optimizer_step()
+        self._loop.applied(instruction.step)
+
+    def _contribute(self, step: int, name: str, values: dict[str, float], expected: int) -> None:
+        session = self._job.session
+        session.send(Contribution(session.rank, session.number, step, name, values, expected))
+
+    _INSTRUCTION_MAP = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        commands.Load: _exec_load,
+        commands.Forward: _exec_forward,
+        commands.Backward: _exec_backward,
+        commands.BackwardInput: _exec_backward_input,
+        commands.BackwardWeight: _exec_backward_weight,
+        commands.SendActivation: _exec_send_activation,
+        commands.RecvActivation: _exec_recv_activation,
+        commands.SendGrad: _exec_send_grad,
+        commands.RecvGrad: _exec_recv_grad,
+        commands.ReduceGrads: _exec_reduce,
+        commands.ValidateGrads: _exec_validate,
+        commands.OptimizerStep: _exec_step,
+    }
+
+    # --- state beside the weights ------------------------------------------------------------------
+
+    def _randomness(self, micro_batch: MicroBatch, step: int) -> Any:
+        if self._job.settings.rng == "stream":
+            return nullcontext()
+        return keyed(key(self._job.settings.seed, step, micro_batch, self.stage_id))
+
+    def _counters(self) -> dict:
+        scheduler = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
+        return {"scheduler": scheduler, **{name: getattr(self, name) for name in COUNTERS}}
+
+    def _set_counters(self, counters: dict) -> None:
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(counters["scheduler"])
+        for name in COUNTERS:
+            setattr(self, name, counters[name])
+
+    def _degraded(self) -> bool:
+        return self._loop is not None and len(self._job.session.generation.members) < len(self.topology_.seats)
+
+    def _missing(self) -> str:
+        live = {member.seat for member in self._job.session.generation.members}
+        return ", ".join(str(seat) for seat in self.topology_.seats if seat not in live)
+
+    def _is_first(self) -> bool:
+        return self.global_rank == min(member.rank for member in self._job.session.generation.members)
+
+    def _report_loss(self) -> None:
+        """Stock's own line and monitor entry, from the lowest live rank."""
+        if not self._is_first():
+            return
+        if self.steps_per_print() is not None and self.global_steps % self.steps_per_print() == 0:
+            print(f"steps: {self.global_steps} loss: {self.agg_train_loss:0.4f}", flush=True)
+        if self.monitor.enabled:
+            self.monitor.write_events([("Train/Samples/train_loss", self.agg_train_loss.item(), self.global_samples)])

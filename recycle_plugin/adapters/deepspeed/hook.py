@@ -1,0 +1,140 @@
+"""Where the plugin enters an unmodified training script.
+
+The script imports torch and DeepSpeed when and how it likes.  An import hook waits for that and
+wraps two public functions: ``torch.distributed.init_process_group``, so that groups can lose
+members, and ``deepspeed.initialize``, which builds our engine where the config switches it on and
+the stock one, untouched, everywhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Callable, Iterator
+
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.session import Session
+from recycle_plugin.settings import SECTION, Settings
+
+GLOO_NAMES = (None, "gloo", "cpu:gloo", "recycle")
+
+
+class Plugin:
+    """The plugin in this process; ``engine`` is the one that ``deepspeed.initialize`` has built, if it has."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.engine: Any = None
+
+    def install(self) -> None:
+        """Call before the training script runs."""
+        AfterImport({"torch.distributed": self._wrap_torch, "deepspeed": self._wrap_deepspeed}).install()
+
+    def finish(self) -> None:
+        """The script is through: go when everybody's last step is committed."""
+        if self.engine is not None:
+            self.engine.finish()
+
+    # --- torch -------------------------------------------------------------------------------------
+
+    def _wrap_torch(self, module: ModuleType) -> None:
+        stock = module.init_process_group
+
+        @functools.wraps(stock)
+        def init_process_group(backend: str | None = None, *arguments: Any, **named: Any) -> Any:
+            from recycle_plugin.runtime import group
+
+            if backend in GLOO_NAMES and not _has_cuda():
+                group.register(self.session)
+                backend = group.BACKEND
+            return stock(backend, *arguments, **named)
+
+        module.init_process_group = init_process_group
+
+    # --- DeepSpeed ---------------------------------------------------------------------------------
+
+    def _wrap_deepspeed(self, module: ModuleType) -> None:
+        from recycle_plugin.patches import deepspeed_cpu
+
+        deepspeed_cpu.apply()
+        stock = module.initialize
+
+        @functools.wraps(stock)
+        def initialize(*arguments: Any, **named: Any) -> Any:
+            config = find_config(arguments, named)
+            settings = Settings.from_section(config.get(SECTION))
+            if not settings.enabled:
+                return stock(*arguments, **named)
+            with self._our_engine(module, config, settings, named.get("model", arguments[1] if len(arguments) > 1 else None)):
+                built = stock(*arguments, **named)
+            self.engine = built[0]
+            return built
+
+        module.initialize = initialize
+
+    @contextmanager
+    def _our_engine(self, module: ModuleType, config: dict, settings: Settings, model: Any) -> Iterator[None]:
+        """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment."""
+        from recycle_plugin.adapters.deepspeed.checks import check_config
+        from recycle_plugin.adapters.deepspeed.engine import Job, RecycleEngine
+
+        if self.engine is not None:
+            raise RecycleError("deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet")
+        check_config(config, model)
+        self.session.wait_timeout_s = settings.wait_timeout_s
+        stock, module.PipelineEngine = module.PipelineEngine, functools.partial(RecycleEngine, job=Job(self.session, settings))
+        try:
+            yield
+        finally:
+            module.PipelineEngine = stock
+
+
+def find_config(arguments: tuple, named: dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed config as ``deepspeed.initialize`` will find it; {} when it is not there or cannot be read."""
+    config = named.get("config") or named.get("config_params")
+    if config is None:
+        command_line = named.get("args", arguments[0] if arguments else None)
+        config = getattr(command_line, "deepspeed_config", None)
+    if isinstance(config, (str, Path)) and Path(config).is_file():
+        config = json.loads(Path(config).read_text())
+    return config if isinstance(config, dict) else {}
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls ``wrap(module)`` right after each named module has been imported for the first time."""
+
+    def __init__(self, wrappers: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._wrappers = dict(wrappers)
+
+    def install(self) -> None:
+        for name in [name for name in self._wrappers if name in sys.modules]:  # a warm process has them already
+            self._wrappers.pop(name)(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        wrap = self._wrappers.pop(name, None)
+        if wrap is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_wrap(module: ModuleType) -> None:
+            load(module)
+            wrap(module)
+
+        spec.loader.exec_module = load_and_wrap
+        return spec

@@ -1,0 +1,203 @@
+"""A GPT of megatron-core transformer layers (local spec) as DeepSpeed ``LayerSpec``s.
+
+Runs on CPU and CUDA with the same code: weights are made on the CPU, ``PipelineModule`` moves them, and
+whatever a layer makes later lies where its input lies.  megatron-core's ``parallel_state`` is not
+initialised: the layers get groups of one member that never communicate, so that no change of the job's
+membership reaches them.  ``torch.distributed`` has to be initialised before the layers are built.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Iterator
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recycle_plugin.adapters.megatron import layers as _register_converters  # noqa: F401
+from recycle_plugin.patches import megatron_cpu
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """Everything that fixes the model's parameters.  ``layers``: transformer layers; ``sequence``: tokens of context."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int = 256
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "sequence", "vocabulary"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"model.{name} is {value!r}: it has to be a whole number, at least 1")
+        if self.hidden % self.heads:
+            raise ValueError(f"model.hidden is {self.hidden}: it has to be a multiple of model.heads, {self.heads}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"model.dropout is {self.dropout}: it has to be at least 0 and below 1")
+
+    def parameters(self) -> int:
+        """Number of parameters, embedding and head (untied) included."""
+        h = self.hidden
+        attention, mlp, norms = 4 * h * h + 4 * h, 8 * h * h + 5 * h, 4 * h
+        ends = (2 * self.vocabulary + self.sequence) * h + 2 * h
+        return self.layers * (attention + mlp + norms) + ends
+
+
+def gpt_layers(shape: GPTShape, params_dtype: torch.dtype = torch.float32, seed: int = 1234) -> list[LayerSpec]:
+    """``shape.layers + 2`` specs for ``PipelineModule``: embedding, transformer layers, norm with head.
+
+    Ids are int64 [batch, sequence], activations [sequence, batch, hidden], logits [sequence, batch,
+    vocabulary], the last two in ``params_dtype``.  Layer i initialises itself from ``seed + i``, hence equally
+    in every replica and under every partition.  Leave ``PipelineModule(seed_layers=False)``: its
+    ``seed_layers`` also reseeds before each layer's forward from a count that differs between workers,
+    which takes the dropout masks out of the caller's hands.
+    """
+    middle = [LayerSpec(GPTBlock, shape, number, params_dtype, seed + number) for number in range(1, shape.layers + 1)]
+    return [
+        LayerSpec(GPTEmbedding, shape, params_dtype, seed),
+        *middle,
+        LayerSpec(GPTHead, shape, params_dtype, seed + shape.layers + 1),
+    ]
+
+
+def gpt_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy, fp32 scalar, of ``logits [sequence, batch, vocabulary]`` and int64 ``labels [batch, sequence]``."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.t().flatten())
+
+
+class GPTEmbedding(nn.Module):
+    """Token and learned position embeddings, then dropout: ids [batch, sequence] to [sequence, batch, hidden].
+
+    Shorter sequences than ``shape.sequence`` are fine; longer ones raise IndexError.
+    """
+
+    def __init__(self, shape: GPTShape, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        with _seeded(seed):
+            config = _transformer_config(shape, dtype)
+            self.tokens = nn.Embedding(shape.vocabulary, shape.hidden, dtype=dtype)
+            self.positions = nn.Embedding(shape.sequence, shape.hidden, dtype=dtype)
+            for table in (self.tokens, self.positions):
+                config.embedding_init_method(table.weight)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        ids = ids.t()
+        positions = torch.arange(ids.shape[0], device=ids.device)
+        return self.dropout(self.tokens(ids) + self.positions(positions)[:, None])
+
+
+class GPTBlock(nn.Module):
+    """megatron-core's TransformerLayer ``number`` (from 1) under a causal mask: [sequence, batch, hidden] to the same."""
+
+    def __init__(self, shape: GPTShape, number: int, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        _prepare_megatron()
+        with _seeded(seed):
+            self.layer = build_module(
+                get_gpt_layer_local_spec(),
+                config=_transformer_config(shape, dtype),
+                layer_number=number,
+                pg_collection=_alone(),
+            )
+            self.layer.to(dtype)  # the local spec's norms know no params_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[0]
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=x.device).triu(1)  # True: may not look there
+        return self.layer(x, attention_mask=mask)[0]
+
+
+class GPTHead(nn.Module):
+    """Final norm and untied output layer: [sequence, batch, hidden] to logits [sequence, batch, vocabulary]."""
+
+    def __init__(self, shape: GPTShape, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        with _seeded(seed):
+            config = _transformer_config(shape, dtype)
+            self.norm = nn.LayerNorm(shape.hidden, eps=config.layernorm_epsilon, dtype=dtype)
+            self.output = nn.Linear(shape.hidden, shape.vocabulary, bias=False, dtype=dtype)
+            config.init_method(self.output.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.norm(x))
+
+
+def follow_default_generator() -> None:
+    """Make megatron-core draw dropout masks from torch's default generator of the device, CPU or CUDA.
+
+    Random numbers of a micro-batch are keyed by seeding that generator before F; megatron's own tracker has
+    private streams, which would go on counting per worker.  What it calls its inference tracker has none.
+    It is right for tensor-parallel size 1, where the streams are all alike.
+    """
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def _prepare_megatron() -> None:
+    if not dist.is_initialized():
+        raise RuntimeError("initialise torch.distributed (deepspeed.init_distributed()) before the GPT's layers are built")
+    megatron_cpu.apply()
+    follow_default_generator()
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # attention asks for it; initialize_model_parallel would make it
+        parallel_state._set_global_memory_buffer()
+
+
+class _Alone:
+    """A group of one member: all that megatron-core asks of it where there is nobody to talk to."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def _alone() -> ProcessGroupCollection:
+    return ProcessGroupCollection(tp=_Alone(), pp=_Alone(), cp=_Alone())
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Run with the CPU's default generator at ``seed``, and put it back: weights are drawn on the CPU."""
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+def _transformer_config(shape: GPTShape, dtype: torch.dtype) -> TransformerConfig:
+    """One stage's view: pipeline size 1, or the layers would add their own offset to their number."""
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        hidden_dropout=shape.dropout,
+        attention_dropout=shape.dropout,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
+        use_cpu_initialization=True,
+        # every fusion wants CUDA or a compiler
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )

@@ -1,0 +1,71 @@
+"""Byte-level tokens of real text, as a map-style dataset: nothing to download, every item addressed by its index."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+class TextWindows(Dataset):
+    """Windows of ``sequence`` bytes that follow each other without overlap; the vocabulary is 256.
+
+    ``path``: a file, a folder (its .py, .txt and .md files in the order of their names), or None for the
+    Python standard library's own source files.  At most ``limit_bytes`` are read, so that every machine
+    with the same files has the same windows.
+
+    Raises FileNotFoundError, and ValueError where there is less than one window of text.
+    """
+
+    def __init__(self, path: str | Path | None, sequence: int, limit_bytes: int = 4_000_000) -> None:
+        if sequence < 1 or limit_bytes < 1:
+            raise ValueError(f"sequence ({sequence}) and limit_bytes ({limit_bytes}) have to be at least 1")
+        files = _files(path)
+        text = _read(files, limit_bytes)
+        self.sequence = sequence
+        self._length = (len(text) - 1) // sequence
+        if self._length < 1:
+            raise ValueError(
+                f"data.path: {path or 'the standard library'} has {len(text)} bytes of text in {len(files)} files "
+                f"(limit {limit_bytes}); one window of {sequence} tokens and the byte after it need {sequence + 1}"
+            )
+        self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """(ids, labels), int64 [sequence] each; labels are the ids one byte later."""
+        if not 0 <= index < self._length:
+            raise IndexError(f"window {index} of {self._length}")
+        start = index * self.sequence
+        window = self._bytes[start : start + self.sequence + 1].long()
+        return window[:-1], window[1:]
+
+
+def _files(path: str | Path | None) -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"] if path is None else path)
+    if not root.exists():
+        raise FileNotFoundError(f"data.path: {root} does not exist; leave data.path out to train on Python's standard library")
+    if root.is_file():
+        return [root]
+    kinds = {".py"} if path is None else {".py", ".txt", ".md"}
+    found = (file for file in root.rglob("*") if file.suffix in kinds and file.is_file())
+    return sorted(file for file in found if not _LEFT_OUT & set(file.relative_to(root).parts[:-1]))
+
+
+def _read(files: list[Path], limit: int) -> bytes:
+    """The beginning of all files one after the other; stops reading at ``limit`` bytes."""
+    parts, missing = [], limit
+    for file in files:
+        with file.open("rb") as stream:
+            parts.append(stream.read(missing))
+        missing -= len(parts[-1])
+        if not missing:
+            break
+    return b"".join(parts)

@@ -1,0 +1,317 @@
+"""The coordinator's decisions, as a state machine without clock, threads or sockets.
+
+Messages go in, addressed messages and events come out; ``runtime.coordinator`` carries them.
+The rules it keeps:
+
+* A *generation* is a version of the membership.  A failure makes one that holds at once; a planned
+  leave makes one that holds from a step which nobody can have started.
+* Every member of a new generation stops and reports how many steps it has applied and the hash of
+  the plan it made.  When all have, the job goes on from the smallest count: whoever is one step
+  ahead takes that step back (see core/step.py for why nobody is further).
+* A step is committed when every live worker has applied it.
+* What belongs to an older generation is dropped, so a late message can't count twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Iterable
+
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.protocol import (
+    Collected, Committed, Contribution, End, Exited, Fatal, Generation, Leaving, Left, Member, Note, Over, Ready, Report,
+    Resume, Stepped, Terminate,
+)  # fmt: skip
+from recycle_plugin.core.topology import ClusterView, Topology
+
+WORKERS, SUPERVISORS = "workers", "supervisors"
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something a user wants to know: one line of text, and the same as data."""
+
+    kind: str
+    text: str
+    details: dict = field(default_factory=dict)
+
+
+@dataclass
+class Output:
+    """What a message leads to: lines for workers (all live, or one rank), for supervisors, and for the user."""
+
+    messages: list[tuple[str | int, object]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def tell(self, whom: str | int, message: object) -> None:
+        self.messages.append((whom, message))
+
+    def say(self, kind: str, text: str, **details: object) -> None:
+        self.events.append(Event(kind, text, details))
+
+
+class Membership:
+    """Who takes part, which step is committed, and what everybody does next."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.members: dict[int, Member] = {}
+        self.generation = -1
+        self._in_force = -1
+        self.committed = 0
+        self.started = False
+        self.ended: End | None = None
+        self.checkpoint = ""
+        self.left: set[int] = set()
+        self.lost: set[int] = set()
+        self._topology: Topology | None = None
+        self._ready: dict[int, Ready] = {}
+        self._stepped: dict[int, int] = {}
+        self._reports: dict[int, Report] = {}
+        self._awaiting: Generation | None = None
+        self._finishing = False
+        self._leaving: dict[int, str] = {}
+        self._collections: dict[tuple[int, str], dict] = {}
+
+    # --- messages in -----------------------------------------------------------------------------
+
+    def receive(self, message: object, now: float) -> Output:
+        """Handle one message that arrived at ``now`` (seconds)."""
+        out = Output()
+        match message:
+            case Ready():
+                self._enrol(message, now, out)
+            case Report():
+                self._report(message, now, out)
+            case Stepped():
+                self._step(message, now, out)
+            case Contribution():
+                self._contribute(message, out)
+            case Leaving():
+                self._leave(message, now, out)
+            case Left():
+                self._goodbye(message.rank, out)
+            case Exited():
+                self._exit(message, now, out)
+            case Terminate():
+                out.say("terminate", f"{message.reason}: the job ends at the next commit")
+                self._end_planned(message.reason, out)
+            case Fatal():
+                self._end(message.text, out)
+            case Note():
+                self._note(message, out)
+        return out
+
+    def connection_lost(self, rank: int, now: float) -> Output:
+        """The worker's connection broke without a goodbye: it is gone, or cut off, which is the same to its peers."""
+        out = Output()
+        self._lose(rank, "its connection broke", now, now, out)
+        return out
+
+    def regroup_overdue(self, seconds: float) -> Output:
+        """The deadline of a regrouping has passed."""
+        out = Output()
+        if self._awaiting is not None:
+            missing = sorted(m.seat for m in self._awaiting.members if m.rank not in self._reports)
+            self._end(
+                f"regrouping to generation {self._awaiting.number} waited {seconds:.0f} s for the report of "
+                f"seat{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}; raise recycle.regroup_timeout_s if "
+                "the training script may pause that long",
+                out,
+            )
+        return out
+
+    @property
+    def regrouping(self) -> int | None:
+        """The generation that members are reporting for at once, if any."""
+        return self._awaiting.number if self._awaiting and not self._awaiting.from_step else None
+
+    # --- joining ---------------------------------------------------------------------------------
+
+    def _enrol(self, ready: Ready, now: float, out: Output) -> None:
+        self._ready[ready.member.rank] = ready
+        if len(self._ready) < self.ranks or self.started:
+            return
+        jobs = {str(sorted(r.job.items())) for r in self._ready.values()}
+        counts = {r.stepped for r in self._ready.values()}
+        if len(jobs) > 1 or len(counts) > 1:
+            self._end("workers were started with different recycle settings or from different checkpoints: " + " | ".join(sorted(jobs)), out)
+            return
+        job = ready.job
+        self._topology = Topology(job["replicas"], job["stages"], job["micro_batches"])
+        self.members = {rank: r.member for rank, r in sorted(self._ready.items())}
+        self.committed = counts.pop()
+        self.started = True
+        out.say("start", f"{self._topology.replicas} replicas of {self._topology.stages} stages", job=job,
+                seats={str(m.seat): rank for rank, m in self.members.items()}, hosts=sorted({m.host for m in self.members.values()}))
+        self._regroup("start", now, out)
+
+    # --- regrouping ------------------------------------------------------------------------------
+
+    def _regroup(self, cause: str, now: float, out: Output, from_step: int = 0) -> None:
+        """Publish the membership; with ``from_step`` the leaving workers stay members until then."""
+        self.generation += 1
+        gone = self._leaving if from_step else ()
+        members = tuple(m for rank, m in sorted(self.members.items()) if rank not in gone)
+        self._awaiting = Generation(self.generation, members, from_step, cause, now)
+        self._reports.clear()
+        if not from_step:
+            self._collections = {key: values for key, values in self._collections.items() if key[1] == "loss"}
+        out.tell(WORKERS, self._awaiting)
+
+    def _report(self, report: Report, now: float, out: Output) -> None:
+        generation = self._awaiting
+        if generation is None or report.generation != generation.number:
+            return
+        self._reports[report.rank] = report
+        if set(self._reports) < {member.rank for member in generation.members}:
+            return
+        digests = {report.digest for report in self._reports.values()}
+        if len(digests) > 1:
+            self._end(f"workers made different plans for generation {generation.number}: {', '.join(sorted(digests))}", out)
+            return
+        self._go_on(generation, now, out)
+
+    def _go_on(self, generation: Generation, now: float, out: Output) -> None:
+        counts = [report.stepped for report in self._reports.values()]
+        committed, ahead = min(counts), max(counts) - min(counts)
+        self._awaiting = None
+        self._in_force = generation.number
+        if committed > self.committed:
+            self._commit(committed, now, out)
+        kept = {member.rank for member in generation.members}
+        self.members = {rank: member for rank, member in self.members.items() if rank in kept}
+        self._stepped = dict.fromkeys(kept, committed)
+        out.tell(WORKERS, Resume(generation.number, committed))
+        slowest = max(self._reports.values(), key=lambda report: sum(report.timings.values()))
+        out.say("resume", f"{len(kept)} workers go on with step {committed + 1}" + f"; {ahead} step undone where it was applied" * bool(ahead),
+                generation=generation.number, committed=committed, undone=ahead, regroup_s=round(now - generation.at, 4),
+                digest=slowest.digest, timings=slowest.timings)
+        if self._leaving and not generation.from_step:
+            self._plan_leave(now, out)
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def _step(self, stepped: Stepped, now: float, out: Output) -> None:
+        if stepped.rank not in self.members or self.regrouping is not None:
+            return
+        self._stepped[stepped.rank] = max(stepped.step, self._stepped.get(stepped.rank, 0))
+        done = min(self._stepped.get(rank, 0) for rank in self.members)
+        for step in range(self.committed + 1, done + 1):
+            self._commit(step, now, out)
+
+    def _commit(self, step: int, now: float, out: Output) -> None:
+        self.committed = step
+        out.tell(WORKERS, Committed(step))
+        out.say("committed", f"step {step} committed", step=step, workers=len(self.members))
+
+    def _contribute(self, message: Contribution, out: Output) -> None:
+        stale = message.generation != self._in_force or self.regrouping is not None
+        if stale and message.name != "loss":
+            return  # of a step that is run again; its losses come out the same, so those may stay
+        values = self._collections.setdefault((message.step, message.name), {})
+        values.update(message.values)
+        if len(values) == message.expected:
+            del self._collections[message.step, message.name]
+            out.tell(WORKERS, Collected(message.generation, message.step, message.name, dict(sorted(values.items()))))
+            if message.name == "loss":
+                out.say("loss", f"step {message.step}", step=message.step, loss=sum(values.values()) / len(values))
+
+    # --- leaving and dying ------------------------------------------------------------------------
+
+    def view(self, members: Iterable[Member]) -> ClusterView:
+        assert self._topology is not None
+        return ClusterView(self._topology, frozenset(member.seat for member in members))
+
+    def _leave(self, message: Leaving, now: float, out: Output) -> None:
+        member = self.members.get(message.rank)
+        if member is None or message.rank in self._leaving:
+            return
+        self._leaving[message.rank] = message.reason
+        out.say("leaving", f"seat {member.seat} leaves at the next commit: {message.reason}", seat=str(member.seat))
+        if self.regrouping is None:
+            self._plan_leave(now, out)
+
+    def _plan_leave(self, now: float, out: Output) -> None:
+        """Announce a generation for a step that nobody can have started.
+
+        A worker applies step c+2 only after it knows c+1 committed (core/step.py), which this
+        coordinator says after this announcement: so everybody reads it before starting c+3.
+        """
+        stay = [m for rank, m in self.members.items() if rank not in self._leaving]
+        empty = self.view(stay).empty_stages()
+        if empty:
+            self._end_planned(f"stage {empty[0]} would have no worker left", out)
+            return
+        leavers = ", ".join(str(self.members[rank].seat) for rank in sorted(self._leaving))
+        self._regroup(f"planned leave of {leavers}", now, out, from_step=self.committed + 3)
+
+    def _goodbye(self, rank: int, out: Output) -> None:
+        self.left.add(rank)
+        planned = self._leaving.pop(rank, None) is not None or self.ended is not None
+        member = self.members.pop(rank, None)
+        self._stepped.pop(rank, None)
+        self._finishing |= member is not None and not planned
+        if member is not None:
+            out.say("left", f"seat {member.seat} has left", seat=str(member.seat))
+        self._finish_if_empty(out)
+
+    def _exit(self, message: Exited, now: float, out: Output) -> None:
+        how = f"killed by signal {-message.code}" if message.code < 0 else f"exited with code {message.code}"
+        self._lose(message.rank, f"{how}, seen by its supervisor", now, message.at, out)
+
+    def _lose(self, rank: int, how: str, now: float, at: float, out: Output) -> None:
+        if rank in self.lost or rank in self.left or self.ended and self.ended.failed:
+            return
+        self.lost.add(rank)
+        if not self.started:
+            self._end(f"worker {rank} {how} before training started", out)
+            return
+        member = self.members.pop(rank)
+        self._leaving.pop(rank, None)
+        self._stepped.pop(rank, None)
+        view = self.view(self.members.values())
+        out.say("lost", f"seat {member.seat} (rank {rank}) lost: {how}. {self._left_over(view, member.seat)}",
+                seat=str(member.seat), rank=rank, how=how, seen_at=at)
+        if self._finishing:
+            self._finish_if_empty(out)  # all steps are committed, and the training script is through
+        elif view.empty_stages():
+            self._end(f"stage {member.seat.stage} has no live worker left. {self._safe_point()}", out)
+        elif self.members:
+            self._regroup(f"loss of {member.seat}", now, out)
+
+    @staticmethod
+    def _left_over(view: ClusterView, seat: Seat) -> str:
+        live = view.live_replicas(seat.stage)
+        count = {0: "no live worker", 1: "one live worker"}.get(len(live), f"{len(live)} live workers")
+        return f"Stage {seat.stage} has {count} left"
+
+    def _safe_point(self) -> str:
+        return f"Last checkpoint: {self.checkpoint}" if self.checkpoint else "No checkpoint was saved"
+
+    # --- ending ----------------------------------------------------------------------------------
+
+    def _end_planned(self, reason: str, out: Output) -> None:
+        if not self.started:
+            self._end(reason, out)
+        elif self.ended is None:
+            self.ended = End(self.committed + 3, reason, failed=False)
+            out.tell(WORKERS, self.ended)
+
+    def _end(self, reason: str, out: Output) -> None:
+        if self.ended is None or not self.ended.failed:
+            self.ended = End(0, reason, failed=True)
+            self._awaiting = None
+            out.say("end", f"the job ends: {reason}")
+            out.tell(WORKERS, self.ended)
+            out.tell(SUPERVISORS, Over(1))
+
+    def _finish_if_empty(self, out: Output) -> None:
+        if not self.members and self.started and not (self.ended and self.ended.failed):
+            out.say("finished", f"all workers have left after step {self.committed}", step=self.committed)
+            out.tell(SUPERVISORS, Over(0))
+
+    def _note(self, note: Note, out: Output) -> None:
+        if note.kind == "checkpoint":
+            self.checkpoint = note.details["path"]
+        out.events.append(Event(note.kind, note.text, {"rank": note.rank, **note.details}))

@@ -1,0 +1,225 @@
+"""The control messages between workers, supervisors and the coordinator, one JSON object a line.
+
+Data (activations, gradients) never passes here: a step costs each worker a handful of these lines.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+
+from recycle_plugin.core.ids import Seat
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker of a generation: where it sits, where its peers reach it, and on which host it runs."""
+
+    rank: int
+    seat: Seat
+    address: str
+    host: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seat", Seat(*self.seat))
+
+
+# --- from a worker or its supervisor ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """First line of every connection.  ``role`` is ``worker`` or ``supervisor``."""
+
+    rank: int
+    role: str
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker's engine stands: it asks to take part.  ``job`` is what the coordinator has to know of the run."""
+
+    member: Member
+    stepped: int
+    job: dict
+
+    def __post_init__(self) -> None:
+        if isinstance(self.member, dict):
+            object.__setattr__(self, "member", Member(**self.member))
+
+
+@dataclass(frozen=True)
+class Report:
+    """The worker has stopped for ``generation``: it has applied ``stepped`` steps and made the plan ``digest``."""
+
+    rank: int
+    generation: int
+    stepped: int
+    digest: str
+    timings: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The worker has applied ``step``."""
+
+    rank: int
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """Named numbers of one step that everybody needs (losses by micro-batch, squared norms by stage).
+
+    They are complete when ``expected`` keys are there.
+    """
+
+    rank: int
+    generation: int
+    step: int
+    name: str
+    values: dict
+    expected: int
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The worker wants to go at a commit line: a planned leave, no failure."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """The worker goes now, after everybody's commit."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The supervisor saw its worker's process end.  ``code`` is negative for a signal."""
+
+    rank: int
+    code: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """The supervisor was told to end the job."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """The worker met something after which nobody can go on."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something to be said and logged: see :class:`Event`."""
+
+    rank: int
+    kind: str
+    text: str
+    details: dict = field(default_factory=dict)
+
+
+# --- from the coordinator ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """Answer to a Hello: where the job's key-value store listens, and the job's name."""
+
+    store_port: int
+    job_id: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A version of the membership.  ``from_step`` 0: at once, leave what you do; otherwise from that step on."""
+
+    number: int
+    members: tuple[Member, ...]
+    from_step: int
+    cause: str
+    at: float
+
+    def __post_init__(self) -> None:
+        members = tuple(Member(**member) if isinstance(member, dict) else member for member in self.members)
+        object.__setattr__(self, "members", members)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Everybody in ``generation`` has reported: go on from the state after ``committed``."""
+
+    generation: int
+    committed: int
+
+
+@dataclass(frozen=True)
+class Committed:
+    """All stages have applied ``step``: its effects stay."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A complete set of contributions."""
+
+    generation: int
+    step: int
+    name: str
+    values: dict
+
+
+@dataclass(frozen=True)
+class End:
+    """The job ends before ``step`` (0: at once); ``failed`` when it could not go on."""
+
+    step: int
+    reason: str
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Over:
+    """To supervisors: the job is over, go with ``code`` once your worker is gone."""
+
+    code: int
+
+
+MESSAGES = {
+    kind.__name__: kind
+    for kind in (
+        Hello, Ready, Report, Stepped, Contribution, Leaving, Left, Exited, Terminate, Fatal, Note,
+        Welcome, Generation, Resume, Committed, Collected, End, Over,
+    )
+}  # fmt: skip
+
+
+def encode(message: object) -> bytes:
+    """One line of JSON."""
+    return json.dumps({"type": type(message).__name__, **asdict(message)}, separators=(",", ":")).encode() + b"\n"
+
+
+def decode(line: bytes) -> object:
+    """Inverse of :func:`encode`; ValueError on anything else."""
+    record = json.loads(line)
+    kind = MESSAGES.get(record.pop("type", None) if isinstance(record, dict) else None)
+    if kind is None or set(record) != {field.name for field in fields(kind)}:
+        raise ValueError(f"no control message: {line[:120]!r}")
+    return kind(**record)

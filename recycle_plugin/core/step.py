@@ -1,0 +1,42 @@
+"""A worker's side of the commit rule.
+
+A stage steps on its own clock and may start the next step before the others have finished this one.
+It keeps one record that takes its last step back.  That one suffices because of this rule: **step
+k+1 is applied only once step k is known to be committed.**  So at most one applied step is
+uncommitted, and after a failure every worker is at the last committed step or one ahead of it.
+"""
+
+from __future__ import annotations
+
+
+class StepMachine:
+    """Counts of a worker: ``stepped`` steps applied here, ``committed`` steps that stay for good."""
+
+    def __init__(self, stepped: int) -> None:
+        self.stepped = stepped
+        self.committed = stepped
+
+    def may_apply(self, step: int) -> bool:
+        """Whether the undo record of the step before is free to be overwritten."""
+        return self.committed >= step - 1
+
+    def applied(self, step: int) -> None:
+        if step != self.stepped + 1 or not self.may_apply(step):
+            raise AssertionError(f"step {step} applied after {self.stepped} steps, of which {self.committed} committed")
+        self.stepped = step
+
+    def commit(self, step: int) -> None:
+        """News from the coordinator.  It never runs ahead of this worker's own step."""
+        if step > self.stepped:
+            raise AssertionError(f"step {step} committed, but only {self.stepped} applied here")
+        self.committed = max(self.committed, step)
+
+    def resume(self, committed: int) -> bool:
+        """Go on from the state after ``committed``; True if this worker's last step has to be undone first."""
+        ahead = self.stepped - committed
+        if ahead not in (0, 1) or committed < self.committed:
+            raise AssertionError(
+                f"told to go on from step {committed} with {self.stepped} applied and {self.committed} committed here"
+            )
+        self.stepped = self.committed = committed
+        return ahead == 1

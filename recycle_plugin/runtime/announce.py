@@ -1,0 +1,65 @@
+"""Says what the job does: a line per event for people, the same as JSON lines in the run's folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TextIO
+
+from recycle_plugin.core.membership import Event
+
+STYLES = {"lost": "bold red", "end": "bold red", "warning": "yellow", "fault": "magenta", "resume": "bold green", "finished": "green"}
+QUIET = {"committed", "loss", "worker", "confirmed"}  # in the log, but no line of their own
+
+
+class Announcer:
+    """Prints through ``rich`` on a terminal and as plain lines elsewhere; logs once the run's folder is known."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._began = time.time()
+        self._log: TextIO | None = None
+        self._early: list[str] = []
+        self._losses: dict[int, float] = {}
+        self._last_commit = 0.0
+
+    def say(self, event: Event, now: float) -> None:
+        """``now``: seconds since the epoch, when it happened."""
+        self._record(event, now)
+        if event.kind == "loss":
+            self._losses[event.details["step"]] = event.details["loss"]
+        elif event.kind == "committed":
+            self._progress(event, now)
+        elif event.kind not in QUIET:
+            self._line(event.kind, event.text, now)
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+    def _record(self, event: Event, now: float) -> None:
+        line = json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details}, default=str)
+        self._early.append(line)
+        if event.kind == "start":
+            folder = Path(event.details["job"]["run_dir"])
+            folder.mkdir(parents=True, exist_ok=True)
+            self._log = (folder / "events.jsonl").open("a", buffering=1)
+        if self._log is not None:
+            self._log.write("".join(f"{early}\n" for early in self._early))
+            self._early.clear()
+
+    def _progress(self, event: Event, now: float) -> None:
+        step = event.details["step"]
+        loss = self._losses.pop(step, None)
+        took = f", {now - self._last_commit:.3f} s" if self._last_commit else ""
+        self._last_commit = now
+        shown = f"loss {loss:.6f}, " if loss is not None else ""
+        self._line("step", f"{step}: {shown}{event.details['workers']} workers{took}", now)
+
+    def _line(self, kind: str, text: str, now: float) -> None:
+        stamp = f"[recycle {now - self._began:8.3f}] "
+        self._console.print(stamp, end="", style="dim", markup=False)
+        self._console.print(f"{kind}: {text}", style=STYLES.get(kind), markup=False)

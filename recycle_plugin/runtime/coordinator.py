@@ -1,0 +1,126 @@
+"""Carries the messages of ``core.membership`` over TCP; lives in the supervisor of rank 0, imports no torch.
+
+Each worker and each supervisor holds one connection.  A worker's death shows twice: its supervisor
+sees the process end and knows how, and its connection closes.  What it said before it died is read
+to the end first, because a number that it contributed to a finished step still counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Callable
+
+from recycle_plugin.core.membership import WORKERS, Event, Membership, Output
+from recycle_plugin.core.protocol import Exited, Fatal, Hello, Left, Over, Ready, Welcome, decode, encode
+
+
+LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
+
+
+class Coordinator:
+    """The server; ``say(event, now)`` gets every event."""
+
+    def __init__(self, ranks: int, store_port: int, say: Callable[[Event, float], None]) -> None:
+        self._gone = asyncio.Event()
+        self._over = asyncio.Event()
+        self._membership = Membership(ranks)
+        self._welcome = Welcome(store_port, time.strftime("recycle-%Y%m%d-%H%M%S"))
+        self._say = say
+        self._workers: dict[int, asyncio.StreamWriter] = {}
+        self._supervisors: dict[int, asyncio.StreamWriter] = {}
+        self._exits: dict[int, Exited] = {}
+        self._regroup_timeout_s = 120.0
+        self._watched = -1
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen; OSError when the port is taken."""
+        self._server = await asyncio.start_server(self._serve, host, port, limit=1 << 24)
+
+    async def all_gone(self, goodbye_s: float) -> None:
+        """Return when every supervisor has closed its connection, ``goodbye_s`` after the end of the job at the latest."""
+        gone, over = asyncio.create_task(self._gone.wait()), asyncio.create_task(self._over.wait())
+        await asyncio.wait({gone, over}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({gone}, timeout=goodbye_s)
+        gone.cancel()
+        over.cancel()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for writer in (*self._workers.values(), *self._supervisors.values()):
+            writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = decode(await reader.readline())
+        if not isinstance(hello, Hello):
+            writer.close()
+            return
+        writer.write(encode(self._welcome))
+        connections = self._workers if hello.role == "worker" else self._supervisors
+        connections[hello.rank] = writer
+        if hello.role == "worker":
+            self._say(Event("worker", f"worker {hello.rank} is process {hello.pid} on {hello.host}", {"rank": hello.rank, "pid": hello.pid}), time.time())
+        try:
+            while line := await reader.readline():
+                self._take(decode(line))
+        except (ConnectionError, ValueError):
+            pass  # a connection that breaks or speaks nonsense is as good as closed
+        except Exception as error:
+            self._act(self._membership.receive(Fatal(hello.rank, f"the coordinator met an error of its own ({error!r})"), time.time()))
+            raise
+        connections.pop(hello.rank, None)
+        writer.close()
+        self._closed(hello)
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, Exited) and message.rank in self._workers:
+            self._exits[message.rank] = message
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.rank)
+            return
+        if isinstance(message, Ready):
+            self._regroup_timeout_s = message.job["regroup_timeout_s"]
+        self._act(self._membership.receive(message, time.time()))
+        if isinstance(message, Left):
+            self._workers.pop(message.rank, None)
+
+    def _closed(self, hello: Hello) -> None:
+        if hello.role == "supervisor":
+            if not self._supervisors:
+                self._gone.set()
+            return
+        exited = self._exits.pop(hello.rank, None)
+        now = time.time()
+        self._act(self._membership.receive(exited, now) if exited else self._membership.connection_lost(hello.rank, now))
+
+    def _closed_by_exit(self, rank: int) -> None:
+        """The connection outlived its process, since some child of the script has inherited it."""
+        exited = self._exits.pop(rank, None)
+        if exited is not None:
+            self._act(self._membership.receive(exited, time.time()))
+
+    def _act(self, output: Output) -> None:
+        now = time.time()
+        for whom, message in output.messages:
+            self._send(whom, message)
+        for event in output.events:
+            self._say(event, now)
+        self._watch_regrouping()
+
+    def _send(self, whom: str | int, message: object) -> None:
+        line = encode(message)
+        for writer in list((self._workers if whom == WORKERS else self._supervisors).values()):
+            writer.write(line)
+        if isinstance(message, Over):
+            self._over.set()
+
+    def _watch_regrouping(self) -> None:
+        number = self._membership.regrouping
+        if number is not None and number != self._watched:
+            self._watched = number
+            asyncio.get_running_loop().call_later(self._regroup_timeout_s, self._regroup_overdue, number)
+
+    def _regroup_overdue(self, number: int) -> None:
+        if self._membership.regrouping == number:
+            self._act(self._membership.regroup_overdue(self._regroup_timeout_s))

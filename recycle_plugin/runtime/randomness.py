@@ -1,0 +1,35 @@
+"""Random numbers keyed by what they are for, not by who draws them.
+
+A micro-batch that is run again by a peer has to meet the same dropout masks; drawn from the worker's
+own stream they would differ, and the gradient would be of another function, silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import contextmanager
+from typing import Iterator
+
+import torch
+
+from recycle_plugin.core.ids import MicroBatch
+
+
+def key(seed: int, step: int, micro_batch: MicroBatch, stage: int) -> int:
+    """A 63-bit seed for one forward pass."""
+    text = f"{seed}/{step}/{micro_batch}/{stage}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def keyed(seed: int) -> Iterator[None]:
+    """All default generators start from ``seed`` inside; outside, the worker's own streams go on as if nothing was."""
+    host = torch.get_rng_state()
+    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        if device is not None:
+            torch.cuda.set_rng_state(device)

@@ -1,0 +1,224 @@
+"""A worker's line to the coordinator, and the one place where a worker waits.
+
+A thread reads the coordinator's messages into plain fields under one condition variable.  The
+transport announces arrivals on the same condition, so every wait of the worker (for a tensor, a
+commit, a collective) wakes at once when the membership changes, and every wait has a deadline and
+names what it waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from typing import Callable, TypeVar
+
+from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.protocol import (
+    Collected, Committed, End, Generation, Hello, Leaving, Left, Note, Resume, Welcome, decode, encode,
+)  # fmt: skip
+from recycle_plugin.runtime.errors import JobEnded, RecycleError, WaitTimeout
+
+T = TypeVar("T")
+CONNECT_TIMEOUT_S = 60.0
+
+
+class Session:
+    """Connected to the coordinator at ``address`` (host, port) as the worker of ``rank``.
+
+    Attributes read under :attr:`changed`: ``generation`` the membership in force (None before the
+    start), ``pending`` a newer one that this worker has not adopted, ``committed`` the last step said
+    to be committed.  ``between_steps`` recovers from a membership change that the training script
+    meets outside a step, in a collective of its own.
+    """
+
+    def __init__(self, address: tuple[str, int], rank: int, wait_timeout_s: float = 300.0) -> None:
+        self.rank = rank
+        self.host = socket.gethostname()
+        self.wait_timeout_s = wait_timeout_s
+        self.changed = threading.Condition()
+        self.generation: Generation | None = None
+        self.pending: Generation | None = None
+        self.committed = 0
+        self.end: End | None = None
+        self.between_steps: Callable[[], None] | None = None
+        self._resume: Resume | None = None
+        self._collected: dict[tuple[int, str], dict] = {}
+        self._closed = False
+        self._socket = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        os.register_at_fork(after_in_child=self._socket.close)  # a data loader's process must not keep the line open after a death
+        self._sending = threading.Lock()
+        self.send(Hello(rank, "worker", os.getpid(), self.host))
+        self._lines = self._socket.makefile("rb")
+        welcome = decode(self._lines.readline())
+        assert isinstance(welcome, Welcome)
+        self.job_id = welcome.job_id
+        threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
+
+    @property
+    def own_address(self) -> str:
+        """This worker's address on the interface that reaches the coordinator."""
+        return self._socket.getsockname()[0]
+
+    @property
+    def number(self) -> int:
+        """The generation in force; 0 before the start, when everybody is a member."""
+        return self.generation.number if self.generation else 0
+
+    def transport_ports(self) -> set[int]:
+        """The ports of all members' transports (see runtime.transport)."""
+        members = self.generation.members if self.generation else ()
+        return {int(member.address.rpartition(":")[2]) for member in members}
+
+    # --- talking -----------------------------------------------------------------------------------
+
+    def send(self, message: object) -> None:
+        with self._sending:
+            try:
+                self._socket.sendall(encode(message))
+            except OSError:
+                with self.changed:
+                    self._coordinator_gone()
+
+    def note(self, kind: str, text: str, **details: object) -> None:
+        """Say something to the user, through the coordinator."""
+        self.send(Note(self.rank, kind, text, details))
+
+    def ask_to_leave(self, reason: str) -> None:
+        self.send(Leaving(self.rank, reason))
+
+    def leave(self) -> None:
+        """Say goodbye, so that the end of this process is not taken for a death."""
+        self.send(Left(self.rank))
+        with self.changed:
+            self._closed = True
+
+    # --- listening ---------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        try:
+            for line in self._lines:
+                with self.changed:
+                    self._take(decode(line))
+                    self.changed.notify_all()
+        except OSError:
+            pass
+        with self.changed:
+            self._coordinator_gone()
+            self.changed.notify_all()
+
+    def _take(self, message: object) -> None:
+        match message:
+            case Generation():
+                self.pending, self._resume = message, None
+            case Resume():
+                self._resume = message
+            case Committed():
+                self.committed = max(self.committed, message.step)
+            case Collected():
+                self._collected[message.step, message.name] = message.values
+            case End():
+                self.end = message
+
+    def _coordinator_gone(self) -> None:
+        if not self._closed and self.end is None:
+            self.end = End(0, "the coordinator's host is gone (it is still a single point of failure)", failed=True)
+
+    # --- waiting -----------------------------------------------------------------------------------
+
+    def interruption(self) -> Generation | None:
+        """A membership change that holds at once, if there is one."""
+        pending = self.pending
+        return pending if pending is not None and not pending.from_step else None
+
+    def check(self) -> None:
+        """Raise if the membership has changed (:class:`Interrupted`) or the job is over (:class:`JobEnded`)."""
+        if self.end is not None and not self.end.step:
+            raise JobEnded(self.end.reason, self.end.failed)
+        change = self.interruption()
+        if change is not None:
+            raise Interrupted(f"generation {change.number}: {change.cause}")
+
+    def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True) -> T:
+        """Block until ``ready()`` is not None and return it.
+
+        ``interruptible``: a membership change raises :class:`Interrupted`; the end of the job always
+        raises :class:`JobEnded`.  Past the deadline: :class:`WaitTimeout` with ``what``.
+        """
+        deadline = time.monotonic() + self.wait_timeout_s
+        with self.changed:
+            while True:
+                if self.end is not None and not self.end.step:
+                    raise JobEnded(self.end.reason, self.end.failed)
+                if interruptible:
+                    self.check()
+                result = ready()
+                if result is not None:
+                    return result
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    name = what if isinstance(what, str) else what()
+                    raise WaitTimeout(f"waited {self.wait_timeout_s:.0f} s for {name}; raise recycle.wait_timeout_s if it may take longer")
+                self.changed.wait(left)
+
+    def wait_committed(self, step: int, interruptible: bool = True) -> None:
+        self.wait(f"the commit of step {step}", lambda: True if self.committed >= step else None, interruptible)
+
+    def wait_collected(self, step: int, name: str) -> dict:
+        """The complete set of contributions ``name`` of ``step``; each is handed out once."""
+        return self.wait(f"all contributions to the {name} of step {step}", lambda: self._collected.pop((step, name), None))
+
+    def wait_resume(self, generation: Generation) -> Resume | None:
+        """Where ``generation`` goes on, or None when a newer one has replaced it."""
+
+        def ready() -> Resume | bool | None:
+            if self.pending is not generation:
+                return False
+            return self._resume if self._resume and self._resume.generation == generation.number else None
+
+        what = f"the other members' reports for generation {generation.number} ({generation.cause})"
+        return self.wait(what, ready, interruptible=False) or None
+
+    def adopt(self, generation: Generation) -> None:
+        """From now on ``generation`` is the membership in force."""
+        with self.changed:
+            self.generation = generation
+            if self.pending is generation:
+                self.pending = None
+
+    def run_interruptibly(self, what: str, function: Callable[[], T]) -> T:
+        """Run a blocking ``function`` in a thread of its own and wait for it as for anything else.
+
+        After an interruption the thread is left behind: whoever owns the blocked resource has to
+        break it (see runtime.group).  Its late result is dropped.
+        """
+        outcome: list[tuple[T | None, BaseException | None]] = []
+
+        def work() -> None:
+            try:
+                result = (function(), None)
+            except Exception as error:  # handed to the waiting thread, whatever it is
+                result = (None, error)
+            with self.changed:
+                outcome.append(result)
+                self.changed.notify_all()
+
+        threading.Thread(target=work, name=f"recycle: {what}", daemon=True).start()
+        value, error = self.wait(what, lambda: outcome[0] if outcome else None)
+        if error is not None:
+            raise error
+        return value
+
+
+def connect_from_environment(environment: dict[str, str]) -> Session:
+    """The session of the worker that a supervisor has started; RecycleError if none has."""
+    address = environment.get("RECYCLE_COORDINATOR")
+    if not address:
+        raise RecycleError(
+            "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py …`"
+        )
+    host, _, port = address.rpartition(":")
+    return Session((host, int(port)), int(environment["RANK"]))

@@ -1,0 +1,162 @@
+"""The per-rank process that the launcher starts: it outlives its worker and tells how that ended.
+
+Imports no torch.  The stock launcher kills all ranks as soon as one exits badly; since a worker's
+death ends only the worker and not its supervisor, the launcher needs no change.  The supervisor of
+rank 0 also hosts the coordinator, on the launcher's own master port, and the job's key-value
+store; workers learn the store's port through ``MASTER_PORT``, so stock ``env://`` finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+
+from recycle_plugin.core.protocol import Exited, Hello, Over, Terminate, Welcome, decode, encode
+from recycle_plugin.runtime.announce import Announcer
+from recycle_plugin.runtime.coordinator import Coordinator
+from recycle_plugin.runtime.spawn import Process, spawn
+
+CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
+RETRY_S = 0.05
+GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
+END_S = 15.0  # how long a worker that was told to end may take
+
+
+class PortBusy(RuntimeError):
+    """The master port is taken."""
+
+
+class Supervisor:
+    """Runs one worker: ``command`` is the training script with its arguments."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self._command = command
+        self._environment = environment
+        self._rank = int(environment["RANK"])
+        self._address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+        self._over: asyncio.Future[int] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def run(self) -> int:
+        """The exit code for the launcher: 0 also when the worker was killed and the job went on."""
+        hosted = await Hosted.start(self._address, int(self._environment["WORLD_SIZE"])) if self._rank == 0 else None
+        try:
+            return await self._supervise()
+        finally:
+            if hosted is not None:
+                await hosted.close()
+
+    async def _supervise(self) -> int:
+        reader, self._writer = await _connect(self._address)
+        self._tell(Hello(self._rank, "supervisor", os.getpid(), socket.gethostname()))
+        welcome = decode(await reader.readline())
+        assert isinstance(welcome, Welcome)
+        self._over = asyncio.get_running_loop().create_future()
+        listening = asyncio.create_task(self._listen(reader))
+        worker = await spawn("recycle_plugin.worker", self._command, self._worker_environment(welcome.store_port))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._tell, Terminate(self._rank, f"a supervisor got {number.name}"))
+        code = await self._until_both_ended(worker)
+        listening.cancel()
+        self._writer.close()
+        return code
+
+    def _worker_environment(self, store_port: int) -> dict[str, str]:
+        host, port = self._address
+        return self._environment | {
+            "MASTER_PORT": str(store_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, every rank is its client
+            "RECYCLE_COORDINATOR": f"{host}:{port}",
+        }
+
+    async def _until_both_ended(self, worker: Process) -> int:
+        """Wait for the worker's end, and then for the job's.
+
+        A worker that ends by itself while the plugin was never enabled ends its supervisor with its
+        own code: then the launcher does what it always does.
+        """
+        exit_code = asyncio.create_task(worker.wait())
+        await asyncio.wait({exit_code, self._over}, return_when=asyncio.FIRST_COMPLETED)
+        if not exit_code.done():
+            await self._end_worker(worker, exit_code)
+        code = exit_code.result()
+        self._tell(Exited(self._rank, code, time.time()))
+        if code == 0:
+            return await self._over if self._over.done() else 0
+        job_code = await self._over
+        return job_code if job_code == 0 or code < 0 else code
+
+    async def _end_worker(self, worker: Process, exit_code: asyncio.Task) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            done, _ = await asyncio.wait({exit_code}, timeout=END_S)
+            if done:
+                return
+            worker.send_signal(number)
+        await exit_code
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            message = decode(line)
+            if isinstance(message, Over) and not self._over.done():
+                self._over.set_result(message.code)
+        if not self._over.done():
+            self._over.set_result(1)  # the coordinator is gone
+
+    def _tell(self, message: object) -> None:
+        self._writer.write(encode(message))
+
+
+class Hosted:
+    """What only rank 0's supervisor runs: the coordinator and the store's process."""
+
+    def __init__(self, coordinator: Coordinator, store: Process, announcer: Announcer) -> None:
+        self._coordinator = coordinator
+        self._store = store
+        self._announcer = announcer
+
+    @classmethod
+    async def start(cls, address: tuple[str, int], ranks: int) -> Hosted:
+        listener = socket.create_server(("", 0), backlog=4096)
+        announcer = Announcer()
+        coordinator = Coordinator(ranks, listener.getsockname()[1], announcer.say)
+        try:
+            await coordinator.start("0.0.0.0", address[1])
+        except OSError as error:
+            raise PortBusy(
+                f"master port {address[1]} cannot be used ({error.strerror}): start the launcher with --master_port and a free one"
+            ) from error
+        os.set_inheritable(listener.fileno(), True)
+        store = await spawn("recycle_plugin.runtime.store", [str(listener.fileno())], dict(os.environ), keep_fd=listener.fileno())
+        listener.close()
+        return cls(coordinator, store, announcer)
+
+    async def close(self) -> None:
+        """Outlive the other supervisors, whose workers may train on without this one's."""
+        await self._coordinator.all_gone(GOODBYE_S)
+        await self._coordinator.close()
+        self._store.send_signal(signal.SIGKILL)
+        await self._store.wait()
+        self._announcer.close()
+
+
+async def _connect(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    deadline = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            return await asyncio.open_connection(*address, limit=1 << 24)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(f"no coordinator at {address[0]}:{address[1]} within {CONNECT_S:.0f} s ({error})") from error
+            await asyncio.sleep(RETRY_S)
+
+
+def main(command: list[str]) -> int:
+    try:
+        return asyncio.run(Supervisor(command, dict(os.environ)).run())
+    except (PortBusy, ConnectionError) as error:
+        print(f"recycle: error: {error}", file=sys.stderr, flush=True)
+        return 1

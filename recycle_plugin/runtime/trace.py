@@ -1,0 +1,35 @@
+"""Writes what a worker executed, one span a line, so that a killed worker's trace ends where it died."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recycle_plugin.core.executor import Span
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import Instruction
+
+
+class TraceFile:
+    """``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch."""
+
+    def __init__(self, folder: Path, seat: Seat) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"{seat}.txt").open("a", buffering=1)
+
+    def add(self, span: Span) -> None:
+        self._file.write(f"{span.instruction} {span.start_us} {span.end_us}\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_traces(folder: Path) -> list[Span]:
+    """All workers' spans, in order of their start; a line that its worker died in writing is left out."""
+    spans = []
+    for path in sorted(folder.glob("*.txt")):
+        seat = Seat.parse(path.stem)
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                instruction, start, end = line.split()
+                spans.append(Span(seat, Instruction.parse(instruction), int(start), int(end)))
+    return sorted(spans, key=lambda span: (span.start_us, span.seat))

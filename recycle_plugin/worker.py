@@ -1,0 +1,88 @@
+"""The process that trains: connects to the coordinator, then runs the user's script as ``__main__``.
+
+Started by the supervisor, which outlives it.  What can be said about an error in one line is said
+by the coordinator once, for all workers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+
+from recycle_plugin.adapters.deepspeed import Plugin
+from recycle_plugin.core.protocol import Fatal
+from recycle_plugin.planner import PlanError
+from recycle_plugin.runtime.errors import JobEnded, RecycleError
+from recycle_plugin.runtime.session import Session, connect_from_environment
+from recycle_plugin.settings import SettingsError
+
+PR_SET_PDEATHSIG = 1
+
+
+def main(command: list[str]) -> int:
+    """Run the script; returns the exit code."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody would watch an orphan
+    session = connect_from_environment(dict(os.environ))
+    leave = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: _ask_to_leave(session, leave))
+    plugin = Plugin(session)
+    plugin.install()
+    try:
+        code = run_script(command)
+        if code == 0:
+            plugin.finish()
+            session.leave()
+        return code
+    except JobEnded as end:
+        if not end.failed:
+            plugin.finish()
+        session.leave()
+        return int(end.failed)
+    except (RecycleError, SettingsError, PlanError) as error:
+        if os.environ.get("RECYCLE_TRACEBACK"):
+            traceback.print_exc()
+        session.send(Fatal(session.rank, str(error)))
+        return 1
+
+
+def run_script(command: list[str]) -> int:
+    """Run ``command[0]`` as ``__main__`` with the rest as its arguments; the code it exits with."""
+    sys.argv = command
+    sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as ending:
+        return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    return 0
+
+
+def _ask_to_leave(session: Session, asked: threading.Event) -> None:
+    """SIGTERM: a planned leave.  Before the first step there is nothing to leave: the process just ends."""
+    if session.generation is None:
+        os._exit(128 + signal.SIGTERM)
+    if not asked.is_set():
+        asked.set()
+        threading.Thread(target=session.ask_to_leave, args=("its worker got SIGTERM",), daemon=True).start()
+
+
+def leave_process(code: int) -> None:
+    """End at once, without waiting for threads that were left behind in broken operations."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        code = main(sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    leave_process(code)
