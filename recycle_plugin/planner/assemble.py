@@ -69,9 +69,10 @@ def _close(
     final = (problem.kinds - 1) * problem.records
     ends = [start + spent for start, spent in zip(timing.starts[final:], problem.duration[final:])]
     lasts = [max(ends[stage * problem.width : (stage + 1) * problem.width]) for stage in range(problem.stages)]
+    reduce = [costs.of(Op.REDUCE, stage) for stage in range(problem.stages)]
     for seat, program in programs.items():
         reduce_at = max(lasts) if problem.synchronous else lasts[seat.stage]
-        step_at = reduce_at + (max(costs.of(Op.REDUCE, stage) for stage in range(problem.stages)) if policy.validate else costs.of(Op.REDUCE, seat.stage))
+        step_at = reduce_at + (max(reduce) if policy.validate else reduce[seat.stage])
         closing = [(Op.REDUCE, reduce_at), (Op.VALIDATE, step_at), (Op.STEP, step_at)]
         for op, at in closing:
             if op is not Op.VALIDATE or policy.validate:

@@ -102,7 +102,7 @@ def greedy(problem: Problem, rule: Rule) -> list[int]:
         base, horizon, touched = now * size, (now + 1) * size, []
         while events and events[0] < horizon:
             operation = heappop(events) - base
-            if operation >= operations:
+            if operation >= operations:  # its inputs have arrived
                 operation -= operations
                 here = worker[operation]
                 if operation < records:
@@ -110,7 +110,7 @@ def greedy(problem: Problem, rule: Rule) -> list[int]:
                 else:
                     record = operation - records
                     heappush(backward[here], (backward_key[record] or now) * records + record)
-            else:
+            else:  # it has ended
                 here = worker[operation]
                 idle[here] = True
                 if operation < last:

@@ -37,7 +37,8 @@ def verify(plan: Plan) -> None:
 def _check_end(plan: Plan, seat: Seat, program: tuple[Instruction, ...]) -> None:
     tail = (Op.REDUCE, Op.VALIDATE, Op.STEP) if plan.policy.validate else (Op.REDUCE, Op.STEP)
     if tuple(instruction.op for instruction in program[-len(tail) :]) != tail:
-        raise VerificationError(f"the program does not end with {', '.join(op.name for op in tail)}", plan, seat, program[-1] if program else None)
+        names, last = ", ".join(op.name for op in tail), program[-1] if program else None
+        raise VerificationError(f"the program does not end with {names}", plan, seat, last)
     for instruction in program[: -len(tail)]:
         if instruction.op not in COMPUTE:
             raise VerificationError(f"{instruction.op.name} before the end of the program", plan, seat, instruction)
@@ -70,8 +71,8 @@ def _check_once(plan: Plan) -> None:
     for stage in range(topology.stages):
         for micro_batch in topology.batch:
             if ran[stage, micro_batch] not in ORDERS:
-                done = " ".join(map(str, ran[stage, micro_batch])) or "nothing"
-                raise VerificationError(f"of micro-batch {micro_batch} stage {stage} runs {done}", plan, plan.route.get((stage, micro_batch)))
+                done, seat = " ".join(map(str, ran[stage, micro_batch])) or "nothing", plan.route.get((stage, micro_batch))
+                raise VerificationError(f"of micro-batch {micro_batch} stage {stage} runs {done}", plan, seat)
 
 
 def _check_progress(plan: Plan) -> None:

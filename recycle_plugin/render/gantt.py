@@ -73,7 +73,13 @@ def draw(path: str | Path, *panels: Panel) -> None:
     figure.savefig(path)
 
 
-def before_and_after(path: str | Path, before: Sequence[Span], after: Sequence[Span], deaths: Mapping[Seat, int], unit: tuple[int, str] | None = None) -> None:
+def before_and_after(
+    path: str | Path,
+    before: Sequence[Span],
+    after: Sequence[Span],
+    deaths: Mapping[Seat, int],
+    unit: tuple[int, str] | None = None,
+) -> None:
     """Two panels: a fault-free stretch, and one with the failure in it or after it."""
     draw(path, Panel("before the failure", before, {}, unit), Panel("after the failure", after, deaths, unit))
 
@@ -130,8 +136,8 @@ def _draw_panel(axes: Axes, panel: Panel, length: int) -> None:
     _frame(axes, rows, height, length / scale)
     axes.set_xlabel(f"time ({unit})", color=INK, fontsize=9)
     lost = f", {', '.join(map(str, sorted(panel.deaths)))} lost" if panel.deaths else ""
-    rerouted = len({(span.instruction.stage, span.instruction.micro_batch, span.instruction.step) for span in panel.spans if is_rerouted(span)})
-    moved = f", {rerouted} micro-batches rerouted" if rerouted else ""
+    rerouted = {(one.stage, one.micro_batch, one.step) for one in (span.instruction for span in panel.spans if is_rerouted(span))}
+    moved = f", {len(rerouted)} micro-batches rerouted" if rerouted else ""
     length_text = f"{(end - begin) / scale:.4g} {unit}"
     title = f"{panel.title}: {length_text}, waiting {idle_share(panel.spans, panel.deaths):.0%} of the time{moved}{lost}"
     axes.set_title(title, loc="left", color=INK, fontsize=11, fontweight="bold")

@@ -33,7 +33,8 @@ def _names(seats: set[Seat]) -> Iterator[dict[str, Any]]:
     for replica in sorted({seat.replica for seat in seats}):
         yield {"ph": "M", "name": "process_name", "pid": replica, "tid": 0, "args": {"name": f"replica {replica}"}}
     for seat in sorted(seats):
-        yield {"ph": "M", "name": "thread_name", "pid": seat.replica, "tid": seat.stage, "args": {"name": f"stage {seat.stage} (seat {seat})"}}
+        title = {"name": f"stage {seat.stage} (seat {seat})"}
+        yield {"ph": "M", "name": "thread_name", "pid": seat.replica, "tid": seat.stage, "args": title}
 
 
 def _complete(span: Span) -> dict[str, Any]:
