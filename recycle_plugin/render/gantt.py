@@ -204,6 +204,7 @@ def _frame(axes: Axes, rows: Mapping[Seat, float], height: float, length: float)
     axes.set_ylim(height + 0.1, -0.25)
     axes.set_yticks([row + ROW / 2 for row in rows.values()], [f"replica {seat.replica} · stage {seat.stage}" for seat in rows])
     axes.tick_params(labelsize=8, colors=INK, length=0)
+    axes.tick_params(axis="y", pad=9)  # room for a cross at the left edge
     axes.grid(axis="x", color="#d5dbe1", linewidth=0.5, zorder=0)
     axes.set_axisbelow(True)
     for side in axes.spines.values():
