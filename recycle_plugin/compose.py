@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
+from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.settings import Settings, SettingsError, shown
 
 CONFIGS = "recycle_plugin.configs"
@@ -73,7 +74,7 @@ class JobTopology(_Section):
 
 class Data(_Section):
     path: str | None
-    limit_bytes: PositiveInt | None
+    limit_bytes: PositiveInt
 
 
 class Optimizer(_Section):
@@ -110,7 +111,7 @@ class Job(_Section):
             "gradient_accumulation_steps": self.topology.micro_batches,
             "gradient_clipping": self.gradient_clipping,
             "optimizer": {"type": self.optimizer.type, "params": dict(self.optimizer.params)},
-            "steps_per_print": 10**9,
+            "steps_per_print": self.report_every or 10**9,
             "recycle": dict(self.recycle),
         }
 
@@ -121,7 +122,7 @@ def compose(overrides: Sequence[str] = ()) -> Job:
     Raises :class:`ComposeError`, or :class:`~recycle_plugin.settings.SettingsError` for the ``recycle`` section.
     """
     job = _typed(_composed(overrides))
-    Settings.from_section(job.recycle)
+    _check_faults(job)
     if job.topology.stages > job.model.pipeline_layers:
         raise ComposeError(
             f"topology.stages: {job.topology.stages} stages for {job.model.pipeline_layers} layers; "
@@ -132,18 +133,27 @@ def compose(overrides: Sequence[str] = ()) -> Job:
     return job
 
 
-def compose_from_command_line(arguments: Sequence[str], description: str) -> Job:
-    """As :func:`compose`, from a rank's command line; a wrong one ends with one line and exit code 2."""
+def compose_from_command_line(arguments: Sequence[str], description: str, rank: int = 0, workers: int | None = None) -> Job:
+    """As :func:`compose`, from a rank's command line; what is wrong ends it with exit code 2 and one line, on rank 0.
+
+    ``workers``: how many were started, where the topology has to fit them.
+    """
     parser = argparse.ArgumentParser(description=description, epilog="groups and keys: see configs/ (recycle_plugin.configs)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides: model=gpt_tiny steps=20")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the launcher's; the environment says it too
     found, unknown = parser.parse_known_intermixed_args(arguments)
-    if unknown:
-        parser.exit(2, f"{parser.prog}: {unknown[0]} is no option; write overrides as key=value\n")
     try:
-        return compose(found.overrides)
+        if unknown:
+            raise ComposeError(f"{unknown[0]} is no option; write overrides as key=value")
+        job = compose(found.overrides)
+        if workers not in (None, job.workers):
+            raise ComposeError(
+                f"topology: {job.topology.replicas} replicas of {job.topology.stages} stages need {job.workers} workers, "
+                f"and {workers} started; launch with deepspeed --num_gpus {job.workers}"
+            )
+        return job
     except (ComposeError, SettingsError) as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+        parser.exit(2, None if rank else f"{parser.prog}: {error}\n")
 
 
 def _composed(overrides: Sequence[str]) -> Any:
@@ -165,6 +175,17 @@ def _typed(tree: Any) -> Job:
         where = ".".join(str(part) for part in first["loc"] if part not in ("gpt", "emulated"))
         value = "" if first["type"] == "missing" else f"{shown(first['input'])}; "
         raise ComposeError(f"{where}: {value}{first['msg'].lower()}") from None
+
+
+def _check_faults(job: Job) -> None:
+    """A fault in a step that the run never reaches would be a test that tests nothing."""
+    for number, fault in enumerate(Settings.from_section(job.recycle).fault_list):
+        step = None if fault.when == "at" else Instruction.parse(fault.where).step
+        if step is not None and not 1 <= step <= job.steps:
+            raise ComposeError(
+                f"recycle.faults[{number}]: '{fault}' names step {step}, and the run has steps 1 to {job.steps}; "
+                f"write a step such as {fault.where.partition('@')[0]}@{(job.steps + 1) // 2}"
+            )
 
 
 def _no_such_key(key: str) -> str:

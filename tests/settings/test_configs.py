@@ -64,6 +64,10 @@ def test_emulated_costs_follow_the_model():
         (["~steps"], "steps: field required"),
         (["foo"], "Error parsing override 'foo' missing EQUAL at '<EOF>'"),
         (["topology.stages=9"], "topology.stages: 9 stages for 6 layers; write at most 6, or raise model.layers"),
+        (
+            ["recycle.enabled=true", "steps=4", 'recycle.faults=["kill 0.1 before 1F0.1@5"]'],
+            "recycle.faults[0]: 'kill 0.1 before 1F0.1@5' names step 5, and the run has steps 1 to 4; write a step such as 1F0.1@2",
+        ),
         (["model.heads=3"], "model.heads: 3 does not divide model.hidden = 128; write a divisor"),
     ],
 )
@@ -92,3 +96,12 @@ def test_the_command_line_ends_with_one_line(arguments, code, capsys):
     printed = capsys.readouterr()
     assert caught.value.code == code
     assert len(printed.err.splitlines()) == (1 if code else 0)
+
+
+def test_the_topology_has_to_fit_the_workers_and_only_rank_0_says_so(capsys):
+    assert compose_from_command_line(["topology=pp2_dp2"], "", workers=4).workers == 4
+    for rank in (0, 1):
+        with pytest.raises(SystemExit):
+            compose_from_command_line(["topology=pp2_dp2"], "", rank=rank, workers=2)
+        printed = capsys.readouterr().err
+        assert printed.endswith("need 4 workers, and 2 started; launch with deepspeed --num_gpus 4\n") if rank == 0 else not printed
