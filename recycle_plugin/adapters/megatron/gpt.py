@@ -193,6 +193,7 @@ def _transformer_config(shape: GPTShape, dtype: torch.dtype) -> TransformerConfi
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         use_cpu_initialization=True,
+        cuda_graph_scope=[],  # what the default "full" turns into, less its warning
         # every fusion wants CUDA or a compiler
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,

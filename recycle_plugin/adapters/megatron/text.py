@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
+from typing import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ _LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pack
 class TextWindows(Dataset):
     """Windows of ``sequence`` bytes that follow each other without overlap; the vocabulary is 256.
 
-    ``path``: a file, a folder (its .py, .txt and .md files in the order of their names), or None for the
+    ``path``: a file, a folder (its .py, .txt and .md files; no tests, no installed packages), or None for the
     Python standard library's own source files.  At most ``limit_bytes`` are read, so that every machine
     with the same files has the same windows.
 
@@ -25,13 +27,12 @@ class TextWindows(Dataset):
     def __init__(self, path: str | Path | None, sequence: int, limit_bytes: int = 4_000_000) -> None:
         if sequence < 1 or limit_bytes < 1:
             raise ValueError(f"sequence ({sequence}) and limit_bytes ({limit_bytes}) have to be at least 1")
-        files = _files(path)
-        text = _read(files, limit_bytes)
+        text = _read(_files(path), limit_bytes)
         self.sequence = sequence
         self._length = (len(text) - 1) // sequence
         if self._length < 1:
             raise ValueError(
-                f"data.path: {path or 'the standard library'} has {len(text)} bytes of text in {len(files)} files "
+                f"data.path: {path or 'the standard library'} has {len(text)} bytes of text "
                 f"(limit {limit_bytes}); one window of {sequence} tokens and the byte after it need {sequence + 1}"
             )
         self._bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -48,24 +49,25 @@ class TextWindows(Dataset):
         return window[:-1], window[1:]
 
 
-def _files(path: str | Path | None) -> list[Path]:
+def _files(path: str | Path | None) -> Iterator[Path]:
+    """Lazily, in an order that depends on names only: a folder's files, then its folders."""
     root = Path(sysconfig.get_paths()["stdlib"] if path is None else path)
     if not root.exists():
         raise FileNotFoundError(f"data.path: {root} does not exist; leave data.path out to train on Python's standard library")
     if root.is_file():
-        return [root]
+        yield root
     kinds = {".py"} if path is None else {".py", ".txt", ".md"}
-    found = (file for file in root.rglob("*") if file.suffix in kinds and file.is_file())
-    return sorted(file for file in found if not _LEFT_OUT & set(file.relative_to(root).parts[:-1]))
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(set(folders) - _LEFT_OUT)
+        yield from (Path(folder, name) for name in sorted(names) if Path(name).suffix in kinds)
 
 
-def _read(files: list[Path], limit: int) -> bytes:
+def _read(files: Iterable[Path], limit: int) -> bytes:
     """The beginning of all files one after the other; stops reading at ``limit`` bytes."""
-    parts, missing = [], limit
+    text = bytearray()
     for file in files:
         with file.open("rb") as stream:
-            parts.append(stream.read(missing))
-        missing -= len(parts[-1])
-        if not missing:
+            text += stream.read(limit - len(text))
+        if len(text) == limit:
             break
-    return b"".join(parts)
+    return bytes(text)

@@ -1,0 +1,101 @@
+"""Version-gated shims for what no seam of DeepSpeed or megatron-core reaches.
+
+A :class:`Patch` says what it replaces, in which versions, and what the replaced source looked like; where
+any of that is different it refuses, so that an update is noticed here and not in somebody's gradients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Callable
+
+from packaging.specifiers import SpecifierSet
+
+
+class PatchMismatch(RuntimeError):
+    """What a patch would replace is not what it was written for; nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function replaced.
+
+    ``target``: ``package.module:qualified.name`` of a plain function or method; ``package``: the
+    distribution whose version has to satisfy ``versions``, for instance ``>=0.16,<0.17``;
+    ``source_sha256``: of ``inspect.getsource`` of the original; ``replacement``: has its signature.
+    """
+
+    target: str
+    package: str
+    versions: str
+    source_sha256: str
+    replacement: Callable
+    _original: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def applied(self) -> bool:
+        return bool(self._original)
+
+    def apply(self) -> None:
+        """Replace the target; doing it twice is doing it once.  Raises :class:`PatchMismatch`."""
+        if self.applied:
+            return
+        self._check_version()
+        owner, name = self._locate()
+        self._check_source(vars(owner)[name])
+        self._original.append(vars(owner)[name])
+        setattr(owner, name, self.replacement)
+
+    def revert(self) -> None:
+        """Put the original object back; does nothing where nothing was applied.
+
+        Raises :class:`PatchMismatch` if somebody else has replaced the target since.
+        """
+        if not self.applied:
+            return
+        owner, name = self._locate()
+        if vars(owner)[name] is not self.replacement:
+            raise PatchMismatch(f"{self.target}: can't be taken back, it was replaced again after this patch")
+        setattr(owner, name, self._original.pop())
+
+    def _locate(self) -> tuple[Any, str]:
+        """The module or class that holds the target, and its name there."""
+        module, _, path = self.target.partition(":")
+        *outer, name = path.split(".")
+        try:
+            # import_module, not attributes: deepspeed.comm.torch is a module, yet an attribute of deepspeed.comm is torch
+            owner = importlib.import_module(module)
+            for part in outer:
+                owner = getattr(owner, part)
+            vars(owner)[name]
+        except (ImportError, AttributeError, KeyError) as error:
+            raise PatchMismatch(f"{self.target}: expected in {self.package} {self.versions}, found nothing ({error!r})") from error
+        return owner, name
+
+    def _check_version(self) -> None:
+        try:
+            found = version(self.package)
+        except PackageNotFoundError:
+            found = "no such package"
+        if found == "no such package" or not SpecifierSet(self.versions).contains(found, prereleases=True):
+            raise PatchMismatch(f"{self.target}: expected {self.package} {self.versions}, found {found}")
+
+    def _check_source(self, original: Any) -> None:
+        try:
+            found = source_sha256(original)
+        except (OSError, TypeError) as error:
+            found = f"no source ({error})"
+        if found != self.source_sha256:
+            raise PatchMismatch(
+                f"{self.target}: expected source with sha256 {self.source_sha256}, found {found}; "
+                f"{self.package} changed it: read the new source, adapt the replacement, record the new hash"
+            )
+
+
+def source_sha256(function: Any) -> str:
+    """The hash that a patch of ``function`` has to state: 64 hex digits."""
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()

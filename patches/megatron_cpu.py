@@ -1,0 +1,44 @@
+"""What megatron-core 0.16's local spec needs on a machine without CUDA: one function.
+
+With ``use_cpu_initialization``, no fusions and an explicit mask (adapters/megatron/gpt.py), a GPT asks for
+the CUDA device in one place: the scratch buffer of attention scores.  Nothing else is replaced, torch
+least of all.  The random numbers need no patch: see ``follow_default_generator`` in the adapter.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from operator import mul
+from typing import Any
+
+import torch
+
+from recycle_plugin.patches import Patch
+
+
+def _get_tensor(self: Any, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Any = None) -> torch.Tensor:
+    """``GlobalMemoryBuffer.get_tensor`` on the CPU: a view of a buffer that grows, values undefined."""
+    length = reduce(mul, tensor_shape, 1)
+    buffer = self.buffer.get((name, dtype))
+    if buffer is None or buffer.numel() < length:
+        buffer = self.buffer[name, dtype] = torch.empty(length, dtype=dtype, device="cpu")
+    return buffer[:length].view(*tensor_shape)
+
+
+MEMORY_BUFFER = Patch(
+    target="megatron.core.utils:GlobalMemoryBuffer.get_tensor",
+    package="megatron-core",
+    versions=">=0.16,<0.17",
+    source_sha256="2b843a83eb762098e280232a8a6ad2a826f66ffbddd35a3ea5447b9035310b1d",
+    replacement=_get_tensor,
+)
+
+
+def apply() -> None:
+    """Apply where there is no CUDA; with CUDA megatron-core stays as it is.  Raises ``PatchMismatch``."""
+    if not torch.cuda.is_available():
+        MEMORY_BUFFER.apply()
+
+
+def revert() -> None:
+    MEMORY_BUFFER.revert()
