@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import time
 from typing import Any, Literal, Sequence
 
 from hydra import compose as hydra_compose
@@ -24,6 +25,7 @@ from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.settings import Settings, SettingsError, shown
 
 CONFIGS = "recycle_plugin.configs"
+PATIENCE_S = 5.0
 
 
 class ComposeError(ValueError):
@@ -153,6 +155,8 @@ def compose_from_command_line(arguments: Sequence[str], description: str, rank: 
             )
         return job
     except (ComposeError, SettingsError) as error:
+        if rank:  # the first rank to exit has the launcher kill the others: let rank 0 say it before
+            time.sleep(PATIENCE_S)
         parser.exit(2, None if rank else f"{parser.prog}: {error}\n")
 
 

@@ -16,8 +16,10 @@ _wanted() {  # what .venv has to have been installed from
     { "$venv/bin/python" --version; echo "$checkout"; cat "$checkout/setup.cfg" "$checkout/pyproject.toml" "$constraints"; } 2> /dev/null | sha256sum | cut -d' ' -f1
 }
 
-_pip() {  # one pip call within its deadline; PIP_CONSTRAINT also reaches the builds of source packages
-    PIP_CONSTRAINT=$constraints timeout "${RECYCLE_INSTALL_TIMEOUT:-1800}" \
+_pip() {  # one pip call within its deadline
+    # PIP_CONSTRAINT also reaches the builds of source packages; pip splits it at spaces, hence the relative path
+    cd "$checkout"
+    PIP_CONSTRAINT=scripts/constraints.txt timeout "${RECYCLE_INSTALL_TIMEOUT:-1800}" \
         "$venv/bin/python" -m pip install --disable-pip-version-check "$@" >&2 && return
     local status=$?
     [ $status = 124 ] && fail "pip took longer than ${RECYCLE_INSTALL_TIMEOUT:-1800} s; run again to go on, or set RECYCLE_INSTALL_TIMEOUT"
@@ -32,7 +34,7 @@ _install() {
     say "installing torch (first, so that nothing else chooses its version)"
     _pip "$(grep '^setuptools==' "$constraints")" "$(grep '^torch==' "$constraints")"
     say "installing this package and its dependencies"
-    _pip --editable "$checkout[test]"
+    _pip --editable ".[test]"
     _wanted > "$venv/recycle-installed"
     say "installed into .venv"
 }

@@ -98,7 +98,8 @@ def test_the_command_line_ends_with_one_line(arguments, code, capsys):
     assert len(printed.err.splitlines()) == (1 if code else 0)
 
 
-def test_the_topology_has_to_fit_the_workers_and_only_rank_0_says_so(capsys):
+def test_the_topology_has_to_fit_the_workers_and_only_rank_0_says_so(capsys, monkeypatch):
+    monkeypatch.setattr("recycle_plugin.compose.PATIENCE_S", 0.0)
     assert compose_from_command_line(["topology=pp2_dp2"], "", workers=4).workers == 4
     for rank in (0, 1):
         with pytest.raises(SystemExit):
