@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Iterable
 
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.placement import stages_at_risk
 from recycle_plugin.core.protocol import (
     Collected, Committed, Contribution, End, Exited, Fatal, Generation, Leaving, Left, Member, Note, Over, Ready, Report,
     Resume, Stepped, Terminate,
@@ -137,14 +138,33 @@ class Membership:
         if len(jobs) > 1 or len(counts) > 1:
             self._end("workers were started with different recycle settings or from different checkpoints: " + " | ".join(sorted(jobs)), out)
             return
-        job = ready.job
+        self._begin(ready.job, counts.pop(), now, out)
+
+    def _begin(self, job: dict, stepped: int, now: float, out: Output) -> None:
         self._topology = Topology(job["replicas"], job["stages"], job["micro_batches"])
         self.members = {rank: r.member for rank, r in sorted(self._ready.items())}
-        self.committed = counts.pop()
+        self.committed = stepped
         self.started = True
-        out.say("start", f"{self._topology.replicas} replicas of {self._topology.stages} stages", job=job,
-                seats={str(m.seat): rank for rank, m in self.members.items()}, hosts=sorted({m.host for m in self.members.values()}))
-        self._regroup("start", now, out)
+        shape = self._topology
+        out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job['run_dir']}",
+                job=job, seats={str(m.seat): rank for rank, m in self.members.items()}, hosts=sorted({m.host for m in self.members.values()}))
+        self._say_weak_points(job, out)
+        if self.ended is None:
+            self._regroup("start", now, out)
+
+    def _say_weak_points(self, job: dict, out: Output) -> None:
+        """What this job does not survive, and what keeps it from its best speed; an error where the user wants one."""
+        out.say("warning", f"single point of failure: host {self.members[0].host} runs the coordinator and the store; its loss ends the job")
+        for host, stages in stages_at_risk(self.members.values()).items():
+            text = (f"host {host} holds every replica of stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}: its loss ends the job; "
+                    "give the replicas of a stage to different hosts, for instance with ProcessTopology(axes=['data', 'pipe'], …)")
+            if job["strict_placement"]:
+                self._end(f"strict_placement: {text}", out)
+            else:
+                out.say("warning", text, host=host, stages=list(stages))
+        if job["clipping"] and job["stagger_optimizer"]:
+            out.say("warning", f"gradient_clipping is {job['clipping']:g}, so each step waits for the norm over all stages and the optimizer is "
+                    "not staggered; set gradient_clipping to 0 where the model allows it")
 
     # --- regrouping ------------------------------------------------------------------------------
 
@@ -252,12 +272,13 @@ class Membership:
         member = self.members.pop(rank, None)
         self._stepped.pop(rank, None)
         self._finishing |= member is not None and not planned
-        if member is not None:
-            out.say("left", f"seat {member.seat} has left", seat=str(member.seat))
+        out.say("left", f"worker {rank} has left after step {self.committed}" + " as planned" * planned, rank=rank)
         self._finish_if_empty(out)
 
     def _exit(self, message: Exited, now: float, out: Output) -> None:
         how = f"killed by signal {-message.code}" if message.code < 0 else f"exited with code {message.code}"
+        if message.rank in self.lost:
+            out.say("confirmed", f"rank {message.rank} was {how}, says its supervisor", rank=message.rank, code=message.code)
         self._lose(message.rank, f"{how}, seen by its supervisor", now, message.at, out)
 
     def _lose(self, rank: int, how: str, now: float, at: float, out: Output) -> None:

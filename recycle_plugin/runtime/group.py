@@ -28,6 +28,7 @@ from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.session import Session
 
 BACKEND = "recycle"
+NEWS_TIMEOUT_S = 30.0  # between a broken connection and the coordinator's word of who was lost
 
 
 def register(session: Session) -> None:
@@ -136,7 +137,13 @@ class MemberGroup(dist.ProcessGroup):
             def operate() -> None:
                 start(self._current()).wait()
 
-            self._session.run_interruptibly(f"{what} among ranks {', '.join(map(str, self._live_ranks()))}", operate)
+            name = f"{what} among ranks {', '.join(map(str, self._live_ranks()))}"
+            try:
+                self._session.run_interruptibly(name, operate)
+            except RuntimeError as error:  # Gloo's word for a broken connection: who is gone comes from the coordinator
+                if isinstance(error, RecycleError):
+                    raise
+                self._session.wait(f"news of a lost worker after {name} failed ({error})", lambda: None, timeout_s=NEWS_TIMEOUT_S)
 
     def _live_ranks(self) -> tuple[int, ...]:
         generation = self._session.generation

@@ -142,13 +142,15 @@ class Session:
         if change is not None:
             raise Interrupted(f"generation {change.number}: {change.cause}")
 
-    def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True) -> T:
+    def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True, timeout_s: float = 0) -> T:
         """Block until ``ready()`` is not None and return it.
 
         ``interruptible``: a membership change raises :class:`Interrupted`; the end of the job always
-        raises :class:`JobEnded`.  Past the deadline: :class:`WaitTimeout` with ``what``.
+        raises :class:`JobEnded`.  Past the deadline (``timeout_s``, by default ``wait_timeout_s``):
+        :class:`WaitTimeout` with ``what``.
         """
-        deadline = time.monotonic() + self.wait_timeout_s
+        timeout_s = timeout_s or self.wait_timeout_s
+        deadline = time.monotonic() + timeout_s
         with self.changed:
             while True:
                 if self.end is not None and not self.end.step:
@@ -161,7 +163,7 @@ class Session:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     name = what if isinstance(what, str) else what()
-                    raise WaitTimeout(f"waited {self.wait_timeout_s:.0f} s for {name}; raise recycle.wait_timeout_s if it may take longer")
+                    raise WaitTimeout(f"waited {timeout_s:.0f} s for {name}; raise recycle.wait_timeout_s if it may take longer")
                 self.changed.wait(left)
 
     def wait_committed(self, step: int, interruptible: bool = True) -> None:

@@ -121,6 +121,11 @@ def register_converter(kind: type[nn.Module], converter: Converter) -> None:
     _CONVERTERS[kind] = converter
 
 
+def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """How often each was changed in place."""
+    return tuple(tensor._version for tensor in tensors)
+
+
 class _Work(NamedTuple):
     """The weight half of one use, with the graph task (one call into autograd) that it came from."""
 
@@ -128,14 +133,14 @@ class _Work(NamedTuple):
     x: Tensor
     gradient: Tensor
     task: int
-    versions: tuple[int, int]
+    versions: tuple[int, ...]
 
     @property
     def keys(self) -> list[tuple[int, nn.Parameter]]:
-        return [(self.task, parameter) for parameter in self.operator.parameters if parameter.requires_grad]
+        return [(self.task, parameter) for parameter in self.operator.parameters]
 
     def gradients(self) -> Gradients:
-        if (self.x._version, self.gradient._version) != self.versions:
+        if _versions((self.x, self.gradient)) != self.versions:
             raise RuntimeError("a tensor that a weight gradient needs was changed in place between I and W")
         return self.operator.weight_gradients(self.x, self.gradient)
 
@@ -166,7 +171,7 @@ class PendingWeights:
         """Called by the node during backward, in the order of the backward."""
         x, gradient = x.detach(), gradient.detach()
         task = torch._C._current_graph_task_id()
-        self._work.append(_Work(operator, x, gradient, task, (x._version, gradient._version)))
+        self._work.append(_Work(operator, x, gradient, task, _versions((x, gradient))))
 
     @torch.no_grad()
     def run(self) -> None:
@@ -219,6 +224,7 @@ class _Split(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, anchor: Tensor, operator: Operator, deferral: _Deferral) -> Tensor:
         ctx.save_for_backward(x)
         ctx.operator, ctx.deferral = operator, deferral
+        ctx.versions = _versions(operator.parameters)
         # detach: F.linear returns a view for 3-D inputs, and a node's view must not be changed in place,
         # which is what nn.ReLU(inplace=True) behind a layer does
         return operator.forward(x).detach()
@@ -226,6 +232,8 @@ class _Split(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        if _versions(ctx.operator.parameters) != ctx.versions:  # autograd guards only what it saved itself
+            raise RuntimeError("a parameter was changed in place between F and I: was the optimizer stepped in between?")
         (x,) = ctx.saved_tensors
         ctx.deferral.pending().add(ctx.operator, x, gradient)
         wanted = ctx.needs_input_grad[0]
