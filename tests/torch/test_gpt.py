@@ -106,6 +106,27 @@ def test_megatrons_own_embedding_and_head_are_split_too(assert_bitwise):
     assert DeferredWeights(model).fused == ()
 
 
+def test_tensor_parallel_sums_the_inputs_gradient_in_i_only(monkeypatch):
+    from recycle_plugin.adapters.megatron.layers import ParallelLinearOperator
+
+    calls = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: calls.append(group))
+    operator = ParallelLinearOperator(nn.Parameter(torch.randn(4, 3)), None, "tensor-parallel group")
+    x, gradient = torch.randn(2, 3), torch.randn(2, 4)
+    assert operator.input_gradient(x, gradient).shape == (2, 3) and calls == ["tensor-parallel group"]
+    assert [g.shape for _, g in operator.weight_gradients(x, gradient)] == [(4, 3)] and len(calls) == 1
+
+
+@pytest.mark.parametrize("option", ("gradient_accumulation_fusion", "sequence_parallel"))
+def test_parallel_linears_with_other_backwards_stay_fused(option):
+    from recycle_plugin.adapters.megatron.layers import _split_linear
+
+    options = {"gradient_accumulation_fusion": False, "allreduce_dgrad": False, "sequence_parallel": False}
+    call = {"input": torch.randn(2, 3), "weight": nn.Parameter(torch.randn(4, 3)), "bias": None}
+    assert _split_linear(nn.Identity(), **call, **options) is not None
+    assert _split_linear(nn.Identity(), **call, **options | {option: True}) is None
+
+
 def test_every_dropout_mask_follows_the_callers_seed():
     """Attention's too: megatron's own tracker would draw it from a stream that counts per worker."""
     block = build()[1]

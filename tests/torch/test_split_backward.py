@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from recycle_plugin.runtime.split_backward import DeferredWeights
+from recycle_plugin.runtime import split_backward
+from recycle_plugin.runtime.split_backward import Converter, DeferredWeights, register_converter
 
 
 class Checkpointed(nn.Module):
@@ -156,6 +157,10 @@ def test_frozen_parameters_get_no_gradient(assert_bitwise, gradients):
     model[1].weight.requires_grad_(False)
     model[2].bias.requires_grad_(False)
     assert_bitwise(model, activations(5, 3, 16))
+    frozen = model[0]
+    DeferredWeights(frozen)
+    assert not frozen(torch.ones(1, 16)).requires_grad, "nothing to train, nothing in the graph"
+    del frozen.forward
     split = gradients(model, activations(5, 3, 16), "hold")[1]
     assert {name for name, gradient in split.items() if gradient is None} == {"0.weight", "0.bias", "1.weight", "2.bias"}
 
@@ -306,6 +311,19 @@ def test_errors_say_what_went_wrong():
         pending.run()
 
 
+def test_a_step_between_f_and_i_is_an_error_and_no_number():
+    """Stock autograd notices through the weight that it saved; the node holds it by reference."""
+    for deferred in (False, True):
+        model = nn.Linear(16, 16)
+        if deferred:
+            DeferredWeights(model)
+        output = model(activations(5, 16)[0])
+        with torch.no_grad():
+            model.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="F and I: was the optimizer stepped" if deferred else "inplace operation"):
+            output.sum().backward()
+
+
 def test_a_backward_that_fails_leaves_nothing_behind():
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -326,3 +344,49 @@ def test_a_backward_that_fails_leaves_nothing_behind():
     with pytest.raises(ArithmeticError):
         model(Fails.apply(x)).sum().backward()
     assert model.weight.grad is None and not deferred._deferral.ending
+
+
+class Gate(nn.Module):
+    """``x * exp(gain)``: a layer of somebody else's, whose weight gradient reads the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.linspace(0, 1, 16))
+
+    def forward(self, x):
+        return x * self.gain.exp()
+
+
+class GateOperator:
+    def __init__(self, gate: Gate) -> None:
+        self.gain, self.parameters = gate.gain, (gate.gain,)
+
+    def forward(self, x):
+        return x * self.gain.exp()
+
+    def input_gradient(self, x, gradient):
+        return gradient * self.gain.exp()
+
+    def weight_gradients(self, x, gradient):
+        yield self.gain, (gradient * x).sum(0) * self.gain.exp()
+
+
+@pytest.fixture
+def gate_converter(monkeypatch):
+    monkeypatch.setattr(split_backward, "_CONVERTERS", dict(split_backward._CONVERTERS))
+    register_converter(Gate, Converter("forward", lambda gate, x: (GateOperator(gate), x)))
+
+
+def test_a_registered_layer_type_is_split(gate_converter, assert_bitwise):
+    model = nn.Sequential(nn.Linear(16, 16), Gate())
+    assert DeferredWeights(copy.deepcopy(model)).fused == ()
+    assert_bitwise(model, activations(5, 16))
+
+
+def test_w_builds_no_graph_even_where_an_operator_reads_its_weight(gate_converter):
+    model, attached = Gate(), []
+    model.gain.register_hook(lambda gradient: attached.append(gradient.requires_grad))
+    with DeferredWeights(model).hold() as pending:
+        model(activations(5, 16)[0]).sum().backward()
+    pending.run()
+    assert attached == [False]
