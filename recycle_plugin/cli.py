@@ -7,6 +7,7 @@ import sys
 from typing import Sequence
 
 from recycle_plugin import __version__
+from recycle_plugin.runtime.errors import RecycleError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = _parser().parse_args(arguments)
     try:
         return found.run(found) or 0
-    except (ValueError, OSError) as error:  # what users can mend: settings, overrides, paths; SettingsError is a ValueError
+    except (ValueError, OSError, RecycleError) as error:  # what users can mend: settings, overrides, paths; SettingsError is a ValueError
         print(f"recycle: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

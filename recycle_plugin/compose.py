@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-import time
 from typing import Any, Literal, Sequence
 
 from hydra import compose as hydra_compose
@@ -25,7 +24,6 @@ from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.settings import Settings, SettingsError, shown
 
 CONFIGS = "recycle_plugin.configs"
-PATIENCE_S = 5.0
 
 
 class ComposeError(ValueError):
@@ -135,9 +133,10 @@ def compose(overrides: Sequence[str] = ()) -> Job:
     return job
 
 
-def compose_from_command_line(arguments: Sequence[str], description: str, rank: int = 0, workers: int | None = None) -> Job:
-    """As :func:`compose`, from a rank's command line; what is wrong ends it with exit code 2 and one line, on rank 0.
+def compose_from_command_line(arguments: Sequence[str], description: str, workers: int | None = None) -> Job:
+    """As :func:`compose`, from a rank's command line; what is wrong ends the script with one line.
 
+    Every rank says the same; under ``recycle_plugin.launch`` the coordinator prints it once.
     ``workers``: how many were started, where the topology has to fit them.
     """
     parser = argparse.ArgumentParser(description=description, epilog="groups and keys: see configs/ (recycle_plugin.configs)")
@@ -155,9 +154,7 @@ def compose_from_command_line(arguments: Sequence[str], description: str, rank: 
             )
         return job
     except (ComposeError, SettingsError) as error:
-        if rank:  # the first rank to exit has the launcher kill the others: let rank 0 say it before
-            time.sleep(PATIENCE_S)
-        parser.exit(2, None if rank else f"{parser.prog}: {error}\n")
+        raise SystemExit(f"{parser.prog}: {error}") from None
 
 
 def _composed(overrides: Sequence[str]) -> Any:

@@ -102,10 +102,10 @@ class Settings(BaseModel):
         (), f"a list of faults such as [{_FAULT}]", "faults to inject, each at a named instruction or point"
     )
     wait_timeout_s: float = _setting(
-        120.0, "a number of seconds, more than 0", "longest wait for a live peer before it is suspected", gt=0, allow_inf_nan=False
+        300.0, "a number of seconds, more than 0", "longest wait for a live peer before it is suspected", gt=0, allow_inf_nan=False
     )
     regroup_timeout_s: float = _setting(
-        30.0, "a number of seconds, more than 0", "longest wait for the survivors to agree after a failure", gt=0, allow_inf_nan=False
+        120.0, "a number of seconds, more than 0", "longest wait for the survivors to agree after a failure", gt=0, allow_inf_nan=False
     )
     costs: Costs | None = _setting(
         None,

@@ -52,13 +52,18 @@ def main(command: list[str]) -> int:
 
 
 def run_script(command: list[str]) -> int:
-    """Run ``command[0]`` as ``__main__`` with the rest as its arguments; the code it exits with."""
+    """Run ``command[0]`` as ``__main__`` with the rest as its arguments; the code it exits with.
+
+    What it says with ``sys.exit("…")`` is an error of all workers, and said once.
+    """
     sys.argv = command
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
     try:
         runpy.run_path(command[0], run_name="__main__")
     except SystemExit as ending:
-        return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        if isinstance(ending.code, str):
+            raise RecycleError(ending.code) from None
+        return ending.code or 0
     return 0
 
 

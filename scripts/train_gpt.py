@@ -20,7 +20,7 @@ RANK = int(os.environ.get("RANK", 0))
 
 
 def main() -> None:
-    job = compose_from_command_line(sys.argv[1:], __doc__, RANK, int(os.environ.get("WORLD_SIZE", 1)))
+    job = compose_from_command_line(sys.argv[1:], __doc__, int(os.environ.get("WORLD_SIZE", 1)))
     outputs = {name: Path(job.run_dir) / name / f"rank{RANK}{suffix}" for name, suffix in (("losses", ".json"), ("parameters", ".pt"))}
     for path in outputs.values():  # an earlier run's file must not stand for a rank that dies in this one
         path.unlink(missing_ok=True)

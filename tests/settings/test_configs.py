@@ -89,20 +89,15 @@ def test_the_launchers_rank_is_dropped_wherever_it_stands(flag):
     assert compose_from_command_line(["steps=3", *flag, "seed=1"], "").seed == 1
 
 
-@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["stepz=3"], 2), (["--steps=3"], 2), (["recycle.rng=stream"], 2)])
-def test_the_command_line_ends_with_one_line(arguments, code, capsys):
+@pytest.mark.parametrize("arguments", [["stepz=3"], ["--steps=3"], ["recycle.rng=stream"]])
+def test_the_command_line_ends_with_one_line(arguments):
     with pytest.raises(SystemExit) as caught:
         compose_from_command_line(arguments, "")
-    printed = capsys.readouterr()
-    assert caught.value.code == code
-    assert len(printed.err.splitlines()) == (1 if code else 0)
+    assert len(caught.value.code.splitlines()) == 1
 
 
-def test_the_topology_has_to_fit_the_workers_and_only_rank_0_says_so(capsys, monkeypatch):
-    monkeypatch.setattr("recycle_plugin.compose.PATIENCE_S", 0.0)
+def test_the_topology_has_to_fit_the_workers():
     assert compose_from_command_line(["topology=pp2_dp2"], "", workers=4).workers == 4
-    for rank in (0, 1):
-        with pytest.raises(SystemExit):
-            compose_from_command_line(["topology=pp2_dp2"], "", rank=rank, workers=2)
-        printed = capsys.readouterr().err
-        assert printed.endswith("need 4 workers, and 2 started; launch with deepspeed --num_gpus 4\n") if rank == 0 else not printed
+    with pytest.raises(SystemExit) as caught:
+        compose_from_command_line(["topology=pp2_dp2"], "", workers=2)
+    assert caught.value.code.endswith("need 4 workers, and 2 started; launch with deepspeed --num_gpus 4")

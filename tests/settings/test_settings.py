@@ -51,7 +51,7 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ),
         (
             {"wait_timeout_s": 20},
-            "recycle.regroup_timeout_s: 30 s is no less than recycle.wait_timeout_s = 20 s; "
+            "recycle.regroup_timeout_s: 120 s is no less than recycle.wait_timeout_s = 20 s; "
             "write less than 20, or raise recycle.wait_timeout_s",
         ),
         ({"wait_timeout_s": True}, "recycle.wait_timeout_s: true is a boolean; write a number of seconds, more than 0"),
