@@ -1,0 +1,190 @@
+"""Runs a training job under the ``deepspeed`` launcher and reads what it left; for the demo and the benchmarks.
+
+A run has a folder, a free port and a deadline, and leaves no process behind, however it ends::
+
+    with TrainingRun(folder, workers=4, overrides=["topology=pp2_dp2", "steps=20"]) as run:
+        run.wait_for(lambda: run.committed() >= 5, "step 5")
+        run.kill(run.rank_at("0.1"))
+        outcome = run.finish(timeout_s=120)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Sequence, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+MARK = "RECYCLE_RUN"  # in the environment of every process of a run
+POLL_S = 0.01
+TAIL = 4000  # characters of a failed run's output that its error shows
+
+
+class RunFailed(RuntimeError):
+    """A run ended badly or not in time; the message ends with what it printed last."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an ended run left: exit code, events in their order, and a record of each rank that got to the end."""
+
+    code: int
+    events: tuple[dict, ...]
+    records: dict[int, dict]  # by rank; scripts/train_gpt.py says what is in them
+
+    def of(self, kind: str) -> list[dict]:
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def commits(self) -> dict[int, float]:
+        """When each step was committed, in seconds since the epoch."""
+        return {event["step"]: event["time"] for event in self.of("committed")}
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step, as every rank that got to the end has it."""
+        return next(iter(self.records.values()))["losses"]
+
+    @property
+    def restarted(self) -> list[int]:
+        """Ranks at the end whose process is not the one that they started with."""
+        first: dict[int, int] = {}
+        for event in self.of("worker"):
+            first.setdefault(event["rank"], event["pid"])
+        return [rank for rank, record in self.records.items() if rank in first and record["pid"] != first[rank]]
+
+
+class TrainingRun:
+    """``script`` on ``workers`` local ranks with Hydra ``overrides``; ``plugin`` False: the launcher's own way.
+
+    Starts at once.  Leaving the ``with`` block kills whatever is left of it.
+    """
+
+    def __init__(self, folder: Path, workers: int, overrides: Sequence[str], plugin: bool = True, script: Path | None = None) -> None:
+        self.folder = folder.resolve()
+        self._mark = uuid.uuid4().hex
+        self._output = self.folder / "output.txt"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for stale in (self.folder / "events.jsonl", *self.folder.glob("losses/rank*.json")):
+            stale.unlink(missing_ok=True)
+        module = ["--module", "recycle_plugin.launch"] if plugin else []
+        command = ["deepspeed", "--num_gpus", str(workers), "--master_port", str(free_port()), *module]
+        command += [str(script or training_script()), *overrides, f"run_dir={self.folder}"]
+        with self._output.open("w") as output:
+            self.launcher = subprocess.Popen(
+                command, env=_environment(self._mark), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def __enter__(self) -> TrainingRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clean()
+
+    # --- while it runs -----------------------------------------------------------------------------
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def events(self) -> list[dict]:
+        """All whole lines of the event log so far."""
+        path = self.folder / "events.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def committed(self) -> int:
+        """The last committed step, 0 before the first."""
+        return max((event["step"] for event in self.events() if event["event"] == "committed"), default=0)
+
+    def rank_at(self, seat: str) -> int:
+        """The rank that started at ``seat`` ("replica.stage")."""
+        (start,) = [event for event in self.events() if event["event"] == "start"]
+        return start["seats"][seat]
+
+    def kill(self, rank: int) -> float:
+        """SIGKILL for the worker of ``rank``; the time just before, in seconds since the epoch."""
+        pids = {event["rank"]: event["pid"] for event in self.events() if event["event"] == "worker"}
+        at = time.time()
+        os.kill(pids[rank], signal.SIGKILL)
+        return at
+
+    def wait_for(self, found: Callable[[], T], what: str, timeout_s: float = 120.0, poll_s: float = POLL_S) -> T:
+        """Poll until ``found()`` is true and return it; RunFailed when the run ends or the deadline passes first."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := found()):
+            ended = self.launcher.poll() is not None
+            if ended or time.monotonic() > deadline:
+                if value := found():
+                    break
+                raise self._failed("ended without" if ended else f"did not get within {timeout_s:.0f} s to", what)
+            time.sleep(poll_s)
+        return value
+
+    def finish(self, timeout_s: float = 180.0) -> Outcome:
+        """Wait for the end; RunFailed past the deadline or when the launcher's exit code is not 0."""
+        try:
+            code = self.launcher.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise self._failed(f"did not within {timeout_s:.0f} s come to", "its end") from None
+        if code:
+            raise self._failed(f"ended with exit code {code}:", "see below")
+        records = [json.loads(path.read_text()) for path in sorted(self.folder.glob("losses/rank*.json"))]
+        return Outcome(code, tuple(self.events()), {record["rank"]: record for record in records})
+
+    def clean(self) -> None:
+        """Kill what is left of the run, found by its environment; repeats until nothing is."""
+        deadline = time.monotonic() + 10
+        while (left := _processes(self._mark)) and time.monotonic() < deadline:
+            for process in left:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    pass
+            psutil.wait_procs(left, timeout=1)
+        self.launcher.wait(10)
+
+    def _failed(self, how: str, what: str) -> RunFailed:
+        return RunFailed(f"the run in {self.folder} {how} {what}\n{self.output[-TAIL:]}")
+
+
+def free_port() -> int:
+    """A port that nobody listens on at the moment."""
+    with socket.create_server(("", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def training_script() -> Path:
+    """scripts/train_gpt.py of this checkout; FileNotFoundError where the package is installed without one."""
+    path = Path(__file__).resolve().parents[1] / "scripts" / "train_gpt.py"
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run this from a checkout (pip install --editable)")
+    return path
+
+
+def _environment(mark: str) -> dict[str, str]:
+    """CPU, one thread a worker, this interpreter's ``deepspeed``; a run prints warnings that are not ours to fix."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    fixed = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "PATH": path, MARK: mark}
+    return os.environ | fixed
+
+
+def _processes(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
