@@ -279,7 +279,7 @@ class Membership:
         how = f"killed by signal {-message.code}" if message.code < 0 else f"exited with code {message.code}"
         if message.rank in self.lost:
             out.say("confirmed", f"rank {message.rank} was {how}, says its supervisor", rank=message.rank, code=message.code)
-        self._lose(message.rank, f"{how}, seen by its supervisor", now, message.at, out)
+        self._lose(message.rank, how, now, message.at, out)
 
     def _lose(self, rank: int, how: str, now: float, at: float, out: Output) -> None:
         if rank in self.lost or rank in self.left or self.ended and self.ended.failed:

@@ -1,0 +1,280 @@
+"""The coordinator's state machine: generations, commit, leaving, and what it does with late messages."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.membership import WORKERS, Membership, Output
+from recycle_plugin.core.placement import stages_at_risk
+from recycle_plugin.core.protocol import (
+    Collected, Committed, Contribution, End, Exited, Fatal, Generation, Leaving, Left, Member, Note, Over, Ready, Report,
+    Resume, Stepped, Terminate, decode, encode,
+)  # fmt: skip
+from recycle_plugin.core.step import StepMachine
+
+REPLICAS, STAGES = 2, 2
+
+
+def member(rank: int, host: str = "h") -> Member:
+    return Member(rank, Seat(rank % REPLICAS, rank // REPLICAS), f"tcp://a:{rank}", host)
+
+
+def job(**more: object) -> dict:
+    return {
+        "replicas": REPLICAS, "stages": STAGES, "micro_batches": 1, "run_dir": "r", "regroup_timeout_s": 1.0,
+        "strict_placement": False, "clipping": 0.0, "stagger_optimizer": True,
+    } | more  # fmt: skip
+
+
+def started(**more: object) -> Membership:
+    membership = Membership(REPLICAS * STAGES)
+    for rank in range(4):
+        membership.receive(Ready(member(rank), 0, job(**more)), 0.0)
+    agree(membership, 0, dict.fromkeys(range(4), 0))
+    return membership
+
+
+def agree(membership: Membership, generation: int, stepped: dict[int, int]) -> Output:
+    """All of ``stepped`` report; the output of the last report."""
+    for rank, count in stepped.items():
+        out = membership.receive(Report(rank, generation, count, "plan"), 0.0)
+    return out
+
+
+def step(membership: Membership, generation: int, number: int, ranks: range | list = range(4)) -> list[object]:
+    return [m for rank in ranks for _, m in membership.receive(Stepped(rank, generation, number), 0.0).messages]
+
+
+def said(out: Output, kind: type) -> list:
+    return [message for _, message in out.messages if isinstance(message, kind)]
+
+
+def test_a_step_is_committed_when_every_live_worker_has_applied_it():
+    membership = started()
+    assert step(membership, 0, 1, [0, 1, 2]) == []
+    assert step(membership, 0, 1, [3]) == [Committed(1)]
+
+
+def test_a_loss_makes_a_generation_and_everybody_goes_on_from_the_smallest_count():
+    membership = started()
+    step(membership, 0, 1)
+    out = membership.receive(Exited(2, -9, 0.0), 0.0)
+    (generation,) = said(out, Generation)
+    assert [m.rank for m in generation.members] == [0, 1, 3] and generation.from_step == 0
+    out = agree(membership, 1, {0: 1, 1: 1, 3: 2})
+    assert said(out, Resume) == [Resume(1, 1)] and not said(out, Committed)
+
+
+def test_a_step_that_all_survivors_have_applied_is_committed_by_the_regrouping():
+    membership = started()
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    out = agree(membership, 1, {0: 1, 1: 1, 3: 1})
+    assert said(out, Committed) == [Committed(1)] and said(out, Resume) == [Resume(1, 1)]
+
+
+def test_late_messages_of_an_older_generation_change_nothing():
+    membership = started()
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    assert step(membership, 0, 1, [0, 1, 3]) == []
+    assert membership.receive(Report(0, 0, 7, "old"), 0.0).messages == []
+    membership.receive(Contribution(0, 0, 1, "norm", {"0": 1.0, "1": 1.0}, 2), 0.0)
+    out = agree(membership, 1, {0: 0, 1: 0, 3: 0})
+    assert said(out, Resume) == [Resume(1, 0)]
+    assert said(membership.receive(Contribution(0, 1, 1, "norm", {"0": 5.0}, 2), 0.0), Collected) == []
+
+
+def test_another_loss_during_regrouping_starts_it_again():
+    membership = started()
+    membership.receive(Exited(0, -9, 0.0), 0.0)
+    membership.receive(Report(1, 1, 0, "plan"), 0.0)
+    (generation,) = said(membership.receive(Exited(3, -9, 0.0), 0.0), Generation)
+    assert generation.number == 2 and [m.rank for m in generation.members] == [1, 2]
+    assert said(membership.receive(Report(2, 1, 0, "plan"), 0.0), Resume) == []
+    assert said(agree(membership, 2, {1: 0, 2: 0}), Resume) == [Resume(2, 0)]
+
+
+def test_losses_stay_valid_over_a_regrouping_and_norms_do_not():
+    membership = started()
+    membership.receive(Contribution(2, 0, 1, "loss", {"0.0": 2.0}, 2), 0.0)
+    membership.receive(Contribution(2, 0, 1, "norm", {"1": 2.0}, 2), 0.0)
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    agree(membership, 1, {0: 0, 1: 0, 3: 0})
+    (collected,) = said(membership.receive(Contribution(3, 1, 1, "loss", {"1.0": 4.0}, 2), 0.0), Collected)
+    assert collected.values == {"0.0": 2.0, "1.0": 4.0}
+    assert said(membership.receive(Contribution(1, 1, 1, "norm", {"0": 1.0}, 2), 0.0), Collected) == []
+
+
+def test_different_plans_end_the_job():
+    membership = started()
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    membership.receive(Report(0, 1, 0, "a"), 0.0)
+    membership.receive(Report(1, 1, 0, "b"), 0.0)
+    (end,) = said(membership.receive(Report(3, 1, 0, "a"), 0.0), End)
+    assert end.failed and "different plans" in end.reason
+
+
+def test_a_stage_without_workers_ends_the_job_and_names_the_checkpoint():
+    membership = started()
+    membership.receive(Note(0, "checkpoint", "saved", {"path": "runs/ck/global_step10"}), 0.0)
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    (end,) = said(membership.receive(Exited(3, -9, 0.0), 0.0), End)
+    assert end.failed and end.reason == "stage 1 has no live worker left. Last checkpoint: runs/ck/global_step10"
+
+
+def test_a_planned_leave_holds_from_a_step_that_nobody_can_have_started():
+    membership = started()
+    step(membership, 0, 1)
+    (generation,) = said(membership.receive(Leaving(3, "SIGTERM"), 0.0), Generation)
+    assert generation.from_step == 4 and [m.rank for m in generation.members] == [0, 1, 2]
+    for number in (2, 3):
+        assert step(membership, 0, number) == [Committed(number)]
+    assert said(agree(membership, 1, {0: 3, 1: 3, 2: 3}), Resume) == [Resume(1, 3)]
+    assert step(membership, 1, 4, [0, 1, 2]) == [Committed(4)]
+
+
+def test_a_loss_before_a_planned_leave_comes_first_and_the_leave_is_planned_again():
+    membership = started()
+    membership.receive(Leaving(3, "SIGTERM"), 0.0)
+    (generation,) = said(membership.receive(Exited(0, -9, 0.0), 0.0), Generation)
+    assert generation.from_step == 0 and 3 in [m.rank for m in generation.members]
+    out = agree(membership, generation.number, {1: 0, 2: 0, 3: 0})
+    assert said(out, Resume) and [g.from_step for g in said(out, Generation)] == [3]
+
+
+def test_the_last_worker_of_a_stage_may_only_leave_with_the_job():
+    membership = started()
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    agree(membership, 1, {0: 0, 1: 0, 3: 0})
+    (end,) = said(membership.receive(Leaving(3, "SIGTERM"), 0.0), End)
+    assert not end.failed and end.step == 3
+
+
+def test_termination_ends_the_job_once_at_a_commit_line():
+    membership = started()
+    (end,) = said(membership.receive(Terminate(0, "SIGTERM"), 0.0), End)
+    assert (end.step, end.failed) == (3, False)
+    assert said(membership.receive(Terminate(1, "SIGTERM"), 0.0), End) == []
+
+
+def test_normal_exits_at_different_times_are_no_deaths():
+    membership = started()
+    step(membership, 0, 1)
+    outs = [membership.receive(Left(rank), 0.0) for rank in range(4)]
+    assert not any(said(out, Generation) for out in outs)
+    assert said(outs[-1], Over) == [Over(0)]
+
+
+def test_a_death_while_others_have_finished_their_script_ends_nothing():
+    membership = started()
+    step(membership, 0, 1)
+    membership.receive(Left(0), 0.0)
+    membership.receive(Left(1), 0.0)
+    out = membership.receive(Exited(3, -9, 0.0), 0.0)
+    assert not said(out, Generation) and not said(out, End)
+    assert said(membership.receive(Left(2), 0.0), Over) == [Over(0)]
+
+
+def test_a_death_before_the_start_ends_the_job():
+    (end,) = said(Membership(4).receive(Exited(2, 1, 0.0), 0.0), End)
+    assert end.failed and end.reason == "worker 2 exited with code 1 before training started"
+
+
+def test_a_fatal_error_is_said_once():
+    membership = started()
+    assert said(membership.receive(Fatal(0, "no"), 0.0), End) and not said(membership.receive(Fatal(1, "no"), 0.0), End)
+
+
+def test_an_overdue_report_is_named():
+    membership = started()
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    membership.receive(Report(0, 1, 0, "plan"), 0.0)
+    (end,) = said(membership.regroup_overdue(1.0), End)
+    assert "seats 1.0, 1.1" in end.reason
+
+
+def test_workers_with_different_settings_do_not_start():
+    membership = Membership(2)
+    membership.receive(Ready(member(0), 0, job()), 0.0)
+    (end,) = said(membership.receive(Ready(member(1), 0, job(run_dir="other")), 0.0), End)
+    assert end.failed and "different recycle settings" in end.reason
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_host_that_holds_a_whole_stage_is_named(strict):
+    membership = Membership(4)
+    for rank in range(4):
+        out = membership.receive(Ready(member(rank, host="one" if rank < 2 else "two"), 0, job(strict_placement=strict)), 0.0)
+    texts = [event.text for event in out.events if "holds every replica" in event.text]
+    assert bool(said(out, End)) is strict and any("host one holds every replica of stage 0" in text for text in texts)
+
+
+def test_stages_at_risk():
+    apart = [Member(0, Seat(0, 0), "", "a"), Member(1, Seat(1, 0), "", "b"), Member(2, Seat(0, 1), "", "a"), Member(3, Seat(1, 1), "", "a")]
+    assert stages_at_risk(apart) == {"a": (1,)}
+
+
+def test_every_message_survives_the_wire():
+    message = Generation(3, (member(0), member(3)), 7, "loss of 1.0", 1.5)
+    assert decode(encode(message)) == message
+    assert decode(encode(Ready(member(1), 4, job()))) == Ready(member(1), 4, job())
+    for line in (b"{}", b"[]", b'{"type":"Resume"}', b'{"type":"Nonsense","step":1}'):
+        with pytest.raises(ValueError):
+            decode(line)
+
+
+def test_a_worker_applies_a_step_only_when_the_one_before_is_committed():
+    machine = StepMachine(0)
+    machine.applied(1)
+    assert not machine.may_apply(2)
+    machine.commit(1)
+    assert machine.may_apply(2)
+    machine.applied(2)
+    assert machine.resume(1) is True and machine.stepped == 1
+    assert machine.resume(1) is False
+
+
+@pytest.mark.parametrize(("stepped", "committed"), [(3, 1), (1, 2), (0, 1)])
+def test_a_worker_refuses_to_go_on_from_where_it_cannot(stepped, committed):
+    machine = StepMachine(stepped)
+    with pytest.raises(AssertionError):
+        machine.resume(committed)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_histories_never_tear_a_step(seed):
+    """Workers step, die and leave in random order: all machines obey every Resume, and commits never go back."""
+    rng = random.Random(seed)
+    membership = started()
+    machines = {rank: StepMachine(0) for rank in range(4)}
+    live, generation, committed = set(machines), 0, 0
+    for _ in range(40):
+        rank = rng.choice(sorted(live))
+        outs: list[Output] = []
+        if rng.random() < 0.08:
+            live.discard(rank)
+            outs.append(membership.receive(Exited(rank, -9, 0.0), 0.0))
+        elif machines[rank].may_apply(machines[rank].stepped + 1):
+            machines[rank].applied(machines[rank].stepped + 1)
+            outs.append(membership.receive(Stepped(rank, generation, machines[rank].stepped), 0.0))
+        while outs:
+            for whom, message in outs.pop(0).messages:
+                match message:
+                    case Committed():
+                        assert whom == WORKERS and message.step == committed + 1
+                        committed = message.step
+                        for machine in (machines[r] for r in live):
+                            machine.commit(message.step)
+                    case Generation():
+                        generation = message.number
+                        order = rng.sample(sorted(live), len(live))
+                        outs += [membership.receive(Report(r, generation, machines[r].stepped, "plan"), 0.0) for r in order]
+                    case Resume():
+                        assert message.committed == committed
+                        for machine in (machines[r] for r in live):
+                            machine.resume(message.committed)
+                    case End():
+                        assert membership.view([member(r) for r in live]).empty_stages()
+                        return
