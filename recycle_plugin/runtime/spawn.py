@@ -32,8 +32,8 @@ class Process(Protocol):
 async def spawn(module: str, arguments: list[str], environment: dict[str, str], keep_fd: int | None = None) -> Process:
     """Start ``python -m module arguments``.  ``keep_fd``: an open descriptor that it inherits under the same number."""
     server = environment.get(SERVER_VARIABLE)
-    if server and keep_fd is None:
-        return await ForkedProcess.start(server, module, arguments, environment)
+    if server:
+        return await ForkedProcess.start(server, module, arguments, environment, keep_fd)
     keep = () if keep_fd is None else (keep_fd,)
     return await asyncio.create_subprocess_exec(sys.executable, "-u", "-m", module, *arguments, env=environment, pass_fds=keep)
 
@@ -47,11 +47,13 @@ class ForkedProcess:
         self._writer = writer  # closing it makes the server kill the worker
 
     @classmethod
-    async def start(cls, server: str, module: str, arguments: list[str], environment: dict[str, str]) -> ForkedProcess:
+    async def start(cls, server: str, module: str, arguments: list[str], environment: dict[str, str], keep_fd: int | None = None) -> ForkedProcess:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(server)
-        request = json.dumps({"module": module, "arguments": arguments, "environment": environment, "folder": os.getcwd()}).encode()
-        streams = array.array("i", [1, 2])
+        request = json.dumps(
+            {"module": module, "arguments": arguments, "environment": environment, "folder": os.getcwd(), "keep_fd": keep_fd}
+        ).encode()
+        streams = array.array("i", [1, 2] if keep_fd is None else [1, 2, keep_fd])
         connection.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
         connection.sendall(request)
         reader, writer = await asyncio.open_unix_connection(sock=connection)

@@ -1,13 +1,18 @@
 """Runs a job under the real ``deepspeed`` launcher, kills what is to be killed, and leaves nothing behind.
 
-Workers come from a fork server (tests/support/fork_server.py); the launcher and the supervisors are
-started as a user starts them.
+Workers come from a fork server (tests/support/fork_server.py), and so does the launcher's process on
+this host, ``deepspeed.launcher.launch``; it starts the supervisors itself.  A *cold* run starts the
+``deepspeed`` command as a user does, which looks for hosts and then starts that same process.
 """
 
 from __future__ import annotations
 
+import array
+import base64
 import json
 import os
+import re
+import select
 import signal
 import socket
 import subprocess
@@ -16,7 +21,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable
+from typing import Callable, TextIO
 
 import psutil
 
@@ -54,7 +59,7 @@ class ForkServer:
     def __init__(self, folder: Path) -> None:
         self.path = str(folder / "fork.sock")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.fork_server", self.path],
+            [sys.executable, "-u", "-m", "tests.support.fork_server", self.path],
             cwd=ROOT, env=environment(), stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdout.readline().strip() == b"ready"
@@ -62,6 +67,41 @@ class ForkServer:
     def stop(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def sockets(self) -> list[str]:
+        """TCP sockets that it has kept from a job: there should be none."""
+        return [f"socket {each.laddr} of the fork server" for each in psutil.Process(self._process.pid).net_connections("tcp")]
+
+
+class WarmLauncher:
+    """``deepspeed.launcher.launch`` in a fork of the server.  As much of Popen as :class:`Run` needs."""
+
+    def __init__(self, server: ForkServer, arguments: list[str], variables: dict[str, str], output: TextIO) -> None:
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(server.path)
+        request = {"module": "deepspeed.launcher.launch", "arguments": arguments, "environment": variables, "folder": str(ROOT)}
+        body = json.dumps(request | {"keep_fd": None}).encode()
+        streams = array.array("i", [output.fileno(), output.fileno()])
+        self._connection.sendmsg([len(body).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+        self._connection.sendall(body)
+        self._lines = self._connection.makefile("r")
+        self.pid = int(self._lines.readline())
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        return self._ended(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._ended(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired("deepspeed.launcher.launch", timeout)
+        return code
+
+    def _ended(self, timeout: float | None) -> int | None:
+        if self._code is None and select.select([self._connection], [], [], timeout)[0]:
+            self._code = int(self._lines.readline())
+            self._connection.close()
+        return self._code
 
 
 @dataclass
@@ -96,20 +136,35 @@ class Result:
 
 
 class Run:
-    """One job under the launcher.  ``finish`` waits for its end; ``clean`` ends whatever is left, and is called always."""
+    """One job under the launcher.  ``finish`` waits for its end; ``clean`` ends whatever is left, and is called always.
 
-    def __init__(self, server: ForkServer | None, folder: Path, ranks: int, script: str, arguments: list[str], plugin: bool = True, **more: str) -> None:
+    ``cold``: everything is started as a user starts it, from the ``deepspeed`` command on, workers included.
+    ``plugin=False``: the script runs without recycle_plugin.launch.  ``more``: environment variables.
+    """
+
+    def __init__(
+        self, server: ForkServer, folder: Path, ranks: int, script: str, arguments: list[str],
+        plugin: bool = True, cold: bool = False, port: int | None = None, **more: str,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.mark = uuid.uuid4().hex
+        self.port = port or free_port()
         folder.mkdir(parents=True, exist_ok=True)
+        self._server = server
         self._output = folder / "output.txt"
-        variables = {MARK: self.mark} | ({"RECYCLE_FORK_SERVER": server.path} if server else {}) | more
-        module = ["--module", "recycle_plugin.launch"] if plugin else []
-        command = ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(free_port()), *module, script, *arguments]
+        variables = environment(**{MARK: self.mark} | ({} if cold else {"RECYCLE_FORK_SERVER": server.path}) | more)
+        program = [*(["--module", "recycle_plugin.launch"] if plugin else []), script, *arguments]
         with self._output.open("w") as output:
-            self.launcher = subprocess.Popen(
-                command, cwd=ROOT, env=environment(**variables), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            self.launcher = self._cold(ranks, program, variables, output) if cold else self._warm(ranks, program, variables, output)
+
+    def _cold(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
+        command = ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(self.port), *program]
+        return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def _warm(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
+        hosts = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
+        arguments = [f"--world_info={hosts}", "--master_addr=127.0.0.1", f"--master_port={self.port}", *program]
+        return WarmLauncher(self._server, arguments, variables, output)
 
     @property
     def output(self) -> str:
@@ -142,15 +197,23 @@ class Run:
         return Result(code, self.output, self.events(), records, self.folder, self.pids())
 
     def clean(self) -> list[str]:
-        """Kill what is left of the run; returns the commands of processes that should not have been there any more."""
-        self._kill(self.launcher.pid) if self.launcher.poll() is None else None
+        """Kill what is left of the run; returns what should not have been there any more: processes, sockets, shared memory."""
         left = processes_with(self.mark)
-        names = [" ".join(process.cmdline())[:200] for process in left if process.is_running()]
-        for process in left:
-            self._kill(process.pid)
-        self.launcher.wait()
+        found = [f"process {' '.join(process.cmdline())[:200]}" for process in left if process.is_running()]
+        for pid in [process.pid for process in left] + ([self.launcher.pid] if self.launcher.poll() is None else []):
+            self._kill(pid)
+        self.launcher.wait(10)
         psutil.wait_procs(left, timeout=10)
-        return names
+        return found + self._server.sockets() + self._listening() + self._shared_memory()
+
+    def _listening(self) -> list[str]:
+        with socket.socket() as probe:
+            return [] if probe.connect_ex(("127.0.0.1", self.port)) else [f"somebody listens on master port {self.port}"]
+
+    def _shared_memory(self) -> list[str]:
+        """Files named after one of the run's processes, as torch's are."""
+        pids = set(map(str, self.pids().values()))
+        return [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if pids & set(re.findall(r"\d+", name))]
 
     @staticmethod
     def _kill(pid: int) -> None:

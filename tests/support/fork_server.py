@@ -1,7 +1,7 @@
-"""A warm process that forks workers: torch, DeepSpeed and megatron-core are imported once for all jobs.
+"""A warm process that forks workers and stores: torch, DeepSpeed and megatron-core are imported once for all jobs.
 
-Speaks the protocol of recycle_plugin.runtime.spawn.  A worker whose supervisor goes away is killed,
-and all workers end with the server.
+Speaks the protocol of recycle_plugin.runtime.spawn.  A worker whose supervisor goes away is killed.
+Launchers come from here as well (cluster.WarmLauncher).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Server:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        header, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(8))
+        header, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(12))
         streams = array.array("i")
         streams.frombytes(ancillary[0][2])
         request = _read(connection, int.from_bytes(header, "big"))
@@ -65,7 +65,7 @@ class Server:
         self._selector.register(ended, selectors.EVENT_READ, lambda: self._reap(pid))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._abandoned(pid))
 
-    def _become_worker(self, connection: socket.socket, request: dict, out: int, err: int) -> None:
+    def _become_worker(self, connection: socket.socket, request: dict, out: int, err: int, kept: int | None = None) -> None:
         self._listener.close()
         connection.close()
         for other, ended in self._workers.values():
@@ -73,15 +73,13 @@ class Server:
             os.close(ended)
         os.dup2(out, 1)
         os.dup2(err, 2)
+        if kept is not None:
+            os.dup2(kept, request["keep_fd"])
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
         sys.argv = [request["module"], *request["arguments"]]
-        try:
-            runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
-        except BaseException:
-            traceback.print_exc()
-        os._exit(1)  # a worker ends itself; this is for one that could not even start
+        os._exit(_run(request["module"]))
 
     def _reap(self, pid: int) -> None:
         connection, ended = self._workers.pop(pid)
@@ -100,6 +98,21 @@ class Server:
         """A supervisor never writes: that its connection is readable means that it has gone."""
         os.kill(pid, signal.SIGKILL)
         self._selector.unregister(self._workers[pid][0])
+
+
+def _run(module: str) -> int:
+    """Run it as ``python -m`` would; its exit code."""
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        return 0
+    except SystemExit as ending:
+        return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def _read(connection: socket.socket, length: int) -> bytes:
