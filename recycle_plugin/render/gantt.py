@@ -34,22 +34,36 @@ NAMES = {
     Op.VALIDATE: "validate",
     Op.STEP: "optimizer step",
 }
-INK, DEATH, IDLE, MARK = "#22303c", "#c62828", "#f1f3f5", "#8e1b4f"
+INK, DEATH, IDLE, MARK, PAUSE = "#22303c", "#c62828", "#f1f3f5", "#8e1b4f", "#fbe3e0"
+VOID_ALPHA = 0.35
 ROW, GAP = 0.82, 0.55  # height of a row, extra space between replicas
 UNITS = ((1_000_000, "s"), (1_000, "ms"), (1, "µs"))
+
+
+class Pause(NamedTuple):
+    """A stretch of time that the failure itself cost, in the spans' microseconds; ``text`` says for what."""
+
+    text: str
+    start_us: int
+    end_us: int
 
 
 class Panel(NamedTuple):
     """One picture's worth: spans in microseconds, who died in it and when, and what it shows.
 
-    ``deaths``: when a seat was killed, on the spans' clock; before the first span draws at the left edge.
+    ``deaths``: when a seat was killed, on the spans' clock; one from before the first span has no cross.
     ``unit``: microseconds and name of what the time axis counts; None: chosen from the length.
+    ``origin_us``: where the time axis has its 0; None: at the panel's first span.
+    ``void``: spans whose work was lost and done again, drawn pale.
     """
 
     title: str
     spans: Sequence[Span]
     deaths: Mapping[Seat, int] = {}
     unit: tuple[int, str] | None = None
+    origin_us: int | None = None
+    void: frozenset[Span] = frozenset()
+    pauses: Sequence[Pause] = ()
 
 
 def draw(path: str | Path, *panels: Panel) -> None:
@@ -63,8 +77,8 @@ def draw(path: str | Path, *panels: Panel) -> None:
     if not panels or not all(panel.spans for panel in panels):
         raise ValueError("nothing to draw: every panel needs spans")
     length = max(_end(panel) - _begin(panel) for panel in panels)
-    heights = [0.31 * (_rows(panel)[1] + 1.6) + 0.75 for panel in panels]
-    figure = Figure(figsize=(13.5, sum(heights) + 0.65), dpi=130, layout="constrained", facecolor="white")
+    heights = [0.29 * (_rows(panel)[1] + 0.8) + 0.6 for panel in panels]
+    figure = Figure(figsize=(11.5, sum(heights) + 0.55), dpi=120, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
     for place, panel in zip(axes, panels):
@@ -126,28 +140,52 @@ def _draw_panel(axes: Axes, panel: Panel, length: int) -> None:
     rows, height = _rows(panel)
     begin, end = _begin(panel), _end(panel)
     scale, unit = panel.unit or next((scale, name) for scale, name in UNITS if length >= 10 * scale or scale == 1)
+    origin = begin if panel.origin_us is None else panel.origin_us
+    at = _Scale(origin, scale, (begin - origin) / scale, length / scale)
     for seat, row in rows.items():
         until = max(begin, panel.deaths.get(seat, end))
-        axes.broken_barh([(0, (until - begin) / scale)], (row, ROW), facecolors=IDLE, zorder=0)
+        axes.broken_barh([(at.left, (until - begin) / scale)], (row, ROW), facecolors=IDLE, zorder=0)
+    for pause in panel.pauses:
+        _draw_pause(axes, pause, at, height)
     for span in panel.spans:
-        _draw_span(axes, span, rows[span.seat], begin, scale, length)
-    for seat, at in panel.deaths.items():
-        _draw_death(axes, rows[seat], max(0, at - begin) / scale, length / scale)
-    _frame(axes, rows, height, length / scale)
-    axes.set_xlabel(f"time ({unit})", color=INK, fontsize=9)
-    lost = f", {', '.join(map(str, sorted(panel.deaths)))} lost" if panel.deaths else ""
+        _draw_span(axes, span, rows[span.seat], at, span in panel.void)
+    for seat, when in panel.deaths.items():
+        _draw_death(axes, rows[seat], at(max(when, begin)), at, when >= begin)
+    _frame(axes, rows, height + (0.45 if panel.pauses else 0), at, at(end))
+    axes.set_xlabel(f"time ({unit})" if panel.origin_us is None else f"{unit} since the kill", color=INK, fontsize=9.5)
+    axes.set_title(_title(panel, (end - begin) / scale, unit), loc="left", color=INK, fontsize=11.5, fontweight="bold")
+
+
+class _Scale(NamedTuple):
+    """Microseconds to places on the time axis, which shows ``length`` from ``left`` on, in its own unit."""
+
+    origin: int
+    unit_us: int
+    left: float
+    length: float
+
+    def __call__(self, us: int) -> float:
+        return (us - self.origin) / self.unit_us
+
+    def share(self, us: int) -> float:
+        """The part of the axis that this time takes."""
+        return us / self.unit_us / self.length
+
+
+def _title(panel: Panel, length: float, unit: str) -> str:
+    new = sorted(seat for seat, when in panel.deaths.items() if when >= _begin(panel))
+    lost = f", {', '.join(map(str, new))} lost" if new else ""
     rerouted = {(one.stage, one.micro_batch, one.step) for one in (span.instruction for span in panel.spans if is_rerouted(span))}
     moved = f", {len(rerouted)} micro-batches rerouted" if rerouted else ""
-    length_text = f"{(end - begin) / scale:.4g} {unit}"
-    title = f"{panel.title}: {length_text}, waiting {idle_share(panel.spans, panel.deaths):.0%} of the time{moved}{lost}"
-    axes.set_title(title, loc="left", color=INK, fontsize=11, fontweight="bold")
+    took = f"{length:.0f}" if length >= 100 else f"{length:.3g}"
+    return f"{panel.title}: {took} {unit}, waiting {idle_share(panel.spans, panel.deaths):.0%} of the time{moved}{lost}"
 
 
-def _draw_span(axes: Axes, span: Span, row: float, begin: int, scale: int, length: int) -> None:
-    if span.instruction.op not in COLOURS or span.end_us == span.start_us:
+def _draw_span(axes: Axes, span: Span, row: float, at: _Scale, void: bool) -> None:
+    took = span.end_us - span.start_us
+    if span.instruction.op not in COLOURS or not took:
         return
-    start, width = (span.start_us - begin) / scale, (span.end_us - span.start_us) / scale
-    rerouted = is_rerouted(span)
+    start, width, rerouted = at(span.start_us), took / at.unit_us, is_rerouted(span)
     axes.broken_barh(
         [(start, width)],
         (row, ROW),
@@ -155,21 +193,29 @@ def _draw_span(axes: Axes, span: Span, row: float, begin: int, scale: int, lengt
         edgecolors=MARK if rerouted else "white",
         linewidth=0.9 if rerouted else 0.6,
         hatch="////" if rerouted else None,
+        alpha=VOID_ALPHA if void else None,
         zorder=3 if rerouted else 2,
     )
     text = label(span.instruction, rerouted)
-    if text and (span.end_us - span.start_us) * 190 > length * len(text):
+    if text and at.share(took) * 165 > len(text):
         axes.text(
             start + width / 2,
             row + ROW / 2 + 0.02,
             text,
             ha="center",
             va="center",
-            fontsize=6.5,
+            fontsize=7.5,
             color=INK,
+            alpha=0.6 if void else None,
             zorder=4,
             bbox={"boxstyle": "round,pad=0.12", "facecolor": COLOURS[span.instruction.op], "edgecolor": "none"} if rerouted else None,
         )
+
+
+def _draw_pause(axes: Axes, pause: Pause, at: _Scale, height: float) -> None:
+    start, end = at(pause.start_us), at(pause.end_us)
+    axes.axvspan(start, end, color=PAUSE, linewidth=0, zorder=0.5)
+    axes.text((start + end) / 2, height + 0.2, pause.text, ha="center", va="center", fontsize=8.5, color=DEATH, zorder=6)
 
 
 def label(instruction: Instruction, rerouted: bool) -> str:
@@ -179,19 +225,21 @@ def label(instruction: Instruction, rerouted: bool) -> str:
     return str(instruction.micro_batch) if rerouted else str(instruction.micro_batch.index)
 
 
-def _draw_death(axes: Axes, row: float, at: float, length: float) -> None:
-    middle = row + ROW / 2
-    axes.plot([at], [middle], marker="X", markersize=11, color=DEATH, markeredgecolor="white", markeredgewidth=1, zorder=6, clip_on=False)
-    axes.plot([at, length], [middle, middle], color=DEATH, linewidth=1, linestyle=(0, (1, 3)), zorder=1)
-    near = at > 0.85 * length
+def _draw_death(axes: Axes, row: float, place: float, at: _Scale, cross: bool) -> None:
+    """A cross where a worker died, and a dotted line from there on; only the line where it had died before."""
+    middle, right = row + ROW / 2, at.left + at.length
+    axes.plot([place, right], [middle, middle], color=DEATH, linewidth=1, linestyle=(0, (1, 3)), zorder=1)
+    if cross:
+        axes.plot([place], [middle], marker="X", markersize=11, color=DEATH, markeredgecolor="white", zorder=6, clip_on=False)
+    near = place > right - 0.15 * at.length
     axes.annotate(
-        "killed",
-        (at, middle),
+        "killed" if cross else "lost",
+        (place, middle),
         xytext=(-10 if near else 10, 0),
         textcoords="offset points",
         ha="right" if near else "left",
         va="center",
-        fontsize=8,
+        fontsize=8.5,
         color=DEATH,
         fontweight="bold",
         zorder=6,
@@ -199,11 +247,15 @@ def _draw_death(axes: Axes, row: float, at: float, length: float) -> None:
     )
 
 
-def _frame(axes: Axes, rows: Mapping[Seat, float], height: float, length: float) -> None:
-    axes.set_xlim(0, length)
-    axes.set_ylim(height + 0.1, -0.25)
+def _frame(axes: Axes, rows: Mapping[Seat, float], height: float, at: _Scale, end: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    right = at.left + at.length
+    axes.set_xticks([tick for tick in MaxNLocator(8, steps=[1, 2, 5, 10]).tick_values(at.left, right) if at.left <= tick <= end])
+    axes.set_xlim(at.left, right)
+    axes.set_ylim(height + 0.1, -0.2)
     axes.set_yticks([row + ROW / 2 for row in rows.values()], [f"replica {seat.replica} · stage {seat.stage}" for seat in rows])
-    axes.tick_params(labelsize=8, colors=INK, length=0)
+    axes.tick_params(labelsize=9, colors=INK, length=0)
     axes.tick_params(axis="y", pad=9)  # room for a cross at the left edge
     axes.grid(axis="x", color="#d5dbe1", linewidth=0.5, zorder=0)
     axes.set_axisbelow(True)
@@ -222,7 +274,10 @@ def _legend(figure, panels: Sequence[Panel]) -> None:
     entries: list = [Patch(facecolor=colour, edgecolor="white", label=NAMES[op]) for op, colour in COLOURS.items() if used[op]]
     if any(is_rerouted(span) for panel in panels for span in panel.spans):
         entries.append(Patch(facecolor="white", edgecolor=MARK, hatch="////", label="rerouted (replica.index)"))
+    if any(panel.void for panel in panels):
+        entries.append(Patch(facecolor=COLOURS[Op.F], alpha=VOID_ALPHA, label="lost, run again"))
     entries.append(Patch(facecolor=IDLE, edgecolor="#d5dbe1", label="waiting"))
     if any(panel.deaths for panel in panels):
         entries.append(Line2D([], [], marker="X", color=DEATH, linestyle="none", markersize=9, label="worker killed"))
-    figure.legend(handles=entries, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=8.5, labelcolor=INK)
+    columns = len(entries) if len(entries) < 8 else (len(entries) + 1) // 2
+    figure.legend(handles=entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)

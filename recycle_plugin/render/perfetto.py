@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, Mapping
 
 from recycle_plugin.core.dataflow import TRAVELS, Datum, provides, requires
 from recycle_plugin.core.executor import Span
@@ -18,15 +18,16 @@ from recycle_plugin.core.instruction import COMPUTE, RECEIVES
 CATEGORY = "dependency"
 
 
-def events(spans: Iterable[Span], stages: int) -> list[dict[str, Any]]:
-    """Trace events; times in microseconds, as the format wants them."""
+def events(spans: Iterable[Span], stages: int, moments: Mapping[str, int] = {}) -> list[dict[str, Any]]:
+    """Trace events; times in microseconds, as the format wants them.  ``moments``: what happened to the job, and when."""
     spans = sorted(spans, key=lambda span: (span.start_us, span.end_us, span.seat))
-    return [*_names({span.seat for span in spans}), *map(_complete, spans), *_arrows(spans, stages)]
+    marks = [{"ph": "i", "s": "g", "name": name, "cat": "job", "pid": 0, "tid": 0, "ts": at} for name, at in moments.items()]
+    return [*_names({span.seat for span in spans}), *map(_complete, spans), *_arrows(spans, stages), *marks]
 
 
-def write(path: str | Path, spans: Iterable[Span], stages: int) -> None:
+def write(path: str | Path, spans: Iterable[Span], stages: int, moments: Mapping[str, int] = {}) -> None:
     """Write the trace of ``spans`` of a pipeline of ``stages`` stages to ``path`` (JSON)."""
-    Path(path).write_text(json.dumps({"traceEvents": events(spans, stages), "displayTimeUnit": "ms"}))
+    Path(path).write_text(json.dumps({"traceEvents": events(spans, stages, moments), "displayTimeUnit": "ms"}))
 
 
 def _names(seats: set[Seat]) -> Iterator[dict[str, Any]]:
@@ -57,21 +58,24 @@ def _complete(span: Span) -> dict[str, Any]:
 
 
 def _arrows(spans: list[Span], stages: int) -> Iterator[dict[str, Any]]:
-    """From the producer to the receive, or to the consumer in traces without transport."""
-    made: dict[Datum, Span] = {}
+    """From the producer to the receive, or to the consumer in traces without transport.
+
+    What was made twice, in a step that was run again, counts from its last making before the need.
+    """
+    made: dict[Datum, list[Span]] = {}
     for span in spans:
         for datum in provides(span.instruction):
             if datum.kind in TRAVELS:
-                made.setdefault(datum, span)
-    drawn: set[tuple[Datum, Seat]] = set()
+                made.setdefault(datum, []).append(span)
+    drawn: set[tuple[Datum, Seat, int]] = set()
     for span in spans:
         if span.instruction.op not in RECEIVES | COMPUTE:
             continue
         for datum in requires(span.instruction, stages):
-            source = made.get(datum)
-            if source is None or source.seat == span.seat or (datum, span.seat) in drawn:
+            source = next((one for one in reversed(made.get(datum, ())) if one.start_us <= span.start_us), None)
+            if source is None or source.seat == span.seat or (datum, span.seat, source.start_us) in drawn:
                 continue
-            drawn.add((datum, span.seat))
+            drawn.add((datum, span.seat, source.start_us))
             yield from _arrow(len(drawn), str(datum), source, span)
 
 
