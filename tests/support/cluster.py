@@ -129,10 +129,19 @@ class Result:
         """Ranks whose process at the end is not the one that they started with."""
         return [rank for rank, record in self.records.items() if record["pid"] != self.pids[rank]]
 
+    def seat_of(self, rank: int) -> str:
+        (start,) = self.of("start")
+        return next(seat for seat, its_rank in start["seats"].items() if its_rank == rank)
+
+    def stage_of(self, rank: int) -> int:
+        return int(self.seat_of(rank).partition(".")[2])
+
     def parameters(self, rank: int) -> dict:
+        """Final parameters by name; megatron-core's empty extra states are left out."""
         import torch
 
-        return torch.load(self.folder / "parameters" / f"rank{rank}.pt")
+        saved = torch.load(self.folder / "parameters" / f"rank{rank}.pt")
+        return {name: value for name, value in saved.items() if torch.is_tensor(value)}
 
 
 class Run:

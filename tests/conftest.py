@@ -1,0 +1,21 @@
+"""Options of the whole test run."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-kills", action="store_true", help="the full matrix of kills, and 20 kills at random times")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "all_kills: only with --all-kills")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all-kills"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("all_kills")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]

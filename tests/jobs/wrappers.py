@@ -1,0 +1,120 @@
+"""Changes to a job from outside of it: what a broken recovery would do, and gates that fix an order of events."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from recycle_plugin.adapters.deepspeed import engine as engine_module
+from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
+from recycle_plugin.runtime.stage import Stage
+from recycle_plugin.runtime.world import TorchWorld
+
+DEADLINE_S = 60.0
+POLL_S = 0.002
+
+
+# --- negative controls ------------------------------------------------------------------------------
+
+
+def scale_micro_batch(micro_batch: str, step: int, factor: float) -> None:
+    """The micro-batch counts ``factor`` times in ``step``: 0 drops it, 2 doubles it."""
+    forward = Stage.forward
+
+    def changed(self: Stage, which, now: int) -> None:
+        forward(self, which, now)
+        if (str(which), now) == (micro_batch, step) and self._model.last:
+            self._shelves[which].loss = factor * self._shelves[which].loss
+
+    Stage.forward = changed
+
+
+def divide_by_live() -> None:
+    """Gradients are averaged over the stage's live workers instead of its logical ones."""
+    reduce = RecycleEngine._exec_reduce
+
+    def changed(self: RecycleEngine, instruction) -> None:
+        reduce(self, instruction)
+        live = sum(member.seat.stage == self.stage_id for member in self._job.session.generation.members)
+        for parameter in self._parameters:
+            parameter.grad *= self.topology_.replicas / live
+
+    RecycleEngine._exec_reduce = changed
+    RecycleEngine._INSTRUCTION_MAP = {
+        command: changed if function is reduce else function for command, function in RecycleEngine._INSTRUCTION_MAP.items()
+    }
+
+
+def masks_by_worker() -> None:
+    """Random numbers are keyed by who runs a micro-batch: a peer that takes it over draws another mask."""
+    rank = int(os.environ["RANK"])
+    replicas = 2
+    key = engine_module.key
+
+    def changed(seed: int, step: int, micro_batch, stage: int) -> int:
+        own = rank == stage * replicas + micro_batch.replica
+        return key(seed if own else seed + 1, step, micro_batch, stage)
+
+    engine_module.key = changed
+
+
+# --- order of events --------------------------------------------------------------------------------
+
+
+def gate(folder: str, before: str, until: str, by: list[str]) -> None:
+    """Whoever is about to run ``before`` waits until the seats ``by`` have run ``until``."""
+    reach = TorchWorld.reach
+    flags = Path(folder)
+    flags.mkdir(parents=True, exist_ok=True)
+
+    def changed(self: TorchWorld, when: str, seat, instruction) -> None:
+        if (when, str(instruction)) == ("after", until):
+            (flags / str(seat)).touch()
+        if (when, str(instruction)) == ("before", before):
+            _wait(lambda: all((flags / name).exists() for name in by), f"{until} by {by}")
+        reach(self, when, seat, instruction)
+
+    TorchWorld.reach = changed
+
+
+def _wait(ready, what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not ready():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {what} within {DEADLINE_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+# --- what the engine knows --------------------------------------------------------------------------
+
+
+def record_norms(folder: str) -> None:
+    """At each clipping, the norm in use and this stage's own sum of squares go to folder/rank<r>.txt."""
+    clip = RecycleEngine.clip_fp32_gradients
+    path = Path(folder) / f"rank{os.environ['RANK']}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def changed(self: RecycleEngine) -> None:
+        squares = sum(parameter.grad.double().pow(2).sum().item() for parameter in self._parameters)
+        with path.open("a") as file:
+            file.write(f"{self._norm.item()!r} {squares!r}\n")
+        clip(self)
+
+    RecycleEngine.clip_fp32_gradients = changed
+
+
+def uneven_end(apart_s: float) -> None:
+    """Rank r's script ends r × ``apart_s`` later than the first one's."""
+    train = RecycleEngine.train_batch
+    steps = int(os.environ["RECYCLE_TEST_STEPS"])
+
+    def changed(self: RecycleEngine, data_iter=None) -> torch.Tensor:
+        loss = train(self, data_iter)
+        if self._loop.machine.stepped == steps:
+            time.sleep(apart_s * self.global_rank)
+        return loss
+
+    RecycleEngine.train_batch = changed

@@ -1,0 +1,90 @@
+"""The jobs that the cluster tests run, as overrides of scripts/train_gpt.py, and what "the same training" means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.cluster import Result
+
+TRAIN = "scripts/train_gpt.py"
+WRAPPED = "tests/jobs/gpt.py"  # the same, changed from outside: see tests/jobs/wrappers.py
+STEPS = 20
+LOSS_TOLERANCE = 5e-6
+PARAMETER_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Replicas × stages with ``micro_batches`` each; ``layers`` transformer layers (the pipeline has two more)."""
+
+    replicas: int = 2
+    stages: int = 2
+    micro_batches: int = 2
+    layers: int = 2
+
+    @property
+    def ranks(self) -> int:
+        return self.replicas * self.stages
+
+    def overrides(self) -> list[str]:
+        """The smallest GPT on it, with dropout and Adam: a step takes about 25 ms."""
+        return [
+            f"topology.replicas={self.replicas}", f"topology.stages={self.stages}", f"topology.micro_batches={self.micro_batches}",
+            f"model.layers={self.layers}", "model.hidden=16", "model.heads=2", "model.sequence=16", "micro_batch_size=1",
+            "data.limit_bytes=100000", f"steps={STEPS}", "recycle.enabled=true", "save_parameters=true",
+        ]  # fmt: skip
+
+
+SQUARE = Shape()
+
+
+def faults(*texts: str) -> str:
+    """The override that injects ``texts``."""
+    return "recycle.faults=[" + ",".join(f'"{text}"' for text in texts) + "]"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two trainings: the largest difference of a step's loss, and ‖Δ‖/‖p‖ over all parameters."""
+
+    loss: float
+    parameters: float
+
+    @property
+    def tolerated(self) -> bool:
+        return self.loss <= LOSS_TOLERANCE and self.parameters <= PARAMETER_TOLERANCE
+
+    def exceeds(self, times: float) -> bool:
+        return self.loss > times * LOSS_TOLERANCE or self.parameters > times * PARAMETER_TOLERANCE
+
+
+def difference(result: Result, reference: Result) -> Difference:
+    """Between all survivors of ``result`` and the same ranks of ``reference``; of a stage's replicas the worst counts."""
+    pairs = list(zip(result.losses, reference.losses, strict=True))
+    by_stage: dict[int, tuple[float, float]] = {}
+    for rank in result.records:
+        mine, theirs = result.parameters(rank), reference.parameters(rank)
+        assert mine.keys() == theirs.keys()
+        delta = sum((mine[name].double() - theirs[name].double()).pow(2).sum().item() for name in theirs)
+        norm = sum(theirs[name].double().pow(2).sum().item() for name in theirs)
+        stage = result.stage_of(rank)
+        by_stage[stage] = max(by_stage.get(stage, (0.0, norm)), (delta, norm))
+    deltas, norms = zip(*by_stage.values())
+    return Difference(max(abs(a - b) for a, b in pairs), (sum(deltas) / sum(norms)) ** 0.5)
+
+
+def assert_same_training(result: Result, reference: Result, lost: set[str] = frozenset()) -> Difference:
+    """``result`` has lost exactly the seats ``lost``, nobody was restarted, and it trained what ``reference`` did."""
+    assert result.code == 0, result.output[-6000:]
+    assert {event["seat"] for event in result.of("lost")} == set(lost)
+    assert set(result.records) == {rank for rank in result.pids if result.seat_of(rank) not in lost}
+    assert not result.restarted
+    found = difference(result, reference)
+    print(f"lost {', '.join(sorted(lost)) or 'nobody'}: losses differ by {found.loss:.2g}, parameters by {found.parameters:.2g}")
+    assert found.tolerated, found
+    return found
+
+
+def overrides(shape: Shape, folder: Path, *more: str) -> list[str]:
+    return [*shape.overrides(), f"run_dir={folder}", *more]
