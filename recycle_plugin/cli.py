@@ -26,8 +26,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
 
     demo = commands.add_parser("demo", help="train a small GPT on this machine, kill workers, compare with the run without")
-    demo.add_argument("--out", metavar="DIR", default=None, help="run folder (default: chosen by the demo)")
+    demo.add_argument("--out", metavar="DIR", default=None, help="run folder (default: runs/demo)")
     demo.add_argument("--scenario", metavar="NAME", default="worker", help="what fails (default: worker)")
+    demo.add_argument("--steps", metavar="N", type=int, default=30, help="optimizer steps of each of the two runs (default: 30)")
     demo.set_defaults(run=_demo)
 
     settings = commands.add_parser("settings", help='print the settings of the "recycle" section as a table')
@@ -38,8 +39,7 @@ def _parser() -> argparse.ArgumentParser:
 def _demo(found: argparse.Namespace) -> int:
     from recycle_plugin import demo
 
-    forwarded = ["--scenario", found.scenario] + (["--out", found.out] if found.out else [])
-    return demo.main(forwarded)
+    return demo.run(found.out, found.scenario, found.steps)
 
 
 def _settings(found: argparse.Namespace) -> int:

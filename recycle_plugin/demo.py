@@ -1,0 +1,359 @@
+"""``recycle demo``: the main job twice under the ``deepspeed`` launcher, without and with a failure, and what that cost.
+
+Everything that is reported is read from what the two runs left behind: event logs, losses and traces.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Iterator, Mapping, NamedTuple, Sequence
+
+from rich.console import Console
+
+from recycle_plugin import planner
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.executor import Span
+from recycle_plugin.core.faults import Fault
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import Op
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.render import curves, gantt, perfetto
+from recycle_plugin.runs import Outcome, RunFailed, TrainingRun
+from recycle_plugin.runtime.announce import STYLES
+from recycle_plugin.runtime.trace import read_traces
+
+TOLERANCE = 5e-6  # largest difference between the losses of the two runs
+WARM_UP = 3  # steps at the start of a run that no median counts
+FEWEST_STEPS = 10  # the failure comes half-way: fewer leave no steps to take a median of
+DEADLINE_S = 300.0  # of one run; a machine with two cores needs about 45 s
+POLL_S = 0.05
+FAULT_FREE, FAILED = "fault_free", "with_failure"
+PACKAGES = ("recycle_plugin", "torch", "deepspeed", "megatron-core")
+EVENT_LINE = re.compile(r"\[recycle +[\d.]+\] (\w+): .*")
+
+
+class Scenario(NamedTuple):
+    """What fails.  ``overrides``: of the run with the failure, beside those that both runs have."""
+
+    what: str
+    workers: int
+    both: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+
+SCENARIOS = {
+    "worker": Scenario("one worker gets SIGKILL in the middle of a step", 4, ("topology=pp2_dp2",), ("faults=kill_one",)),
+}
+
+
+# --- what a failure cost -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One killed worker.  ``step`` was interrupted; times are seconds since the epoch, as the events have them.
+
+    ``seen_at``: the coordinator knew; ``resumed_at``: the survivors had agreed where to go on;
+    ``committed_at``: the step that they went on with was committed.
+    """
+
+    seat: Seat
+    pid: int
+    when: str
+    instruction: str
+    step: int
+    struck_at: float
+    seen_at: float
+    resumed_at: float
+    committed_at: float
+
+    @property
+    def stall_s(self) -> float:
+        return self.committed_at - self.struck_at
+
+    def as_report(self) -> dict:
+        return {
+            "seat": str(self.seat), "instruction": self.instruction, "when": self.when, "pid": self.pid, "step": self.step,
+            "detection_s": round(self.seen_at - self.struck_at, 4), "regroup_s": round(self.resumed_at - self.seen_at, 4),
+            "redo_s": round(self.committed_at - self.resumed_at, 4), "stall_s": round(self.stall_s, 4),
+        }  # fmt: skip
+
+
+def failures(outcome: Outcome) -> list[Failure]:
+    """The kills of a run, in their order.  Raises RunFailed where one struck and the job did not go on."""
+    pids = {event["rank"]: event["pid"] for event in reversed(outcome.of("worker"))}
+    found = []
+    for event in outcome.of("fault"):
+        fault, struck_at = Fault.parse(event["fault"]), event["struck_at"]
+        lost = next((e for e in outcome.of("lost") if e["seat"] == event["seat"]), None)
+        resumed = next((e for e in outcome.of("resume") if lost and e["time"] >= lost["time"]), None)
+        if resumed is None or resumed["committed"] + 1 not in outcome.commits:
+            raise RunFailed(f"'{fault}' struck, and no step was committed after it")
+        step = resumed["committed"] + 1
+        found.append(
+            Failure(fault.seat, pids[event["rank"]], fault.when, fault.where, step, struck_at, lost["seen_at"], resumed["time"], outcome.commits[step])
+        )
+    return found
+
+
+def step_times(commits: Mapping[int, float], first: int, last: int) -> float:
+    """Median seconds between commits, over the steps ``first`` to ``last``; nan where there are none."""
+    taken = [commits[step] - commits[step - 1] for step in range(first, last + 1) if step in commits and step - 1 in commits]
+    return median(taken) if taken else math.nan
+
+
+def survivors(outcome: Outcome, killed: Sequence[Failure]) -> list[dict]:
+    """Who should have got to the end, with the process at the start and, None where there is no record, at the end."""
+    dead = {str(failure.seat) for failure in killed}
+    first = {event["rank"]: event["pid"] for event in reversed(outcome.of("worker"))}
+    seats = outcome.of("start")[0]["seats"]
+    return [
+        {"seat": seat, "rank": rank, "pid": first[rank], "pid_at_end": outcome.records.get(rank, {}).get("pid")}
+        for seat, rank in sorted(seats.items())
+        if seat not in dead
+    ]
+
+
+def report(fault_free: Outcome, failed: Outcome, spans: Sequence[Span], steps: int) -> dict:
+    """What report.json says.  ``spans``: the trace of the run with the failure.  Seconds, rounded to 0.1 ms."""
+    killed, job = failures(failed), failed.of("start")[0]["job"]
+    if not killed:
+        raise RunFailed("no fault struck in the run that was to have one")
+    if not (fault_free.records and failed.records):
+        raise RunFailed("no worker got to the end of the training script")
+    live = survivors(failed, killed)
+    before = step_times(failed.commits, WARM_UP + 1, killed[0].step - 1)
+    after = step_times(failed.commits, killed[-1].step + 1, steps)
+    worst = max(killed, key=lambda failure: failure.stall_s).as_report()
+    found = {
+        "topology": {key: job[key] for key in ("replicas", "stages", "micro_batches")},
+        "steps": steps,
+        "killed": [failure.as_report() for failure in killed],
+        "max_loss_difference": curves.largest_difference(_curve(fault_free), _curve(failed)),
+        "tolerance": TOLERANCE,
+        "survivors": live,
+        "survivors_restarted": sum(one["pid_at_end"] not in (None, one["pid"]) for one in live),
+        **{key: worst[key] for key in ("stall_s", "detection_s", "regroup_s", "redo_s")},
+        "step_s_before": round(before, 4),
+        "step_s_after": round(after, 4),
+        "step_s_fault_free": round(step_times(fault_free.commits, WARM_UP + 1, steps), 4),
+        "measured_ratio": round(after / before, 3),
+        "predicted_ratio": round(predicted_ratio(job, spans, killed), 3),
+        "cores": len(os.sched_getaffinity(0)),
+        "losses": {FAULT_FREE: fault_free.losses, FAILED: failed.losses},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+    }
+    return {"passed": not (problems := what_is_wrong(found, failed)), "problems": problems} | found
+
+
+def what_is_wrong(found: Mapping, failed: Outcome) -> list[str]:
+    """Why the demo has not shown what it is to show; empty when it has."""
+    wrong = []
+    if not found["max_loss_difference"] <= TOLERANCE:  # a nan is no agreement
+        wrong.append(f"the losses differ by {found['max_loss_difference']:.1e}, more than {TOLERANCE:g}")
+    short = [name for name, losses in found["losses"].items() if len(losses) != found["steps"]]
+    if short:
+        wrong.append(f"the run {' and the run '.join(short)} has not {found['steps']} losses")
+    if len({tuple(record["losses"]) for record in failed.records.values()}) != 1:
+        wrong.append("the survivors do not agree on the losses")
+    for one in found["survivors"]:
+        if one["pid_at_end"] is None:
+            wrong.append(f"the worker of seat {one['seat']} (process {one['pid']}) did not get to the end")
+        elif one["pid_at_end"] != one["pid"]:
+            wrong.append(f"the worker of seat {one['seat']} was restarted: process {one['pid']} became {one['pid_at_end']}")
+    return wrong
+
+
+def predicted_ratio(job: Mapping, spans: Sequence[Span], killed: Sequence[Failure]) -> float:
+    """Degraded step time over fault-free step time as the planner has it, from the costs measured before the failure.
+
+    It holds where every worker has a core (or device) of its own: the costs stay what they were.
+    """
+    shape = Topology(job["replicas"], job["stages"], job["micro_batches"])
+    policy = Policy(job["split_backward"], job["stagger_optimizer"], job["reroute"], job["activation_cap"], bool(job["clipping"]))
+    costs = measured_costs([span for span in spans if WARM_UP < span.instruction.step < killed[0].step], shape.stages)
+    view = shape.full()
+    return planner.plan(view.without(*(f.seat for f in killed)), costs, policy).period_us / planner.plan(view, costs, policy).period_us
+
+
+def measured_costs(spans: Sequence[Span], stages: int) -> CostModel:
+    """Medians over the spans, in microseconds.  REDUCE is timed at the worker that comes last: the others wait in it."""
+
+    def cost(op: Op, stage: int) -> int:
+        taken: dict[object, int] = {}
+        for number, span in enumerate(span for span in spans if (span.instruction.op, span.instruction.stage) == (op, stage)):
+            group = span.instruction.step if op is Op.REDUCE else number
+            taken[group] = min(taken.get(group, sys.maxsize), span.end_us - span.start_us)
+        return round(median(taken.values())) if taken else 0
+
+    ops = {"forward": Op.F, "input": Op.I, "weight": Op.W, "reduce": Op.REDUCE, "step": Op.STEP}
+    return CostModel(**{name: tuple(cost(op, stage) for stage in range(stages)) for name, op in ops.items()})
+
+
+def _curve(outcome: Outcome) -> dict[int, float]:
+    return dict(enumerate(outcome.losses, start=1))
+
+
+# --- files -------------------------------------------------------------------------------------------
+
+
+def write(out: Path, found: dict, spans: Sequence[Span], killed: Sequence[Failure]) -> None:
+    """report.json, losses.csv, gantt.png and trace.json in ``out``."""
+    (out / "report.json").write_text(json.dumps(found, indent=1))
+    with (out / "losses.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("step", FAULT_FREE, FAILED))
+        writer.writerows((step, *pair) for step, pair in enumerate(zip(*found["losses"].values()), start=1))
+    gantt.draw(out / "gantt.png", *panels(spans, killed[0]))
+    moments = {}
+    for failure in killed:
+        moments[f"SIGKILL {failure.seat}"] = _us(failure.struck_at)
+        moments[f"{failure.seat} seen lost"] = _us(failure.seen_at)
+        moments[f"went on without {failure.seat}"] = _us(failure.resumed_at)
+    perfetto.write(out / "trace.json", spans, found["topology"]["stages"], moments)
+
+
+def panels(spans: Sequence[Span], failure: Failure) -> list[gantt.Panel]:
+    """Three consecutive windows of the run: two steps before the failure, the interrupted step, two steps after."""
+    step, struck, resumed = failure.step, _us(failure.struck_at), _us(failure.resumed_at)
+    begins, ends = {}, {}
+    for span in spans:
+        number = span.instruction.step
+        begins[number] = min(begins.get(number, span.start_us), span.start_us)
+        ends[number] = max(ends.get(number, 0), span.end_us)
+    last = min(step + 2, max(ends))
+    cuts = [begins[step - 2], begins[step], ends[step], ends[last]]
+    windows = [_window(spans, start, end) for start, end in zip(cuts, cuts[1:])]
+    void = frozenset(span for span in windows[1] if span.instruction.step == step and span.start_us < resumed)
+    pause = gantt.Pause(f"{1000 * (failure.resumed_at - failure.struck_at):.0f} ms to notice and regroup", struck, resumed)
+    dead = {failure.seat: struck}
+    return [
+        gantt.Panel(f"steps {step - 2} and {step - 1}", windows[0], origin_us=struck),
+        gantt.Panel(f"step {step}, interrupted and run again", windows[1], dead, None, struck, void, (pause,)),
+        gantt.Panel(f"steps {step + 1} and {last}", windows[2], dead, None, struck),
+    ]
+
+
+def _window(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """What was run between two times; spans over the edge are cut there."""
+    inside = (span for span in spans if span.end_us > start and span.start_us < end)
+    return [span._replace(start_us=max(start, span.start_us), end_us=min(end, span.end_us)) for span in inside]
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+# --- running -----------------------------------------------------------------------------------------
+
+
+def run(out: str | None, scenario: str, steps: int) -> int:
+    """Run the demo; returns the exit code: 0 when the losses agree and nobody was restarted, 130 when interrupted.
+
+    Raises ValueError for an unknown scenario or too few steps.
+    """
+    if scenario not in SCENARIOS:
+        raise ValueError(f"--scenario {scenario}: no such scenario; there is {', '.join(SCENARIOS)}")
+    if steps < FEWEST_STEPS:
+        raise ValueError(f"--steps {steps}: give at least {FEWEST_STEPS}, so that there are step times before and after the failure")
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        with _terminable():
+            return _demo(Path(out or "runs/demo"), scenario, steps, console)
+    except RunFailed as error:
+        console.print(f"recycle demo: failed: {error}", style="bold red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("recycle demo: interrupted; all its processes are gone", style="bold red")
+        return 130
+
+
+def _demo(out: Path, name: str, steps: int, console: Console) -> int:
+    began, scenario = time.monotonic(), SCENARIOS[name]
+    cores = len(os.sched_getaffinity(0))
+    console.print(f"recycle demo: {scenario.what}; {scenario.workers} workers on {cores} cores, {steps} steps on real text, folder {out}", markup=False)
+    overrides = ["experiment=gpt_tiny", *scenario.both, f"steps={steps}", "report_every=0"]
+    said: set[str] = set()
+    console.print("\nrun 1 of 2, without a failure (starting four processes takes about half a minute)", style="bold")
+    fault_free = _train(out / FAULT_FREE, scenario.workers, overrides, console, said)
+    console.print(f"\nrun 2 of 2, with {' '.join(scenario.overrides)}", style="bold")
+    failed = _train(out / FAILED, scenario.workers, [*overrides, *scenario.overrides], console, said)
+    spans = read_traces(out / FAILED / "trace")
+    found = report(fault_free, failed, spans, steps) | {"scenario": name, "seconds": round(time.monotonic() - began, 1)}
+    write(out, found, spans, failures(failed))
+    console.print("\n" + summary(found, out), markup=False)
+    verdict = "passed: same losses, no survivor restarted" if found["passed"] else f"failed: {'; '.join(found['problems'])}"
+    console.print(f"recycle demo: {verdict}", style="bold green" if found["passed"] else "bold red", markup=False)
+    return 0 if found["passed"] else 1
+
+
+def _train(folder: Path, workers: int, overrides: Sequence[str], console: Console, said: set[str]) -> Outcome:
+    """One run, its event lines printed as they come; warnings that ``said`` has are not said again."""
+    shutil.rmtree(folder / "trace", ignore_errors=True)  # traces are appended to
+    deadline, printed = time.monotonic() + DEADLINE_S, 0
+    with TrainingRun(folder, workers, overrides) as job:
+        ended = False
+        while not ended and time.monotonic() < deadline:
+            ended = job.launcher.poll() is not None
+            lines = job.output.split("\n")[printed:-1]
+            printed += len(lines)
+            _show(lines, console, said)
+            time.sleep(POLL_S)
+        return job.finish(max(deadline - time.monotonic(), 1.0))
+
+
+def _show(lines: Sequence[str], console: Console, said: set[str]) -> None:
+    """Print the job's own lines, and not what DeepSpeed and its libraries say."""
+    for match in filter(None, map(EVENT_LINE.search, lines)):
+        kind, text = match[1], match[0].partition("] ")[2]
+        if kind != "warning" or text not in said:
+            console.print(match[0], style=STYLES.get(kind), markup=False)
+        said.add(text)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM is taken like Ctrl-C, so that the runs are cleaned up."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def summary(found: Mapping, out: Path) -> str:
+    """Both loss curves, what the failure cost, who survived, and where everything lies."""
+    killed, live = found["killed"], found["survivors"]
+    table = curves.table(*(dict(enumerate(losses, start=1)) for losses in found["losses"].values()), tuple(one["step"] for one in killed))
+    workers = len(live) + len(killed)
+    shared = f" with a core for each worker (here {workers} share {found['cores']})" if found["cores"] < workers else ""
+    rows = [("killed", f"seat {one['seat']}, process {one['pid']}, by SIGKILL {one['when']} {one['instruction']}") for one in killed]
+    rows += [
+        ("stall", f"{found['stall_s']:.3f} s from SIGKILL to the next committed step: {found['detection_s']:.3f} s to notice, "
+                  f"{found['regroup_s']:.3f} s to regroup, {found['redo_s']:.3f} s to run the step again"),
+        ("step time", f"{found['step_s_before']:.3f} s before, {found['step_s_after']:.3f} s after: ratio {found['measured_ratio']:.2f}, "
+                      f"planned {found['predicted_ratio']:.2f}{shared}"),
+        ("survivors", ", ".join(f"{one['seat']} is process {one['pid_at_end']}" for one in live) + f"; {found['survivors_restarted']} restarted"),
+        ("files", f"{out}: report.json, losses.csv, gantt.png (schedule before and after), trace.json (for https://ui.perfetto.dev)"),
+        ("took", f"{found['seconds']:.0f} s"),
+    ]  # fmt: skip
+    return "\n".join([table, "", *(f"{name:<10}{text}" for name, text in rows)])
