@@ -55,7 +55,7 @@ class Stage:
         self._randomness = randomness
         self._shelves: dict[MicroBatch, Shelf] = {}
         self.losses: dict[MicroBatch, torch.Tensor] = {}
-        self.peak = 0
+        self.peak = 0  # most micro-batches that had an activation, a gradient or weight work here at once
 
     # --- inputs ------------------------------------------------------------------------------------
 

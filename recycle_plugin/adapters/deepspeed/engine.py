@@ -142,6 +142,7 @@ class RecycleEngine(PipelineEngine):
     def finish(self) -> None:
         """Everybody's last step is committed and this worker may go."""
         self.settle()
+        self._job.session.note("peak", f"seat {self.seat} held at most {self._stage.peak} micro-batches", seat=str(self.seat), held=self._stage.peak)
         if self._trace is not None:
             self._trace.close()
         self._transport.close()
