@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
-from typing import Mapping
+from typing import Mapping, Sequence
 
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction
+from recycle_plugin.core.program import Packed, Programs, Route
 from recycle_plugin.core.topology import ClusterView
+
+ONE_F_ONE_B = "1f1b"
 
 
 @dataclass(frozen=True)
@@ -18,25 +21,39 @@ class Policy:
     """Which of ReCycle's techniques are on, and how much memory a worker may use.
 
     ``activation_cap``: micro-batches whose activations or pending weight gradients one worker may hold
-    at once, or None for the number of stages (what 1F1B holds at its first stage).
+    at once: one number, one per stage, "1f1b" for what 1F1B holds (one for each stage still ahead), or
+    None for the number of stages (what 1F1B holds at its first stage).
+    ``memory_bytes``: the same in bytes, one number or one per stage; it needs a cost model with
+    ``activation_bytes`` and then replaces ``activation_cap``.
+    ``couple``: a backward may run as one B where that saves memory or time (split backward on).
     ``validate``: the step waits for the gradient norm over all stages (gradient clipping).
     """
 
     split_backward: bool = True
     stagger_optimizer: bool = True
     reroute: bool = True
-    activation_cap: int | None = None
+    activation_cap: int | tuple[int, ...] | str | None = None
     validate: bool = False
+    memory_bytes: int | tuple[int, ...] | None = None
+    couple: bool = False
 
     def __post_init__(self) -> None:
-        if self.activation_cap is not None and self.activation_cap < 1:
-            raise ValueError(f"activation_cap is {self.activation_cap}: a worker has to hold at least 1 micro-batch")
+        cap = self.activation_cap
+        if isinstance(cap, str) and cap != ONE_F_ONE_B:
+            raise ValueError(f'activation_cap is {cap!r}: a number of micro-batches, one per stage, or "{ONE_F_ONE_B}"')
+        if isinstance(cap, (int, tuple)) and min(cap if isinstance(cap, tuple) else (cap,), default=0) < 1:
+            raise ValueError(f"activation_cap is {cap}: a worker has to hold at least 1 micro-batch")
 
     def cap(self, stage: int, stages: int) -> int:
         """Micro-batches that a worker of ``stage`` may hold.  1F1B's own is one for each stage still ahead."""
-        if self.activation_cap is not None:
-            return self.activation_cap
-        return stages if self.split_backward or self.reroute else stages - stage
+        cap = self.activation_cap
+        if cap == ONE_F_ONE_B or (cap is None and not (self.split_backward or self.reroute)):
+            return stages - stage
+        if isinstance(cap, tuple):
+            if len(cap) != stages:
+                raise ValueError(f"activation_cap has {len(cap)} entries for {stages} stages")
+            return cap[stage]
+        return stages if cap is None else cap
 
 
 @dataclass(frozen=True)
@@ -46,30 +63,46 @@ class Plan:
     ``route[stage, micro_batch]`` is the seat that runs it.  ``starts`` gives each instruction's planned
     start in microseconds, aligned with ``programs``.  ``period_us``: steady-state time per step;
     ``bound_us``: no schedule of this routing and memory is faster; ``span_us``: first start to last end.
+    All three mappings are packed into arrays whatever they were given as; see ``core.program``.
     """
 
     view: ClusterView
     policy: Policy
     route: Mapping[tuple[int, MicroBatch], Seat]
-    programs: Mapping[Seat, tuple[Instruction, ...]]
-    starts: Mapping[Seat, tuple[int, ...]] = field(compare=False)
+    programs: Mapping[Seat, Sequence[Instruction]]
+    starts: Mapping[Seat, Sequence[int]] = field(compare=False)
     period_us: int = field(compare=False)
     bound_us: int = field(compare=False)
     span_us: int = field(compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("route", "programs", "starts"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
-        if set(self.programs) != set(self.view.live):
+        if not isinstance(self.route, Route):
+            object.__setattr__(self, "route", Route.of(self.view.topology, self.route))
+        if not isinstance(self.programs, Programs):
+            object.__setattr__(self, "programs", Programs.of(self.programs))
+        if not isinstance(self.starts, Packed):
+            object.__setattr__(self, "starts", Packed.of(self.starts))
+        if set(self.programs.seats) != self.view.live:
             raise ValueError("a plan has one program for each live seat, and no other")
 
     @property
     def stages(self) -> int:
         return self.view.topology.stages
 
+    @property
+    def gap(self) -> float:
+        """How far the period lies above its lower bound, as a fraction of the bound."""
+        return self.period_us / self.bound_us - 1 if self.bound_us else 0.0
+
     def own(self, seat: Seat) -> tuple[MicroBatch, ...]:
         """The micro-batches that ``seat`` runs, in canonical order."""
-        return tuple(mb for mb in self.view.topology.batch if self.route[seat.stage, mb] == seat)
+        if seat.stage not in self._owned:
+            self._owned[seat.stage] = self.route.owned(seat.stage)
+        return self._owned[seat.stage].get(seat.replica, ())
+
+    @cached_property
+    def _owned(self) -> dict[int, dict[int, tuple[MicroBatch, ...]]]:
+        return {}
 
     def program(self, seat: Seat, step: int) -> tuple[Instruction, ...]:
         """``seat``'s instructions, bound to ``step``."""
@@ -78,5 +111,5 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Hash of everything that workers have to agree on: 16 hex digits."""
-        text = "\n".join(f"{seat}: {' '.join(map(str, program))}" for seat, program in sorted(self.programs.items()))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        seats = array("q", (number for seat, end in zip(self.programs.seats, self.programs.ends) for number in (*seat, end)))
+        return hashlib.sha256(seats.tobytes() + self.programs.data).hexdigest()[:16]

@@ -45,12 +45,19 @@ class ClusterView:
     live: frozenset[Seat]
 
     def __post_init__(self) -> None:
-        strangers = self.live - set(self.topology.seats)
+        strangers = self.live.difference(self.topology.seats)
         if strangers:
             raise ValueError(f"seats {', '.join(map(str, sorted(strangers)))} are outside the topology {self.topology}")
 
     def live_replicas(self, stage: int) -> tuple[int, ...]:
-        return tuple(seat.replica for seat in sorted(self.live) if seat.stage == stage)
+        return self._by_stage[stage]
+
+    @cached_property
+    def _by_stage(self) -> tuple[tuple[int, ...], ...]:
+        replicas: list[list[int]] = [[] for _ in range(self.topology.stages)]
+        for replica, stage in sorted(self.live):
+            replicas[stage].append(replica)
+        return tuple(map(tuple, replicas))
 
     def empty_stages(self) -> tuple[int, ...]:
         """Stages that no live worker holds: training can't go on from the survivors alone."""

@@ -1,80 +1,73 @@
-"""From flat operations back to instructions: the last leg of planning."""
+"""From flat operations back to programs: the last leg of planning."""
 
 from __future__ import annotations
 
-from typing import Mapping
+import numpy as np
 
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.executor import Span
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.plan import Plan, Policy
+from recycle_plugin.core.program import OP_SHIFT, OPS, Packed, Programs, Route
 from recycle_plugin.core.topology import ClusterView
-from recycle_plugin.planner.flat import Problem
-from recycle_plugin.planner.schedule import Timing
+from recycle_plugin.planner.flat import KINDS, Array, Problem
+from recycle_plugin.planner.schedule import Solution, windows_of
+from recycle_plugin.planner.timing import project
 
 
 def assemble(
-    view: ClusterView,
-    costs: CostModel,
-    policy: Policy,
-    route: Mapping[tuple[int, MicroBatch], Seat],
-    problem: Problem,
-    order: list[int],
-    timing: Timing,
-    bound_us: int,
+    view: ClusterView, costs: CostModel, policy: Policy, route: Route, problem: Problem, solution: Solution, bound_us: int
 ) -> Plan:
-    """The plan that ``order`` projects to, each program closed by its stage's reduce and step."""
-    programs: dict[Seat, list[Instruction]] = {seat: [] for seat in sorted(view.live)}
-    starts: dict[Seat, list[int]] = {seat: [] for seat in programs}
-    kinds = (Op.F, Op.I, Op.W) if problem.kinds == 3 else (Op.F, Op.B)
-    records, replicas, micro_batches = problem.records, problem.replicas, problem.micro_batches
-    seats = [Seat(replica, stage) for stage in range(problem.stages) for replica in replicas]
-    names = [MicroBatch(replica, index) for replica in replicas for index in range(micro_batches)]
-    for operation in order:
-        seat = seats[problem.worker[operation]]
-        kind, record = divmod(operation, records)
-        programs[seat].append(Instruction(kinds[kind], seat.stage, names[record % problem.width]))
-        starts[seat].append(timing.starts[operation])
-    _close(problem, policy, costs, timing, programs, starts)
+    """The plan that the solution's order projects to, each program closed by its stage's reduce and step."""
+    seats, row, ends = _rows(view, problem, solution.order, 3 if policy.validate else 2)
+    codes, times = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int64)
+    tail = [_code(Op.REDUCE), _code(Op.VALIDATE) if policy.validate else -1, _code(Op.STEP)] + list(map(_code, KINDS))
+    reduce_at, step_at = _closing(problem, policy, costs, solution)
+    project(
+        solution.order, solution.starts, problem.stages, problem.ranks, problem.worker, problem.spend, row, ends, step_at, reduce_at,
+        np.array(tail, np.int64), codes, times, np.array(problem.replicas, np.int64), problem.micro_batches,
+    )  # fmt: skip
+    edges = tuple(ends.tolist())
     return Plan(
         view,
         policy,
         route,
-        {seat: tuple(program) for seat, program in programs.items()},
-        {seat: tuple(times) for seat, times in starts.items()},
-        timing.period,
+        Programs(seats, edges, codes.tobytes()),
+        Packed(seats, edges, times.tobytes()),
+        solution.period,
         bound_us,
-        timing.span,
+        solution.span,
     )
 
 
 def timeline(plan: Plan, costs: CostModel) -> list[Span]:
     """What the plan expects of one step in its steady state, as spans; microseconds from its first start."""
     return [
-        Span(seat, instruction, start, start + costs.of(instruction.op, seat.stage))
-        for seat, program in sorted(plan.programs.items())
+        Span(seat, instruction, start, start + costs.of(instruction.op, seat.stage, seat))
+        for seat, program in plan.programs.items()
         for instruction, start in zip(program, plan.starts[seat])
     ]
 
 
-def _close(
-    problem: Problem,
-    policy: Policy,
-    costs: CostModel,
-    timing: Timing,
-    programs: dict[Seat, list[Instruction]],
-    starts: dict[Seat, list[int]],
-) -> None:
-    final = (problem.kinds - 1) * problem.records
-    ends = [start + spent for start, spent in zip(timing.starts[final:], problem.duration[final:])]
-    lasts = [max(ends[stage * problem.width : (stage + 1) * problem.width]) for stage in range(problem.stages)]
-    reduce = [costs.of(Op.REDUCE, stage) for stage in range(problem.stages)]
-    for seat, program in programs.items():
-        reduce_at = max(lasts) if problem.synchronous else lasts[seat.stage]
-        step_at = reduce_at + (max(reduce) if policy.validate else reduce[seat.stage])
-        closing = [(Op.REDUCE, reduce_at), (Op.VALIDATE, step_at), (Op.STEP, step_at)]
-        for op, at in closing:
-            if op is not Op.VALIDATE or policy.validate:
-                program.append(Instruction(op, seat.stage))
-                starts[seat].append(at)
+def _code(op: Op) -> int:
+    return OPS.index(op) << OP_SHIFT
+
+
+def _rows(view: ClusterView, problem: Problem, order: Array, closing: int) -> tuple[tuple[Seat, ...], Array, Array]:
+    """The seats in order, the row of each worker (-1: nobody there), and where each row ends."""
+    seats = tuple(sorted(view.live))
+    rank_of = {replica: rank for rank, replica in enumerate(problem.replicas)}
+    workers = np.array([seat.stage * problem.ranks + rank_of[seat.replica] for seat in seats], np.int64)
+    row = np.full(problem.workers, -1, np.int64)
+    row[workers] = np.arange(len(seats))
+    lengths = np.bincount(problem.worker[order % problem.records], minlength=problem.workers)[workers] + closing
+    return seats, row, np.cumsum(lengths)
+
+
+def _closing(problem: Problem, policy: Policy, costs: CostModel, solution: Solution) -> tuple[Array, Array]:
+    """When each stage reduces, and when it validates and steps."""
+    _, lasts = windows_of(problem, solution.order, solution.starts)
+    reduce = np.array([costs.of(Op.REDUCE, stage) for stage in range(problem.stages)], np.int64)
+    reduce_at = np.full(problem.stages, lasts.max()) if problem.synchronous else lasts
+    return reduce_at, reduce_at + (reduce.max() if policy.validate else reduce)

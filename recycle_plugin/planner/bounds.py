@@ -1,63 +1,113 @@
 """Lower bounds: no schedule of this routing and memory has a shorter period.
 
-For stage p with N micro-batches on its busiest worker, A the activation cap, and RT the round trip
-from the start of a micro-batch's F at p to the arrival of its gradient:
+For a worker of stage p with N micro-batches, A of which fit before its first backward, and RT the
+round trip from the start of a micro-batch's F at p to the arrival of its gradient:
 
 * load: N (F + I + W);
 * head: before its first I a worker can run nothing but F, and at most min(A, N) of them;
-* tail: when the last I of stage p ends, at most min(N, A) of its W are still to come, and the last
-  gradient has to travel up to stage q <= p, whose first F started that much earlier;
-* memory: every micro-batch occupies one of A places for RT + I + W.
+* tail: when the last I of stage p ends, at most D of its W are still to come (D pending ones fit), and
+  the last gradient has to travel up to stage q <= p, whose first F started that much earlier;
+* memory: every micro-batch occupies its place for RT + I + W.  The places can't all be taken at the
+  start nor given back at the end: the F that take them, and the W or B that give them back, follow
+  each other on one worker.
 
-Without a split backward, I stands for the whole backward and W is nothing.
+Without a split backward, I stands for the whole backward and W is nothing.  Where a backward may be
+either, each term takes the less.
 """
 
 from __future__ import annotations
 
-from recycle_plugin.planner.flat import Problem
+from typing import NamedTuple
+
+import numpy as np
+
+from recycle_plugin.planner.flat import Array, Problem
 
 
-def windows(problem: Problem) -> tuple[int, ...]:
+class Costs(NamedTuple):
+    """Per stage, in microseconds: F, the least time to a gradient, the W after it, and both backwards together."""
+
+    forward: Array
+    gradient: Array
+    weight: Array
+    backward: Array
+
+
+def windows(problem: Problem) -> Array:
     """Per stage, the least microseconds from its first F's start to its last instruction's end."""
-    forward, backward, weight = _costs(problem)
-    least = [0] * problem.stages
+    quick = _quickest(problem)
+    trips = round_trips(problem, quick)
+    least = np.zeros(problem.stages, np.int64)
+    hop = 2 * problem.communication[0]
     for stage in range(problem.stages):
-        load, places = problem.loads[stage], problem.caps[stage]
-        trip = _round_trip(problem, stage)
-        work = load * (forward[stage] + backward[stage] + weight[stage])
-        busy = work + max(0, trip - min(places, load) * forward[stage])
-        held = load * (trip + backward[stage] + weight[stage])
-        least[stage] = max(least[stage], busy, -(-held // places))
-        last_backward, travel = busy - min(load, places) * weight[stage], 0
-        for above in range(stage, -1, -1):
-            if above < stage:
-                travel += forward[above] + backward[above] + 2 * problem.communication
-            least[above] = max(least[above], last_backward + travel + weight[above])
-    return tuple(least)
+        before, window = _busiest(problem, stage, int(trips[stage]))
+        least[stage] = max(least[stage], window)
+        travel = 0
+        for above in range(stage - 1, -1, -1):
+            arrival = before + travel + int(quick.forward[above]) + hop
+            least[above] = max(least[above], arrival + int(quick.backward[above]))
+            travel += int(quick.forward[above] + quick.gradient[above]) + hop
+    return least
 
 
 def bound(problem: Problem) -> int:
     """The least period in microseconds: stages couple at their own reduce-and-step, or all at once if synchronous."""
-    least = windows(problem)
     if not problem.synchronous:
-        return max(window + closing for window, closing in zip(least, problem.closing))
+        return int((windows(problem) + problem.closing).max())
     return span_bound(problem) + problem.joint_closing
 
 
 def span_bound(problem: Problem) -> int:
     """The least microseconds from the first start to the last end of one step that starts from rest."""
-    arrival, least = 0, 0
+    quick, arrival, least = _quickest(problem), 0, 0
     for stage, window in enumerate(windows(problem)):
-        least = max(least, arrival + window)
-        arrival += problem.cost[0][stage] + problem.communication
+        least = max(least, arrival + int(window))
+        arrival += int(quick.forward[stage]) + problem.communication[0]
     return least
 
 
-def _costs(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    weight = problem.cost[2] if problem.kinds == 3 else (0,) * problem.stages
-    return problem.cost[0], problem.cost[1], weight
+def round_trips(problem: Problem, quick: Costs | None = None) -> Array:
+    """Per stage, the least microseconds from a micro-batch's F's start to its gradient's arrival."""
+    quick = quick or _quickest(problem)
+    below = np.cumsum((quick.forward + quick.gradient)[::-1])[::-1] - quick.gradient
+    return below + 2 * problem.communication[0] * np.arange(problem.stages - 1, -1, -1)
 
 
-def _round_trip(problem: Problem, stage: int) -> int:
-    forward, backward = problem.cost[0], problem.cost[1]
-    return sum(forward[stage:]) + sum(backward[stage + 1 :]) + 2 * problem.communication * (problem.stages - 1 - stage)
+def _busiest(problem: Problem, stage: int, trip: int) -> tuple[int, int]:
+    """Over the stage's workers: the least time to the end of the last I, and to the end of all."""
+    before = window = 0
+    cap, activation, pending = (int(part[stage]) for part in problem.memory)
+    here = slice(stage * problem.ranks, (stage + 1) * problem.ranks)
+    kinds = np.concatenate([problem.spend[:, here].T, problem.loads[here, None]], axis=1)
+    for forward, split, weight, joint, load in sorted(set(map(tuple, kinds[problem.loads[here] > 0].tolist()))):
+        gradient, weight, backward = _backward(problem, split, weight, joint)
+        places = min(cap // activation, load) if activation else load
+        late = min(cap // pending, load) if pending else load
+        busy = load * (forward + backward) + max(0, trip - places * forward)
+        before = max(before, busy - late * weight)
+        window = max(window, busy)
+        if activation == pending or not problem.split:
+            held = load * (trip + backward) * activation
+            places = cap // activation
+            corners = activation * sum(min(n, load) for n in range(places)) if places <= load else 0
+            ending = weight if problem.split and not problem.couple else min(weight, joint) if problem.split else joint
+            window = max(window, -(-(held + corners * (forward + ending)) // (places * activation)))
+        else:
+            held = load * ((trip + gradient) * activation + min(weight * pending, (backward - gradient) * activation))
+            window = max(window, -(-held // cap))
+    return before, window
+
+
+def _backward(problem: Problem, split: int, weight: int, joint: int) -> tuple[int, int, int]:
+    """Least time to the gradient, the W that may come later, and both together."""
+    if not problem.split:
+        return joint, 0, joint
+    return (min(split, joint), weight, min(split + weight, joint)) if problem.couple else (split, weight, split + weight)
+
+
+def _quickest(problem: Problem) -> Costs:
+    """Costs on the fastest worker that has anything to do."""
+    working = np.where(problem.loads > 0, problem.spend, np.int64(1) << 40).reshape(4, problem.stages, problem.ranks).min(axis=2)
+    rows = [_backward(problem, *map(int, column)) for column in working[1:].T]
+    gradient, weight, backward = (np.array(column, np.int64) for column in zip(*rows))
+    return Costs(working[0], gradient, weight, backward)

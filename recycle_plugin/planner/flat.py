@@ -1,44 +1,56 @@
 """The planning problem as flat integer arrays: what the scheduler's inner loops run on.
 
-A *record* is one (stage, replica, micro-batch): ``(stage * replicas + rank) * micro_batches + index``,
+A *record* is one (stage, replica, micro-batch): ``(stage * ranks + rank) * micro_batches + index``,
 where ``rank`` numbers the replicas in canonical order.  An *operation* is ``kind * records + record``
-with kind 0 = F, 1 = I (or B where the backward is not split), 2 = W.  A *worker* is
-``stage * replicas + rank``.  All times are integer microseconds.
+with kinds F, I, W and B (both backwards at once).  A *worker* is ``stage * ranks + rank``.  All times
+are integer microseconds, all memory is in the units of ``planner.memory``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
 
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import ClusterView
 from recycle_plugin.planner.errors import PlanError
-from recycle_plugin.planner.reroute import canonical_replicas
+from recycle_plugin.planner.memory import Memory, memory
+from recycle_plugin.planner.reroute import Routing
+
+Array = NDArray[np.int64]
+KINDS = (Op.F, Op.I, Op.W, Op.B)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One step to be scheduled.  Lists over operations have ``kinds * records`` entries, others one per stage or worker."""
+    """One step to be scheduled.  Arrays are int64."""
 
     stages: int
     micro_batches: int
-    replicas: tuple[int, ...]
-    kinds: int  # 3 with a split backward, 2 without
+    replicas: tuple[int, ...]  # in canonical order: the ranks
+    split: bool  # I and W, else B
+    couple: bool  # a split backward may still run as one B
     synchronous: bool  # all stages reduce and step together
-    communication: int
-    cost: tuple[tuple[int, ...], ...]  # [kind][stage]
-    closing: tuple[int, ...]  # reduce and step of a stage
+    cost: Array  # [kind, stage]
+    closing: Array  # [stage] reduce and step
     joint_closing: int  # reduce and step where all stages do them together
-    caps: tuple[int, ...]  # micro-batches that a worker of a stage may hold
-    loads: tuple[int, ...]  # most micro-batches on one worker of a stage
-    worker: list[int]  # of an operation
-    duration: list[int]  # of an operation
-    source: list[int]  # operation whose result an operation needs from elsewhere or from before; -1: none
-    lag: list[int]  # microseconds between the source's end and the operation's earliest start
+    memory: Memory
+    communication: tuple[int, int]  # one boundary tensor: the shortest, and between replicas
+    worker: Array  # [record]
+    spend: Array  # [kind, worker]
+    forward_lag: Array  # [record] between the end of F one stage up and the earliest start here
+    backward_lag: Array  # [record] between the end of I one stage down and the earliest start here
+    loads: Array  # [worker] micro-batches
+    live: Array  # [worker] 1 or 0
+
+    @property
+    def ranks(self) -> int:
+        return len(self.replicas)
 
     @property
     def width(self) -> int:
@@ -49,44 +61,62 @@ class Problem:
     def records(self) -> int:
         return self.stages * self.width
 
+    @property
+    def workers(self) -> int:
+        return self.stages * self.ranks
 
-def flatten(view: ClusterView, costs: CostModel, policy: Policy, route: Mapping[tuple[int, MicroBatch], Seat]) -> Problem:
-    """Raises PlanError where the costs are for another number of stages."""
+
+def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routing) -> Problem:
+    """Raises PlanError where the costs are for another number of stages, or the memory holds no micro-batch."""
     topology = view.topology
-    stages, micro_batches, replicas = topology.stages, topology.micro_batches, canonical_replicas(view)
+    stages, ranks, per = topology.stages, topology.replicas, topology.micro_batches
     if costs.stages != stages:
         raise PlanError(f"the cost model has {costs.stages} stages, the topology {stages}")
-    width, records = len(replicas) * micro_batches, len(replicas) * micro_batches * stages
-    kinds = (Op.F, Op.I, Op.W) if policy.split_backward else (Op.F, Op.B)
-    reduce, step = ([costs.of(op, stage) for stage in range(stages)] for op in (Op.REDUCE, Op.STEP))
-    cost = tuple(tuple(costs.of(kind, stage) for stage in range(stages)) for kind in kinds)
-    rank = {replica: place for place, replica in enumerate(replicas)}
-    owner = [
-        stage * len(replicas) + rank[route[stage, MicroBatch(replica, index)].replica]
-        for stage in range(stages)
-        for replica in replicas
-        for index in range(micro_batches)
-    ]
-    source = [-1] * width + list(range(records - width))
-    source += list(range(records + width, 2 * records)) + list(range(records - width, records))
-    lag = ([0] * width + [costs.communication] * (records - width)) + ([costs.communication] * (records - width) + [0] * width)
-    if policy.split_backward:
-        source += range(records, 2 * records)
-        lag += [0] * records
+    reduce, step = (np.array([costs.of(op, stage) for stage in range(stages)], np.int64) for op in (Op.REDUCE, Op.STEP))
+    cost = np.array([[costs.of(kind, stage) for stage in range(stages)] for kind in KINDS], np.int64)
+    worker = (routing.rank + ranks * np.arange(stages)[:, None, None]).reshape(-1).astype(np.int64)
+    live = np.zeros(stages * ranks, np.int64)
+    rank_of = {replica: rank for rank, replica in enumerate(routing.replicas)}
+    live[[seat.stage * ranks + rank_of[seat.replica] for seat in view.live]] = 1
+    forward_lag, backward_lag = _lags(costs, routing.rank.reshape(stages, ranks * per))
     return Problem(
         stages,
-        micro_batches,
-        replicas,
-        len(kinds),
+        per,
+        routing.replicas,
+        policy.split_backward,
+        policy.split_backward and policy.couple,
         policy.validate or not policy.stagger_optimizer,
-        costs.communication,
         cost,
-        tuple(map(sum, zip(reduce, step))),
-        max(reduce) + max(step) if policy.validate else max(map(sum, zip(reduce, step))),
-        tuple(policy.cap(stage, stages) for stage in range(stages)),
-        tuple(-(-width // len(view.live_replicas(stage))) for stage in range(stages)),
-        owner * len(kinds),
-        [microseconds for kind in cost for microseconds in kind for _ in range(width)],
-        source,
-        lag,
+        reduce + step,
+        int(reduce.max() + step.max() if policy.validate else (reduce + step).max()),
+        memory(costs, policy),
+        _transfers(costs),
+        worker,
+        _spend(costs, cost, rank_of, stages, ranks),
+        forward_lag,
+        backward_lag,
+        np.bincount(worker, minlength=stages * ranks),
+        live,
     )
+
+
+def _transfers(costs: CostModel) -> tuple[int, int]:
+    across = costs.communication if costs.communication_across is None else costs.communication_across
+    return min(costs.communication, across), across
+
+
+def _spend(costs: CostModel, cost: Array, rank_of: dict[int, int], stages: int, ranks: int) -> Array:
+    spend = np.repeat(cost, ranks, axis=1)
+    for seat, percent in costs.slowness:
+        if seat.replica in rank_of and seat.stage < stages:
+            here = seat.stage * ranks + rank_of[seat.replica]
+            spend[:, here] = [costs.of(kind, seat.stage, seat) for kind in KINDS]
+    return spend
+
+
+def _lags(costs: CostModel, rank: Array) -> tuple[Array, Array]:
+    """Per record, what its activation and its gradient spend on the way; nothing at the pipeline's ends."""
+    _, across = _transfers(costs)
+    hops = np.where(rank[1:] == rank[:-1], costs.communication, across).astype(np.int64)
+    ends = np.zeros((1, rank.shape[1]), np.int64)
+    return np.concatenate([ends, hops]).reshape(-1), np.concatenate([hops, ends]).reshape(-1)

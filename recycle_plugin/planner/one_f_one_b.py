@@ -6,20 +6,22 @@ In TrainSchedule's clock stage p runs forward m in slot 2m + p and backward m in
 
 from __future__ import annotations
 
-from recycle_plugin.planner.flat import Problem
+import numpy as np
+
+from recycle_plugin.planner.flat import Array, Problem
 
 
 def fits(problem: Problem) -> bool:
-    """Whether 1F1B's activations stay under the caps."""
-    return all(min(problem.stages - stage, problem.micro_batches) <= problem.caps[stage] for stage in range(problem.stages))
+    """Whether every worker runs its own replica's micro-batches and 1F1B's activations stay under the caps."""
+    at_home = np.array_equal(problem.worker, np.arange(problem.records) // problem.micro_batches)
+    depth = np.minimum(problem.stages - np.arange(problem.stages), problem.micro_batches)
+    return at_home and bool((depth * problem.memory.activation <= problem.memory.cap).all())
 
 
-def one_f_one_b(problem: Problem) -> list[int]:
+def one_f_one_b(problem: Problem) -> Array:
     """All operations (F and B) in one global order; every replica runs its own micro-batches."""
-    stages, width, records = problem.stages, problem.width, problem.records
-    slots = []
-    for record in range(records):
-        stage, index = record // width, record % problem.micro_batches
-        slots.append((2 * index + stage, record))
-        slots.append((2 * (stages + index) - stage - 1, records + record))
-    return [operation for _, operation in sorted(slots)]
+    records = np.arange(problem.records)
+    stage, index = records // problem.width, records % problem.micro_batches
+    slots = np.concatenate([2 * index + stage, 2 * (problem.stages + index) - stage - 1])
+    operations = np.concatenate([records, 3 * problem.records + records])
+    return operations[np.lexsort((operations, slots))]

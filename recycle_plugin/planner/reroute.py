@@ -4,47 +4,113 @@ A micro-batch stays at the seat of its own replica while that seat is live.  Oth
 of the same stage runs it: it holds the same parameters.  Rerouted micro-batches are dealt out one by
 one in the order of their index, so that every peer gets them spread over its step (all of them to
 one peer: 42 slots instead of 36 in the paper's running example).
+
+Where workers differ in speed, a stage's micro-batches are shared so that its slowest worker ends
+earliest: a straggler keeps fewer than its replica brings, and hands out the others as a lost worker
+does, every so-manieth of them.
 """
 
 from __future__ import annotations
 
-from recycle_plugin.core.ids import MicroBatch, Seat
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.program import Route
 from recycle_plugin.core.topology import ClusterView
 from recycle_plugin.planner.errors import PlanError
 
 
-def canonical_replicas(view: ClusterView) -> tuple[int, ...]:
-    """Replicas, ordered by which of their seats are lost.
+class Routing(NamedTuple):
+    """``replicas``: in canonical order, which numbers the ranks.  ``rank[stage, rank, index]``: who runs it."""
+
+    replicas: tuple[int, ...]
+    rank: NDArray[np.int64]
+
+    def named(self, view: ClusterView) -> Route:
+        """The same by replica numbers."""
+        names = np.array(self.replicas, np.int32)
+        by_replica = np.empty(self.rank.shape, np.int32)
+        by_replica[:, names] = names[self.rank]
+        return Route(view.topology, by_replica.tobytes())
+
+
+def canonical_replicas(view: ClusterView, costs: CostModel | None = None) -> tuple[int, ...]:
+    """Replicas, ordered by which of their seats are lost, then by which are slow.
 
     Planning in this order makes a plan independent of how replicas are numbered: replicas that lost
     the same stages are interchangeable.
     """
-    lost: dict[int, list[int]] = {replica: [] for replica in range(view.topology.replicas)}
+    marks: dict[int, list[tuple[int, int]]] = {replica: [] for replica in range(view.topology.replicas)}
     for seat in view.lost:
-        lost[seat.replica].append(seat.stage)
-    return tuple(sorted(lost, key=lambda replica: (lost[replica], replica)))
+        marks[seat.replica].append((seat.stage, 0))
+    for seat, percent in sorted(costs.slowness) if costs is not None else ():
+        if seat in view.live and percent != 100:
+            marks[seat.replica].append((view.topology.stages + seat.stage, percent))
+    return tuple(sorted(marks, key=lambda replica: (marks[replica], replica)))
 
 
-def route(view: ClusterView, policy: Policy) -> dict[tuple[int, MicroBatch], Seat]:
-    """The seat that runs each (stage, micro-batch).
-
-    Raises PlanError where a stage has no live worker, or where one is lost and ``policy.reroute`` is off.
-    """
+def route(view: ClusterView, policy: Policy, costs: CostModel | None = None) -> Routing:
+    """Raises PlanError where a stage has no live worker, or where one is lost and ``policy.reroute`` is off."""
     _check(view, policy)
-    replicas, live = canonical_replicas(view), view.live
-    routed: dict[tuple[int, MicroBatch], Seat] = {}
-    for stage in range(view.topology.stages):
-        workers = [Seat(replica, stage) for replica in replicas if (replica, stage) in live]
-        dealt = 0
-        for index in range(view.topology.micro_batches):
-            for replica in replicas:
-                seat = Seat(replica, stage)
-                if seat not in live:
-                    seat = workers[dealt % len(workers)]
-                    dealt += 1
-                routed[stage, MicroBatch(replica, index)] = seat
-    return routed
+    topology = view.topology
+    replicas = canonical_replicas(view, costs)
+    rank_of = {replica: rank for rank, replica in enumerate(replicas)}
+    home = np.arange(len(replicas))[:, None]
+    rank = np.broadcast_to(home, (topology.stages, len(replicas), topology.micro_batches)).astype(np.int64)
+    for stage in range(topology.stages):
+        workers = sorted(rank_of[replica] for replica in view.live_replicas(stage))
+        percents = [costs.percent(Seat(replicas[worker], stage)) if costs is not None else 100 for worker in workers]
+        if len(set(percents)) > 1 and policy.reroute:
+            _share(rank[stage], workers, percents)
+        elif len(workers) < len(replicas):
+            _deal(rank[stage], workers)
+    return Routing(replicas, rank)
+
+
+def _deal(rank: NDArray[np.int64], workers: list[int]) -> None:
+    """Give the lost workers' micro-batches to ``workers`` in turn."""
+    lost = np.setdiff1d(np.arange(len(rank)), workers)
+    dealt = np.arange(rank.shape[1] * len(lost)).reshape(rank.shape[1], len(lost)) % len(workers)
+    rank[lost] = np.array(workers)[dealt].T
+
+
+def shares(total: int, percents: list[int]) -> list[int]:
+    """How many of ``total`` equal micro-batches each worker takes so that the last one ends earliest.
+
+    Also no less than its part of an even share where all are alike; ties go to the first.
+    """
+    heap = [(percent, place) for place, percent in enumerate(percents)]
+    heapify(heap)
+    taken = [0] * len(percents)
+    for _ in range(total):
+        end, place = heap[0]
+        taken[place] += 1
+        heapreplace(heap, (end + percents[place], place))
+    return taken
+
+
+def _share(rank: NDArray[np.int64], workers: list[int], percents: list[int]) -> None:
+    """Each worker keeps its own up to its share; what is over is dealt to those below theirs, by index."""
+    own, total = rank.shape[1], rank.size
+    share = dict(zip(workers, shares(total, percents)))
+    wanting = {worker: share[worker] - min(own, share[worker]) for worker in workers}
+    turn, loose = [], []
+    for index in range(own):
+        for home in range(len(rank)):
+            kept = min(own, share.get(home, 0))
+            if (index + 1) * kept // own == index * kept // own:
+                loose.append((index, home))
+    while len(turn) < len(loose):
+        turn += [worker for worker in workers if wanting[worker] > 0]
+        wanting = {worker: left - 1 for worker, left in wanting.items()}
+    for (index, home), worker in zip(loose, turn):
+        rank[home, index] = worker
 
 
 def _check(view: ClusterView, policy: Policy) -> None:

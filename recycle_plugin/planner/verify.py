@@ -8,99 +8,170 @@
   and with it every stage has the parameters that the next step requires.
 
 The order of messages in a channel is not checked: our transport names each tensor.
+The loops are compiled (``planner.verify_loops``); what they know of data is in tables made from
+``requires`` and ``provides`` for every op and stage.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from functools import lru_cache
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum, provides, requires
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.instruction import COMPUTE, STAGE_WIDE, Instruction, Op
 from recycle_plugin.core.plan import Plan
+from recycle_plugin.core.program import OPS, decode
+from recycle_plugin.planner import verify_loops as loops
 from recycle_plugin.planner.errors import VerificationError
+from recycle_plugin.planner.memory import memory
 
 ORDERS = ([Op.F, Op.I, Op.W], [Op.F, Op.B])
-HOLDS = {Op.F: 1, Op.I: 0, Op.W: -1, Op.B: -1}
+INPUTS = ("data", "params")
+"""What a step finds when it begins."""
 
 
-def verify(plan: Plan) -> None:
-    """Raises VerificationError at the first rule that ``plan`` breaks."""
-    for seat, program in sorted(plan.programs.items()):
-        _check_end(plan, seat, program)
-    _check_once(plan)
-    for seat, program in sorted(plan.programs.items()):
-        _check_memory(plan, seat, program)
-    _check_progress(plan)
+class Rows(NamedTuple):
+    """A plan's programs as int64 arrays: codes, and where each seat's row begins, ends and which seat it is."""
+
+    codes: NDArray[np.int64]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    replicas: NDArray[np.int64]
+    stages: NDArray[np.int64]
 
 
-def _check_end(plan: Plan, seat: Seat, program: tuple[Instruction, ...]) -> None:
+def verify(plan: Plan, costs: CostModel | None = None) -> None:
+    """Raises VerificationError at the first rule that ``plan`` breaks.
+
+    ``costs`` tell what a micro-batch holds; needed where the policy's memory is in bytes.
+    """
+    rows = _rows(plan)
+    _check_end(plan, rows)
+    _check_once(plan, rows)
+    _check_memory(plan, rows, costs)
+    _check_progress(plan, rows)
+
+
+def _rows(plan: Plan) -> Rows:
+    ends = np.array(plan.programs.ends, np.int64)
+    seats = np.array(plan.programs.seats, np.int64).reshape(-1, 2)
+    return Rows(np.frombuffer(plan.programs.data, np.int64), ends - np.diff(ends, prepend=0), ends, *np.ascontiguousarray(seats.T))
+
+
+def _refuse(rule: str, plan: Plan, row: int, place: int) -> None:
+    seat = plan.programs.seats[row]
+    program = plan.programs[seat]
+    raise VerificationError(rule, plan, seat, program[place] if 0 <= place < len(program) else None)
+
+
+def _check_end(plan: Plan, rows: Rows) -> None:
     tail = (Op.REDUCE, Op.VALIDATE, Op.STEP) if plan.policy.validate else (Op.REDUCE, Op.STEP)
-    if tuple(instruction.op for instruction in program[-len(tail) :]) != tail:
-        names, last = ", ".join(op.name for op in tail), program[-1] if program else None
-        raise VerificationError(f"the program does not end with {names}", plan, seat, last)
-    for instruction in program[: -len(tail)]:
-        if instruction.op not in COMPUTE:
-            raise VerificationError(f"{instruction.op.name} before the end of the program", plan, seat, instruction)
-    for instruction in program:
-        if instruction.stage != seat.stage:
-            raise VerificationError(f"an instruction of stage {instruction.stage}", plan, seat, instruction)
+    compute = np.array([op in COMPUTE for op in OPS])
+    rule, row, place = loops.ending(rows.codes, rows.begins, rows.ends, rows.stages, compute, np.array([OPS.index(op) for op in tail]))
+    if rule == loops.TAIL:
+        _refuse(f"the program does not end with {', '.join(op.name for op in tail)}", plan, row, rows.ends[row] - rows.begins[row] - 1)
+    if rule == loops.EARLY:
+        _refuse(f"{plan.programs[plan.programs.seats[row]][place].op.name} before the end of the program", plan, row, place)
+    if rule == loops.STAGE:
+        _refuse(f"an instruction of stage {plan.programs[plan.programs.seats[row]][place].stage}", plan, row, place)
 
 
-def _check_memory(plan: Plan, seat: Seat, program: tuple[Instruction, ...]) -> None:
-    held, cap = 0, plan.policy.cap(seat.stage, plan.stages)
-    for instruction in program:
-        held += HOLDS.get(instruction.op, 0)
-        if held > cap:
-            raise VerificationError(f"{held} micro-batches held, the cap is {cap}", plan, seat, instruction)
-
-
-def _check_once(plan: Plan) -> None:
-    ran: defaultdict[tuple[int, MicroBatch], list[Op]] = defaultdict(list)
-    for seat, program in sorted(plan.programs.items()):
-        for instruction in program:
-            if instruction.op not in COMPUTE:
-                continue
-            task = instruction.stage, instruction.micro_batch
-            if plan.route.get(task) != seat:
-                raise VerificationError(f"the route gives this to {plan.route.get(task)}", plan, seat, instruction)
-            ran[task].append(instruction.op)
-            if not any(order[: len(ran[task])] == ran[task] for order in ORDERS):
-                raise VerificationError(f"runs after {' '.join(map(str, ran[task][:-1])) or 'nothing'}", plan, seat, instruction)
+def _check_once(plan: Plan, rows: Rows) -> None:
     topology = plan.view.topology
-    for stage in range(topology.stages):
-        for micro_batch in topology.batch:
-            if ran[stage, micro_batch] not in ORDERS:
-                done, seat = " ".join(map(str, ran[stage, micro_batch])) or "nothing", plan.route.get((stage, micro_batch))
-                raise VerificationError(f"of micro-batch {micro_batch} stage {stage} runs {done}", plan, seat)
+    route = np.frombuffer(plan.route.data, np.int32).reshape(topology.stages, topology.replicas, topology.micro_batches)
+    after, done = _progressions()
+    state = np.zeros(route.shape, np.int64)
+    rule, row, place = loops.once(rows.codes, rows.begins, rows.ends, rows.replicas, rows.stages, route, after, state)
+    if rule:
+        seat = plan.programs.seats[row]
+        instruction = plan.programs[seat][place]
+        if rule == loops.ROUTE:
+            _refuse(f"the route gives this to {plan.route.get((seat.stage, instruction.micro_batch))}", plan, row, place)
+        before = [one.op for one in plan.programs[seat][:place] if one.micro_batch == instruction.micro_batch]
+        _refuse(f"runs after {' '.join(map(str, before)) or 'nothing'}", plan, row, place)
+    unfinished = np.flatnonzero(~done[state.reshape(-1)])
+    if len(unfinished):
+        stage, replica, index = map(int, np.unravel_index(unfinished[0], route.shape))
+        names = {number: " ".join(map(str, ran)) or "nothing" for ran, number in _states().items()}
+        ran, micro_batch = names[int(state[stage, replica, index])], MicroBatch(replica, index)
+        raise VerificationError(f"of micro-batch {micro_batch} stage {stage} runs {ran}", plan, plan.route.get((stage, micro_batch)))
 
 
-def _check_progress(plan: Plan) -> None:
+def _check_memory(plan: Plan, rows: Rows, costs: CostModel | None) -> None:
+    if costs is None:
+        if plan.policy.memory_bytes is not None:
+            raise ValueError("a plan whose memory is in bytes is verified with its costs")
+        costs = CostModel.uniform(plan.stages)
+    cap, activation, pending = memory(costs, plan.policy)
+    change = np.zeros((len(OPS), plan.stages), np.int64)
+    for op, held in {Op.F: activation, Op.I: pending - activation, Op.W: -pending, Op.B: -activation}.items():
+        change[OPS.index(op)] = held
+    row, place, held = loops.memory(rows.codes, rows.begins, rows.ends, rows.stages, change, cap)
+    if row >= 0:
+        unit = "micro-batches" if plan.policy.memory_bytes is None else "bytes"
+        _refuse(f"{held} {unit} held, the cap is {cap[rows.stages[row]]}", plan, row, place)
+
+
+def _check_progress(plan: Plan, rows: Rows) -> None:
     """Run the step without time: each seat goes on as far as its data allow."""
-    made = {Datum("params", stage, None, 0) for stage in range(plan.stages)}
-    made |= {Datum("data", stage, micro_batch, 0) for stage in (0, plan.stages - 1) for micro_batch in plan.view.topology.batch}
-    place = dict.fromkeys(plan.programs, 0)
-    waiting: defaultdict[Datum, list[Seat]] = defaultdict(list)
-    arrived: defaultdict[int, list[Seat]] = defaultdict(list)  # at their stage's REDUCE
-    runnable = sorted(plan.programs, reverse=True)
-    while runnable:
-        seat = runnable.pop()
-        program = plan.programs[seat]
-        while place[seat] < len(program):
-            instruction = program[place[seat]]
-            missing = next((datum for datum in requires(instruction, plan.stages) if datum not in made), None)
-            if missing is not None:
-                waiting[missing].append(seat)
-                break
-            place[seat] += 1
-            if instruction.op is Op.REDUCE:
-                arrived[seat.stage].append(seat)
-                if len(arrived[seat.stage]) < len(plan.view.live_replicas(seat.stage)):
-                    continue  # its STEP waits for `reduced`
-            for datum in provides(instruction):
-                made.add(datum)
-                runnable += waiting.pop(datum, ())
-    stuck = [seat for seat in sorted(plan.programs) if place[seat] < len(plan.programs[seat])]
-    if stuck:
-        waits = "; ".join(f"{seat} waits before {plan.programs[seat][place[seat]]}" for seat in stuck)
-        raise VerificationError(f"the programs wait for each other: {waits}", plan, stuck[0], plan.programs[stuck[0]][place[stuck[0]]])
+    topology = plan.view.topology
+    tables = _tables(topology.stages)
+    route = np.frombuffer(plan.route.data, np.int32).reshape(topology.stages, -1)
+    place = rows.begins.copy()
+    live = np.array([len(plan.view.live_replicas(stage)) for stage in range(topology.stages)])
+    loops.progress(rows.codes, place, rows.ends, rows.replicas, rows.stages, route, topology.micro_batches, live, *tables)
+    stuck = np.flatnonzero(place < rows.ends)
+    if len(stuck):
+        waits = "; ".join(f"{plan.programs.seats[row]} waits before {decode(int(rows.codes[place[row]]))}" for row in stuck)
+        _refuse(f"the programs wait for each other: {waits}", plan, stuck[0], int(place[stuck[0]] - rows.begins[stuck[0]]))
+
+
+@lru_cache(maxsize=1)
+def _states() -> dict[tuple[Op, ...], int]:
+    """Every beginning of an allowed order, numbered; 0 is nothing."""
+    beginnings = {tuple(order[:length]) for order in ORDERS for length in range(len(order) + 1)}
+    return {ran: number for number, ran in enumerate(sorted(beginnings, key=lambda ran: (len(ran), ran)))}
+
+
+@lru_cache(maxsize=1)
+def _progressions() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """``after[state, op]``: the state that running op leads to, -1 where it may not run; and which states are complete."""
+    states = _states()
+    after = np.array([[states.get((*ran, op), -1) for op in OPS] for ran in states])
+    return after, np.array([list(ran) in ORDERS for ran in states])
+
+
+@lru_cache(maxsize=8)
+def _tables(stages: int) -> tuple[NDArray[np.int64], ...]:
+    """What each op on each stage needs and gives, from ``requires`` and ``provides``.
+
+    ``needs``, ``gives``: [op, stage, place] = kind * stages + stage of the datum, -1: no more.  ``wide``: [kind]
+    whether there is one for the whole stage; ``given``: [kind] whether it is there from the start.
+    ``joint``: the number of REDUCE's op, and kind of what it needs of each own micro-batch.
+    """
+    kinds: dict[tuple[str, int], int] = {}
+    wide: list[bool] = []
+
+    def number(datum: Datum) -> int:
+        kind = datum.kind, datum.step
+        if kind not in kinds:
+            kinds[kind] = len(kinds)
+            wide.append(datum.micro_batch is None)
+        return kinds[kind] * stages + datum.stage
+
+    any_micro_batch = MicroBatch(0, 0)
+    needs, gives = np.full((len(OPS), stages, 5), -1), np.full((len(OPS), stages, 3), -1)
+    for op in COMPUTE | STAGE_WIDE:
+        for stage in range(stages):
+            one = Instruction(op, stage, None if op in STAGE_WIDE else any_micro_batch)
+            for table, data in ((needs, requires(one, stages)), (gives, provides(one))):
+                table[OPS.index(op), stage, : len(data)] = list(map(number, data))
+    reduce = requires(Instruction(Op.REDUCE, 0), stages, (any_micro_batch,))
+    joint = np.array([OPS.index(Op.REDUCE)] + [number(datum) // stages for datum in reduce])
+    given = np.array([kind in INPUTS and step == 0 for kind, step in kinds])
+    return needs, gives, np.array(wide), given, joint

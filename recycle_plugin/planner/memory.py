@@ -1,0 +1,64 @@
+"""How much a worker may hold, and what a micro-batch holds.
+
+A micro-batch holds its activations from the start of its F to the end of its I or B; after an I it
+holds, until the end of its W, what the weight gradient needs.  In micro-batches both count 1 (no part
+is let go before W).  In bytes they are ``CostModel.activation_bytes`` and ``pending_bytes``: the second
+may be smaller (what only I needs is let go) or larger (activation checkpointing: what I has recomputed
+stays until W).  The working memory of a running instruction is not part of either.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.planner.errors import PlanError
+
+
+class Memory(NamedTuple):
+    """Per stage, int64: what a worker may hold, what an activation holds, and what a pending W holds."""
+
+    cap: NDArray[np.int64]
+    activation: NDArray[np.int64]
+    pending: NDArray[np.int64]
+
+
+def memory(costs: CostModel, policy: Policy) -> Memory:
+    """In bytes if the policy says so, else in micro-batches.  Raises PlanError where a worker can't hold one."""
+    stages = costs.stages
+    if policy.memory_bytes is None:
+        ones = np.ones(stages, np.int64)
+        try:
+            return Memory(np.array([policy.cap(stage, stages) for stage in range(stages)], np.int64), ones, ones)
+        except ValueError as error:
+            raise PlanError(str(error)) from None
+    if not costs.activation_bytes:
+        raise PlanError("memory_bytes needs costs with activation_bytes: profile the model, or give activation_cap instead")
+    cap = np.broadcast_to(np.array(policy.memory_bytes, np.int64), (stages,)).copy()
+    activation = np.array(costs.activation_bytes, np.int64)
+    pending = np.array(costs.pending_bytes or costs.activation_bytes, np.int64)
+    if not policy.split_backward:
+        pending = np.zeros(stages, np.int64)
+    least = activation if policy.couple or not policy.split_backward else np.maximum(activation, pending)
+    for stage in range(stages):
+        if cap[stage] < least[stage]:
+            raise PlanError(f"stage {stage} may hold {cap[stage]} bytes, one micro-batch takes {least[stage]}: raise memory_bytes")
+    return Memory(cap, activation, pending)
+
+
+def auto(device_bytes: int, state_bytes: Sequence[int], working_bytes: Sequence[int], reserve: float = 0.05) -> tuple[int, ...]:
+    """``Policy.memory_bytes`` from a memory profile, per stage.
+
+    ``state_bytes``: parameters, gradients, optimizer state and their undo record; ``working_bytes``: the
+    most that one running instruction needs on top; ``reserve``: the share of the device that stays free
+    for fragmentation.  Raises PlanError where nothing is left.
+    """
+    left = tuple(int(device_bytes * (1 - reserve)) - state - working for state, working in zip(state_bytes, working_bytes, strict=True))
+    for stage, free in enumerate(left):
+        if free <= 0:
+            raise PlanError(f"stage {stage}: model state and working memory leave {free} of {device_bytes} bytes for activations")
+    return left

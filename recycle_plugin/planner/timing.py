@@ -1,0 +1,140 @@
+"""When a global order runs, and the shortest period at which it can repeat; compiled.
+
+With staggered stages a step is a *template*: its starts, shifted by the period T, have to satisfy every
+dependency of the next step.  Steps meet only at a stage's own reduce-and-step, so T is valid exactly
+if for each stage the last end plus reduce and step, less the first start, is at most T.  The least T
+of an order is found by bisection: at a given T, a stage that is too wide has its first start moved
+later, until nothing moves (T is valid) or it goes on for ever (T is too short).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+
+@njit(cache=True, nogil=True)
+def run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends):
+    """Start every operation as soon as inputs, worker and its stage's ``release`` allow.
+
+    ``ends``: [F, gradient, W] x records, overwritten.  Returns the first start and the last end per stage.
+    """
+    records = worker.size
+    width = records // stages
+    last = records - width
+    free = np.empty(stages * ranks, np.int64)
+    for here in range(stages * ranks):
+        free[here] = release[here // ranks]
+    firsts, lasts = np.full(stages, np.int64(1) << 60), np.zeros(stages, np.int64)
+    for place in range(order.size):
+        kind, record = order[place] // records, order[place] % records
+        here, stage = worker[record], record // width
+        start = free[here]
+        if kind == 0:
+            if record >= width:
+                start = max(start, ends[0, record - width] + forward_lag[record])
+        elif kind == 2:
+            start = max(start, ends[1, record])
+        elif record >= last:
+            start = max(start, ends[0, record])
+        else:
+            start = max(start, ends[1, record + width] + backward_lag[record])
+        end = start + spend[kind, here]
+        starts[place] = start
+        free[here] = end
+        ends[1 if kind == 3 else kind, record] = end
+        firsts[stage] = min(firsts[stage], start)
+        lasts[stage] = max(lasts[stage], end)
+    return firsts, lasts
+
+
+@njit(cache=True, nogil=True)
+def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, period, starts, ends):
+    """The period of a template no longer than ``period``, with its ``starts``; -1 if there is none."""
+    release = np.zeros(stages, np.int64)
+    for _ in range(3 * stages + 8):
+        firsts, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
+        widest, moved = 0, False
+        for stage in range(stages):
+            window = lasts[stage] + closing[stage] - firsts[stage]
+            widest = max(widest, window)
+            if window > period:
+                release[stage] = lasts[stage] + closing[stage] - period
+                moved = True
+        if not moved:
+            return widest
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def evaluate(order, stages, ranks, synchronous, worker, spend, forward_lag, backward_lag, closing, joint, least, below, starts):
+    """The order's least period (to half a per mille of ``least``), with its ``starts``; -1 if it isn't less than ``below``.
+
+    ``synchronous``: all stages step together, ``joint`` after the last end; then a step starts from rest.
+    """
+    ends, trial = np.empty((3, worker.size), np.int64), np.empty(order.size, np.int64)
+    if synchronous:
+        firsts, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, np.zeros(stages, np.int64), starts, ends)
+        period = lasts.max() - firsts.min() + joint
+        return period if period < below else -1
+    best = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, below - 1, starts, ends)
+    if best <= least:
+        return best
+    low, probe = least - 1, least  # low: too short
+    while best - low > 1 + (least >> 11):
+        found = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, probe, trial, ends)
+        if found < 0:
+            low = probe
+        else:
+            best = found
+            starts[:] = trial
+        probe = (low + best) // 2
+        if probe <= low:
+            break
+    return best
+
+
+@njit(cache=True, nogil=True)
+def extent(order, starts, stages, ranks, worker, spend):
+    """The first start and the last end per stage."""
+    records = worker.size
+    width = records // stages
+    firsts, lasts = np.full(stages, np.int64(1) << 60), np.zeros(stages, np.int64)
+    for place in range(order.size):
+        kind, record = order[place] // records, order[place] % records
+        stage = record // width
+        firsts[stage] = min(firsts[stage], starts[place])
+        lasts[stage] = max(lasts[stage], starts[place] + spend[kind, worker[record]])
+    return firsts, lasts
+
+
+@njit(cache=True, nogil=True)
+def project(order, starts, stages, ranks, worker, spend, row, ends, step_at, reduce_at, tail, codes, times, names, micro_batches):
+    """Write each worker's program into its row of ``codes`` and planned starts into ``times``.
+
+    ``row[worker]``: its row, -1 where nobody is; rows end before ``ends``.  ``tail``: codes of the program's last
+    instructions for stage 0 (the stage is added), of which the first starts at ``reduce_at``, others at ``step_at``.
+    ``names[rank]``: replica number.  ``codes`` as in ``core.program``.
+    """
+    records = worker.size
+    width = records // stages
+    place = np.zeros(row.size, np.int64)
+    for here in range(row.size):
+        if row[here] > 0:
+            place[here] = ends[row[here] - 1]
+    for at in range(order.size):
+        kind, record = order[at] // records, order[at] % records
+        here, stage = worker[record], record // width
+        replica, index = names[record % width // micro_batches], record % micro_batches
+        codes[place[here]] = tail[3 + kind] | stage << 40 | replica << 20 | index
+        times[place[here]] = starts[at]
+        place[here] += 1
+    for here in range(row.size):
+        if row[here] < 0:
+            continue
+        stage = here // ranks
+        for closing in range(3):
+            if tail[closing] >= 0:
+                codes[place[here]] = tail[closing] | stage << 40
+                times[place[here]] = reduce_at[stage] if closing == 0 else step_at[stage]
+                place[here] += 1

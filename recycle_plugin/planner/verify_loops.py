@@ -1,0 +1,125 @@
+"""The verifier's compiled loops over packed programs.  Each returns where the first offence stands."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from recycle_plugin.core import program
+
+OP, STAGE_AT, REPLICA_AT = program.OP_SHIFT, program.STAGE_SHIFT, program.REPLICA_SHIFT
+STAGES, PLACES = program.STAGE_MASK, program.PLACE_MASK
+FINE, TAIL, EARLY, STAGE, ROUTE, ORDER = range(6)
+
+
+@njit(cache=True, nogil=True)
+def ending(codes, begins, ends, stages, compute, tail):
+    """The program's last ops, computation before them, and one stage all through: (rule, row, place)."""
+    for row in range(ends.size):
+        final = ends[row] - tail.size
+        if final < begins[row]:
+            return TAIL, row, np.int64(-1)
+        for place in range(tail.size):
+            if codes[final + place] >> OP != tail[place]:
+                return TAIL, row, ends[row] - 1 - begins[row]
+        for at in range(begins[row], final):
+            if not compute[codes[at] >> OP]:
+                return EARLY, row, at - begins[row]
+        for at in range(begins[row], ends[row]):
+            if codes[at] >> STAGE_AT & STAGES != stages[row]:
+                return STAGE, row, at - begins[row]
+    return FINE, -1, np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def once(codes, begins, ends, replicas, stages, route, after, state):
+    """Each op where the route says and after what it has to follow; leaves in ``state`` how far each micro-batch is."""
+    for row in range(ends.size):
+        for at in range(begins[row], ends[row]):
+            replica, index, op = codes[at] >> REPLICA_AT & PLACES, codes[at] & PLACES, codes[at] >> OP
+            if after[0, op] < 0 and not (after[:, op] >= 0).any():
+                continue  # the step's end
+            stage = stages[row]
+            if replica >= route.shape[1] or index >= route.shape[2] or route[stage, replica, index] != replicas[row]:
+                return ROUTE, row, at - begins[row]
+            reached = after[state[stage, replica, index], op]
+            if reached < 0:
+                return ORDER, row, at - begins[row]
+            state[stage, replica, index] = reached
+    return FINE, -1, np.int64(-1)
+
+
+@njit(cache=True, nogil=True)
+def memory(codes, begins, ends, stages, change, cap):
+    """Whether any prefix holds more than its stage's cap: (row, place, held), row -1 if none does."""
+    for row in range(ends.size):
+        held = 0
+        for at in range(begins[row], ends[row]):
+            held += change[codes[at] >> OP, stages[row]]
+            if held > cap[stages[row]]:
+                return row, at - begins[row], held
+    return -1, np.int64(-1), 0
+
+
+@njit(cache=True, nogil=True)
+def number_of(kind_stage, wide, stages, width, micro_batch):
+    """The place of a datum: kinds by stage by micro-batch; one for a whole stage stands at micro-batch 0."""
+    return kind_stage * width + (0 if wide[kind_stage // stages] else micro_batch)
+
+
+@njit(cache=True, nogil=True)
+def progress(codes, place, ends, replicas, seat_stage, route, micro_batches, live, needs, gives, wide, given, joint):
+    """Advance ``place`` of every row as far as data allow; a row that ends before ``ends`` waits for ever."""
+    stages, width = route.shape
+    rows = ends.size
+    made = np.zeros(wide.size * stages * width, np.bool_)
+    for kind in range(wide.size):
+        if given[kind]:
+            made[kind * stages * width : (kind + 1) * stages * width] = True
+    first_waiting, next_waiting = np.full(made.size, -1, np.int32), np.full(rows, -1, np.int32)
+    arrived = np.zeros(stages, np.int64)
+    runnable, ready = np.empty(rows + 1, np.int64), rows
+    for row in range(rows):
+        runnable[row] = rows - 1 - row
+    while ready:
+        ready -= 1
+        row = runnable[ready]
+        stage = seat_stage[row]
+        while place[row] < ends[row]:
+            code = codes[place[row]]
+            op = code >> OP
+            micro_batch = (code >> REPLICA_AT & PLACES) * micro_batches + (code & PLACES)
+            missing = -1
+            for nth in range(needs.shape[2]):
+                if needs[op, stage, nth] < 0:
+                    break
+                datum = number_of(needs[op, stage, nth], wide, stages, width, micro_batch)
+                if not made[datum]:
+                    missing = datum
+                    break
+            if op == joint[0] and missing < 0:
+                for nth in range(1, joint.size):
+                    for own in range(width):
+                        datum = number_of(joint[nth] * stages + stage, wide, stages, width, own)
+                        if route[stage, own] == replicas[row] and not made[datum]:
+                            missing = datum
+            if missing >= 0:
+                next_waiting[row] = first_waiting[missing]
+                first_waiting[missing] = row
+                break
+            place[row] += 1
+            if op == joint[0]:
+                arrived[stage] += 1
+                if arrived[stage] < live[stage]:
+                    continue  # its STEP waits for what the joint event gives
+            for nth in range(gives.shape[2]):
+                if gives[op, stage, nth] < 0:
+                    break
+                datum = number_of(gives[op, stage, nth], wide, stages, width, micro_batch)
+                made[datum] = True
+                waiting = first_waiting[datum]
+                first_waiting[datum] = -1
+                while waiting >= 0:
+                    runnable[ready] = waiting
+                    ready += 1
+                    waiting = next_waiting[waiting]
