@@ -1,0 +1,92 @@
+"""The demo itself: two jobs under the launcher, workers from a warm fork server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recycle_plugin.cli import main
+from tests.support.cluster import ForkServer
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
+ASKED_FOR = (
+    "topology", "killed", "steps", "max_loss_difference", "survivors_restarted", "stall_s", "step_s_before", "step_s_after",
+)  # fmt: skip
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    server = ForkServer(tmp_path_factory.mktemp("server"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RECYCLE_FORK_SERVER", server.path)
+        yield server
+    server.stop()
+
+
+def processes_that_name(text: str) -> list[str]:
+    """Command lines that contain ``text``: launchers and supervisors have the run folder in theirs."""
+    lines = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            lines.append(" ".join(process.cmdline()))
+    return [line for line in lines if text in line]
+
+
+def test_demo(warm, tmp_path, capsys):
+    out = tmp_path / "a folder"
+    code = main(["demo", "--out", str(out), "--steps", str(STEPS)])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    found = json.loads((out / "report.json").read_text())
+    assert all(key in found for key in ASKED_FOR) and found["passed"]
+    assert found["topology"] == {"replicas": 2, "stages": 2, "micro_batches": 4} and found["steps"] == STEPS
+    assert [(one["seat"], one["instruction"]) for one in found["killed"]] == [("0.1", "1F0.1@5")]
+    assert found["max_loss_difference"] <= 5e-6 and found["survivors_restarted"] == 0
+    assert 0 < found["detection_s"] + found["regroup_s"] < found["stall_s"]
+    assert found["step_s_before"] > 0 and found["step_s_after"] > 0 and found["predicted_ratio"] > 1
+    assert "fault: kill 0.1 before 1F0.1@5" in said and "lost: seat 0.1" in said and "passed" in said
+    assert "[INFO]" not in said, "DeepSpeed's own lines do not belong here"
+    assert said.count("single point of failure") == 1
+    assert len((out / "losses.csv").read_text().splitlines()) == STEPS + 1
+    picture_opens(out / "gantt.png")
+    kinds = [event["ph"] for event in json.loads((out / "trace.json").read_text())["traceEvents"]]
+    assert kinds.count("s") == kinds.count("f") > 0 and kinds.count("i") == 3
+
+
+def picture_opens(path: Path) -> None:
+    from matplotlib.image import imread
+
+    height, width, _ = imread(path).shape
+    assert 1000 < width <= 1400 and 400 < height < 1200 and path.stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_no_process(warm, tmp_path, number):
+    out = tmp_path / "interrupted"
+    command = [Path(sys.executable).with_name("recycle"), "demo", "--out", out]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    events = out / "fault_free" / "events.jsonl"
+    until(lambda: events.exists() or demo.poll() is not None, 120)
+    pids = [json.loads(line)["pid"] for line in events.read_text().splitlines() if '"worker"' in line]
+    demo.send_signal(number)
+    said, _ = demo.communicate(timeout=60)
+    assert demo.returncode == 130 and "interrupted" in said
+    assert len(pids) == 4 and until(lambda: not any(map(psutil.pid_exists, pids)), 10)
+    assert not processes_that_name(str(out))
+
+
+def until(true, seconds: float) -> bool:
+    """Poll ``true``; whether it became so in time."""
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return true()

@@ -1,0 +1,142 @@
+"""What the demo reports, against values worked out by hand from with_failure.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from recycle_plugin import demo
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.executor import Span
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import Instruction
+from recycle_plugin.runs import Outcome, RunFailed
+
+STEPS = 9
+LOSSES = [5.0 - step / 10 for step in range(STEPS)]
+
+
+def outcome(*killed: int, pids: dict[int, int] = {}, losses: dict[int, list[float]] = {}) -> Outcome:
+    """The run of the hand-written events; ranks in ``killed`` have left no record."""
+    events = tuple(map(json.loads, (Path(__file__).parent / "with_failure.jsonl").read_text().splitlines()))
+    ranks = [rank for rank in range(4) if rank not in killed]
+    return Outcome(0, events, {rank: {"rank": rank, "pid": pids.get(rank, 1000 + rank), "losses": losses.get(rank, LOSSES)} for rank in ranks})
+
+
+def spans() -> list[Span]:
+    """Steps of 200 ms from 101.7 s on: on each stage F 20 ms, I 10 ms, W 5 ms, REDUCE 8 ms for who comes last, STEP 3 ms."""
+    made = []
+    for step in range(1, STEPS + 1):
+        for seat in (Seat(0, 0), Seat(1, 0), Seat(0, 1), Seat(1, 1)):
+            if seat == Seat(0, 1) and step > 5:
+                continue
+            at = 101_550_000 + 200_000 * step + 1000 * seat.stage
+            reduce = 8000 if seat.replica else 30_000
+            for text, took in ((f"F{seat.replica}.0", 20_000), (f"I{seat.replica}.0", 10_000), (f"W{seat.replica}.0", 5000), ("REDUCE", reduce), ("STEP", 3000)):
+                made.append(Span(seat, Instruction.parse(f"{seat.stage}{text}@{step}"), at, at + took))
+                at += took
+    return made
+
+
+FAULT_FREE, FAILED = outcome(), outcome(2)
+
+
+def test_what_the_failure_cost():
+    (failure,) = demo.failures(FAILED)
+    assert failure.as_report() == {
+        "seat": "0.1", "instruction": "1F0.1@6", "when": "before", "pid": 1002, "step": 6,
+        "detection_s": 0.05, "regroup_s": 0.05, "redo_s": 0.3, "stall_s": 0.4,
+    }  # fmt: skip
+
+
+def test_a_commit_that_was_on_its_way_does_not_end_the_stall():
+    """Step 5 is committed 10 ms after the kill; the stall ends with the step that the survivors commit."""
+    assert FAILED.commits[5] > 102.75 and demo.failures(FAILED)[0].committed_at == FAILED.commits[6]
+
+
+def test_the_report():
+    found = demo.report(FAULT_FREE, FAILED, spans(), STEPS)
+    assert found["passed"] and found["problems"] == []
+    assert found["topology"] == {"replicas": 2, "stages": 2, "micro_batches": 4} and found["steps"] == STEPS
+    assert (found["stall_s"], found["detection_s"], found["regroup_s"], found["redo_s"]) == (0.4, 0.05, 0.05, 0.3)
+    assert found["step_s_before"] == 0.23  # steps 4 and 5: 0.2 and 0.26; warm-up and step 6 are left out
+    assert found["step_s_after"] == 0.4  # steps 7 to 9: 0.3, 0.5, 0.4
+    assert found["measured_ratio"] == 1.739
+    assert found["max_loss_difference"] == 0 and found["survivors_restarted"] == 0
+    assert [one["seat"] for one in found["survivors"]] == ["0.0", "1.0", "1.1"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_step_times_need_both_ends():
+    assert demo.step_times({1: 1.0, 2: 1.5, 4: 9.0}, 1, 4) == 0.5
+    assert math.isnan(demo.step_times({1: 1.0}, 1, 4))
+
+
+def test_costs_are_medians_and_reduce_is_timed_at_who_comes_last():
+    assert demo.measured_costs(spans(), 2) == CostModel((20_000,) * 2, (10_000,) * 2, (5000,) * 2, 0, (8000,) * 2, (3000,) * 2)
+    assert demo.measured_costs([], 1).of(Instruction.parse("0STEP").op, 0) == 0
+
+
+def test_the_planner_expects_a_step_to_take_longer_with_a_worker_less():
+    (failure,), job = demo.failures(FAILED), FAILED.of("start")[0]["job"]
+    assert 1.2 < demo.predicted_ratio(job, spans(), [failure]) < 2
+
+
+WRONG = {
+    "differ": (outcome(2, losses={rank: [*LOSSES[:-1], LOSSES[-1] + 6e-6] for rank in (0, 1, 3)}), "the losses differ by 6.0e-06"),
+    "not a number": (outcome(2, losses={rank: [*LOSSES[:-1], math.nan] for rank in (0, 1, 3)}), "the losses differ by nan"),
+    "too short": (outcome(2, losses={rank: LOSSES[:-1] for rank in (0, 1, 3)}), "the run with_failure has not 9 losses"),
+    "disagree": (outcome(2, losses={1: [0.0] * STEPS}), "the survivors do not agree"),
+    "restarted": (outcome(2, pids={3: 2003}), "the worker of seat 1.1 was restarted: process 1003 became 2003"),
+    "gone": (outcome(1, 2), "the worker of seat 1.0 (process 1001) did not get to the end"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("failed, problem", WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_said(failed: Outcome, problem: str):
+    found = demo.report(FAULT_FREE, failed, spans(), STEPS)
+    assert not found["passed"] and problem in "; ".join(found["problems"])
+    assert found["survivors_restarted"] == (1 if "restarted" in problem else 0)
+
+
+def test_a_run_without_its_failure_is_no_demo():
+    unstruck = replace(FAILED, events=tuple(event for event in FAILED.events if event["event"] != "fault"))
+    with pytest.raises(RunFailed, match="no fault struck"):
+        demo.report(FAULT_FREE, unstruck, spans(), STEPS)
+    stuck = replace(FAILED, events=tuple(event for event in FAILED.events if event["time"] < 102.84))
+    with pytest.raises(RunFailed, match="no step was committed after it"):
+        demo.failures(stuck)
+
+
+def test_the_picture_shows_consecutive_windows():
+    (failure,) = demo.failures(FAILED)
+    before, interrupted, after = demo.panels(spans(), failure)
+    assert [panel.title for panel in (before, interrupted, after)] == ["steps 4 and 5", "step 6, interrupted and run again", "steps 7 and 8"]
+    assert {span.instruction.step for span in before.spans} == {4, 5} and not before.deaths
+    assert interrupted.deaths == {Seat(0, 1): 102_750_000} and interrupted.pauses[0].text == "100 ms to notice and regroup"
+    assert {span.instruction.step for span in interrupted.void} == {6}
+    assert max(span.end_us for span in before.spans) <= min(span.start_us for span in interrupted.spans)
+
+
+def test_files_and_summary(tmp_path):
+    found = demo.report(FAULT_FREE, FAILED, spans(), STEPS) | {"seconds": 1.0}
+    demo.write(tmp_path, found, spans(), demo.failures(FAILED))
+    assert json.loads((tmp_path / "report.json").read_text()) == found
+    assert (tmp_path / "losses.csv").read_text().splitlines()[:2] == ["step,fault_free,with_failure", "1,5.0,5.0"]
+    assert (tmp_path / "gantt.png").read_bytes().startswith(b"\x89PNG")
+    marks = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "i"]
+    assert marks == ["SIGKILL 0.1", "0.1 seen lost", "went on without 0.1"]
+    text = demo.summary(found, tmp_path)
+    for part in ("<-- killed", "stall     0.400 s", "0.230 s before, 0.400 s after", "1.1 is process 1003; 0 restarted", str(tmp_path)):
+        assert part in text
+
+
+@pytest.mark.parametrize("scenario, steps, message", [("flood", 30, "there is worker"), ("worker", 9, "at least 10")])
+def test_wrong_arguments_are_refused_before_anything_starts(tmp_path, scenario, steps, message):
+    with pytest.raises(ValueError, match=message):
+        demo.run(str(tmp_path / "out"), scenario, steps)
+    assert not (tmp_path / "out").exists()
