@@ -12,12 +12,14 @@ from tests.support.cluster import ForkServer, Result, Run
 from tests.support.jobs import SQUARE, TRAIN, Shape, overrides
 
 Launch = Callable[..., Run]
+DEADLINE_S = 300  # of a test; a run takes seconds, unless others use the machine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.processes)
+            item.add_marker(pytest.mark.timeout(DEADLINE_S))
 
 
 @pytest.fixture(scope="session")

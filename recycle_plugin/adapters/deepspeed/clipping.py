@@ -1,7 +1,8 @@
 """Gradient norms over a pipeline, each stage's share known to all through the coordinator.
 
-``true``: over all stages.  ``deepspeed``: what stock DeepSpeed 0.19 computes in fp32, which counts the
-first stage only and averages that over the replicas; kept for comparisons.
+``true``: over all stages.  ``deepspeed``: what stock DeepSpeed 0.19 computes in fp32, which takes a pipeline
+for a tensor-parallel group: it counts the first stage, and of the others only what calls itself tensor
+parallel (megatron-core's parallel linears do), and averages that over the replicas; kept for comparisons.
 """
 
 from __future__ import annotations
@@ -9,6 +10,14 @@ from __future__ import annotations
 import math
 
 import torch
+from deepspeed.runtime.utils import is_model_parallel_parameter
+
+
+def counted(parameters: list[torch.nn.Parameter], stage: int, kind: bool | str) -> list[torch.nn.Parameter]:
+    """Those of the stage's parameters that the norm of this kind is over."""
+    if kind == "deepspeed" and stage:
+        return [parameter for parameter in parameters if is_model_parallel_parameter(parameter)]
+    return parameters
 
 
 def squared_norm(parameters: list[torch.nn.Parameter]) -> float:
@@ -20,7 +29,10 @@ def squared_norm(parameters: list[torch.nn.Parameter]) -> float:
 def total_norm(by_stage: dict[str, float], kind: bool | str, replicas: int) -> torch.Tensor:
     """From each stage's :func:`squared_norm` (keys: stage numbers) to the norm that gradients are clipped by."""
     if kind == "deepspeed":
-        share = torch.tensor(by_stage["0"]).pow(1.0 / 2.0) * 1.0 / float(replicas)
+        squares = torch.tensor(by_stage["0"])
+        for stage in range(1, len(by_stage)):
+            squares += torch.tensor(by_stage[str(stage)])
+        share = squares.pow(1.0 / 2.0) * 1.0 / float(replicas)
         total = share.clone()
         for _ in range(replicas - 1):
             total += share

@@ -189,6 +189,10 @@ class RecycleEngine(PipelineEngine):
                                    f"{self.topology_.replicas} replicas of {self.topology_.stages} stages (seats are replica.stage, from 0)")
 
     def _build_data_iter(self, dataset: Any) -> None:
+        if self._job.settings.rng == "stream":  # stock's loader draws from the worker's stream as well, at each start of an epoch
+            super()._build_data_iter(dataset)
+            self._source = lambda step, micro_batch: self._next_batch()
+            return
         shape = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches)
         self._source = DatasetSource(dataset, shape, self.micro_batch_size, self._config.dataloader_drop_last, self.collate_fn)
 
@@ -317,10 +321,11 @@ class RecycleEngine(PipelineEngine):
 
     def _exec_validate(self, instruction: Instruction) -> None:
         """The gradient norm, from every stage's share; the stage's workers hold the same gradients and say the same."""
-        share = {str(self.stage_id): clipping.squared_norm(self._parameters)}
+        kind = self._job.settings.norm
+        share = {str(self.stage_id): clipping.squared_norm(clipping.counted(self._parameters, self.stage_id, kind))}
         self._contribute(instruction.step, "norm", share, self.num_stages)
         shares = self._job.session.wait_collected(instruction.step, "norm")
-        self._norm = clipping.total_norm(shares, self._job.settings.norm, self.topology_.replicas)
+        self._norm = clipping.total_norm(shares, kind, self.topology_.replicas)
 
     def clip_fp32_gradients(self) -> None:
         """Called by stock code inside the optimizer step, with the norm that VALIDATE has found."""

@@ -1,0 +1,43 @@
+"""Each sample is used exactly once per committed step, proved by the weights (see tests/jobs/count.py)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+SHARE = 4  # replicas × micro-batches
+SAMPLES_PER_STEP = 8
+STEPS = 12
+
+
+@pytest.fixture
+def counts(launch, tmp_path):
+    """``counts(*faults, wrap=)``: for each rank that got to the end, how often each sample was used."""
+
+    def run(*faults: str, **wrap: object) -> dict[str, torch.Tensor]:
+        job = {"folder": str(tmp_path / "run0"), "faults": faults, "steps": STEPS, "wrap": wrap}
+        result = launch(script="tests/jobs/count.py", RECYCLE_TEST_COUNT=json.dumps(job)).finish()
+        assert result.code == 0, result.output[-6000:]
+        paths = sorted((tmp_path / "run0" / "rows").iterdir())
+        return {path.stem: -SHARE * torch.load(path).flatten() for path in paths}
+
+    return run
+
+
+@pytest.mark.parametrize("kills", [(), ("kill 0.1 before 1F0.1@4", "kill 1.0 after 0REDUCE@9"), ("kill 1.1 after 1STEP@7",)], ids=" ".join)
+def test_every_sample_counts_once(counts, kills):
+    found = counts(*kills)
+    assert len(found) == 4 - len(kills)
+    for rank, used in found.items():
+        assert torch.equal(used, torch.ones(SAMPLES_PER_STEP * STEPS)), f"{rank}: {used.tolist()}"
+
+
+@pytest.mark.parametrize("times", (0, 2))
+def test_a_sample_left_out_or_used_twice_would_be_seen(counts, times):
+    found = counts("kill 0.1 before 1F0.1@4", name="scale_micro_batch", micro_batch="0.1", step=4, factor=times)
+    for used in found.values():
+        wrong = (used != 1).nonzero().flatten().tolist()
+        assert wrong == [28, 30]  # step 4's samples are 24 to 31; replica 0 has the even ones, its second micro-batch the last two
+        assert used[wrong].tolist() == [times, times]
