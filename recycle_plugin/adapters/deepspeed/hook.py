@@ -12,6 +12,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import json
+import os
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,9 +108,10 @@ def find_config(arguments: tuple, named: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_cuda() -> bool:
+    """Whether the job runs on GPUs: it may have been told not to, on a machine that has some."""
     import torch
 
-    return torch.cuda.is_available()
+    return os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
