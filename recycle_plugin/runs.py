@@ -119,6 +119,13 @@ class TrainingRun:
         os.kill(pids[rank], signal.SIGKILL)
         return at
 
+    def pause(self) -> None:
+        """Stop all processes of the run until :meth:`go_on`, so that another run has the machine to itself."""
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
     def wait_for(self, found: Callable[[], T], what: str, timeout_s: float = 120.0, poll_s: float = POLL_S) -> T:
         """Poll until ``found()`` is true and return it; RunFailed when the run ends or the deadline passes first."""
         deadline = time.monotonic() + timeout_s
@@ -153,6 +160,14 @@ class TrainingRun:
                     pass
             psutil.wait_procs(left, timeout=1)
         self.launcher.wait(10)
+
+    def _signal(self, number: int) -> None:
+        workers = {event["pid"] for event in self.events() if event["event"] == "worker"}  # forked ones do not show their environment
+        for pid in sorted(workers | {process.pid for process in _processes(self._mark)}):
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
 
     def _failed(self, how: str, what: str) -> RunFailed:
         return RunFailed(f"the run in {self.folder} {how} {what}\n{self.output[-TAIL:]}")

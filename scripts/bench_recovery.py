@@ -1,0 +1,141 @@
+"""What a failure costs: workers are killed from outside at uniformly random times, in real jobs under the launcher.
+
+scripts/bench_recovery.py                                       # 2x2 and 4x2, steps of 0.3 s and 3 s, ten kills each
+scripts/bench_recovery.py --topology 2x2 --step 0.3 --kills 4   # replicas x stages
+scripts/bench_recovery.py --model gpt_tiny --topology 2x2       # real compute instead of sleeping layers
+
+Targets: the median of the cost without the redone part of the step at most 0.3 s with 2x2, 0.5 s with 4x2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
+from statistics import median
+
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.measure import REPLACED, WARM_UP, Kill, RecoveryCost, recovery_costs
+from recycle_plugin.runs import RunFailed, TrainingRun
+from recycle_plugin.runtime.trace import read_traces
+
+TARGET_S = {4: 0.3, 8: 0.5}  # by workers
+MICRO_BATCHES = 4
+SETTLED = 4  # intervals between commits that give a median, before and after each kill
+SHOWN = ("cost_s", "stall_s", "detection_s", "regroup_s", "plan_s", "redone_s", "rest_s", "before_s", "after_s")
+
+
+def main(arguments: list[str]) -> int:
+    found = parser().parse_args(arguments)
+    results, missed = [], False
+    for name in found.topology:
+        replicas, _, stages = name.partition("x")
+        shape = Topology(int(replicas), int(stages), MICRO_BATCHES)
+        for step_s in found.step if found.model == "emulated" else [0.0]:
+            folder = found.out / f"{name}-{step_s:g}s"
+            costs = measure(shape, found.model, step_s, found.kills, random.Random(found.seed), folder)
+            target = TARGET_S.get(len(shape.seats))
+            results.append({"topology": name, "model": found.model, "step_s": step_s, "seed": found.seed, "target_s": target, **summary(costs)})
+            print(table(results[-1], costs), flush=True)
+            missed |= target is not None and results[-1]["median"]["stall_s"] > target
+    (found.out / "recovery.json").write_text(json.dumps(results, indent=1))
+    print(f"written to {found.out / 'recovery.json'}")
+    return int(missed)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--topology", nargs="+", default=["2x2", "4x2"], metavar="RxS", help="replicas x stages")
+    made.add_argument("--step", nargs="+", type=float, default=[0.3, 3.0], metavar="S", help="seconds of a fault-free step, emulated")
+    made.add_argument("--model", default="emulated", choices=["emulated", "gpt_tiny"])
+    made.add_argument("--kills", type=int, default=10, help="kills for each topology and step time")
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--out", type=Path, default=Path("runs/bench_recovery"), metavar="DIR")
+    return made
+
+
+def measure(shape: Topology, model: str, step_s: float, kills: int, dice: random.Random, folder: Path) -> list[RecoveryCost]:
+    """Jobs one after the other, each killed as often as it survives, until there are enough kills."""
+    costs: list[RecoveryCost] = []
+    while len(costs) < kills:
+        print(f"job for kill {len(costs) + 1} of {kills} ...", file=sys.stderr, flush=True)
+        costs += kill_one_by_one(shape, overrides(shape, model, step_s), kills - len(costs), dice, folder / f"job{len(costs)}")
+    return costs
+
+
+def overrides(shape: Topology, model: str, step_s: float) -> list[str]:
+    """A job that goes on until it is ended.  F = I = W, so that a step with its last stage's wait is about ``step_s``."""
+    each_ms = 1000 * step_s / (3 * shape.micro_batches + shape.stages - 1)
+    times = [f"{prefix}.{name}_ms={each_ms:g}" for prefix in ("model", "++recycle.costs") for name in ("forward", "input", "weight")]
+    emulated = ["optimizer=sgd", *times] if model == "emulated" else []
+    return [
+        f"model={model}", *emulated, f"topology.stages={shape.stages}", f"topology.replicas={shape.replicas}",
+        f"topology.micro_batches={shape.micro_batches}", "steps=100000", "report_every=0", "recycle.enabled=true", "recycle.trace=true",
+    ]  # fmt: skip
+
+
+def kill_one_by_one(shape: Topology, job: list[str], most: int, dice: random.Random, folder: Path) -> list[RecoveryCost]:
+    """One job: kill, let it settle, kill again, as long as every stage keeps a worker."""
+    live, kills = set(shape.seats), []
+    for stale in folder.glob("trace/*.txt"):
+        stale.unlink()
+    with TrainingRun(folder, len(shape.seats), job) as run:
+        settled = WARM_UP + SETTLED
+        while len(kills) < most and (victims := survivable(shape, live)):
+            run.wait_for(lambda: run.committed() >= settled, f"step {settled}", timeout_s=300)
+            commits = sorted(event["time"] for event in run.events() if event["event"] == "committed")
+            time.sleep(dice.uniform(0, 2 * (commits[-1] - commits[-2])))
+            seat = dice.choice(victims)
+            kills.append(Kill(seat, run.kill(run.rank_at(str(seat)))))
+            live.remove(seat)
+            resume = run.wait_for(lambda: resumes(run)[len(kills) :], f"word that it goes on without seat {seat}")[0]
+            settled = resume["committed"] + REPLACED + SETTLED
+        run.wait_for(lambda: run.committed() >= settled, f"step {settled}", timeout_s=300)
+        return recovery_costs(kills, run.events(), read_traces(folder / "trace"))
+
+
+def survivable(shape: Topology, live: set[Seat]) -> list[Seat]:
+    """Seats whose loss leaves their stage a worker."""
+    return [seat for seat in sorted(live) if sum(other.stage == seat.stage for other in live) > 1]
+
+
+def resumes(run: TrainingRun) -> list[dict]:
+    return [event for event in run.events() if event["event"] == "resume"]
+
+
+def summary(costs: list[RecoveryCost]) -> dict:
+    names = [field.name for field in fields(RecoveryCost) if field.name.endswith("_s")]
+    series = {name: sorted(getattr(cost, name) for cost in costs) for name in names}
+    return {
+        "median": {name: round(median(values), 4) for name, values in series.items()},
+        "least": {name: round(values[0], 4) for name, values in series.items()},
+        "most": {name: round(values[-1], 4) for name, values in series.items()},
+        "kills": [asdict(cost) for cost in costs],
+    }
+
+
+def table(result: dict, costs: list[RecoveryCost]) -> str:
+    """A row per kill and the medians; milliseconds."""
+    lines = [f"\n{result['topology']}, {result['model']}, step {result['median']['before_s']:.3f} s, {len(costs)} kills, milliseconds"]
+    lines.append(f"{'seat':>8} {'phase':>6} {'undone':>6} " + " ".join(f"{name.removesuffix('_s'):>9}" for name in SHOWN))
+    for cost in costs:
+        row = " ".join(f"{1000 * getattr(cost, name):9.1f}" for name in SHOWN)
+        lines.append(f"{cost.seat:>8} {cost.phase:6.2f} {cost.undone:6d} {row}")
+    for name in ("median", "least", "most"):
+        lines.append(f"{name:>8} {'':6} {'':6} " + " ".join(f"{1000 * result[name][key]:9.1f}" for key in SHOWN))
+    if result["target_s"] is not None:
+        met = "met" if result["median"]["stall_s"] <= result["target_s"] else "NOT MET"
+        lines.append(f"stall (cost without the redone part): median {result['median']['stall_s']:.3f} s, target {result['target_s']:g} s: {met}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except RunFailed as failure:
+        sys.exit(f"bench_recovery: {failure}")

@@ -1,0 +1,221 @@
+"""What the plugin costs while nothing fails, what its schedule gains, and whether its predictions hold.
+
+scripts/bench_step.py overhead     # gpt_tiny, 2x2, real compute: step time against the stock engine's
+scripts/bench_step.py throughput   # emulated F = I = W, PP=4 x DP=2, 8 micro-batches: throughput against stock 1F1B's
+scripts/bench_step.py prediction   # emulated, PP=4 x DP=3, 6 micro-batches: before and after one loss, against the plan
+
+Targets: ratio of step times at most 1.05; throughput at least 1.15 times, with no more micro-batches held than
+1F1B holds at its first stage; predictions within 5%.  Every part writes JSON to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Callable, Sequence
+
+from recycle_plugin import planner
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.measure import REPLACED, WARM_UP, Constants, calibrate, intervals
+from recycle_plugin.runs import Outcome, RunFailed, TrainingRun
+from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.simulator import predict
+
+OVERHEAD, GAIN, ERROR = 1.05, 1.15, 0.05
+DEADLINE_S = 600.0
+STARTED = 10  # both runs are past this step before they take turns
+SLICE_S = 3.0  # how long one of two runs has the machine before the other gets it
+WITHOUT = ["recycle.split_backward=false", "recycle.stagger_optimizer=false", "recycle.reroute=false"]
+
+
+def main(arguments: list[str]) -> int:
+    found = parser().parse_args(arguments)
+    found.out.mkdir(parents=True, exist_ok=True)
+    result = PARTS[found.part](found)
+    (found.out / f"{found.part}.json").write_text(json.dumps(result, indent=1))
+    print(f"written to {found.out / f'{found.part}.json'}")
+    return int(not result["met"])
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("part", choices=sorted(PARTS))
+    made.add_argument("--steps", type=int, default=None, help="steps of each run (default: 150, 15 or 20)")
+    made.add_argument("--rounds", type=int, default=None, help="runs of each kind (default: 1, 2 or 1)")
+    made.add_argument("--layer-ms", type=float, default=None, help="F, I and W of an emulated layer (default: 30)")
+    made.add_argument("--out", type=Path, default=Path("runs/bench_step"), metavar="DIR")
+    made.add_argument("overrides", nargs="*", metavar="key=value", help="further Hydra overrides for the plugin's runs")
+    return made
+
+
+# --- real compute: the plugin's own cost -------------------------------------------------------------------
+
+
+def overhead(found: argparse.Namespace) -> dict:
+    """Both engines run the same job at the same time, and take turns of a few seconds with the machine."""
+    job = ["model=gpt_tiny", "topology=pp2_dp2", f"steps={found.steps or 150}", f"report_every={STARTED}"]
+    plugin, stock = [], []
+    for number in range(found.rounds or 1):
+        with ExitStack() as stack:
+            runs = []
+            for kind, more in (("stock", []), ("plugin", ["recycle.enabled=true", *found.overrides])):
+                run = stack.enter_context(TrainingRun(found.out / f"overhead-{kind}{number}", 4, [*job, *more], plugin=kind == "plugin"))
+                run.wait_for(lambda: f"steps: {STARTED} " in run.output, f"step {STARTED}", DEADLINE_S)
+                run.pause()
+                runs.append(run)
+            take_turns(runs)
+            stock += settled(runs[0].finish(DEADLINE_S), STARTED)
+            plugin += settled(runs[1].finish(DEADLINE_S), STARTED)
+    ratio = median(plugin) / median(stock)
+    print(f"step, stock:  {spread(stock)}\nstep, plugin: {spread(plugin)}\nratio of medians {ratio:.3f}, target at most {OVERHEAD}: {verdict(ratio <= OVERHEAD)}")
+    return {"stock_s": statistics(stock), "plugin_s": statistics(plugin), "ratio": ratio, "target": OVERHEAD, "met": ratio <= OVERHEAD}
+
+
+def take_turns(runs: Sequence[TrainingRun]) -> None:
+    """One run at a time has the machine, until one has ended.  All are paused at first."""
+    deadline = time.monotonic() + DEADLINE_S
+    while all(run.launcher.poll() is None for run in runs) and time.monotonic() < deadline:
+        for run in runs:
+            run.go_on()
+            time.sleep(SLICE_S)
+            run.pause()
+    for run in runs:
+        run.go_on()
+
+
+def settled(outcome: Outcome, skipped: int = WARM_UP) -> list[float]:
+    """Step times of all ranks, without the first ones."""
+    return [seconds for record in outcome.records.values() for seconds in record["step_s"][skipped:]]
+
+
+# --- emulated stage times: the schedule's gain ---------------------------------------------------------------
+
+
+def throughput(found: argparse.Namespace) -> dict:
+    """Stock 1F1B, the plugin with everything off (1F1B on our runtime), and the plugin; one after the other, in rounds."""
+    shape, layer_ms = Topology(replicas=2, stages=4, micro_batches=8), found.layer_ms or 30.0
+    job = [*emulated(shape, layer_ms), f"steps={found.steps or 15}"]
+    kinds = {"stock": [], "1f1b": ["recycle.enabled=true", *WITHOUT], "plugin": ["recycle.enabled=true", f"recycle.activation_cap={shape.stages}", *found.overrides]}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    held: dict[str, int] = {}
+    for number in range(found.rounds or 2):
+        for kind, more in kinds.items():
+            with TrainingRun(found.out / f"throughput-{kind}{number}", len(shape.seats), [*job, *more], plugin=kind != "stock") as run:
+                outcome = run.finish(DEADLINE_S)
+            seconds[kind] += settled(outcome)
+            held[kind] = max((event["held"] for event in outcome.of("peak")), default=shape.stages)
+            print(f"{kind:>6}: step {spread(seconds[kind])}, held at most {held[kind]}", flush=True)
+    gain = median(seconds["stock"]) / median(seconds["plugin"])
+    met = gain >= GAIN and held["plugin"] <= shape.stages
+    print(f"throughput {gain:.3f} times stock 1F1B's, target at least {GAIN}: {verdict(met)}")
+    return {
+        "layer_ms": layer_ms, "step_s": {kind: statistics(values) for kind, values in seconds.items()}, "held": held,
+        "gain": gain, "target": GAIN, "met": met,
+    }  # fmt: skip
+
+
+def emulated(shape: Topology, layer_ms: float, constants: Constants | None = None) -> list[str]:
+    """One layer a stage with F = I = W = ``layer_ms``; the planner is told that, and ``constants`` if they are known."""
+    names = ("forward", "input", "weight")
+    costs = {f"{name}_ms": layer_ms for name in names}
+    if constants is not None:
+        costs |= {f"{name}_ms": microseconds / 1000 for name, microseconds in asdict(constants).items()}
+    return [
+        "model=emulated", "optimizer=sgd", f"topology.stages={shape.stages}", f"topology.replicas={shape.replicas}",
+        f"topology.micro_batches={shape.micro_batches}", "report_every=0", *(f"model.{name}_ms={layer_ms:g}" for name in names),
+        *(f"++recycle.costs.{name}={value:g}" for name, value in costs.items()),
+    ]  # fmt: skip
+
+
+# --- emulated stage times: predictions -----------------------------------------------------------------------
+
+
+def prediction(found: argparse.Namespace) -> dict:
+    """Calibrate on 2x2, predict 3x4 with and without a lost worker, write that down, and only then run it."""
+    layer_ms, lost = found.layer_ms or 30.0, Seat(0, 1)
+    constants = calibration(found.out / "calibration", layer_ms, found.steps or 20)
+    shape = Topology(replicas=3, stages=4, micro_batches=6)
+    costs = replace(CostModel.uniform(shape.stages, *(round(1000 * layer_ms),) * 3, constants.communication, constants.reduce, constants.step),
+                    dispatch=constants.dispatch)
+    plans = {"fault_free": planner.plan(shape.full(), costs, Policy()), "degraded": planner.plan(shape.full().without(lost), costs, Policy())}
+    predicted = {name: predict(plan, costs).period_us / 1e6 for name, plan in plans.items()}
+    path = found.out / "predicted.json"
+    path.write_text(json.dumps({"at": time.time(), "layer_ms": layer_ms, "constants": asdict(constants), "lost": str(lost), "step_s": predicted,
+                                "digests": {name: plan.digest for name, plan in plans.items()}}, indent=1))
+    print(f"constants of this machine, from 2x2 [us]: {asdict(constants)}\npredicted before the run, in {path}: {predicted}", flush=True)
+    measured, digests = one_loss(found, shape, lost, [*emulated(shape, layer_ms, constants), *found.overrides])
+    errors = {name: median(measured[name]) / predicted[name] - 1 for name in predicted}
+    for name in predicted:
+        rate = shape.replicas * shape.micro_batches / median(measured[name])
+        print(f"{name:>10}: predicted {predicted[name]:.4f} s, measured {spread(measured[name])}, {rate:.2f} micro-batches/s, error {errors[name]:+.1%}")
+    same = {name: plans[name].digest == digests[name] for name in plans}
+    met = all(abs(error) <= ERROR for error in errors.values()) and all(same.values())
+    print(f"the plans that were predicted are those that ran: {same}; within {ERROR:.0%}: {verdict(met)}")
+    return {
+        "layer_ms": layer_ms, "constants": asdict(constants), "predicted_s": predicted, "measured_s": {n: statistics(v) for n, v in measured.items()},
+        "errors": errors, "same_plan": same, "met": met,
+    }  # fmt: skip
+
+
+def calibration(folder: Path, layer_ms: float, steps: int) -> Constants:
+    """From the trace of a fault-free run with 2x2 workers."""
+    shape = Topology(replicas=2, stages=2, micro_batches=4)
+    for stale in folder.glob("trace/*.txt"):
+        stale.unlink()
+    with TrainingRun(folder, len(shape.seats), [*emulated(shape, layer_ms), f"steps={steps}", "recycle.enabled=true", "recycle.trace=true"]) as run:
+        run.finish(DEADLINE_S)
+    return calibrate(read_traces(folder / "trace"), round(1000 * layer_ms))
+
+
+def one_loss(found: argparse.Namespace, shape: Topology, lost: Seat, job: list[str]) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Step times before and after ``lost`` is killed, and the digests of the plans that ran."""
+    steps = found.steps or 20
+    with TrainingRun(found.out / "prediction", len(shape.seats), [*job, "recycle.enabled=true", "steps=100000"]) as run:
+        run.wait_for(lambda: run.committed() >= WARM_UP + steps, "fault-free steps", DEADLINE_S)
+        run.kill(run.rank_at(str(lost)))
+        resume = run.wait_for(lambda: resumes(run)[1:], "recovery")[0]
+        first = resume["committed"] + REPLACED
+        run.wait_for(lambda: run.committed() >= first + steps, "degraded steps", DEADLINE_S)
+        events = run.events()
+    commits = {event["step"]: event["time"] for event in events if event["event"] == "committed"}
+    times = {"fault_free": intervals(commits, WARM_UP, WARM_UP + steps), "degraded": intervals(commits, first, first + steps)}
+    return times, {name: resume["digest"] for name, resume in zip(times, resumes(run))}
+
+
+def resumes(run: TrainingRun) -> list[dict]:
+    return [event for event in run.events() if event["event"] == "resume"]
+
+
+# --- words and numbers ---------------------------------------------------------------------------------------
+
+
+def statistics(values: Sequence[float]) -> dict:
+    low, middle, high = quantiles(values, n=4)
+    return {"median": middle, "quartiles": [low, high], "least": min(values), "most": max(values), "steps": len(values)}
+
+
+def spread(values: Sequence[float]) -> str:
+    low, middle, high = quantiles(values, n=4)
+    return f"{middle:.4f} s (quartiles {low:.4f} to {high:.4f}, {len(values)} steps)"
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "NOT MET"
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict]] = {"overhead": overhead, "throughput": throughput, "prediction": prediction}
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except RunFailed as failure:
+        sys.exit(f"bench_step: {failure}")
