@@ -62,9 +62,7 @@ class MemberGroup(dist.ProcessGroup):
         self._rank = rank
         self._ranks = ranks or tuple(range(size))
         self._timeout = timeout
-        self._built = -1
-        self._inner: dist.ProcessGroupGloo | None = None
-        self._sockets: list[int] = []
+        self._link: Link | None = None
         self._position: dict[int, int] = {}
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
@@ -82,7 +80,7 @@ class MemberGroup(dist.ProcessGroup):
         inner_options.rootRank, inner_options.rootTensor = root, options.rootTensor
         return self._run("a broadcast", lambda inner: inner.broadcast(tensors, inner_options))
 
-    def barrier(self, options=None):
+    def barrier(self, opts=None):  # torch passes it by this name
         return self._run("a barrier", lambda inner: inner.barrier(dist.BarrierOptions()))
 
     def allgather(self, outputs, inputs, options=None):
@@ -132,18 +130,16 @@ class MemberGroup(dist.ProcessGroup):
 
     def _attempt(self, what: str, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
         self._members()
-        if len(self._position) > 1:
-
-            def operate() -> None:
-                start(self._current()).wait()
-
-            name = f"{what} among ranks {', '.join(map(str, self._live_ranks()))}"
-            try:
-                self._session.run_interruptibly(name, operate)
-            except RuntimeError as error:  # Gloo's word for a broken connection: who is gone comes from the coordinator
-                if isinstance(error, RecycleError):
-                    raise
-                self._session.wait(f"news of a lost worker after {name} failed ({error})", lambda: None, timeout_s=NEWS_TIMEOUT_S)
+        if len(self._position) <= 1:
+            return
+        link = self._link
+        name = f"{what} among ranks {', '.join(map(str, self._live_ranks()))}"
+        try:
+            self._session.run_interruptibly(name, lambda: start(link.connected()).wait())
+        except RecycleError:
+            raise
+        except RuntimeError as error:  # Gloo's word for a broken connection: who is gone comes from the coordinator
+            self._session.wait(f"news of a lost worker after {name} failed ({error})", lambda: None, timeout_s=NEWS_TIMEOUT_S)
 
     def _live_ranks(self) -> tuple[int, ...]:
         generation = self._session.generation
@@ -154,10 +150,14 @@ class MemberGroup(dist.ProcessGroup):
 
     def _members(self) -> None:
         """Leave the group of an older generation; logical positions of the live members in the new one."""
-        if self._built != self._session.number:
-            self.retire()
-            self._built = self._session.number
-            self._position = {self._ranks.index(rank): place for place, rank in enumerate(self._live_ranks())}
+        number = self._session.number
+        if self._link is not None and self._link.generation == number:
+            return
+        if self._link is not None:
+            self._link.abandon()
+        self._position = {self._ranks.index(rank): place for place, rank in enumerate(self._live_ranks())}
+        store = dist.PrefixStore(f"generation{number}", self._store)
+        self._link = Link(number, store, self._position[self._rank], len(self._position), self._timeout)
 
     def _live(self, logical: int, what: str) -> int:
         self._members()
@@ -171,21 +171,68 @@ class MemberGroup(dist.ProcessGroup):
             raise RecycleError(f"torch.distributed.{what} needs every member of the group, and {len(self._ranks) - len(self._position)} of "
                                f"{len(self._ranks)} are lost; use all_reduce or broadcast, which work among the live ones")
 
-    def _current(self) -> dist.ProcessGroupGloo:
-        """The Gloo group of this generation.  Runs in the operation's thread: connecting may block."""
-        if self._inner is None:
-            store = dist.PrefixStore(f"generation{self._built}", self._store)
-            before = _sockets()
-            self._inner = dist.ProcessGroupGloo(store, self._position[self._rank], len(self._position), self._timeout)
-            self._sockets = sorted(_sockets() - before)
-        return self._inner
 
-    def retire(self) -> None:
-        """Let go of the present Gloo group, in the background: taking one down costs 0.1 s."""
-        inner, self._inner = self._inner, None
-        if inner is not None:
-            ours = self._session.transport_ports()
-            threading.Thread(target=_shut_down, args=(inner, self._sockets, ours), daemon=True).start()
+class Link:
+    """The Gloo group of one generation, connected by whichever operation is first, in that operation's thread.
+
+    An operation that was left behind may connect, or wait, after its generation has passed: it has
+    this object to itself, so it can't meet the next generation's group.
+
+    Which sockets are Gloo's nobody tells.  They are those opened while it connected that lead to a
+    port on which some member's Gloo listens; members tell each other those ports through the store,
+    so that no connection of anybody else's is ever shut.
+    """
+
+    def __init__(self, generation: int, store: dist.Store, position: int, members: int, timeout: timedelta) -> None:
+        self.generation = generation
+        self._store = store
+        self._position = position
+        self._members = members
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._group: dist.ProcessGroupGloo | None = None
+        self._opened: set[int] = set()
+        self._abandoned = False
+
+    def connected(self) -> dist.ProcessGroupGloo:
+        with self._lock:
+            if self._group is None:
+                before = set(_sockets())
+                self._group = dist.ProcessGroupGloo(self._store, self._position, self._members, self._timeout)
+                opened = _sockets()
+                self._opened = set(opened) - before
+                self._store.set(f"listening{self._position}", ",".join(str(opened[inode]) for inode in self._opened if opened[inode]))
+            if self._abandoned:
+                self._shut_down()
+                raise RecycleError("this membership has passed")
+            return self._group
+
+    def abandon(self) -> None:
+        """End what still blocks in here, in the background: taking a Gloo group down costs 0.1 s."""
+        self._abandoned = True
+        threading.Thread(target=self._take_down, name="recycle: leaving a group", daemon=True).start()
+
+    def _take_down(self) -> None:
+        if self._lock.acquire(timeout=0.1):  # otherwise it is still connecting, and sees for itself
+            if self._group is not None:
+                self._shut_down()
+            self._lock.release()
+
+    def _shut_down(self) -> None:
+        """Shut the sockets, so that every operation on them fails, and let the group go."""
+        keys = [f"listening{position}" for position in range(self._members)]
+        ports = {port for key in keys if self._store.check([key]) for port in self._store.get(key).decode().split(",")}
+        for descriptor in os.listdir("/proc/self/fd"):
+            try:
+                held = os.dup(int(descriptor))  # a hold on it first: the number may be reused at any time
+            except OSError:
+                continue
+            status = os.fstat(held)
+            if stat.S_ISSOCK(status.st_mode) and status.st_ino in self._opened:
+                _shut(socket.socket(fileno=held), ports)
+            else:
+                os.close(held)
+        self._group = None
 
 
 def _with_op(chosen: dist.AllreduceOptions, op: object) -> dist.AllreduceOptions:
@@ -194,30 +241,29 @@ def _with_op(chosen: dist.AllreduceOptions, op: object) -> dist.AllreduceOptions
     return chosen
 
 
-def _sockets() -> set[int]:
-    """Open TCP sockets of this process, by inode: a descriptor number may be reused."""
-    found = set()
+def _sockets() -> dict[int, int]:
+    """Open sockets of this process: inode (a descriptor's number may be reused) to the port it listens on, or 0."""
+    found = {}
     for descriptor in os.listdir("/proc/self/fd"):
         try:
-            status = os.fstat(int(descriptor))
+            held = os.dup(int(descriptor))
         except OSError:
             continue
+        status = os.fstat(held)
         if stat.S_ISSOCK(status.st_mode):
-            found.add(status.st_ino)
+            with socket.socket(fileno=held) as connection:
+                name = connection.getsockname()
+                listens = isinstance(name, tuple) and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                found[status.st_ino] = name[1] if listens else 0
+        else:
+            os.close(held)
     return found
 
 
-def _shut_down(inner: dist.ProcessGroupGloo, inodes: list[int], keep_ports: set[int]) -> None:
-    """End what still blocks in ``inner``: its sockets are those opened while it connected.
-
-    The transport may have connected to a peer in the same moment; its ports are known and kept.
-    """
-    for descriptor in os.listdir("/proc/self/fd"):
+def _shut(connection: socket.socket, ports: set[str]) -> None:
+    with connection:
         try:
-            if os.fstat(int(descriptor)).st_ino in inodes:
-                with socket.socket(fileno=os.dup(int(descriptor))) as connection:
-                    if not {connection.getsockname()[1], connection.getpeername()[1]} & keep_ports:
-                        connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # closed meanwhile, or a listener, which nobody waits on
-            continue
-    del inner
+            if {str(connection.getsockname()[1]), str(connection.getpeername()[1])} & ports:
+                connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # closed by the peer meanwhile, or a listener, which nobody waits on

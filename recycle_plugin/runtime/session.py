@@ -68,11 +68,6 @@ class Session:
         """The generation in force; 0 before the start, when everybody is a member."""
         return self.generation.number if self.generation else 0
 
-    def transport_ports(self) -> set[int]:
-        """The ports of all members' transports (see runtime.transport)."""
-        members = self.generation.members if self.generation else ()
-        return {int(member.address.rpartition(":")[2]) for member in members}
-
     # --- talking -----------------------------------------------------------------------------------
 
     def send(self, message: object) -> None:

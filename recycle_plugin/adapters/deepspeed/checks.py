@@ -25,6 +25,16 @@ def check_config(config: dict[str, Any], model: Any) -> None:
     _check_module(model)
 
 
+def check_dataset(dataset: Any) -> None:
+    """``training_data`` as the script gives it.  IterableDataset inherits a __getitem__ that is not there for use."""
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+    if dataset is not None and iterable:
+        raise RecycleError(
+            f"training_data is a {type(dataset).__name__}, which cannot be read by index: give a map-style dataset; "
+            "iterable datasets and plain iterators cannot be read again by a peer and come later"
+        )
+
+
 def _check_precision(config: dict[str, Any]) -> None:
     for name in ("bf16", "bfloat16", "fp16", "torch_autocast", "amp"):
         if (config.get(name) or {}).get("enabled"):
@@ -82,6 +92,11 @@ def _check_module(model: PipelineModule) -> None:
     grid = model._grid
     if grid.slice_parallel_size > 1:
         raise RecycleError("tensor parallelism above 1 is not supported yet: build the PipelineModule with a topology of the axes pipe and data only")
+    if grid.pipe_parallel_size > len(model._layer_specs):
+        raise RecycleError(
+            f"the pipeline has {grid.pipe_parallel_size} stages for {len(model._layer_specs)} layers, so that a stage would have none; "
+            "use fewer stages, or give the model more layers"
+        )
     if grid.data_parallel_size == 1:
         raise RecycleError(
             "data parallelism is 1: a lost worker would have no peer to take its micro-batches; "

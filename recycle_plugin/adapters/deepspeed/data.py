@@ -23,11 +23,6 @@ class DatasetSource:
     """
 
     def __init__(self, dataset: Dataset, topology: Topology, micro_batch_size: int, drop_last: bool, collate: Callable | None) -> None:
-        if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-            raise RecycleError(
-                f"training_data is a {type(dataset).__name__}, which has no __getitem__ and __len__: give a map-style dataset; "
-                "iterable datasets and plain iterators cannot be read again by a peer and come later"
-            )
         self._dataset = dataset
         self._topology = topology
         self._size = micro_batch_size

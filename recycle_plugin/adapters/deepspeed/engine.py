@@ -6,6 +6,7 @@ the runtime's loop, and keeps the signatures that user scripts call.
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ class RecycleEngine(PipelineEngine):
         self.seat = Seat(self.grid.data_parallel_id, self.stage_id)
         self.topology_ = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches)
         self._check_faults(settings)
-        self._deferred = DeferredWeights(self.module) if settings.split_backward else None
+        self._deferred = _split(self.module) if settings.split_backward else None
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._stage = Stage(self._stage_model(), self._deferred, self._randomness)
         self._snapshot = Snapshot(self._parameters, self.basic_optimizer, self._counters, self._set_counters)
@@ -391,3 +392,10 @@ class RecycleEngine(PipelineEngine):
             print(f"steps: {self.global_steps} loss: {self.agg_train_loss:0.4f}", flush=True)
         if self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/train_loss", self.agg_train_loss.item(), self.global_samples)])
+
+
+def _split(module: torch.nn.Module) -> DeferredWeights:
+    """Convert ``module``'s layers, megatron-core's too where the script uses them."""
+    if "megatron.core" in sys.modules:
+        import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers their converters
+    return DeferredWeights(module)

@@ -72,7 +72,8 @@ class Plugin:
             settings = Settings.from_section(config.get(SECTION))
             if not settings.enabled:
                 return stock(*arguments, **named)
-            with self._our_engine(module, config, settings, named.get("model", arguments[1] if len(arguments) > 1 else None)):
+            model, data = (named.get(name, dict(enumerate(arguments)).get(place)) for name, place in (("model", 1), ("training_data", 4)))
+            with self._our_engine(module, config, settings, model, data):
                 built = stock(*arguments, **named)
             self.engine = built[0]
             return built
@@ -80,14 +81,15 @@ class Plugin:
         module.initialize = initialize
 
     @contextmanager
-    def _our_engine(self, module: ModuleType, config: dict, settings: Settings, model: Any) -> Iterator[None]:
+    def _our_engine(self, module: ModuleType, config: dict, settings: Settings, model: Any, data: Any) -> Iterator[None]:
         """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment."""
-        from recycle_plugin.adapters.deepspeed.checks import check_config
+        from recycle_plugin.adapters.deepspeed.checks import check_config, check_dataset
         from recycle_plugin.adapters.deepspeed.engine import Job, RecycleEngine
 
         if self.engine is not None:
             raise RecycleError("deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet")
         check_config(config, model)
+        check_dataset(data)
         self.session.wait_timeout_s = settings.wait_timeout_s
         stock, module.PipelineEngine = module.PipelineEngine, functools.partial(RecycleEngine, job=Job(self.session, settings))
         try:

@@ -1,0 +1,96 @@
+"""A process group that loses a member in an operation; three real processes over Gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch.multiprocessing as multiprocessing
+
+from .conftest import FakeCoordinator, generation
+
+RANKS = 3
+
+
+def worker(rank: int, port: int, store_port: int, results) -> None:
+    """Sum ranks; then rank 2 dies, and the others go on, one of them from inside a blocked operation."""
+    import torch
+    import torch.distributed as dist
+
+    from recycle_plugin.core.executor import Interrupted
+    from recycle_plugin.runtime import group
+    from recycle_plugin.runtime.errors import RecycleError
+    from recycle_plugin.runtime.session import Session
+
+    session = Session(("127.0.0.1", port), rank, wait_timeout_s=20)
+    group.register(session)
+    store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
+    dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)
+    pair = dist.new_group([0, 1])
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    results.put((rank, "whole", total.item()))
+    if rank == 2:
+        results.close()
+        results.join_thread()
+        os.kill(os.getpid(), signal.SIGKILL)
+    contribution = torch.tensor([float(rank + 1)])
+    try:
+        dist.all_reduce(contribution)
+    except Interrupted:
+        results.put((rank, "interrupted", None))
+    session.adopt(session.pending)
+    again = torch.tensor([float(rank + 1)])
+    dist.all_reduce(again)
+    dist.barrier()
+    both = torch.tensor([float(rank + 1)])
+    dist.all_reduce(both, group=pair)
+    sent = torch.tensor([42.0 if rank == 0 else 0.0])
+    dist.broadcast(sent, 0)
+    results.put((rank, "survivors", (again.item(), both.item(), sent.item(), dist.get_world_size())))
+    try:
+        dist.broadcast(sent, 2)
+    except RecycleError as error:
+        results.put((rank, "refused", str(error)))
+    results.put((rank, "threads", [t.name for t in threading.enumerate() if t.name.startswith("recycle: ")]))
+    os._exit(0)
+
+
+@pytest.fixture
+def processes():
+    started = []
+    yield started
+    for process in started:
+        process.kill()
+        process.join(10)
+
+
+def collect(results, kind: str, ranks: set[int]) -> dict[int, object]:
+    found: dict[int, object] = {}
+    while set(found) < ranks:
+        rank, what, value = results.get(timeout=60)
+        if what == kind:
+            found[rank] = value
+    return found
+
+
+def test_survivors_leave_a_blocked_operation_and_go_on(processes):
+    from tests.support.cluster import free_port
+
+    coordinator, context = FakeCoordinator(), multiprocessing.get_context("spawn")
+    results, store_port = context.Queue(), free_port()
+    for rank in range(RANKS):
+        process = context.Process(target=worker, args=(rank, coordinator.address[1], store_port, results), daemon=True)
+        process.start()
+        processes.append(process)
+    for _ in range(RANKS):
+        coordinator.accept()
+    assert collect(results, "whole", {0, 1, 2}) == dict.fromkeys(range(3), 6.0)
+    processes[2].join(30)
+    coordinator.tell(generation(1, [0, 1]))
+    assert set(collect(results, "interrupted", {0, 1})) == {0, 1}
+    assert collect(results, "survivors", {0, 1}) == dict.fromkeys(range(2), (3.0, 3.0, 42.0, RANKS))
+    assert set(collect(results, "refused", {0, 1}).values()) == {"cannot broadcast from rank 2: that worker is lost"}
+    coordinator.close()

@@ -1,0 +1,121 @@
+"""Every wait of a worker wakes for the right thing, has a deadline, and names what it waited for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.protocol import Collected, Committed, End, Left, Resume
+from recycle_plugin.runtime.errors import JobEnded, RecycleError, WaitTimeout
+from recycle_plugin.runtime.session import connect_from_environment
+
+from .conftest import generation
+
+
+def arrived(session, what) -> None:
+    session.wait("the message", what, interruptible=False)
+
+
+def test_a_commit_wakes_its_waiter(coordinator):
+    session = coordinator.session(0)
+    coordinator.tell(Committed(3))
+    session.wait_committed(3)
+    assert session.committed == 3
+
+
+def test_a_deadline_names_what_was_waited_for(coordinator):
+    session = coordinator.session(0, wait_timeout_s=0.05)
+    with pytest.raises(WaitTimeout, match="for the commit of step 4; raise recycle.wait_timeout_s"):
+        session.wait_committed(4)
+
+
+def test_a_membership_change_interrupts_a_wait(coordinator):
+    session = coordinator.session(0)
+    coordinator.tell(generation(1, [0]))
+    with pytest.raises(Interrupted, match="generation 1: test"):
+        session.wait_committed(9)
+
+
+def test_a_planned_change_does_not(coordinator):
+    session = coordinator.session(0)
+    coordinator.tell(generation(1, [0], from_step=7))
+    coordinator.tell(Committed(1))
+    session.wait_committed(1)
+    session.check()
+    assert session.pending.from_step == 7 and session.interruption() is None
+
+
+def test_the_end_of_the_job_ends_every_wait(coordinator):
+    session = coordinator.session(0)
+    coordinator.tell(End(0, "stage 1 is gone", True))
+    with pytest.raises(JobEnded, match="stage 1 is gone") as ended:
+        session.wait("nothing", lambda: None, interruptible=False)
+    assert ended.value.failed
+
+
+def test_a_planned_end_lets_the_present_step_go_on(coordinator):
+    session = coordinator.session(0)
+    coordinator.tell(End(5, "told to", False))
+    coordinator.tell(Committed(1))
+    session.wait_committed(1)
+    session.check()
+
+
+def test_the_loss_of_the_coordinator_is_the_end_and_says_why(coordinator):
+    session = coordinator.session(0)
+    coordinator.close()
+    with pytest.raises(JobEnded, match="coordinator's host is gone"):
+        session.wait("nothing", lambda: None)
+
+
+def test_a_newer_generation_replaces_the_one_that_is_waited_for(coordinator):
+    session = coordinator.session(0)
+    coordinator.tell(generation(1, [0, 1]))
+    first = session.wait("one", lambda: session.pending, interruptible=False)
+    coordinator.tell(generation(2, [0]))
+    assert session.wait_resume(first) is None
+    coordinator.tell(Resume(2, 4))
+    assert session.wait_resume(session.pending) == Resume(2, 4)
+    session.adopt(session.pending)
+    assert session.number == 2 and session.pending is None
+
+
+def test_contributions_are_handed_out_once(coordinator):
+    session = coordinator.session(0, wait_timeout_s=0.2)
+    coordinator.tell(Collected(0, 2, "loss", {"0.0": 1.5}))
+    assert session.wait_collected(2, "loss") == {"0.0": 1.5}
+    with pytest.raises(WaitTimeout, match="contributions to the loss of step 2"):
+        session.wait_collected(2, "loss")
+
+
+def test_a_blocking_call_is_left_behind_when_the_membership_changes(coordinator):
+    session = coordinator.session(0)
+    never = threading.Event()
+    coordinator.tell(generation(1, [0]))
+    with pytest.raises(Interrupted):
+        session.run_interruptibly("for ever", never.wait)
+    never.set()
+
+
+def test_a_blocking_call_hands_on_its_result_and_its_error(coordinator):
+    session = coordinator.session(0)
+    assert session.run_interruptibly("sum", lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        session.run_interruptibly("division", lambda: 1 // 0)
+
+
+def test_goodbye_is_said_and_the_closed_line_is_no_error(coordinator):
+    session = coordinator.session(0)
+    session.leave()
+    with coordinator.news:
+        coordinator.news.wait_for(lambda: coordinator.heard, 5)
+    assert coordinator.heard == [Left(0)]
+    coordinator.close()
+    assert session.end is None
+
+
+def test_without_a_supervisor_the_launch_command_is_named():
+    with pytest.raises(RecycleError, match="--module recycle_plugin.launch"):
+        connect_from_environment({})
