@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 import torch.multiprocessing as multiprocessing
@@ -24,7 +23,7 @@ def worker(rank: int, port: int, store_port: int, results) -> None:
     from recycle_plugin.runtime.errors import RecycleError
     from recycle_plugin.runtime.session import Session
 
-    session = Session(("127.0.0.1", port), rank, wait_timeout_s=20)
+    session = Session(("127.0.0.1", port), rank, wait_timeout_s=8)
     group.register(session)
     store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
     dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)
@@ -54,7 +53,8 @@ def worker(rank: int, port: int, store_port: int, results) -> None:
         dist.broadcast(sent, 2)
     except RecycleError as error:
         results.put((rank, "refused", str(error)))
-    results.put((rank, "threads", [t.name for t in threading.enumerate() if t.name.startswith("recycle: ")]))
+    results.close()
+    results.join_thread()
     os._exit(0)
 
 
@@ -67,30 +67,36 @@ def processes():
         process.join(10)
 
 
-def collect(results, kind: str, ranks: set[int]) -> dict[int, object]:
-    found: dict[int, object] = {}
-    while set(found) < ranks:
-        rank, what, value = results.get(timeout=60)
-        if what == kind:
-            found[rank] = value
-    return found
+class Results:
+    """What the workers say, kept until it is asked for."""
+
+    def __init__(self, context) -> None:
+        self.queue = context.Queue()
+        self._found: dict[str, dict[int, object]] = {}
+
+    def of(self, kind: str, ranks: set[int]) -> dict[int, object]:
+        found = self._found.setdefault(kind, {})
+        while set(found) < ranks:
+            rank, what, value = self.queue.get(timeout=60)
+            self._found.setdefault(what, {})[rank] = value
+        return found
 
 
 def test_survivors_leave_a_blocked_operation_and_go_on(processes):
     from tests.support.cluster import free_port
 
     coordinator, context = FakeCoordinator(), multiprocessing.get_context("spawn")
-    results, store_port = context.Queue(), free_port()
+    results, store_port = Results(context), free_port()
     for rank in range(RANKS):
-        process = context.Process(target=worker, args=(rank, coordinator.address[1], store_port, results), daemon=True)
+        process = context.Process(target=worker, args=(rank, coordinator.address[1], store_port, results.queue), daemon=True)
         process.start()
         processes.append(process)
     for _ in range(RANKS):
         coordinator.accept()
-    assert collect(results, "whole", {0, 1, 2}) == dict.fromkeys(range(3), 6.0)
+    assert results.of("whole", {0, 1, 2}) == dict.fromkeys(range(3), 6.0)
     processes[2].join(30)
     coordinator.tell(generation(1, [0, 1]))
-    assert set(collect(results, "interrupted", {0, 1})) == {0, 1}
-    assert collect(results, "survivors", {0, 1}) == dict.fromkeys(range(2), (3.0, 3.0, 42.0, RANKS))
-    assert set(collect(results, "refused", {0, 1}).values()) == {"cannot broadcast from rank 2: that worker is lost"}
+    assert set(results.of("interrupted", {0, 1})) == {0, 1}
+    assert results.of("survivors", {0, 1}) == dict.fromkeys(range(2), (3.0, 3.0, 42.0, RANKS))
+    assert set(results.of("refused", {0, 1}).values()) == {"cannot broadcast from rank 2: that worker is lost"}
     coordinator.close()
