@@ -106,10 +106,9 @@ def record_norms(folder: str) -> None:
     RecycleEngine.clip_fp32_gradients = changed
 
 
-def uneven_end(apart_s: float) -> None:
+def uneven_end(apart_s: float, steps: int) -> None:
     """Rank r's script ends r × ``apart_s`` later than the first one's."""
     train = RecycleEngine.train_batch
-    steps = int(os.environ["RECYCLE_TEST_STEPS"])
 
     def changed(self: RecycleEngine, data_iter=None) -> torch.Tensor:
         loss = train(self, data_iter)

@@ -27,7 +27,14 @@ class Shape:
     def ranks(self) -> int:
         return self.replicas * self.stages
 
-    def overrides(self) -> list[str]:
+    def assert_one_line(result: Result, text: str) -> None:
+    """The job has failed, one line says why, and there is no traceback."""
+    lines = [line for line in result.output.splitlines() if text in line]
+    assert result.code != 0 and len(lines) == 1, result.output[-6000:]
+    assert "Traceback" not in result.output, result.output[-6000:]
+
+
+def overrides(self) -> list[str]:
         """The smallest GPT on it, with dropout and Adam: a step takes about 25 ms."""
         return [
             f"topology.replicas={self.replicas}", f"topology.stages={self.stages}", f"topology.micro_batches={self.micro_batches}",
@@ -37,6 +44,7 @@ class Shape:
 
 
 SQUARE = Shape()
+NOBODY: frozenset[str] = frozenset()
 
 
 def faults(*texts: str) -> str:
@@ -74,16 +82,23 @@ def difference(result: Result, reference: Result) -> Difference:
     return Difference(max(abs(a - b) for a, b in pairs), (sum(deltas) / sum(norms)) ** 0.5)
 
 
-def assert_same_training(result: Result, reference: Result, lost: set[str] = frozenset()) -> Difference:
-    """``result`` has lost exactly the seats ``lost``, nobody was restarted, and it trained what ``reference`` did."""
+def assert_same_training(result: Result, reference: Result, lost: set[str] = NOBODY, left: set[str] = NOBODY) -> Difference:
+    """``result`` has lost exactly the seats ``lost`` (``left`` went as planned), and it trained what ``reference`` did."""
     assert result.code == 0, result.output[-6000:]
-    assert {event["seat"] for event in result.of("lost")} == set(lost)
-    assert set(result.records) == {rank for rank in result.pids if result.seat_of(rank) not in lost}
+    assert {event["seat"] for event in result.of("lost")} == lost
+    assert set(result.records) == {rank for rank in result.pids if result.seat_of(rank) not in lost | left}
     assert not result.restarted
     found = difference(result, reference)
     print(f"lost {', '.join(sorted(lost)) or 'nobody'}: losses differ by {found.loss:.2g}, parameters by {found.parameters:.2g}")
     assert found.tolerated, found
     return found
+
+
+def assert_one_line(result: Result, text: str) -> None:
+    """The job has failed, one line says why, and there is no traceback."""
+    lines = [line for line in result.output.splitlines() if text in line]
+    assert result.code != 0 and len(lines) == 1, result.output[-6000:]
+    assert "Traceback" not in result.output, result.output[-6000:]
 
 
 def overrides(shape: Shape, folder: Path, *more: str) -> list[str]:

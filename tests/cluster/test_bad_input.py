@@ -1,0 +1,72 @@
+"""What is not supported, or is wrong on this machine, ends in one clear line: no traceback, no hang, nothing left."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import Shape, assert_one_line
+
+SCRIPT = "tests/jobs/refused.py"
+PAIR = Shape(replicas=2, stages=1)
+
+CASES = {
+    "unknown key": "recycle.spilt_backward: no such key; did you mean split_backward?",
+    "one replica": "data parallelism is 1",
+    "plain iterator": "a plain iterator cannot be read again by a peer",
+    "iterable dataset": "training_data is a Endless, which cannot be read by index: give a map-style dataset",
+    "ZeRO 1": "zero_optimization.stage 1 shards the optimizer state",
+    "ZeRO 2": "zero_optimization.stage 2 does not work with pipelines",
+    "ZeRO 3": "zero_optimization.stage 3 does not work with pipelines",
+    "tensor parallelism": "tensor parallelism above 1 is not supported yet",
+    "tied layers": "tied layers (both) couple stages and are not supported yet",
+    "bf16": "bf16.enabled: only fp32 is supported yet",
+    "fp16": "fp16.enabled: only fp32 is supported yet",
+    "no pipeline": "recycle.enabled needs a deepspeed.pipe.PipelineModule",
+}
+
+
+def options(tmp_path: Path, case: str) -> dict:
+    return {"script": SCRIPT, "RECYCLE_TEST_CASE": case, "RECYCLE_TEST_FOLDER": str(tmp_path / "run0")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(launch, tmp_path, case):
+    assert_one_line(launch(shape=PAIR, **options(tmp_path, case)).finish(), CASES[case])
+
+
+def test_more_stages_than_layers(launch, tmp_path):
+    assert_one_line(launch(**options(tmp_path, "more stages than layers")).finish(), "the pipeline has 2 stages for 1 layers")
+
+
+def test_more_stages_than_layers_in_the_composed_job(launch):
+    assert_one_line(launch(shape=Shape(stages=4, layers=1)).finish(), "topology.stages: 4 stages for 3 layers")
+
+
+def test_unknown_key_in_the_composed_job(launch):
+    assert_one_line(launch("+recycle.spilt_backward=false").finish(), "did you mean split_backward?")
+
+
+def test_no_compiler(launch, tmp_path):
+    only_python = str(Path(sys.executable).parent)
+    result = launch(shape=PAIR, PATH=only_python, **options(tmp_path, "no compiler")).finish()
+    assert_one_line(result, "there is no C++ compiler; set optimizer.params.torch_adam to true")
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
+def test_stale_extension_lock(launch, tmp_path):
+    lock = tmp_path / "extensions" / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    result = launch(shape=PAIR, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"), **options(tmp_path, "stale lock")).finish()
+    assert_one_line(result, f"{lock} is the lock of a DeepSpeed extension whose build died")
+
+
+def test_busy_port(launch):
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        run = launch(port=busy.getsockname()[1])
+        assert_one_line(run.finish(), f"master port {run.port} cannot be used")

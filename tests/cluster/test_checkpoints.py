@@ -1,0 +1,53 @@
+"""Checkpoints, evaluation and reading parameters, with everybody there and while degraded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, STEPS, assert_same_training, faults
+
+HALF = STEPS // 2
+SCRIPT = "tests/jobs/checkpoint.py"
+
+
+@pytest.fixture
+def train(launch, tmp_path):
+    """``train(*overrides, **plan)``: the result of tests/jobs/checkpoint.py.  Without dropout, since stock draws other masks."""
+
+    def run(*overrides: str, **plan: object):
+        plan = {"folder": str(tmp_path / "saved"), "flags": str(tmp_path / "flags")} | plan
+        result = launch("model.dropout=0.0", *overrides, script=SCRIPT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)).finish()
+        assert result.code == 0, result.output[-6000:]
+        return result
+
+    return run
+
+
+def parameter_difference(mine: dict, theirs: dict) -> float:
+    """‖Δ‖/‖p‖."""
+    delta, norm = (sum(each.double().pow(2).sum().item() for each in side) for side in ([mine[n] - theirs[n] for n in theirs], theirs.values()))
+    return (delta / norm) ** 0.5
+
+
+def test_stock_goes_on_from_a_degraded_checkpoint(train):
+    """Both stages have lost a worker, rank 0 among them, when the checkpoint is written."""
+    whole = train(evaluate_at=HALF)
+    (evaluated,) = {record["evaluated"] for record in whole.records.values()}
+    degraded = train(faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=HALF, evaluate_at=HALF)
+    assert_same_training(degraded, whole, {"0.0", "1.1"})
+    (refusal,) = {record["refused"] for record in degraded.records.values()}
+    assert "0.0, 1.1" in refusal and "lost" in refusal
+    stock = train("recycle.enabled=false", load=True)
+    assert {record["engine"] for record in stock.records.values()} == {"PipelineEngine"}
+    assert stock.losses == pytest.approx(whole.losses[HALF:], abs=LOSS_TOLERANCE)
+    assert [record["evaluated"] for record in stock.records.values()] == pytest.approx([evaluated] * 4, abs=LOSS_TOLERANCE)
+    for rank in stock.records:
+        assert parameter_difference(stock.parameters(rank), whole.parameters(rank)) <= PARAMETER_TOLERANCE
+
+
+def test_reading_parameters_waits_for_the_commit(train):
+    records = train("recycle.trace=true", read_at=6).records
+    for rank in (2, 3):
+        assert (records[rank]["committed_before"], records[rank]["committed_after"]) == (5, 6)

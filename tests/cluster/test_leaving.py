@@ -1,0 +1,86 @@
+"""How workers and jobs end: by themselves, by SIGTERM, and when nobody can go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import psutil
+import pytest
+
+from recycle_plugin.runtime.trace import read_traces
+from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, assert_one_line, assert_same_training, faults
+
+
+def after_step(run, step: int) -> None:
+    run.wait_for(lambda: any(event["event"] == "committed" and event["step"] >= step for event in run.events()), f"commit of step {step}")
+
+
+def test_ends_at_different_times_are_no_deaths(launch, reference):
+    wrap = json.dumps({"name": "uneven_end", "apart_s": 0.3, "steps": STEPS})
+    result = launch(script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
+    assert_same_training(result, reference())
+    assert len(result.of("left")) == 4 and len(result.of("resume")) == len(result.of("finished")) == 1
+
+
+@pytest.mark.parametrize("seat", ("0.0", "1.1"))
+def test_sigterm_at_a_worker_is_a_planned_leave(launch, reference, seat):
+    """No step is undone, and nothing is run twice."""
+    run = launch("recycle.trace=true")
+    after_step(run, 4)
+    (start,) = [event for event in run.events() if event["event"] == "start"]
+    os.kill(run.pids()[start["seats"][seat]], signal.SIGTERM)
+    result = run.finish()
+    assert_same_training(result, reference(), left={seat})
+    assert [event["undone"] for event in result.of("resume")] == [0, 0]
+    instructions = [span.instruction for span in read_traces(result.folder / "trace") if span.instruction.micro_batch and not span.instruction.peer]
+    computed = [str(each) for each in instructions if each.op.value in "FIWB"]
+    assert len(computed) == len(set(computed)) == STEPS * 4 * 2 * 3  # steps, micro-batches, stages, F I W
+
+
+def assert_ended_together(result) -> None:
+    """Everybody left after the same commit, and nobody was lost."""
+    assert not result.of("lost") and len(result.of("finished")) == 1, result.output[-6000:]
+    (step,) = {event["text"].split("after step ")[1].split()[0] for event in result.of("left")}
+    assert len(result.of("left")) == 4 and int(step) == result.of("committed")[-1]["step"]
+
+
+def assert_same_losses(result, reference) -> None:
+    said = {event["step"]: event["loss"] for event in result.of("loss")}
+    for step, loss in enumerate(reference.losses, 1):
+        assert step not in said or said[step] == pytest.approx(loss, abs=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("rank", (0, 3))
+def test_sigterm_at_a_supervisor_ends_the_job(launch, reference, rank):
+    run = launch("steps=100000")
+    after_step(run, 4)
+    (supervisor,) = [p for p in psutil.Process(run.launcher.pid).children() if f"--local_rank={rank}" in p.cmdline()]
+    supervisor.terminate()
+    result = run.finish()
+    assert result.code == 0
+    assert_ended_together(result)
+    assert_same_losses(result, reference())
+
+
+def test_sigterm_at_the_launcher_ends_the_job(launch, reference):
+    """A cold run: its workers are the launcher's own descendants, and get the launcher's SIGTERM too."""
+    run = launch("steps=100000", cold=True)
+    after_step(run, 4)
+    (launcher,) = psutil.Process(run.launcher.pid).children()
+    launcher.terminate()
+    result = run.finish()
+    assert_ended_together(result)
+    assert_same_losses(result, reference())
+
+
+def test_a_stage_without_a_worker_ends_the_job(launch):
+    result = launch(faults("kill 0.0 before 0F0.0@4", "kill 1.0 before 0F1.0@7")).finish()
+    assert_one_line(result, "the job ends: stage 0 has no live worker left. No checkpoint was saved")
+
+
+def test_the_end_names_the_last_checkpoint(launch, tmp_path):
+    job = json.dumps({"folder": str(tmp_path / "saved"), "save_at": 5})
+    run = launch(faults("kill 0.1 before 1I0.0@4", "kill 1.1 after 1F1.0@8"), script="tests/jobs/checkpoint.py", RECYCLE_TEST_CHECKPOINT=job)
+    assert_one_line(run.finish(), f"the job ends: stage 1 has no live worker left. Last checkpoint: {tmp_path / 'saved' / 'global_step5'}")

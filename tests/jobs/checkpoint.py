@@ -1,0 +1,73 @@
+"""Trains as scripts/train_gpt.py does, and saves, loads, evaluates and reads parameters on the way.
+
+RECYCLE_TEST_CHECKPOINT holds as JSON: ``folder`` of the checkpoint; ``save_at`` a step; ``load`` true to
+start from it; ``evaluate_at`` a step; ``read_at`` a step after which stage 1 reads its parameters while
+stage 0 waits for the file ``flags``/seat.  Each rank writes what it saw to run_dir/losses/rank<r>.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import deepspeed
+import wrappers
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from recycle_plugin.compose import compose_from_command_line
+from recycle_plugin.runtime.errors import RecycleError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from train_gpt import gpt, write  # noqa: E402
+
+RANK = int(os.environ["RANK"])
+plan = json.loads(os.environ["RECYCLE_TEST_CHECKPOINT"])
+job = compose_from_command_line(sys.argv[1:], __doc__)
+if "read_at" in plan:
+    wrappers.gate(plan["flags"], before=f"0REDUCE@{plan['read_at']}", until="", by=["0.1", "1.1"])
+
+deepspeed.init_distributed()
+layers, loss, data = gpt(job)
+model = PipelineModule(layers=layers, topology=PipeDataParallelTopology(job.topology.stages, job.topology.replicas), loss_fn=loss, partition_method="uniform")
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=job.deepspeed_config(), training_data=data)
+record = {"rank": RANK, "pid": os.getpid(), "losses": [], "engine": type(engine).__name__}
+
+
+def evaluate() -> None:
+    batch = torch.utils.data.default_collate([data[7]])
+    try:
+        record["evaluated"] = engine.eval_batch(iter([batch] * job.topology.micro_batches)).item()
+    except RecycleError as error:
+        record["refused"] = str(error)
+
+
+def read_parameters() -> None:
+    """On stage 1, which has returned from the step while stage 0 cannot have applied it."""
+    if engine.stage_id == 1:
+        record["committed_before"] = engine._job.session.committed
+        (Path(plan["flags"]) / str(engine.seat)).touch()
+        engine.module.state_dict()
+        record["committed_after"] = engine._job.session.committed
+
+
+if plan.get("load"):
+    path, _ = engine.load_checkpoint(plan["folder"])
+    assert path is not None, "nothing was loaded"
+    if engine.data_iterator is not None:
+        for _ in range(engine.global_steps * job.topology.micro_batches):
+            next(engine.data_iterator)
+    evaluate()
+while engine.global_steps < job.steps:
+    record["losses"].append(engine.train_batch().item())
+    if engine.global_steps == plan.get("evaluate_at"):
+        evaluate()
+    if engine.global_steps == plan.get("save_at"):
+        engine.save_checkpoint(plan["folder"])
+    if engine.global_steps == plan.get("read_at"):
+        read_parameters()
+write(Path(job.run_dir) / "losses" / f"rank{RANK}.json", lambda path: path.write_text(json.dumps(record)))
+write(Path(job.run_dir) / "parameters" / f"rank{RANK}.pt", lambda path: torch.save(engine.module.state_dict(), path))

@@ -1,0 +1,62 @@
+"""A user's own script that asks for something that is not supported: RECYCLE_TEST_CASE names it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.randn(4), torch.randn(4)
+
+
+case = os.environ["RECYCLE_TEST_CASE"]
+ranks = int(os.environ["WORLD_SIZE"])
+config = {
+    "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "recycle": {"enabled": True, "run_dir": os.environ["RECYCLE_TEST_FOLDER"]},
+}  # fmt: skip
+layer = LayerSpec(torch.nn.Linear, 4, 4)
+layers = [layer] * 2
+topology = PipeDataParallelTopology(1, ranks)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 4))
+
+match case:
+    case "unknown key":
+        config["recycle"]["spilt_backward"] = False
+    case "more stages than layers":
+        topology, layers = PipeDataParallelTopology(2, ranks // 2), [layer]
+    case "one replica":
+        topology = PipeDataParallelTopology(ranks, 1)
+    case "iterable dataset":
+        data = Endless()
+    case "ZeRO 1" | "ZeRO 2" | "ZeRO 3":
+        config["zero_optimization"] = {"stage": int(case[-1])}
+    case "tensor parallelism":
+        topology = PipeModelDataParallelTopology(num_pp=1, num_mp=ranks, num_dp=1)
+    case "tied layers":
+        layers = [TiedLayerSpec("both", torch.nn.Linear, 4, 4)] * 2
+    case "bf16" | "fp16":
+        config[case] = {"enabled": True}
+    case "no pipeline":
+        pass
+    case "no compiler" | "stale lock":
+        config["optimizer"] = {"type": "Adam", "params": {"lr": 0.1}}
+
+deepspeed.init_distributed()
+if case == "no pipeline":
+    model = torch.nn.Linear(4, 4)
+else:
+    model = PipelineModule(layers, topology=topology, loss_fn=torch.nn.functional.mse_loss)
+with_data = {} if case == "plain iterator" else {"training_data": data}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **with_data)
+if case == "plain iterator":
+    engine.train_batch(data_iter=iter(torch.utils.data.DataLoader(data)))
+engine.train_batch()
