@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from recycle_plugin.planner.errors import PlanError, VerificationError
 from recycle_plugin.planner.lower import lower
-from recycle_plugin.planner.make import plan, warm
+from recycle_plugin.planner.make import plan, refine, warm
 from recycle_plugin.planner.verify import verify
 
-__all__ = ["PlanError", "VerificationError", "lower", "plan", "verify", "warm"]
+__all__ = ["PlanError", "VerificationError", "lower", "plan", "refine", "verify", "warm"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-BURST, PAUSE, AHEAD, LEAD, EAGER, COUPLE, FIELDS = range(7)
+BURST, PAUSE, AHEAD, LEAD, EAGER, COUPLE, WAIT_W, WAIT_F = range(8)
 """Fields of a rule's array; ``schedule.Rule`` explains them."""
 
 
@@ -83,7 +83,9 @@ def greedy(stages, ranks, split, worker, spend, forward_lag, backward_lag, loads
     forward, backward, weight = np.empty(records + 1, np.int64), np.empty(records + 1, np.int64), np.empty(records + 1, np.int64)
     forwards, backwards = np.zeros(workers, np.int64), np.zeros(workers, np.int64)
     weight_in, weight_out = base[:-1].copy(), base[:-1].copy()
+    coming, comings = np.empty(records + 1, np.int64), np.zeros(workers, np.int64)  # when known gradients will be there
     idle, held, ahead = np.zeros(workers, np.int64), np.zeros(workers, np.int64), np.zeros(workers, np.int64)
+    waits = rule[WAIT_W] or rule[WAIT_F]
     remaining, state = loads.copy(), np.zeros(workers, np.int64)
     size = 6 * records + workers  # event: time * size + code; codes: end of F, I, W, B; arrival of F, I's inputs; a worker wakes
     events, agenda = np.empty(2 * records + 2 * workers + 1, np.int64), 0
@@ -185,6 +187,13 @@ def greedy(stages, ranks, split, worker, spend, forward_lag, backward_lag, loads
                     kind = 2
             if kind < 0 and waiting:
                 kind = 2
+            if (kind == 0 and rule[WAIT_F]) or (kind == 2 and rule[WAIT_W]):
+                while comings[here] and coming[base[here]] <= now:
+                    pop(coming, base[here], comings[here])
+                    comings[here] -= 1
+                patience = spend[kind, here] * rule[WAIT_F if kind == 0 else WAIT_W] // 100
+                if comings[here] and coming[base[here]] < now + patience:
+                    kind = -1
             if kind < 0:
                 continue
             if kind == 0:
@@ -202,6 +211,10 @@ def greedy(stages, ranks, split, worker, spend, forward_lag, backward_lag, loads
                 ahead[here] -= 1
                 if kind == 1:
                     held[here] += grows
+            if (kind == 1 or kind == 3) and stage > 0 and waits:
+                above = worker[record - width]
+                push(coming, base[above], comings[above], now + spend[kind, here] + backward_lag[record - width])
+                comings[above] += 1
             idle[here] = 0
             order[count] = kind * records + record
             count += 1

@@ -12,6 +12,7 @@ from recycle_plugin.planner.flat import Problem, flatten
 from recycle_plugin.planner.one_f_one_b import fits, one_f_one_b
 from recycle_plugin.planner.reroute import Routing, route
 from recycle_plugin.planner.schedule import Solution, best_order, timed
+from recycle_plugin.planner.search import polish, search
 from recycle_plugin.planner.verify import verify
 
 
@@ -25,6 +26,19 @@ def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
     routing, problem = prepare(view, costs, policy)
     least = bound(problem)
     return finish(view, costs, policy, routing, problem, _solve(problem, view, least), least)
+
+
+def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0) -> Plan:
+    """A better plan for the same view and policy, or ``planned``; searches until the bound is met or the time is up.
+
+    Because it goes by a clock, only one process may decide to use it and has to hand the plan to the others.
+    """
+    routing, problem = prepare(planned.view, costs, planned.policy)
+    least = bound(problem)
+    found = search(problem, _solve(problem, planned.view, least), least, budget_s, seed)
+    if found.period >= planned.period_us:
+        return planned
+    return finish(planned.view, costs, planned.policy, routing, problem, found, least)
 
 
 def prepare(view: ClusterView, costs: CostModel, policy: Policy) -> tuple[Routing, Problem]:
@@ -55,4 +69,5 @@ def warm() -> None:
 def _solve(problem: Problem, view: ClusterView, least: int) -> Solution:
     if not (problem.split or view.lost) and fits(problem):
         return timed(problem, one_f_one_b(problem), least)
-    return best_order(problem, least)
+    best = best_order(problem, least)
+    return best if best.period <= least else polish(problem, best, least)

@@ -20,7 +20,7 @@ from recycle_plugin.planner.timing import evaluate, extent
 
 
 class Rule(NamedTuple):
-    """How a worker chooses.  The first six are what the compiled loop reads.
+    """How a worker chooses.  The first eight are what the compiled loop reads.
 
     ``burst``: hold the last so many F until memory fits all of them.  ``pause``: once memory is full, wait
     until so many places are free.  ``ahead``: how far the F of a worker may run ahead of its I, beyond
@@ -29,7 +29,8 @@ class Rule(NamedTuple):
     al., ICLR'24), which needs no more memory than 1F1B.  ``eager``: W goes before F once so many are pending
     (0: never).  ``couple``: 0 never B; 1 B where memory has room neither for an I nor to do a pending W first;
     2 B where it has no room for an I; beyond, also on the first so many stages less two, which hand their
-    gradient to nobody who waits.
+    gradient to nobody who waits.  ``wait_weight``, ``wait_forward``: stay idle rather than begin a W or an F when a
+    gradient is known to arrive within so many percent of its time.
     ``forward``: ties between an own and a rerouted micro-batch of one index: 0 own first, 1 rerouted
     first; 2: order of arrival.  ``backward``: 0 index, 1 arrival.  ``settled``: begin as the step
     before has left the stages, instead of from rest.
@@ -41,6 +42,8 @@ class Rule(NamedTuple):
     lead: int = 0
     eager: int = 0
     couple: int = 0
+    wait_weight: int = 0
+    wait_forward: int = 0
     forward: int = 0
     backward: int = 0
     settled: bool = False
@@ -113,7 +116,7 @@ def greedy_order(problem: Problem, rule: Rule, forward: Array, backward: Array, 
         rule = rule._replace(couple=0)
     count = greedy(
         problem.stages, problem.ranks, int(problem.split), problem.worker, problem.spend, problem.forward_lag, problem.backward_lag,
-        problem.loads, cap, problem.memory.activation, problem.memory.pending, forward, backward, wake, np.array(rule[:6], np.int64), order,
+        problem.loads, cap, problem.memory.activation, problem.memory.pending, forward, backward, wake, np.array(rule[:8], np.int64), order,
     )  # fmt: skip
     return order[:count]
 

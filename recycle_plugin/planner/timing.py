@@ -12,6 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+OPERATIONS_SETTLED = 2_000_000  # in one settling
+
 
 @njit(cache=True, nogil=True)
 def run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends):
@@ -49,10 +51,13 @@ def run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release,
 
 
 @njit(cache=True, nogil=True)
-def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, period, starts, ends):
-    """The period of a template no longer than ``period``, with its ``starts``; -1 if there is none."""
-    release = np.zeros(stages, np.int64)
-    for _ in range(3 * stages + 8):
+def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, period, release, starts, ends):
+    """The period of a template no longer than ``period``, with its ``starts``; -1 if there is none.
+
+    ``release``: no more than what the stages' first starts have to be; moved on to what they are.
+    A path visits each stage's barrier once at most, so stages + 1 rounds settle it; very large orders get fewer.
+    """
+    for _ in range(max(6, min(stages + 2, OPERATIONS_SETTLED // max(1, order.size)))):
         firsts, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
         widest, moved = 0, False
         for stage in range(stages):
@@ -73,21 +78,24 @@ def evaluate(order, stages, ranks, synchronous, worker, spend, forward_lag, back
     ``synchronous``: all stages step together, ``joint`` after the last end; then a step starts from rest.
     """
     ends, trial = np.empty((3, worker.size), np.int64), np.empty(order.size, np.int64)
+    release = np.zeros(stages, np.int64)
     if synchronous:
-        firsts, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, np.zeros(stages, np.int64), starts, ends)
+        firsts, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
         period = lasts.max() - firsts.min() + joint
         return period if period < below else -1
-    best = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, below - 1, starts, ends)
+    best = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, below - 1, release, starts, ends)
     if best <= least:
         return best
     low, probe = least - 1, least  # low: too short
     while best - low > 1 + (least >> 11):
-        found = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, probe, trial, ends)
+        further = release.copy()
+        found = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, probe, further, trial, ends)
         if found < 0:
             low = probe
         else:
             best = found
             starts[:] = trial
+            release = further
         probe = (low + best) // 2
         if probe <= low:
             break

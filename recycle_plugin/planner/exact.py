@@ -1,0 +1,129 @@
+"""Exact schedules by constraint programming: the oracle of tests and benchmarks, useful up to some 800 operations.
+
+Needs the extra ``exact`` (ortools).  The model is the problem's own statement and shares nothing with
+the scheduler but the :class:`Problem`: one start per operation, one operation at a time per worker,
+memory as a cumulative resource, and a period no shorter than each stage's window with reduce and step.
+Routes are as given; no backward is coupled unless all are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from recycle_plugin.planner.bounds import bound
+from recycle_plugin.planner.flat import Problem
+from recycle_plugin.planner.schedule import Solution, timed
+
+
+class Exact(NamedTuple):
+    """``period`` of the best schedule found and ``least``, what no schedule can be below; equal: optimal."""
+
+    period: int
+    least: int
+    solution: Solution
+
+    @property
+    def optimal(self) -> bool:
+        return self.period <= self.least
+
+
+def exact(problem: Problem, start: Solution, budget_s: float, threads: int = 1, use_bound: bool = False) -> Exact:
+    """Improve ``start`` for up to ``budget_s`` seconds.  ``use_bound``: begin at our own lower bound, and so trust it.
+
+    Raises ImportError without ortools, ValueError for a problem that mixes B and I.
+    """
+    from ortools.sat.python import cp_model
+
+    if problem.couple:
+        raise ValueError("the exact model has no mixed backwards: leave `couple` off")
+    model = cp_model.CpModel()
+    starts, period = _model(model, problem, start, bound(problem) if use_bound else 0)
+    model.minimize(period)
+    for operation, at in zip(start.order.tolist(), start.starts.tolist()):
+        model.add_hint(starts[operation], at)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = budget_s
+    solver.parameters.num_workers = threads
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Exact(start.period, int(np.ceil(solver.best_objective_bound - 1e-6)) if status == cp_model.UNKNOWN else start.period, start)
+    return _read(problem, solver, starts, start)
+
+
+def _model(model, problem: Problem, start: Solution, least: int):
+    """The starts per operation, and the period."""
+    records, width, kinds = problem.records, problem.width, (0, 1, 2) if problem.split else (0, 3)
+    horizon = 2 * start.span + int(problem.closing.max())
+    worker, spend = problem.worker.tolist(), problem.spend.tolist()
+    starts, busy = {}, [[] for _ in range(problem.workers)]
+    for kind in kinds:
+        for record in range(records):
+            operation = kind * records + record
+            starts[operation] = model.new_int_var(0, horizon, "")
+            busy[worker[record]].append(model.new_fixed_size_interval_var(starts[operation], spend[kind][worker[record]], ""))
+    for intervals in busy:
+        model.add_no_overlap(intervals)
+
+    def end(kind: int, record: int):
+        return starts[kind * records + record] + spend[kind][worker[record]]
+
+    gradient = kinds[1]
+    for record in range(records):
+        if record >= width:
+            model.add(starts[record] >= end(0, record - width) + int(problem.forward_lag[record]))
+        needs = end(0, record) if record >= records - width else end(gradient, record + width) + int(problem.backward_lag[record])
+        model.add(starts[gradient * records + record] >= needs)
+        model.add(starts[gradient * records + record] >= end(0, record))
+        if problem.split:
+            model.add(starts[2 * records + record] >= end(1, record))
+    _memory(model, problem, starts, end, horizon)
+    return starts, _period(model, problem, starts, end, kinds[-1], least, start.period)
+
+
+def _memory(model, problem: Problem, starts, end, horizon: int) -> None:
+    """Places from F to the end of B; or from F to the end of I, and on to the end of W."""
+    records, final = problem.records, 2 if problem.split else 3
+    held: list[tuple[list, list]] = [([], []) for _ in range(problem.workers)]
+
+    def hold(record: int, begin, until, amount: int) -> None:
+        if amount:
+            intervals, amounts = held[int(problem.worker[record])]
+            length = model.new_int_var(0, horizon, "")
+            intervals.append(model.new_interval_var(begin, length, until, ""))
+            amounts.append(amount)
+
+    for record in range(records):
+        stage = record // problem.width
+        activation, pending = int(problem.memory.activation[stage]), int(problem.memory.pending[stage])
+        if final == 3 or activation == pending:
+            hold(record, starts[record], end(final, record), activation)
+        else:
+            hold(record, starts[record], starts[records + record], activation)
+            hold(record, starts[records + record], end(1, record), pending if pending > activation else activation)
+            hold(record, end(1, record), end(2, record), pending)
+    for worker, (intervals, amounts) in enumerate(held):
+        model.add_cumulative(intervals, amounts, int(problem.memory.cap[worker // problem.ranks]))
+
+
+def _period(model, problem: Problem, starts, end, final: int, least: int, most: int):
+    period, width = model.new_int_var(least, most, "period"), problem.width
+    first = [model.new_int_var(0, most * problem.stages, "") for _ in range(problem.stages)]
+    for record in range(problem.records):
+        stage = record // width
+        model.add(first[stage] <= starts[record])
+        if problem.synchronous:
+            model.add(period >= end(final, record) + problem.joint_closing)
+        else:
+            model.add(period >= end(final, record) - first[stage] + int(problem.closing[stage]))
+    return period
+
+
+def _read(problem: Problem, solver, starts, start: Solution) -> Exact:
+    """What the solver found, run through our own timing."""
+    least = int(np.ceil(solver.best_objective_bound - 1e-6))
+    at = {operation: solver.value(variable) for operation, variable in starts.items()}
+    ordered = sorted(at, key=lambda operation: (at[operation], operation % problem.records, operation))
+    found = timed(problem, np.array(ordered, np.int64), int(solver.objective_value), start)
+    return Exact(min(found.period, start.period), least, found)
