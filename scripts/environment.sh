@@ -35,6 +35,8 @@ _install() {
     _pip "$(grep '^setuptools==' "$constraints")" "$(grep '^torch==' "$constraints")"
     say "installing this package and its dependencies"
     _pip --editable ".[test]"
+    say "compiling the planner's inner loops (once)"
+    "$venv/bin/python" -c "from recycle_plugin import planner; planner.warm()" || fail "the planner's loops could not be compiled"
     _wanted > "$venv/recycle-installed"
     say "installed into .venv"
 }

@@ -276,9 +276,9 @@ class Membership:
         self._finish_if_empty(out)
 
     def _exit(self, message: Exited, now: float, out: Output) -> None:
-        how = f"killed by signal {-message.code}" if message.code < 0 else f"exited with code {message.code}"
+        how = f"was killed by signal {-message.code}" if message.code < 0 else f"exited with code {message.code}"
         if message.rank in self.lost:
-            out.say("confirmed", f"rank {message.rank} was {how}, says its supervisor", rank=message.rank, code=message.code)
+            out.say("confirmed", f"rank {message.rank} {how}, says its supervisor", rank=message.rank, code=message.code)
         self._lose(message.rank, how, now, message.at, out)
 
     def _lose(self, rank: int, how: str, now: float, at: float, out: Output) -> None:

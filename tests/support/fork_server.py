@@ -31,7 +31,10 @@ def warm() -> None:
     import recycle_plugin.adapters.deepspeed.engine  # noqa: F401
     import recycle_plugin.adapters.megatron.gpt  # noqa: F401
 
+    from recycle_plugin import planner
+
     torch.set_num_threads(1)
+    planner.warm()
 
 
 class Server:

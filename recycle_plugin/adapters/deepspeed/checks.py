@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from recycle_plugin.runtime.errors import RecycleError
-
-STALE_LOCK = "lock"
-
 
 def check_config(config: dict[str, Any], model: Any) -> None:
     """Before the engine is built.  ``config``: the whole DeepSpeed config."""
     if not isinstance(model, PipelineModule):
         raise RecycleError(f"recycle.enabled needs a deepspeed.pipe.PipelineModule, and the model is a {type(model).__name__}")
+    _check_device()
     _check_precision(config)
     _check_zero(config)
     _check_optimizer(config.get("optimizer") or {})
@@ -32,6 +31,15 @@ def check_dataset(dataset: Any) -> None:
         raise RecycleError(
             f"training_data is a {type(dataset).__name__}, which cannot be read by index: give a map-style dataset; "
             "iterable datasets and plain iterators cannot be read again by a peer and come later"
+        )
+
+
+def _check_device() -> None:
+    device = get_accelerator().device_name()
+    if device != "cpu":
+        raise RecycleError(
+            f"the accelerator is {device}: process groups that lose members work over Gloo on the CPU only yet (NCCL comes later); "
+            "set the environment variable DS_ACCELERATOR=cpu, or recycle.enabled to false"
         )
 
 
@@ -55,7 +63,7 @@ def _check_zero(config: dict[str, Any]) -> None:
 def _check_optimizer(section: dict[str, Any]) -> None:
     """DeepSpeed's own Adam is compiled at first use: say so before the compiler does."""
     name = section.get("type", "").lower()
-    if name not in ("adam", "adamw") or (section.get("params") or {}).get("torch_adam") or torch.cuda.is_available():
+    if name not in ("adam", "adamw") or (section.get("params") or {}).get("torch_adam"):
         return
     advice = 'set optimizer.params.torch_adam to true, which needs no compiler'
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "c++"), "g++", "clang++")):
@@ -71,7 +79,7 @@ def _stale_lock() -> Path | None:
     """A build lock in the extensions' cache that no live process holds."""
     default = Path.home() / ".cache" / "torch_extensions"
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", default))
-    return next((lock for lock in sorted(folder.glob(f"**/{STALE_LOCK}")) if not _held(lock)), None)
+    return next((lock for lock in sorted(folder.glob("**/lock")) if not _held(lock)), None)
 
 
 def _held(lock: Path) -> bool:

@@ -16,6 +16,7 @@ import torch
 from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from recycle_plugin import planner
 from recycle_plugin.adapters.deepspeed import clipping
 from recycle_plugin.adapters.deepspeed import schedule as commands
 from recycle_plugin.adapters.deepspeed.checkpoint import stand_in
@@ -154,6 +155,7 @@ class RecycleEngine(PipelineEngine):
         """At the first step: enrol, wait for everybody, make the plan.  (Checkpoints are loaded before.)"""
         if self._loop is not None:
             return
+        planner.warm()  # so that no failure has to wait for a compiler
         session, settings = self._job.session, self._job.settings
         machine = StepMachine(self.global_steps)
         validate = self.gradient_clipping() > 0
