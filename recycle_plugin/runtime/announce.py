@@ -14,12 +14,18 @@ QUIET = {"committed", "loss", "peak", "worker"}  # in the log, but no line of th
 
 
 class Announcer:
-    """Prints through ``rich`` on a terminal and as plain lines elsewhere; logs once the run's folder is known."""
+    """Plain lines, a step each; on a terminal one live line for the steps instead, with the events above it.
+
+    Logs once the run's folder is known.
+    """
 
     def __init__(self) -> None:
         from rich.console import Console
 
         self._console = Console(highlight=False, soft_wrap=True)
+        self._live = self._console.status("waiting for workers") if self._console.is_terminal else None
+        if self._live is not None:
+            self._live.start()
         self._began = time.time()
         self._log: TextIO | None = None
         self._early: list[str] = []
@@ -37,6 +43,8 @@ class Announcer:
             self._line(event.kind, event.text, now)
 
     def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
         if self._log is not None:
             self._log.close()
 
@@ -57,7 +65,11 @@ class Announcer:
         took = f", {now - self._last_commit:.3f} s" if self._last_commit else ""
         self._last_commit = now
         shown = f"loss {loss:.6f}, " if loss is not None else ""
-        self._line("step", f"{step}: {shown}{event.details['workers']} workers{took}", now)
+        text = f"{step}: {shown}{event.details['workers']} workers{took}"
+        if self._live is not None:
+            self._live.update(f"step {text}")
+        else:
+            self._line("step", text, now)
 
     def _line(self, kind: str, text: str, now: float) -> None:
         stamp = f"[recycle {now - self._began:8.3f}] "

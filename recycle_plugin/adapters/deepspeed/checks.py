@@ -13,6 +13,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from recycle_plugin.runtime.errors import RecycleError
 
+
 def check_config(config: dict[str, Any], model: Any) -> None:
     """Before the engine is built.  ``config``: the whole DeepSpeed config."""
     if not isinstance(model, PipelineModule):

@@ -1,0 +1,23 @@
+"""What the user sees of an event, and what the log keeps."""
+
+from __future__ import annotations
+
+import json
+
+from recycle_plugin.core.membership import Event
+from recycle_plugin.runtime.announce import Announcer
+
+
+def test_plain_lines_and_a_complete_log(tmp_path, capsys):
+    announcer = Announcer()
+    announcer.say(Event("worker", "worker 0 is process 7", {"rank": 0, "pid": 7}), 10.0)
+    announcer.say(Event("start", "2 replicas", {"job": {"run_dir": str(tmp_path)}}), 10.5)
+    announcer.say(Event("loss", "step 1", {"step": 1, "loss": 2.5}), 11.0)
+    announcer.say(Event("committed", "step 1 committed", {"step": 1, "workers": 4}), 11.0)
+    announcer.say(Event("committed", "step 2 committed", {"step": 2, "workers": 3}), 11.25)
+    announcer.close()
+    lines = [line.split("] ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["start: 2 replicas", "step: 1: loss 2.500000, 4 workers", "step: 2: 3 workers, 0.250 s"]
+    logged = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in logged] == ["worker", "start", "loss", "committed", "committed"]
+    assert logged[0]["pid"] == 7 and logged[2]["loss"] == 2.5
