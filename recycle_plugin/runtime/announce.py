@@ -21,7 +21,9 @@ class Announcer:
 
     def __init__(self) -> None:
         from rich.console import Console
+        from rich.text import Text
 
+        self._text = Text
         self._console = Console(highlight=False, soft_wrap=True)
         self._live = self._console.status("waiting for workers") if self._console.is_terminal else None
         if self._live is not None:
@@ -72,6 +74,5 @@ class Announcer:
             self._line("step", text, now)
 
     def _line(self, kind: str, text: str, now: float) -> None:
-        stamp = f"[recycle {now - self._began:8.3f}] "
-        self._console.print(stamp, end="", style="dim", markup=False)
-        self._console.print(f"{kind}: {text}", style=STYLES.get(kind), markup=False)
+        stamp = (f"[recycle {now - self._began:8.3f}] ", "dim")
+        self._console.print(self._text.assemble(stamp, (f"{kind}: {text}", STYLES.get(kind, ""))))
