@@ -31,6 +31,7 @@ def main(command: list[str]) -> int:
     session = connect_from_environment(dict(os.environ))
     leave = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_leave(session, leave))
+    signal.signal(signal.SIGINT, lambda *_: _interrupt(session))
     plugin = Plugin(session)
     plugin.install()
     try:
@@ -74,6 +75,12 @@ def _ask_to_leave(session: Session, asked: threading.Event) -> None:
     if not asked.is_set():
         asked.set()
         threading.Thread(target=session.ask_to_leave, args=("its worker got SIGTERM",), daemon=True).start()
+
+
+def _interrupt(session: Session) -> None:
+    """Ctrl-C reaches every process of the terminal; once training runs, the supervisors end the job at a commit."""
+    if session.generation is None:
+        raise KeyboardInterrupt
 
 
 def leave_process(code: int) -> None:

@@ -272,7 +272,8 @@ class Membership:
         member = self.members.pop(rank, None)
         self._stepped.pop(rank, None)
         self._finishing |= member is not None and not planned
-        out.say("left", f"worker {rank} has left after step {self.committed}" + " as planned" * planned, rank=rank)
+        if self.started:
+            out.say("left", f"worker {rank} has left after step {self.committed}" + " as planned" * planned, rank=rank)
         self._finish_if_empty(out)
 
     def _exit(self, message: Exited, now: float, out: Output) -> None:

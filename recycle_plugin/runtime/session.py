@@ -113,6 +113,7 @@ class Session:
                 self._resume = message
             case Committed():
                 self.committed = max(self.committed, message.step)
+                self._collected = {key: values for key, values in self._collected.items() if key[0] >= message.step}
             case Collected():
                 self._collected[message.step, message.name] = message.values
             case End():

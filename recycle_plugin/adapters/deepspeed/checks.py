@@ -98,6 +98,12 @@ def _check_module(model: PipelineModule) -> None:
     tied = sorted({spec.key for spec in model._layer_specs if isinstance(spec, TiedLayerSpec)})
     if tied:
         raise RecycleError(f"tied layers ({', '.join(tied)}) couple stages and are not supported yet; use LayerSpec instead of TiedLayerSpec for now")
+    tracking = [name for name, module in model.named_modules() if getattr(module, "track_running_stats", False)]
+    if tracking:
+        raise RecycleError(
+            f"{tracking[0]} keeps running statistics, which a step that is run again would count twice; "
+            "use a normalisation without them (LayerNorm, GroupNorm), or track_running_stats=False"
+        )
     grid = model._grid
     if grid.slice_parallel_size > 1:
         raise RecycleError("tensor parallelism above 1 is not supported yet: build the PipelineModule with a topology of the axes pipe and data only")
