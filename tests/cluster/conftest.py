@@ -12,7 +12,7 @@ from tests.support.cluster import ForkServer, Result, Run
 from tests.support.jobs import SQUARE, TRAIN, Shape, overrides
 
 Launch = Callable[..., Run]
-DEADLINE_S = 300  # of a test; a run takes seconds, unless others use the machine
+DEADLINE_S = 600  # of a test; a run takes seconds, and minutes where others use the machine
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

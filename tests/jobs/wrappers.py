@@ -13,7 +13,7 @@ from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
 from recycle_plugin.runtime.stage import Stage
 from recycle_plugin.runtime.world import TorchWorld
 
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 POLL_S = 0.002
 
 

@@ -187,7 +187,7 @@ class Run:
     def pids(self) -> dict[int, int]:
         return {event["rank"]: event["pid"] for event in self.events() if event["event"] == "worker"}
 
-    def wait_for(self, found: Callable[[], object], what: str, timeout_s: float = 60.0) -> object:
+    def wait_for(self, found: Callable[[], object], what: str, timeout_s: float = 150.0) -> object:
         """Poll until ``found()`` is true and return it; fails when the run ends or the deadline passes first."""
         deadline = time.monotonic() + timeout_s
         while not (value := found()):
@@ -197,7 +197,7 @@ class Run:
             time.sleep(POLL_S)
         return value
 
-    def finish(self, timeout_s: float = 120.0) -> Result:
+    def finish(self, timeout_s: float = 200.0) -> Result:
         try:
             code = self.launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
