@@ -1,0 +1,141 @@
+"""Arguments that several subcommands share, from text to what the layers below take.  Raises ValueError with one line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.plan import ONE_F_ONE_B, Plan, Policy
+from recycle_plugin.core.topology import ClusterView, Topology
+
+COSTS_HELP = (
+    "costs in ticks: F, I, W (one micro-batch), comm (a boundary tensor), across (the same between replicas), reduce, step, "
+    "B (both backwards at once; I + W without), dispatch; a value for each stage: F=1/1/2/1"
+)
+FINEST = 1000  # parts of a tick that costs may be given in
+_NAMES = {
+    "F": "forward", "I": "input", "W": "weight", "B": "backward", "comm": "communication", "across": "communication_across",
+    "reduce": "reduce", "step": "step", "dispatch": "dispatch",
+}  # fmt: skip
+_SINGLE = ("comm", "across", "dispatch")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A job: shape, who is alive, costs and their unit.  ``scale``: integers of ``costs`` in one ``unit``."""
+
+    view: ClusterView
+    costs: CostModel
+    policy: Policy
+    unit: str
+    scale: int
+    origin: str
+
+    def shown(self, value: int) -> int | float:
+        """``value`` of the cost model in ``unit``."""
+        return value // self.scale if value % self.scale == 0 else value / self.scale
+
+    def plan(self) -> Plan:
+        """Raises ValueError where there is no plan."""
+        from recycle_plugin import planner
+
+        try:
+            return planner.plan(self.view, self.costs, self.policy)
+        except planner.PlanError as error:
+            raise ValueError(str(error)) from None
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Shape, techniques, memory and costs."""
+    parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
+    parser.add_argument("--dp", type=int, required=True, metavar="D", help="replicas of the pipeline (data parallelism)")
+    parser.add_argument("--micro-batches", type=int, required=True, metavar="M", help="micro-batches of each replica in a step")
+    parser.add_argument("--lost", default="", metavar="SEATS", help="lost workers as replica.stage, comma-separated: 1.2,0.3")
+    parser.add_argument("--cap", default="1.0", metavar="C", help="micro-batches that a worker may hold, in units of P; or 1f1b for what 1F1B holds (default: 1.0)")
+    parser.add_argument("--no-split", action="store_true", help="both gradients at once: no decoupled backward")
+    parser.add_argument("--no-stagger", action="store_true", help="all stages step together: no staggered optimizer")
+    parser.add_argument("--no-reroute", action="store_true", help="leave a lost worker's micro-batches alone: a loss is an error")
+    parser.add_argument("--couple", action="store_true", help="let single backwards run coupled where that saves memory or time")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--costs", metavar="TICKS", help=f"{COSTS_HELP} (default: F=1,I=1,W=1)")
+    source.add_argument("--profile", metavar="FILE", help="costs from the JSON file that recycle profile wrote")
+    source.add_argument("--preset", metavar="NAME", help="costs of a named model: see recycle simulate --help")
+
+
+def job(found: argparse.Namespace) -> Given:
+    """What :func:`add_job`'s arguments say."""
+    shape = Topology(found.dp, found.pp, found.micro_batches)
+    policy = Policy(not found.no_split, not found.no_stagger, not found.no_reroute, cap(found.cap, found.pp), couple=found.couple)
+    view = shape.full().without(*seats(found.lost, shape))
+    if found.profile is None and found.preset is None:
+        model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp)
+        return Given(view, model, policy, "ticks", scale, "ticks")
+    from recycle_plugin.simulator import analytic, profile
+
+    taken = profile.read(found.profile) if found.profile is not None else analytic.preset(found.preset)
+    return Given(view, taken.costs(shape.stages, shape.replicas), policy, "us", 1, taken.title)
+
+
+def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
+    """``1.2,0.3`` in a job of ``shape``."""
+    found = tuple(Seat.parse(part.strip()) for part in text.split(",") if part.strip())
+    for seat in found:
+        if seat not in shape.seats:
+            raise ValueError(f"--lost {seat}: replicas are 0 to {shape.replicas - 1}, stages 0 to {shape.stages - 1}, written replica.stage")
+    if len(set(found)) < len(found):
+        raise ValueError(f"--lost {text}: a seat is named twice")
+    return found
+
+
+def cap(text: str, stages: int) -> int | str:
+    """Micro-batches from a multiple of ``stages``, rounded down; ``1f1b`` stays."""
+    if text.lower() == ONE_F_ONE_B:
+        return ONE_F_ONE_B
+    number = _decimal(text, "--cap", 'a multiple of --pp such as 1.5, or "1f1b"')
+    held = int(number * stages)
+    if held < 1:
+        raise ValueError(f"--cap {text} of {stages} stages is less than one micro-batch: write at least {1 / stages:g}")
+    return held
+
+
+def ticks(text: str, stages: int) -> tuple[CostModel, int]:
+    """The cost model of ``F=1,I=1,...`` and the integers in a tick: as few as make every cost whole."""
+    values = dict(_entry(part, stages) for part in text.split(",") if part.strip())
+    missing = [name for name in ("F", "I", "W") if name not in values]
+    if missing:
+        raise ValueError(f"--costs {text}: {', '.join(missing)} missing; write for instance F=1,I=1,W=1,comm=0,step=3")
+    scale = 1
+    while any(value * scale != int(value * scale) for row in values.values() for value in row):
+        scale *= 10
+        if scale > FINEST:
+            raise ValueError(f"--costs {text}: at most three decimals")
+    rows: dict[str, Any] = {_NAMES[name]: tuple(int(value * scale) for value in row) for name, row in values.items()}
+    for name in map(_NAMES.get, _SINGLE):
+        if name in rows:
+            rows[name] = rows[name][0]
+    return CostModel(**rows), scale
+
+
+def _entry(part: str, stages: int) -> tuple[str, tuple[Decimal, ...]]:
+    name, equals, text = (piece.strip() for piece in part.partition("="))
+    if name not in _NAMES or not equals:
+        raise ValueError(f"--costs {part.strip()!r}: write name=ticks with the names {', '.join(_NAMES)}")
+    row = tuple(_decimal(piece, f"--costs {name}", "a number of ticks, none negative") for piece in text.split("/"))
+    wanted = 1 if name in _SINGLE else stages
+    if len(row) not in (1, wanted):
+        raise ValueError(f"--costs {name}={text}: {len(row)} values for {wanted} {'stages' if wanted > 1 else 'value'}")
+    return name, row if len(row) == wanted else row * wanted
+
+
+def _decimal(text: str, name: str, write: str) -> Decimal:
+    try:
+        number = Decimal(text)
+    except InvalidOperation:
+        number = Decimal("nan")
+    if not number.is_finite() or number < 0:
+        raise ValueError(f"{name} {text}: write {write}")
+    return number

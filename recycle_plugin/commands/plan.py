@@ -1,0 +1,152 @@
+"""``recycle plan``: one plan, drawn, measured and written out so that anybody can check it without this code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Iterator
+
+from recycle_plugin.commands.given import Given, add_job, job
+from recycle_plugin.core.executor import Span
+from recycle_plugin.core.instruction import COMPUTE, Op
+from recycle_plugin.core.plan import Plan
+
+DESCRIPTION = """\
+Plan one step for the live workers of a job, draw it, and say how far it lies above its lower bound.
+
+recycle plan --pp 4 --dp 3 --micro-batches 6 --lost 1.2 --cap 2.0 --costs F=1,I=1,W=1,comm=0,step=3
+
+--programs FILE writes lines of three words, "<seat> <start> <instruction>": every live worker's program in
+its order.  The seat is replica.stage; the start is the planned one in the unit that the first lines name, counted
+from the step's first instruction; the instruction is <stage><op><replica>.<index>, as in 2F1.3, with op F (forward),
+I and W (backward: gradient of the input, of the weights) or B (both at once), and <stage>REDUCE and <stage>STEP at
+the end.  A boundary tensor goes to whoever runs its micro-batch on the next stage, or for a gradient on the one before.
+Lines that begin with # give the job: shape, lost workers, costs, cap, period, bound, digest.
+"""
+DRAWN_SEATS, DRAWN_COLUMNS = 64, 160  # larger grids are not printed
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    made = commands.add_parser("plan", help="plan one step for a shape and its lost workers", description=DESCRIPTION,
+                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    add_job(made)
+    made.add_argument("--json", action="store_true", help="print figures as JSON instead of the grid")
+    made.add_argument("--programs", metavar="FILE", type=Path, help="write every worker's program with planned starts")
+    made.add_argument("--png", metavar="FILE", type=Path, help="write the schedule as a picture (.png, .svg, .pdf)")
+    made.set_defaults(run=run)
+
+
+def run(found: argparse.Namespace) -> int:
+    given = job(found)
+    planned, plan_ms = timed(given)
+    figures = summary(given, planned, plan_ms)
+    spans = timeline(given, planned)
+    if found.programs is not None:
+        found.programs.write_text("\n".join(program_lines(given, planned, figures)) + "\n")
+    if found.png is not None:
+        draw_png(given, planned, spans, found.png)
+    print(json.dumps(figures, indent=1) if found.json else report(given, planned, figures, spans))
+    return 0
+
+
+def timed(given: Given) -> tuple[Plan, float]:
+    """The plan, and the milliseconds from membership to verified and hashed plan in a warm process."""
+    from recycle_plugin import planner
+
+    planner.warm()
+    start = time.perf_counter()
+    planned = given.plan()
+    _ = planned.digest
+    return planned, 1000 * (time.perf_counter() - start)
+
+
+def summary(given: Given, planned: Plan, plan_ms: float) -> dict:
+    """Times in ``unit``.  ``span``: staggered, the longest of the stages' own windows, first forward to last weight
+    gradient; else the whole plan's.  ``gap``: of the period above the bound, as a fraction of the bound."""
+    span = max(windows(given, planned)) if planned.policy.stagger_optimizer else planned.span_us
+    return {
+        "unit": given.unit,
+        "costs": given.origin,
+        "period": given.shown(planned.period_us),
+        "span": given.shown(span),
+        "lower_bound": given.shown(planned.bound_us),
+        "gap": round(planned.gap, 6),
+        "plan_ms": round(plan_ms, 3),
+        "peak_micro_batches": peaks(planned),
+        "cap": planned.policy.activation_cap,
+        "lost": [str(seat) for seat in given.view.lost],
+        "digest": planned.digest,
+    }
+
+
+def timeline(given: Given, planned: Plan) -> list[Span]:
+    """Planned spans of one step, in the cost model's integers."""
+    return [
+        Span(seat, instruction, start, start + given.costs.of(instruction.op, seat.stage, seat))
+        for seat, program in planned.programs.items()
+        for instruction, start in zip(program, planned.starts[seat])
+    ]
+
+
+def windows(given: Given, planned: Plan) -> list[int]:
+    """Per stage, from its first computation's start to its last one's end."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for span in timeline(given, planned):
+        if span.instruction.op in COMPUTE:
+            stage = span.seat.stage
+            first[stage] = min(first.get(stage, span.start_us), span.start_us)
+            last[stage] = max(last.get(stage, span.end_us), span.end_us)
+    return [last[stage] - first[stage] for stage in sorted(first)]
+
+
+def peaks(planned: Plan) -> list[int]:
+    """Per stage, the most micro-batches whose activation or pending weight gradient one worker holds at once."""
+    change = {Op.F: 1, Op.W: -1, Op.B: -1}
+    most = [0] * planned.stages
+    for seat, program in planned.programs.items():
+        held = 0
+        for instruction in program:
+            held += change.get(instruction.op, 0)
+            most[seat.stage] = max(most[seat.stage], held)
+    return most
+
+
+def program_lines(given: Given, planned: Plan, figures: dict) -> Iterator[str]:
+    topology = given.view.topology
+    yield f"# stages {topology.stages}, replicas {topology.replicas}, micro-batches {topology.micro_batches} of each replica"
+    yield f"# lost: {', '.join(figures['lost']) or 'nobody'}; cap: {figures['cap']} micro-batches"
+    yield f"# costs, {given.scale} to a unit: {given.costs}"
+    yield "# " + ", ".join(f"{name} {figures[name]}" for name in ("unit", "period", "span", "lower_bound", "digest"))
+    for seat, program in planned.programs.items():
+        for instruction, start in zip(program, planned.starts[seat]):
+            yield f"{seat} {given.shown(start)} {instruction}"
+
+
+def report(given: Given, planned: Plan, figures: dict, spans: list[Span]) -> str:
+    from recycle_plugin.render import grid
+
+    unit = figures["unit"]
+    lines = [
+        f"period {figures['period']} {unit}, span {figures['span']}, lower bound {figures['lower_bound']}: "
+        f"{planned.gap:.1%} above it; planned in {figures['plan_ms']:.1f} ms",
+        f"micro-batches held at most, by stage: {' '.join(map(str, figures['peak_micro_batches']))} (cap {figures['cap']}); digest {figures['digest']}",
+    ]
+    if given.unit != "ticks":
+        lines.insert(0, f"costs: {given.origin}")
+    tick = given.scale if given.unit == "ticks" else max(1, planned.span_us // DRAWN_COLUMNS)
+    if len(planned.programs) <= DRAWN_SEATS and planned.span_us <= 2 * DRAWN_COLUMNS * tick:
+        return "\n".join([grid.draw(spans, tick), *lines])
+    return "\n".join([*lines, "too large to draw here: --png FILE draws it, --programs FILE lists it"])
+
+
+def draw_png(given: Given, planned: Plan, spans: list[Span], path: Path) -> None:
+    from recycle_plugin.render import gantt
+
+    unit = (given.scale, "ticks") if given.unit == "ticks" else None
+    lost = f", without {', '.join(map(str, given.view.lost))}" if given.view.lost else ""
+    shape = given.view.topology
+    title = f"PP={shape.stages}, DP={shape.replicas}, {shape.micro_batches} micro-batches{lost}: period {given.shown(planned.period_us)} {given.unit}"
+    gantt.draw(path, gantt.Panel(title, spans, unit=unit))

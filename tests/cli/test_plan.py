@@ -1,0 +1,107 @@
+"""``recycle plan``: figures of the running example, programs that can be checked without the planner, errors in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recycle_plugin.cli import main
+from recycle_plugin.core.dataflow import provides, requires
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import Instruction, Op
+
+EXAMPLE = "plan --pp 4 --dp 3 --micro-batches 6 --costs F=1,I=1,W=1,comm=0,step=3"
+UNSPLIT = "--no-split --no-stagger"
+
+
+def figures(capsys, more: str) -> dict:
+    assert main([*EXAMPLE.split(), *more.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "more, span",
+    [
+        pytest.param(UNSPLIT, 27, id="fault-free 1F1B"),
+        pytest.param(f"{UNSPLIT} --lost 1.2 --cap 1f1b", 36, id="adaptive in 1F1B's memory"),
+        pytest.param(f"{UNSPLIT} --lost 1.2 --cap 2.0", 33, id="adaptive"),
+        pytest.param("--no-stagger --lost 1.2 --cap 2.0", 29, id="split"),
+        pytest.param("--lost 1.2 --cap 2.0", 27, id="split and staggered"),
+    ],
+)
+def test_running_example(capsys, more: str, span: int) -> None:
+    found = figures(capsys, more)
+    assert (found["span"], found["period"], found["unit"]) == (span, span + 3, "ticks")
+    assert found["lower_bound"] <= found["period"] and found["gap"] == pytest.approx(found["period"] / found["lower_bound"] - 1, abs=1e-6)
+    cap = [4, 3, 2, 1] if "1f1b" in more else [8] * 4
+    assert all(held <= allowed for held, allowed in zip(found["peak_micro_batches"], cap))
+    assert found["plan_ms"] > 0 and len(found["digest"]) == 16
+
+
+def test_costs_in_parts_of_a_tick_and_by_stage(capsys) -> None:
+    arguments = "plan --pp 2 --dp 1 --micro-batches 1 --costs F=0.5/1.5,I=1,W=1,comm=0.25 --json"
+    assert main(arguments.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["period"] == 0.5 + 0.25 + 1.5 + 1 + 0.25 + 1 + 1
+
+
+def test_programs_can_be_checked_by_themselves(capsys, tmp_path: Path) -> None:
+    """From the file alone: everything once, nothing at the lost seat, no start before the inputs are there."""
+    path = tmp_path / "programs.txt"
+    figures(capsys, f"--lost 1.2 --cap 2.0 --programs {path}")
+    lines = [line.split() for line in path.read_text().splitlines() if not line.startswith("#")]
+    rows = [(Seat.parse(seat), int(start), Instruction.parse(text)) for seat, start, text in lines]
+    ran = sorted((one.stage, one.micro_batch, one.op.value) for _, _, one in rows if one.micro_batch)
+    assert ran == sorted((stage, (r, m), op) for stage in range(4) for r in range(3) for m in range(6) for op in "FIW")
+    assert Seat(1, 2) not in {seat for seat, _, _ in rows} and all(seat.stage == one.stage for seat, _, one in rows)
+    made = {datum: start + 1 for _, start, one in rows if one.micro_batch for datum in provides(one)}
+    for seat, start, one in rows:
+        needed = [datum for datum in requires(one, 4) if datum.kind not in ("data", "params", "reduced")]
+        assert all(made[datum] <= start for datum in needed)
+    for seat in {seat for seat, _, _ in rows}:
+        mine = [(start, one.op) for other, start, one in rows if other == seat]
+        assert [op for _, op in mine[-2:]] == [Op.REDUCE, Op.STEP]
+        assert all(one + 1 <= two for (one, _), (two, _) in zip(mine[:-2], mine[1:-1]))
+
+
+def test_the_grid_is_drawn(capsys) -> None:
+    assert main("plan --pp 2 --dp 2 --micro-batches 2 --lost 0.1 --costs F=1,I=1,W=1".split()) == 0
+    grid = capsys.readouterr().out.splitlines()
+    assert [line.split(" |")[0].strip() for line in grid[:4]] == ["", "0.0", "1.0", "1.1"]
+    assert "F0.0" in grid[3] and grid[4].startswith("period ")
+
+
+def test_the_picture_is_written(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plan.png"
+    figures(capsys, f"--lost 1.2 --png {path}")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ("--lost 1.9", "stages 0 to 3"),
+        ("--lost 12", "replica.stage"),
+        ("--lost 1.2,1.2", "twice"),
+        ("--lost 0.2,1.2,2.2", "stage 2"),
+        ("--lost 1.2 --no-reroute", "reroute"),
+        ("--cap 0.1", "less than one micro-batch"),
+        ("--cap two", "1f1b"),
+        ("--cap -1", "--cap -1"),
+        ("--costs F=1,I=1", "W missing"),
+        ("--costs F=1,I=1,W=1,X=2", "names F, I, W"),
+        ("--costs F=1,I=1,W=-1", "none negative"),
+        ("--costs F=1/2/3,I=1,W=1", "3 values for 4 stages"),
+        ("--costs F=0.00001,I=1,W=1", "three decimals"),
+        ("--dp 0", "replicas is 0"),
+        ("--programs /no/such/folder/x", "No such file"),
+    ],
+)
+def test_errors_are_one_line(capsys, more: str, says: str) -> None:
+    arguments = "plan --pp 4 --dp 3 --micro-batches 6".split() + more.split()
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.startswith("recycle: ") and said.count("\n") == 1
