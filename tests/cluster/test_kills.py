@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from recycle_plugin.core.faults import Fault
-from tests.support.jobs import SQUARE, WRAPPED, Shape, assert_same_training, difference, faults
+from tests.support.jobs import WRAPPED, Shape, assert_same_training, difference, faults
 
 # --- at named instructions, 2 x 2 -------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ WIDE = Shape(replicas=4)
 )
 def test_two_of_eight(launch, reference, kills):
     result = launch(faults(*kills), shape=WIDE).finish()
-    assert_same_training(result, reference(shape=WIDE), {Fault.parse(kill).seat.__str__() for kill in kills})
+    assert_same_training(result, reference(shape=WIDE), {str(Fault.parse(kill).seat) for kill in kills})
     assert struck(result) == set(kills)
 
 

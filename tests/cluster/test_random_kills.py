@@ -43,10 +43,14 @@ def schedules() -> list:
     return runs
 
 
+def named(kills: list[tuple[float, list[str]]]) -> str:
+    return "; ".join(f"{'+'.join(seats)} at {when:.2f}" for when, seats in kills)
+
+
 @pytest.mark.parametrize(
     "kills",
     [
-        pytest.param(kills, id="; ".join(f"{'+'.join(seats)} at {when:.2f}" for when, seats in kills), marks=() if number < 2 else pytest.mark.all_kills)
+        pytest.param(kills, id=named(kills), marks=() if number < 2 else pytest.mark.all_kills)
         for number, kills in enumerate(schedules())
     ],
 )

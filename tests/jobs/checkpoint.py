@@ -32,7 +32,8 @@ if "read_at" in plan:
 
 deepspeed.init_distributed()
 layers, loss, data = gpt(job)
-model = PipelineModule(layers=layers, topology=PipeDataParallelTopology(job.topology.stages, job.topology.replicas), loss_fn=loss, partition_method="uniform")
+topology = PipeDataParallelTopology(job.topology.stages, job.topology.replicas)
+model = PipelineModule(layers=layers, topology=topology, loss_fn=loss, partition_method="uniform")
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=job.deepspeed_config(), training_data=data)
 record = {"rank": RANK, "pid": os.getpid(), "losses": [], "engine": type(engine).__name__}
 
