@@ -5,9 +5,16 @@ Every worker plans for itself and compares digests, so planning depends on nothi
 
 from __future__ import annotations
 
+from recycle_plugin.planner.alternatives import Option, options
 from recycle_plugin.planner.errors import PlanError, VerificationError
 from recycle_plugin.planner.lower import lower
-from recycle_plugin.planner.make import plan, refine, warm
+from recycle_plugin.planner.make import plan, refine
+from recycle_plugin.planner.normalise import Move, Normalisation, normalise
+from recycle_plugin.planner.store import PlanStore
 from recycle_plugin.planner.verify import verify
+from recycle_plugin.planner.warming import warm
 
-__all__ = ["PlanError", "VerificationError", "lower", "plan", "refine", "verify", "warm"]
+__all__ = [
+    "Move", "Normalisation", "Option", "PlanError", "PlanStore", "VerificationError", "lower", "normalise", "options", "plan", "refine",
+    "verify", "warm",
+]  # fmt: skip

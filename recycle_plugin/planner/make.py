@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.topology import ClusterView
 from recycle_plugin.planner.assemble import assemble
 from recycle_plugin.planner.bounds import bound
 from recycle_plugin.planner.flat import Problem, flatten
 from recycle_plugin.planner.one_f_one_b import fits, one_f_one_b
 from recycle_plugin.planner.reroute import Routing, route
 from recycle_plugin.planner.schedule import Solution, best_order, timed
-from recycle_plugin.planner.search import polish, search
+from recycle_plugin.planner.search import fused, polish, search
 from recycle_plugin.planner.verify import verify
+
+
+TURNS = 3  # ways of dealing that ``refine`` tries
 
 
 def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
@@ -24,21 +28,26 @@ def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
     with rerouting off, costs for another number of stages, memory for less than one micro-batch.
     """
     routing, problem = prepare(view, costs, policy)
-    least = bound(problem)
-    return finish(view, costs, policy, routing, problem, _solve(problem, view, least), least)
+    return finish(view, costs, policy, routing, problem, *solve(problem))
 
 
 def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0) -> Plan:
     """A better plan for the same view and policy, or ``planned``; searches until the bound is met or the time is up.
 
-    Because it goes by a clock, only one process may decide to use it and has to hand the plan to the others.
+    Also deals rerouted micro-batches out in other ways.  Because it goes by a clock, only one process may
+    decide to use it, and has to hand the plan to the others.
     """
-    routing, problem = prepare(planned.view, costs, planned.policy)
-    least = bound(problem)
-    found = search(problem, _solve(problem, planned.view, least), least, budget_s, seed)
-    if found.period >= planned.period_us:
-        return planned
-    return finish(planned.view, costs, planned.policy, routing, problem, found, least)
+    until, best = time.monotonic() + budget_s, planned
+    for turn in range(TURNS):
+        routing = route(planned.view, planned.policy, costs, turn)
+        problem = flatten(planned.view, costs, planned.policy, routing)
+        solution, least = solve(problem)
+        if best.period_us <= least:
+            break
+        solution = search(problem, solution, least, max(0.0, until - time.monotonic()) / (TURNS - turn), seed)
+        if solution.period < best.period_us:
+            best = finish(planned.view, costs, planned.policy, routing, problem, solution, least)
+    return best
 
 
 def prepare(view: ClusterView, costs: CostModel, policy: Policy) -> tuple[Routing, Problem]:
@@ -56,18 +65,11 @@ def finish(
     return planned
 
 
-def warm() -> None:
-    """Compile, or load from the disk cache, every compiled loop: so that no failure has to wait for it.
-
-    Takes some tenths of a second from the cache, and many seconds on a machine's very first call.
-    """
-    view = Topology(2, 2, 2).full().without(Seat(0, 1))
-    for policy in (Policy(), Policy(stagger_optimizer=False)):
-        _ = plan(view, CostModel.uniform(2, communication=1), policy).digest
-
-
-def _solve(problem: Problem, view: ClusterView, least: int) -> Solution:
-    if not (problem.split or view.lost) and fits(problem):
-        return timed(problem, one_f_one_b(problem), least)
+def solve(problem: Problem) -> tuple[Solution, int]:
+    """The schedule that every worker finds, and the lower bound."""
+    least = bound(problem)
+    if not problem.split and fits(problem):
+        return timed(problem, one_f_one_b(problem), least), least
     best = best_order(problem, least)
-    return best if best.period <= least else polish(problem, best, least)
+    best = best if best.period <= least else polish(problem, best, least)
+    return (fused(problem, best, least) if problem.couple else best), least

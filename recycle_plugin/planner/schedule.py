@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recycle_plugin.planner.bounds import bound
 from recycle_plugin.planner.flat import Array, Problem
 from recycle_plugin.planner.greedy import greedy
 from recycle_plugin.planner.timing import evaluate, extent
@@ -59,7 +58,7 @@ class Solution(NamedTuple):
 
 
 TRIALS_AT_LEAST = 2
-OPERATIONS_TRIED = 60_000  # in all trials together: bounds the time of planning without looking at a clock
+OPERATIONS_TRIED = 40_000  # in all trials together: bounds the time of planning without looking at a clock
 NEVER = 1 << 60
 
 
@@ -87,7 +86,10 @@ def best_order(problem: Problem, least: int) -> Solution:
     """The best order that the portfolio finds; stops at ``least``, the lower bound."""
     trials = max(TRIALS_AT_LEAST, OPERATIONS_TRIED // (3 * problem.records))
     best = None
-    for rule in portfolio(problem.stages)[:trials]:
+    rules = portfolio(problem.stages)[:trials]
+    if problem.couple:
+        rules += (rules[0]._replace(couple=2), rules[1]._replace(couple=2), rules[0]._replace(couple=2 + problem.stages))
+    for rule in rules:
         best = better(problem, rule, least, best)
         if best.period <= least:
             break
@@ -112,8 +114,7 @@ def improve(
 def greedy_order(problem: Problem, rule: Rule, forward: Array, backward: Array, wake: Array, cap: Array) -> Array:
     """All operations in the order of their starts."""
     order = np.empty(3 * problem.records, np.int64)
-    if not problem.couple:
-        rule = rule._replace(couple=0)
+    rule = rule._replace(couple=max(1, rule.couple) if problem.couple else 0)
     count = greedy(
         problem.stages, problem.ranks, int(problem.split), problem.worker, problem.spend, problem.forward_lag, problem.backward_lag,
         problem.loads, cap, problem.memory.activation, problem.memory.pending, forward, backward, wake, np.array(rule[:8], np.int64), order,
@@ -155,9 +156,3 @@ def keys(problem: Problem, rule: Rule) -> tuple[Array, Array]:
     key = 2 * index + (rerouted != (rule.forward == 1))
     arrival = np.full(problem.records, -1, np.int64)
     return arrival if rule.forward == 2 else key, arrival if rule.backward else key
-
-
-def solve(problem: Problem) -> tuple[Solution, int]:
-    """The portfolio's best order, and the lower bound."""
-    least = bound(problem)
-    return best_order(problem, least), least

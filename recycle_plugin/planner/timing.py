@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-OPERATIONS_SETTLED = 2_000_000  # in one settling
+OPERATIONS_SETTLED = 4_000_000  # in one evaluation: bounds its time
 
 
 @njit(cache=True, nogil=True)
@@ -51,13 +51,17 @@ def run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release,
 
 
 @njit(cache=True, nogil=True)
-def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, period, release, starts, ends):
+def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, period, release, starts, ends, left):
     """The period of a template no longer than ``period``, with its ``starts``; -1 if there is none.
 
     ``release``: no more than what the stages' first starts have to be; moved on to what they are.
-    A path visits each stage's barrier once at most, so stages + 1 rounds settle it; very large orders get fewer.
+    A path visits each stage's barrier once at most, so stages + 1 rounds settle it.  ``left[0]``: rounds that may still be
+    made; where they run out there is none.
     """
-    for _ in range(max(6, min(stages + 2, OPERATIONS_SETTLED // max(1, order.size)))):
+    for _ in range(stages + 2):
+        if left[0] == 0:
+            break
+        left[0] -= 1
         firsts, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
         widest, moved = 0, False
         for stage in range(stages):
@@ -83,13 +87,14 @@ def evaluate(order, stages, ranks, synchronous, worker, spend, forward_lag, back
         firsts, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
         period = lasts.max() - firsts.min() + joint
         return period if period < below else -1
-    best = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, below - 1, release, starts, ends)
+    left = np.array([max(8, OPERATIONS_SETTLED // max(1, order.size))])  # less than needed only for very large orders
+    best = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, below - 1, release, starts, ends, left)
     if best <= least:
         return best
     low, probe = least - 1, least  # low: too short
-    while best - low > 1 + (least >> 11):
+    while best - low > 1 + (least >> 11) and left[0]:
         further = release.copy()
-        found = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, probe, further, trial, ends)
+        found = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, probe, further, trial, ends, left)
         if found < 0:
             low = probe
         else:

@@ -1,0 +1,51 @@
+"""Compile, or load, everything compiled before a failure can need it.
+
+Compiled code is cached beside the sources (or where NUMBA_CACHE_DIR says), so that only the first process
+on a machine compiles.  Workers start together: one does the work, the others wait for it and load.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.planner.bounds import bound
+from recycle_plugin.planner.make import plan, prepare, solve
+from recycle_plugin.planner.search import climbed
+
+
+def warm() -> None:
+    """Some tenths of a second from the cache, half a minute on a machine's very first call.
+
+    Raises nothing but what planning raises: where no lock can be had, everybody compiles.
+    """
+    try:
+        lock = open(_lock_file(), "w")
+    except OSError:
+        return _run()
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            fcntl.flock(lock, fcntl.LOCK_SH)  # somebody compiles; afterwards all load at once
+        _run()
+
+
+def _run() -> None:
+    view = Topology(2, 2, 2).full().without(Seat(0, 1))
+    costs = CostModel.uniform(2, communication=1)
+    _ = plan(view, costs, Policy()).digest
+    _, problem = prepare(view, costs, Policy())
+    climbed(problem, solve(problem)[0], bound(problem) - 1, 1, 1, 0)
+
+
+def _lock_file() -> Path:
+    where = hashlib.sha256(str(Path(__file__).parent).encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"recycle_plugin-{os.getuid()}-{where}.lock"
