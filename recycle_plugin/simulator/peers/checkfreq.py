@@ -1,0 +1,37 @@
+"""CheckFreq (FAST'21): snapshots to host memory, written to storage in the background, as often as 5% overhead allows.
+
+A loss costs a restart and the work since the last persisted snapshot.  No spare is waited for: the job
+restarts on whole pipelines, as restart from a checkpoint does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
+from recycle_plugin.simulator.peers.restart_from_checkpoint import RestartFromCheckpoint
+
+
+@dataclass(frozen=True)
+class CheckFreq(RestartFromCheckpoint):
+    overhead: float = 0.05
+    name: str = "CheckFreq"
+    source: str = "papers.md section 5: profiled interval, overhead held under 5%; rates assumed (peers/machine.py)"
+
+    def speed(self, state: int) -> float:
+        whole = min(state // self.job.topology.stages, self.job.topology.replicas)
+        return self._whole(whole) * (1 - self.snapshot_s / self.every_s)
+
+    def change(self, state: int, change: Change, trained_s: float) -> tuple[int, Transition]:
+        lost_s = min(trained_s, trained_s % self.every_s + self.save_s)  # the newest snapshot may still be on its way
+        return count_after(state, change), Transition(self.costs.restart_s + self.save_s, lost_s, "restart and load")
+
+    @cached_property
+    def snapshot_s(self) -> float:
+        return self.job.largest_state / self.costs.host_rate
+
+    @cached_property
+    def every_s(self) -> float:
+        """Seconds between snapshots: no more than the overhead allows, and not before the last one is written."""
+        return max(self.snapshot_s / self.overhead, self.save_s, self.job.fault_free_us / 1e6)

@@ -1,0 +1,33 @@
+"""Elastic batching: a pipeline that lost a worker stops, the batch shrinks, whole pipelines go on.
+
+Survivors are put together to whole pipelines, which is more than dropping each hurt one.  The samples
+per second are comparable with the others'; the training is not: its global batch changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recycle_plugin.simulator.peers.job import Job
+from recycle_plugin.simulator.peers.machine import Transitions
+from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
+
+
+@dataclass(frozen=True)
+class ElasticBatching:
+    job: Job
+    costs: Transitions = Transitions()
+    name: str = "elastic batching"
+    source: str = "live pipelines / DP; transitions assumed as our own regrouping"
+    validated: str = ""
+
+    def start(self) -> int:
+        return self.job.workers
+
+    def speed(self, state: int) -> float:
+        whole = min(state // self.job.topology.stages, self.job.topology.replicas)
+        return self.job.fault_free * whole / self.job.topology.replicas
+
+    def change(self, state: int, change: Change, trained_s: float) -> tuple[int, Transition]:
+        lost_s = trained_s % (self.job.fault_free_us / 1e6) if change.lost else 0.0
+        return count_after(state, change), Transition(self.costs.own_s, lost_s, "regroup")

@@ -1,0 +1,42 @@
+"""Elastic Horovod: commits to host memory, and after a change a reset in live processes that goes back to the last commit.
+
+It knows data parallelism only; here each of its members is a whole pipeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
+from recycle_plugin.simulator.peers.restart_from_checkpoint import RestartFromCheckpoint
+
+
+@dataclass(frozen=True)
+class ElasticHorovod(RestartFromCheckpoint):
+    """``commit_steps``: steps from one commit to the next."""
+
+    commit_steps: int = 10
+    name: str = "Elastic Horovod"
+    source: str = "papers.md section 5: commit, restore, sync; interval and reset assumed (peers/machine.py)"
+
+    def speed(self, state: int) -> float:
+        whole = min(state // self.job.topology.stages, self.job.topology.replicas)
+        return self._whole(whole) * (1 - self.commit_s / self.every_s)
+
+    def change(self, state: int, change: Change, trained_s: float) -> tuple[int, Transition]:
+        lost_s = trained_s % self.every_s if change.lost else 0.0
+        return count_after(state, change), Transition(self.costs.reset_s + self.sync_s, lost_s, "reset and sync")
+
+    @cached_property
+    def commit_s(self) -> float:
+        return self.job.largest_state / self.costs.host_rate
+
+    @cached_property
+    def sync_s(self) -> float:
+        """The state from rank 0 to the others."""
+        return self.job.largest_state / self.job.accelerator.link_rate
+
+    @cached_property
+    def every_s(self) -> float:
+        return self.commit_steps * self.job.fault_free_us / 1e6 + self.commit_s

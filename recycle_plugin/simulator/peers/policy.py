@@ -1,0 +1,143 @@
+"""What every fault-tolerant system looks like to a trace: speeds between changes, and what a change costs.
+
+A :class:`Policy` says how fast it trains in a state and what a change of the cluster does to that state.
+:func:`replay` adds the samples up.  Which worker a loss hits is one number in [0, 1) per loss, drawn
+once for all policies: each picks that part of its own list of live workers, so all meet the same luck.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, Iterable, Protocol, Sequence
+
+HOUR_S = 3600.0
+UNVALIDATED = "unvalidated"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """At ``at_s`` workers are lost, one for each draw in ``lost`` (each in [0, 1)), or ``joined`` ones come back."""
+
+    at_s: float
+    lost: tuple[float, ...] = ()
+    joined: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """What a change costs: nothing is trained for ``pause_s``, and the last ``lost_s`` before it were in vain."""
+
+    pause_s: float
+    lost_s: float
+    text: str
+
+
+class Policy(Protocol):
+    """``source``: where the model's rules come from.  ``validated``: against which published figures, or "" for none."""
+
+    name: str
+    source: str
+    validated: str
+
+    def start(self) -> Any:
+        """The state of the whole cluster."""
+
+    def speed(self, state: Any) -> float:
+        """Samples per second in ``state``; 0 where it cannot train."""
+
+    def change(self, state: Any, change: Change, trained_s: float) -> tuple[Any, Transition]:
+        """The next state, and the way there.  ``trained_s``: seconds trained since the last transition's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """From one change to the next, in seconds.  ``samples`` that stay trained; ``opening``: the transition into it."""
+
+    start_s: float
+    end_s: float
+    workers: int
+    speed: float
+    paused_s: float
+    lost_s: float
+    samples: float
+    opening: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a policy made of a trace."""
+
+    policy: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def samples(self) -> float:
+        return sum(segment.samples for segment in self.segments)
+
+    @property
+    def average(self) -> float:
+        """Samples per second over the whole trace, every transition's cost included."""
+        return self.samples / (self.segments[-1].end_s - self.segments[0].start_s)
+
+    @property
+    def average_without_transitions(self) -> float:
+        spans = [(segment.end_s - segment.start_s, segment.speed) for segment in self.segments]
+        return sum(span * speed for span, speed in spans) / sum(span for span, _ in spans)
+
+    @property
+    def paused_s(self) -> float:
+        return sum(segment.paused_s for segment in self.segments)
+
+    @property
+    def lost_s(self) -> float:
+        return sum(segment.lost_s for segment in self.segments)
+
+
+def label(policy: Policy) -> str:
+    """The name as it appears in output: whoever has no check against published figures is called so."""
+    return policy.name if policy.validated else f"{policy.name} ({UNVALIDATED})"
+
+
+def replay(policy: Policy, changes: Sequence[Change], workers: int, end_s: float) -> Run:
+    """Run ``policy`` through ``changes`` (in order of time) from 0 to ``end_s``.
+
+    A change that comes while the last one is still being dealt with starts its own pause; the rest of
+    the old one is dropped.
+    """
+    state, ready_s, start_s, opening = policy.start(), 0.0, 0.0, "start"
+    segments = []
+    for change in (*changes, None):
+        until_s = end_s if change is None else change.at_s
+        trained_s, speed = max(0.0, until_s - ready_s), policy.speed(state)
+        lost_s, text = 0.0, ""
+        if change is not None:
+            state, transition = policy.change(state, change, trained_s)
+            lost_s, text, ready_s = min(trained_s, transition.lost_s), transition.text, until_s + transition.pause_s
+        paused_s = until_s - start_s - trained_s
+        segments.append(Segment(start_s, until_s, workers, speed, paused_s, lost_s, (trained_s - lost_s) * speed, opening))
+        if change is not None:
+            workers, start_s, opening = workers - len(change.lost) + change.joined, until_s, text
+    return Run(label(policy), tuple(segments))
+
+
+def changes_of(points: Iterable[tuple[float, int]], seed: int = 0) -> list[Change]:
+    """A trace of (hour, workers) as changes; ``seed`` says whom the losses hit."""
+    draw, found, before = random.Random(seed), [], None
+    for hour, workers in points:
+        if before is not None and workers != before:
+            lost = tuple(draw.random() for _ in range(before - workers))
+            found.append(Change(hour * HOUR_S, lost, max(0, workers - before)))
+        before = workers
+    return found
+
+
+def regular_losses(every_s: float, losses: int, seed: int = 0) -> list[Change]:
+    """One worker lost every ``every_s`` seconds, and none that comes back."""
+    draw = random.Random(seed)
+    return [Change(every_s * number, (draw.random(),)) for number in range(1, losses + 1)]
+
+
+def count_after(workers: int, change: Change) -> int:
+    """For policies to which only the number of workers matters."""
+    return workers - len(change.lost) + change.joined

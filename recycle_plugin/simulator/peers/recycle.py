@@ -1,0 +1,112 @@
+"""ReCycle, ours: the very planner that the runtime runs, under a trace.
+
+A loss reroutes; where it pays before the next change is expected, workers move to a stage that lost more
+(``planner.normalise``).  What a loss costs is what the runtime does today: detection, regrouping, the running
+step from its start, and the copies of the moves.  Workers that come back are not in the runtime yet; here
+they take the seat of the stage that lacks most and enter at a commit line, at the price of one
+regrouping and of no step, their state copied before that in the background: an assumption.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.plan import Policy as Techniques
+from recycle_plugin.core.topology import ClusterView
+from recycle_plugin.planner import PlanError, PlanStore, normalise
+from recycle_plugin.simulator.peers.job import Job
+from recycle_plugin.simulator.peers.machine import Transitions
+from recycle_plugin.simulator.peers.policy import Change, Transition
+
+CAP_FACTOR = 2  # activations that a worker may hold, in units of PP
+
+
+def techniques(job: Job, factor: float = CAP_FACTOR) -> Techniques:
+    """Split backward, staggered optimizer, rerouting, and room for ``factor`` x PP micro-batches."""
+    return Techniques(activation_cap=round(factor * job.topology.stages))
+
+
+@dataclass(frozen=True)
+class Recycle:
+    """``horizon_s``: the time until the next change that a move has to pay for itself in."""
+
+    job: Job
+    techniques: Techniques
+    costs: Transitions = Transitions()
+    moves: bool = True
+    horizon_s: float = 600.0
+    name: str = "ReCycle, ours"
+    source: str = "recycle_plugin.planner, the runtime's own"
+    validated: str = "plans verified, period from the plan; transitions: peers/machine.py"
+    store: PlanStore = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "store", PlanStore(self.job.costs, self.techniques))
+
+    def start(self) -> ClusterView:
+        return self.job.topology.full()
+
+    def period_us(self, view: ClusterView) -> int:
+        return self.store.plan(view).period_us
+
+    def speed(self, state: ClusterView) -> float:
+        return 0.0 if state.empty_stages() else 1e6 * self.job.batch / self.period_us(state)
+
+    def change(self, state: ClusterView, change: Change, trained_s: float) -> tuple[ClusterView, Transition]:
+        view = state
+        for draw in change.lost:
+            live = sorted(view.live)
+            view = view.without(live[int(draw * len(live))])
+        for _ in range(change.joined):
+            view = joined(view)
+        if view.empty_stages():
+            empty = ", ".join(map(str, view.empty_stages()))
+            return view, Transition(self.costs.restart_s, trained_s, f"stage {empty} lost: no live worker holds it")
+        view, copy_s, text = self._normalised(view)
+        step_s = self.period_us(state) / 1e6 if not state.empty_stages() else 0.0
+        lost_s = trained_s % step_s if change.lost and step_s else 0.0
+        return view, Transition(self.costs.own_s + copy_s, lost_s, "regroup" + text)
+
+    def _normalised(self, view: ClusterView) -> tuple[ClusterView, float, str]:
+        if not (self.moves and view.lost):
+            return view, 0.0, ""
+        job, period_s = self.job, self.period_us(view) / 1e6
+        copies = [round(1e6 * job.state_bytes(stage) / job.accelerator.link_rate) for stage in range(job.topology.stages)]
+        found = normalise(view, job.costs, self.techniques, copies, max(1, int(self.horizon_s / period_s)))
+        moved = "".join(f", {move}" for move in found.moves)
+        return found.view, found.copy_us / 1e6, moved
+
+
+def joined(view: ClusterView) -> ClusterView:
+    """A worker more, where the stage lacks most; the same view where none is missing."""
+    lost = view.lost
+    if not lost:
+        return view
+    lacking: dict[int, int] = {}
+    for seat in lost:
+        lacking[seat.stage] = lacking.get(seat.stage, 0) + 1
+    seat = min(lost, key=lambda seat: (-lacking[seat.stage], seat))
+    return ClusterView(view.topology, view.live | {Seat(*seat)})
+
+
+def spread(job: Job, losses: int, policy: Techniques) -> ClusterView:
+    """The best pattern of ``losses`` losses that normalisation could reach: one by one where it costs least."""
+    view = job.topology.full()
+    store = PlanStore(job.costs, policy)
+    for number in range(losses):
+        options = []
+        for stage in range(job.topology.stages):
+            live = view.live_replicas(stage)
+            if len(live) > 1:
+                lost = view.without(Seat(live[(number + stage) % len(live)], stage))
+                options.append((_period(store, lost), stage, lost))
+        view = min(options, key=lambda option: option[:2])[2]
+    return view
+
+
+def _period(store: PlanStore, view: ClusterView) -> int:
+    try:
+        return store.plan(view).period_us
+    except PlanError:
+        return 1 << 60

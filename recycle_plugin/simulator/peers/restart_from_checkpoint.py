@@ -1,0 +1,46 @@
+"""Restart from a checkpoint: every change ends the job; it starts again from the last save on whole pipelines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from recycle_plugin.simulator.peers.job import Job
+from recycle_plugin.simulator.peers.machine import Transitions
+from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
+
+
+@dataclass(frozen=True)
+class RestartFromCheckpoint:
+    """Saves stop training while they are written; the global batch is kept."""
+
+    job: Job
+    costs: Transitions = Transitions()
+    name: str = "restart from checkpoint"
+    source: str = "common practice; restart, storage and interval assumed (peers/machine.py)"
+    validated: str = ""
+
+    def start(self) -> int:
+        return self.job.workers
+
+    def speed(self, state: int) -> float:
+        whole = min(state // self.job.topology.stages, self.job.topology.replicas)
+        return self._whole(whole) * self.costs.checkpoint_every_s / (self.costs.checkpoint_every_s + self.save_s)
+
+    def change(self, state: int, change: Change, trained_s: float) -> tuple[int, Transition]:
+        lost_s = trained_s % (self.costs.checkpoint_every_s + self.save_s)
+        return count_after(state, change), Transition(self.costs.restart_s + self.save_s, lost_s, "restart and load")
+
+    @cached_property
+    def save_s(self) -> float:
+        """One worker's state to storage, or back."""
+        return self.job.largest_state / self.costs.storage_rate
+
+    def _whole(self, pipelines: int) -> float:
+        if pipelines not in self._speeds:
+            self._speeds[pipelines] = self.job.pipelines(pipelines)
+        return self._speeds[pipelines]
+
+    @cached_property
+    def _speeds(self) -> dict[int, float]:
+        return {}
