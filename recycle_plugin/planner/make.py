@@ -32,19 +32,19 @@ def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
 
 
 def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0) -> Plan:
-    """A better plan for the same view and policy, or ``planned``; searches until the bound is met or the time is up.
+    """A better plan for the same view and policy, or ``planned``; searches until the bound is met or ``budget_s`` seconds of CPU are spent.
 
     Also deals rerouted micro-batches out in other ways.  Because it goes by a clock, only one process may
     decide to use it, and has to hand the plan to the others.
     """
-    until, best = time.monotonic() + budget_s, planned
+    until, best = time.thread_time() + budget_s, planned
     for turn in range(TURNS):
         routing = route(planned.view, planned.policy, costs, turn)
         problem = flatten(planned.view, costs, planned.policy, routing)
         solution, least = solve(problem)
         if best.period_us <= least:
             break
-        solution = search(problem, solution, least, max(0.0, until - time.monotonic()) / (TURNS - turn), seed)
+        solution = search(problem, solution, least, max(0.0, until - time.thread_time()) / (TURNS - turn), seed)
         if solution.period < best.period_us:
             best = finish(planned.view, costs, planned.policy, routing, problem, solution, least)
     return best

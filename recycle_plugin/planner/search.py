@@ -1,6 +1,6 @@
 """Better orders than the portfolio's: local search (``planner.climb``) and random restarts.
 
-``polish`` makes a fixed number of moves, so that every worker finds the same; ``search`` goes by a clock.
+``polish`` makes a fixed number of moves, so that every worker finds the same; ``search`` goes by a clock (its own CPU time).
 """
 
 from __future__ import annotations
@@ -99,15 +99,15 @@ def fused(problem: Problem, best: Solution, least: int) -> Solution:
 
 
 def search(problem: Problem, best: Solution, least: int, budget_s: float, seed: int = 0) -> Solution:
-    """The best that ``budget_s`` seconds of restarts and local search find; stops at ``least``."""
-    random, until, rounds = Random(seed), time.monotonic() + budget_s, max(300, 3_000_000 // best.order.size)
-    while best.period > least and time.monotonic() < until:
+    """The best that ``budget_s`` seconds of one core find by restarts and local search; stops at ``least``."""
+    random, until, rounds = Random(seed), time.thread_time() + budget_s, max(300, 3_000_000 // best.order.size)
+    while best.period > least and time.thread_time() < until:
         start = best if random.random() < 0.6 else timed(problem, _any_order(problem, best, random), least)
         heat = int(_typical(problem) * random.choice((0.25, 0.5, 1, 2)))
         legs = random.choice((1, 2, 4))
         for _ in range(legs):
             start = climbed(problem, start, least, rounds, heat, random.getrandbits(30))
-            if start.period <= least or time.monotonic() > until:
+            if start.period <= least or time.thread_time() > until:
                 break
         best = min(start, best, key=lambda solution: solution.period)
     return best

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from recycle_plugin.core.cost import CostModel
@@ -48,3 +50,23 @@ def jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
     view = draw(views())
     stages = view.topology.stages
     return view, draw(costs(stages)), draw(policies(stages))
+
+
+@st.composite
+def wide_jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
+    """Jobs with everything unequal: caps per stage or bytes, slow and fast workers, slower links between replicas, B mixed in."""
+    view = draw(views())
+    stages, seats = view.topology.stages, sorted(view.live)
+    rows = st.tuples(*[st.integers(1, 6)] * stages)
+    slow = draw(st.dictionaries(st.sampled_from(seats), st.integers(30, 300), max_size=3))
+    model = replace(
+        draw(costs(stages)),
+        backward=draw(st.just(()) | rows),
+        communication_across=draw(st.none() | st.integers(0, 6)),
+        slowness=tuple(sorted(slow.items())),
+        activation_bytes=draw(rows),
+        pending_bytes=draw(rows),
+    )
+    cap = draw(st.none() | st.just("1f1b") | st.integers(1, 2 * stages) | st.tuples(*[st.integers(1, 6)] * stages))
+    room = draw(st.none() | st.integers(6, 40) | st.tuples(*[st.integers(6, 40)] * stages))
+    return view, model, Policy(draw(st.booleans()), draw(st.booleans()), True, cap, draw(st.booleans()), room, draw(st.booleans()))
