@@ -25,6 +25,8 @@ MERGED = 1.5
 RENDEZVOUS_S = 30.0
 OVERLOADED = 0.05
 
+KNOWN = "GPT-3 350M"  # on 24 GPUs: the only published degraded fractions
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -51,7 +53,7 @@ class Bamboo:
     @classmethod
     def of_job(cls, job: Job, rate: float = FAULT_FREE_IN_RECYCLE, name: str = "Bamboo") -> Bamboo:
         """Validated for GPT-3 350M on 24 GPUs alone: only there published fractions are known to us."""
-        shape, known = job.topology, job.name == "GPT-3 350M" and job.workers == 24 and rate == FAULT_FREE_IN_RECYCLE
+        shape, known = job.topology, job.name == KNOWN and job.workers == 24 and rate == FAULT_FREE_IN_RECYCLE
         return cls(
             job.fault_free, shape.replicas, shape.stages, job.fault_free_us / 1e6 / rate, rate, fits_memory(job), name,
             validated=cls.validated if known else "",
@@ -89,5 +91,5 @@ class Bamboo:
 def fits_memory(job: Job, bytes_per_parameter: float = 16.0) -> bool:
     """Twice the stage's state, and 1F1B's activations of the own stage."""
     stages = job.topology.stages
-    activations = max(job.memory_bytes(stage, stages - stage) - job.state_bytes(stage) for stage in range(stages))
-    return 2 * bytes_per_parameter * job.parameters / stages + activations <= job.accelerator.memory_bytes
+    activations = max((stages - stage) * size for stage, size in enumerate(job.costs.activation_bytes))
+    return 2 * bytes_per_parameter * job.parameters / stages + activations <= job.memory_limit

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from recycle_plugin.simulator.peers.machine import copy_s
 from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
 from recycle_plugin.simulator.peers.restart_from_checkpoint import RestartFromCheckpoint
 
@@ -35,7 +36,7 @@ class ElasticHorovod(RestartFromCheckpoint):
     @cached_property
     def sync_s(self) -> float:
         """The state from rank 0 to the others."""
-        return self.job.largest_state / self.job.accelerator.link_rate
+        return copy_s(self.job.largest_state, self.job.profile.across.bytes_per_us)
 
     @cached_property
     def every_s(self) -> float:

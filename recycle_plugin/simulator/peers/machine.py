@@ -1,4 +1,4 @@
-"""What a cluster costs besides computing: seconds and bytes per second, each with where it comes from.
+"""What changes cost a cluster, each figure with where it comes from.
 
 Written down before any comparison was run, and not changed to meet a published point.
 """
@@ -9,26 +9,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Accelerator:
-    """An analytic accelerator; defaults are an A100-40GB behind 80 Gbit/s (papers.md section 1) [read], the rest assumed.
-
-    ``efficiency``: of the peak that matrix products reach.  ``dispatch_us``: fixed cost of one instruction.
-    ``latency_us``: of one message.  ``memory_rate``: what the optimizer's update runs at, bytes per second.
-    """
-
-    name: str = "A100-40GB, analytic"
-    peak_flops: float = 312e12  # bf16, dense: data sheet
-    efficiency: float = 0.5  # assumed; Megatron SC'21 reports 44 to 52% of peak
-    memory_bytes: float = 40 * 2.0**30
-    memory_rate: float = 1.5e12  # data sheet: 1.555e12
-    link_rate: float = 10e9  # 80 Gbit/s
-    latency_us: int = 50  # assumed
-    dispatch_us: int = 20  # assumed
-
-
-@dataclass(frozen=True)
 class Transitions:
-    """What changes cost.  Measured here: scripts/bench_recovery.py, 2 x 2 CPU workers, Gloo, medians.  The rest is assumed."""
+    """Measured here: scripts/bench_recovery.py, 2 x 2 CPU workers, Gloo, medians.  The rest is assumed."""
 
     detection_s: float = 0.017  # measured
     regroup_s: float = 0.033  # measured: agreement and planning, and what the benchmark can't attribute
@@ -43,3 +25,8 @@ class Transitions:
     def own_s(self) -> float:
         """From a worker's death to the next instruction under our runtime, without state copies."""
         return self.detection_s + self.regroup_s + self.communicators_s
+
+
+def copy_s(size: float, bytes_per_us: float) -> float:
+    """Seconds for ``size`` bytes of state over one link."""
+    return size / bytes_per_us / 1e6

@@ -18,10 +18,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Iterator, Mapping, Sequence
 
-from recycle_plugin.simulator.peers.job import Job, Layer
+from recycle_plugin.simulator.peers.job import Job
 from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
+from recycle_plugin.simulator.profile import Part
 
 ARTIFACT_PAUSE_S = {"small": 2.0, "medium": 3.0, "2.7B": 6.0, "6.7B": 10.0}  # its simulator's, per event, by model
+STATE_BYTES = 18  # per parameter, as profile.state_bytes
 IMPLIED_PAUSE_S = {"medium": 29.0, "big": 83.0}  # implied by ReCycle's figure, recomputed (papers.md section 2)
 
 
@@ -54,7 +56,7 @@ class Template:
         return sum(self.stages) + (micro_batches - 1) * self.stages[self.slowest] + 2 * (self.nodes - 1) * hop_us
 
 
-def template(layers: Sequence[Layer], nodes: int) -> Template:
+def template(layers: Sequence[Part], nodes: int) -> Template:
     """One stage a node, cut for the least template time, prefix by prefix (each keeps its best cut, as its own search does)."""
     best: dict[int, Template] = {0: Template((), ())}
     for stage in range(nodes):
@@ -62,7 +64,7 @@ def template(layers: Sequence[Layer], nodes: int) -> Template:
         for begin, head in best.items():
             total = 0.0
             for end in range(begin + 1, len(layers) - (nodes - stage - 1) + 1):
-                total += layers[end - 1].total
+                total += layers[end - 1].compute_us
                 found = Template((*head.cut, end - begin), (*head.stages, total))
                 if end not in row or found.time_us < row[end].time_us:
                     row[end] = found
@@ -110,16 +112,16 @@ class Instantiation:
 
 def least_nodes(job: Job) -> int:
     """n0: the shallowest pipeline whose stages fit the accelerator under 1F1B."""
-    for nodes in range(1, len(job.layers) + 1):
-        cut, begin, fits = template(job.layers, nodes).cut, 0, True
+    for nodes in range(1, len(job.parts) + 1):
+        cut, begin, fits = template(job.parts, nodes).cut, 0, True
         for stage, count in enumerate(cut):
-            held = job.layers[begin : begin + count]
+            held = job.parts[begin : begin + count]
             begin += count
-            need = 16 * sum(layer.parameters for layer in held) + (nodes - stage) * sum(layer.activation_bytes for layer in held)
-            fits &= need <= job.accelerator.memory_bytes
+            need = STATE_BYTES * sum(layer.parameters for layer in held) // job.profile.gpus_per_worker + (nodes - stage) * sum(layer.activation_bytes for layer in held)
+            fits &= need <= job.memory_limit
         if fits:
             return nodes
-    raise ValueError(f"{job.name} fits no pipeline of {job.accelerator.name}")
+    raise ValueError(f"{job.name} fits no pipeline of {job.profile.device}")
 
 
 def instantiate(job: Job, nodes: int, templates: Mapping[int, Template], faults: int, best: bool) -> Instantiation | None:
@@ -156,8 +158,8 @@ class Oobleck:
     def of_job(cls, job: Job, pause_s: float, fewest: int, faults: int = 1, best: bool = False, name: str = "Oobleck") -> Oobleck:
         """Plans for every number of nodes from ``fewest`` to the job's own; templates up to N - f n0 nodes."""
         smallest = least_nodes(job)
-        largest = min(job.workers - faults * smallest, len(job.layers))
-        templates = {nodes: template(job.layers, nodes) for nodes in range(smallest, largest + 1)}
+        largest = min(job.workers - faults * smallest, len(job.parts))
+        templates = {nodes: template(job.parts, nodes) for nodes in range(smallest, largest + 1)}
         made = {nodes: instantiate(job, nodes, templates, faults, best) for nodes in range(fewest, job.workers + 1)}
         speeds = {nodes: 1e6 * job.batch / one.step_us for nodes, one in made.items() if one is not None}
         return cls(speeds, job.batch, pause_s, job.workers, name)

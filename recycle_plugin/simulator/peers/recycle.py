@@ -72,7 +72,7 @@ class Recycle:
         if not (self.moves and view.lost):
             return view, 0.0, ""
         job, period_s = self.job, self.period_us(view) / 1e6
-        copies = [round(1e6 * job.state_bytes(stage) / job.accelerator.link_rate) for stage in range(job.topology.stages)]
+        copies = [round(size / job.profile.across.bytes_per_us) for size in job.state_bytes]
         found = normalise(view, job.costs, self.techniques, copies, max(1, int(self.horizon_s / period_s)))
         moved = "".join(f", {move}" for move in found.moves)
         return found.view, found.copy_us / 1e6, moved
