@@ -190,7 +190,10 @@ def _check_faults(job: Job) -> None:
 
 
 def _no_such_key(key: str) -> str:
-    near = difflib.get_close_matches(key, _keys(_composed(())), 1)
+    known = _keys(_composed(()))
+    if key in known:
+        return f"{key}: the chosen {key.partition('.')[0]} has no such key; see configs/{key.partition('.')[0]}/"
+    near = difflib.get_close_matches(key, known, 1)
     return f"{key}: no such key; " + (f"did you mean {near[0]}?" if near else "see configs/config.yaml and its groups")
 
 

@@ -101,3 +101,8 @@ def test_the_topology_has_to_fit_the_workers():
     with pytest.raises(SystemExit) as caught:
         compose_from_command_line(["topology=pp2_dp2"], "", workers=2)
     assert caught.value.code.endswith("need 4 workers, and 2 started; launch with deepspeed --num_gpus 4")
+
+
+def test_a_key_of_another_group_member_is_said_to_be_one():
+    with pytest.raises(ComposeError, match="model.hidden: the chosen model has no such key; see configs/model/"):
+        compose(["model=emulated", "model.hidden=3"])
