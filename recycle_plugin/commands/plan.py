@@ -26,6 +26,7 @@ the end.  A boundary tensor goes to whoever runs its micro-batch on the next sta
 Lines that begin with # give the job: shape, lost workers, costs, cap, period, bound, digest.
 """
 DRAWN_SEATS, DRAWN_COLUMNS = 64, 160  # larger grids are not printed
+COARSE = 60  # columns of a grid whose costs are no ticks
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -136,7 +137,7 @@ def report(given: Given, planned: Plan, figures: dict, spans: list[Span]) -> str
     ]
     if given.unit != "ticks":
         lines.insert(0, f"costs: {given.origin}")
-    tick = given.scale if given.unit == "ticks" else max(1, planned.span_us // DRAWN_COLUMNS)
+    tick = given.scale if given.unit == "ticks" else max(1, planned.span_us // COARSE)
     if len(planned.programs) <= DRAWN_SEATS and planned.span_us <= 2 * DRAWN_COLUMNS * tick:
         return "\n".join([grid.draw(spans, tick), *lines])
     return "\n".join([*lines, "too large to draw here: --png FILE draws it, --programs FILE lists it"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from recycle_plugin.simulator.exact import train
+from recycle_plugin.simulator.exact import ExactWorld, train
 from recycle_plugin.simulator.predict import Prediction, predict
-from recycle_plugin.simulator.virtual import Deadlock, VirtualWorld, simulate
+from recycle_plugin.simulator.virtual import Conditions, Deadlock, VirtualWorld, simulate
 
-__all__ = ["Deadlock", "Prediction", "VirtualWorld", "predict", "simulate", "train"]
+__all__ = ["Conditions", "Deadlock", "ExactWorld", "Prediction", "VirtualWorld", "predict", "simulate", "train"]

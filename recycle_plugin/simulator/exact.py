@@ -25,14 +25,7 @@ def sample(micro_batch: MicroBatch, step: int, salt: int) -> int:
 
 
 class ExactWorld(VirtualWorld):
-    """``weights``: one number per stage, before the first step."""
-
-    def __init__(self, plan: Plan, costs: CostModel, weights: tuple[int, ...], steps: int = 1, step: int = 0) -> None:
-        super().__init__(plan, costs, steps, step)
-        self.weights = weights
-
-    def initial(self, seat: Seat) -> int:
-        return self.weights[seat.stage]
+    """``parameters``: one number for each seat, equal within a stage."""
 
     def contribute(self, seat: Seat, instruction: Instruction) -> int:
         if instruction.op is not Op.REDUCE:
@@ -84,6 +77,6 @@ class ExactWorld(VirtualWorld):
 
 def train(plan: Plan, costs: CostModel, weights: tuple[int, ...], steps: int = 1, step: int = 0) -> dict[Seat, int]:
     """Every live seat's weight after ``steps`` steps of ``plan`` from ``weights`` (one per stage)."""
-    world = ExactWorld(plan, costs, weights, steps, step)
+    world = ExactWorld(plan, costs, steps, step, parameters={seat: weights[seat.stage] for seat in plan.programs})
     world.run()
     return world.final()

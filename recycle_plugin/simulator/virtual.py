@@ -1,9 +1,14 @@
 """A world in virtual time: one process drives every seat through ``core.executor.execute``.
 
 Data live where they were made or sent to; a seat waits until what ``requires`` names is there.  A
-transfer takes ``costs.communication`` and occupies nobody.  REDUCE is a joint event of its stage's
-live workers.  With a staggered optimizer nothing else joins seats; without it all seats reduce
-together and start the next step together; VALIDATE joins all stages either way.
+transfer occupies no worker; how long it takes says the network.  REDUCE is a joint event of its
+stage's live workers.  With a staggered optimizer nothing else joins seats; without it all seats reduce
+together and start the next step when this one is committed; VALIDATE joins all stages either way.
+Steps are applied by the commit rule of ``core.step``.
+
+A worker dies at a named instruction or at a given time: it never ends what it is at.  When that has been
+detected, every other worker stops at its next instruction boundary, or at once if it waits.
+``simulator.job`` goes on from there.
 
 Seats yield what they wait for: an int (microseconds) or a ``Key``.  Ties in time are resolved in the
 order in which they arose, so the same plan gives the same spans.
@@ -11,18 +16,25 @@ order in which they arose, so the same plan gives the same spans.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum, provides, requires
-from recycle_plugin.core.executor import Span, execute
+from recycle_plugin.core.executor import Interrupted, Span, execute
+from recycle_plugin.core.faults import FaultScript
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import SENDS, Instruction, Op
+from recycle_plugin.core.instruction import RECEIVES, SENDS, Instruction, Op
 from recycle_plugin.core.plan import Plan
+from recycle_plugin.core.step import StepMachine
 from recycle_plugin.planner import lower
+from recycle_plugin.simulator.network import Network, Uncontended
 
 
 class Deadlock(Exception):
@@ -43,38 +55,87 @@ class Joint(NamedTuple):
 Key = tuple[Seat, Datum] | Joint
 
 
-class VirtualWorld:
-    """Runs ``steps`` steps of ``plan``, from ``step`` on.  ``spans`` is what happened, in order of ends."""
+@dataclass(frozen=True)
+class Conditions:
+    """What surrounds the workers.  Times in microseconds.
 
-    def __init__(self, plan: Plan, costs: CostModel, steps: int = 1, step: int = 0) -> None:
-        self.plan, self.costs, self.steps, self.first = plan, costs, range(step, step + steps), step
+    ``network``: None for ``costs.transfer`` without contention.  ``commit_us``: from the last worker's step to
+    everybody's knowing.  ``detection_us``: from a death to everybody's knowing.  ``scripts``: named faults, by
+    seat; ``deaths``: when seats die.  ``start_us``: the clock at the beginning.
+    """
+
+    network: Network | None = None
+    commit_us: int = 0
+    detection_us: int = 0
+    scripts: Mapping[Seat, FaultScript] = field(default_factory=dict)
+    deaths: Mapping[Seat, int] = field(default_factory=dict)
+    start_us: int = 0
+
+
+class VirtualWorld:
+    """Runs ``steps`` steps of ``plan``, from ``step`` on, with these ``parameters`` of each seat (None: no values).
+
+    Afterwards: ``spans``, what happened, in order of ends; ``dead``, when seats died; ``interrupted_us``, when
+    that was known (None: nobody died); ``stopped``, when each survivor was at an instruction boundary then.
+    """
+
+    def __init__(
+        self, plan: Plan, costs: CostModel, steps: int = 1, step: int = 0,
+        conditions: Conditions = Conditions(), parameters: Mapping[Seat, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.costs, self.steps, self.first, self.conditions = plan, costs, range(step, step + steps), step, conditions
         self.spans: list[Span] = []
-        self.store: dict[Seat, dict[Datum, Any]] = {seat: {} for seat in plan.programs}
-        self._now, self._ticket = 0, count()
-        self._agenda: list[tuple[int, int, Any]] = []  # (time, ticket, a seat's execution, or a delivery)
-        self._waiting: defaultdict[Key, list[tuple[Seat, Iterator[Any]]]] = defaultdict(list)
+        self.store: dict[Seat, dict[Datum, Any]] = {
+            seat: {Datum("params", seat.stage, None, step): parameters[seat] if parameters else None} for seat in plan.programs
+        }
+        self.machines = {seat: StepMachine(step - 1) for seat in plan.programs}
+        self.commits: dict[int, int] = {}  # when each step had been applied by all
+        self.dead: dict[Seat, int] = {}
+        self.stopped: dict[Seat, int] = {}
+        self.interrupted_us: int | None = None
+        self._network = conditions.network or Uncontended(costs)
+        self._spent = {seat: {op: costs.of(op, seat.stage, seat) for op in Op} for seat in plan.programs}
+        self._undo: dict[Seat, Any] = {}
+        self._now, self._ticket = conditions.start_us, count()
+        self._agenda: list[tuple[int, int, Callable[[], None]]] = []
+        self._lives: dict[Seat, Iterator[Any]] = {}
+        self._waiting: defaultdict[Key, list[Seat]] = defaultdict(list)
         self._arrived: defaultdict[Joint, dict[Seat, Any]] = defaultdict(dict)
+        self._open: set[Joint] = set()
 
     def run(self) -> list[Span]:
         """Raises Deadlock."""
         for seat in self.store:
-            self.store[seat][Datum("params", seat.stage, None, self.first)] = self.initial(seat)
-            self._schedule(self._now, (seat, self._life(seat)))
-        while self._agenda:
-            self._now, _, entry = heappop(self._agenda)
-            if isinstance(entry, _Delivery):
-                self._keep(entry.seat, {entry.datum: entry.value})
-            else:
-                self._advance(*entry)
+            self._lives[seat] = self._life(seat)
+            self._schedule(self._now, partial(self._advance, seat))
+        for seat, at in sorted(self.conditions.deaths.items()):
+            if seat in self.store:
+                self._schedule(max(at, self._now), partial(self._die, seat))
+        with _uncollected():
+            while self._agenda:
+                self._now, _, happen = heappop(self._agenda)
+                happen()
         if any(self._waiting.values()):
-            waits = sorted((seat, key) for key, seats in self._waiting.items() for seat, _ in seats)
+            waits = sorted((seat, key) for key, seats in self._waiting.items() for seat in seats)
             raise Deadlock("; ".join(f"{seat} waits for {key if isinstance(key, Joint) else key[1]}" for seat, key in waits))
         return self.spans
 
-    # What a world with values overrides.
+    def committed(self) -> int:
+        """The last step that every survivor has applied; that before the first one if there is none."""
+        return min((machine.stepped for seat, machine in self.machines.items() if seat not in self.dead), default=self.first - 1)
 
-    def initial(self, seat: Seat) -> Any:
-        """The parameters that ``seat`` starts with."""
+    def resume(self) -> tuple[dict[Seat, Any], int]:
+        """The survivors' parameters after the last committed step, and how many of them had to take a step back."""
+        committed, undone = self.committed(), 0
+        parameters = {}
+        for seat, machine in self.machines.items():
+            if seat not in self.dead:
+                ahead = machine.resume(committed)
+                undone += ahead
+                parameters[seat] = self._undo[seat] if ahead else self.store[seat][Datum("params", seat.stage, None, committed + 1)]
+        return parameters, undone
+
+    # What a world with values overrides.
 
     def compute(self, seat: Seat, instruction: Instruction) -> dict[Datum, Any]:
         """What ``instruction`` makes, with its values."""
@@ -86,35 +147,47 @@ class VirtualWorld:
     # core.executor.World
 
     def check_generation(self) -> None:
-        """Faults in virtual time are not simulated yet: the membership stays."""
+        if self.interrupted_us is not None:
+            raise Interrupted
 
     def now_us(self) -> int:
         return self._now
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Key]:
-        if instruction.op is Op.F and instruction.step > self.first and not self.plan.policy.stagger_optimizer:
-            yield from self._await(Joint("STEP", None, instruction.step - 1))
-        own = self.plan.own(seat) if instruction.op is Op.REDUCE else ()
+        op = instruction.op
+        if op is Op.F and instruction.step > self.first and not self.plan.policy.stagger_optimizer:
+            yield from self._await_commit(instruction.step - 1)
+        if op is Op.STEP and not self.machines[seat].may_apply(instruction.step):
+            yield from self._await_commit(instruction.step - 1)
+            self.machines[seat].commit(instruction.step - 1)
+        own = self.plan.own(seat) if op is Op.REDUCE else ()
+        have = self.store[seat]
         for datum in requires(instruction, self.plan.stages, own):
-            if datum not in self.store[seat]:
+            if datum not in have:
                 yield seat, datum
-        if instruction.op in (Op.REDUCE, Op.VALIDATE):
+        if op is Op.REDUCE or op is Op.VALIDATE:
             joint = self.joint(instruction)
             self._arrive(seat, joint, self.contribute(seat, instruction))
-            yield from self._await(joint)
+            if joint not in self._open:
+                yield joint
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
-        """Where faults will strike."""
+        if self.conditions.scripts:
+            self._strike(when, seat, instruction)
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[int]:
-        spent = self.costs.of(instruction.op, seat.stage)
+        op = instruction.op
+        spent = self._spent[seat][op]
         if spent:
             yield spent
-        if instruction.op in SENDS:
+        if op in SENDS:
             (datum,) = requires(instruction, self.plan.stages)
-            self._schedule(self._now + self.costs.communication, _Delivery(instruction.peer, datum, self.store[seat][datum]))
-        self._keep(seat, self.compute(seat, instruction))
-        if instruction.op is Op.STEP:
+            arrival = self._network.arrival(self._now, seat, instruction)
+            self._schedule(arrival, partial(self._keep, instruction.peer, {datum: self.store[seat][datum]}))
+            return
+        if op not in RECEIVES:
+            self._keep(seat, self.compute(seat, instruction))
+        if op is Op.STEP:
             self._end_step(seat, instruction.step)
 
     def record(self, span: Span) -> None:
@@ -130,22 +203,60 @@ class VirtualWorld:
     def contributions(self, joint: Joint) -> dict[Seat, Any]:
         return self._arrived[joint]
 
-    def _members(self, joint: Joint) -> int:
-        return len(self.plan.programs) if joint.stage is None else len(self.plan.view.live_replicas(joint.stage))
-
-    def _arrive(self, seat: Seat, joint: Joint, contribution: Any = None) -> None:
+    def _arrive(self, seat: Seat, joint: Joint, contribution: Any = None, later_us: int = 0) -> None:
+        """The last one to arrive opens the joint, ``later_us`` later."""
         self._arrived[joint][seat] = contribution
-        if len(self._arrived[joint]) == self._members(joint):
-            self._wake(joint)
+        members = len(self.plan.programs) if joint.stage is None else len(self.plan.view.live_replicas(joint.stage))
+        if len(self._arrived[joint]) == members:
+            if later_us:
+                self._schedule(self._now + later_us, partial(self._open_up, joint))
+            else:
+                self._open_up(joint)
 
-    def _await(self, joint: Joint) -> Iterator[Key]:
-        if len(self._arrived[joint]) < self._members(joint):
+    def _open_up(self, joint: Joint) -> None:
+        self._open.add(joint)
+        self._wake(joint)
+
+    def _await_commit(self, step: int) -> Iterator[Key]:
+        joint = Joint("COMMIT", None, step)
+        if joint not in self._open:
             yield joint
 
     def _end_step(self, seat: Seat, step: int) -> None:
-        """Nothing of a step is of use after it but its parameters."""
+        """Nothing of a step is of use after it but its parameters, and what takes it back."""
+        self.machines[seat].applied(step)
+        self._undo[seat] = self.store[seat][Datum("params", seat.stage, None, step)]
         self.store[seat] = {datum: value for datum, value in self.store[seat].items() if datum.step > step}
-        self._arrive(seat, Joint("STEP", None, step))
+        joint = Joint("COMMIT", None, step)
+        self._arrive(seat, joint, None, self.conditions.commit_us)
+        if len(self._arrived[joint]) == len(self.store):
+            self.commits[step] = self._now
+
+    # Deaths
+
+    def _strike(self, when: str, seat: Seat, instruction: Instruction) -> None:
+        script = self.conditions.scripts.get(seat)
+        fault = script.due(when, str(instruction)) if script is not None else None
+        if fault is not None:
+            if fault.kind != "kill":
+                raise ValueError(f"{fault}: virtual time knows kills only")
+            self._die(seat)
+            raise _Died
+
+    def _die(self, seat: Seat) -> None:
+        if seat not in self.dead and seat not in self.stopped:
+            self.dead[seat] = self._now
+            for seats in self._waiting.values():
+                if seat in seats:
+                    seats.remove(seat)
+            self._schedule(self._now + self.conditions.detection_us, self._interrupt)
+
+    def _interrupt(self) -> None:
+        if self.interrupted_us is None:
+            self.interrupted_us = self._now
+            for seats in self._waiting.values():
+                self.stopped |= dict.fromkeys(seats, self._now)
+            self._waiting.clear()
 
     # The clock
 
@@ -153,32 +264,53 @@ class VirtualWorld:
         for step in self.steps:
             yield from execute(seat, lower(self.plan, seat, step), self)
 
-    def _schedule(self, at: int, entry: Any) -> None:
-        heappush(self._agenda, (at, next(self._ticket), entry))
+    def _schedule(self, at: int, happen: Callable[[], None]) -> None:
+        heappush(self._agenda, (at, next(self._ticket), happen))
 
-    def _advance(self, seat: Seat, execution: Iterator[Any]) -> None:
-        wanted = next(execution, None)
+    def _advance(self, seat: Seat) -> None:
+        if seat in self.dead:
+            return
+        try:
+            wanted = next(self._lives[seat], None)
+        except Interrupted:
+            wanted = None
+        except _Died:
+            return
         if isinstance(wanted, int):
-            self._schedule(self._now + wanted, (seat, execution))
-        elif wanted is not None:
-            self._waiting[wanted].append((seat, execution))
+            self._schedule(self._now + wanted, partial(self._advance, seat))
+        elif wanted is not None and self.interrupted_us is None:
+            self._waiting[wanted].append(seat)
+        else:
+            self.stopped[seat] = self._now
 
     def _keep(self, seat: Seat, made: dict[Datum, Any]) -> None:
+        have = self.store[seat]
         for datum, value in made.items():
-            self.store[seat][datum] = value
+            have[datum] = value
             self._wake((seat, datum))
 
     def _wake(self, key: Key) -> None:
-        for waiting in self._waiting.pop(key, ()):
-            self._schedule(self._now, waiting)
+        if key in self._waiting:
+            for seat in self._waiting.pop(key):
+                self._schedule(self._now, partial(self._advance, seat))
 
 
-class _Delivery(NamedTuple):
-    seat: Seat
-    datum: Datum
-    value: Any
+class _Died(Exception):
+    """Ends the dead worker's execution."""
 
 
-def simulate(plan: Plan, costs: CostModel, steps: int = 1) -> list[Span]:
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Without the cyclic garbage collector: it walks all the data of the run over and over, a third of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def simulate(plan: Plan, costs: CostModel, steps: int = 1, conditions: Conditions = Conditions()) -> list[Span]:
     """The spans of ``steps`` steps from rest, in microseconds.  Raises Deadlock."""
-    return VirtualWorld(plan, costs, steps).run()
+    return VirtualWorld(plan, costs, steps, conditions=conditions).run()

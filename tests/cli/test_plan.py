@@ -98,6 +98,8 @@ def test_the_picture_is_written(tmp_path: Path, capsys) -> None:
         ("--costs F=0.00001,I=1,W=1", "three decimals"),
         ("--dp 0", "replicas is 0"),
         ("--programs /no/such/folder/x", "No such file"),
+        ("--profile /no/such/file", "No such file"),
+        ("--preset gpt4", "gpt3_medium"),
     ],
 )
 def test_errors_are_one_line(capsys, more: str, says: str) -> None:

@@ -1,0 +1,61 @@
+"""What a change of the membership costs on a machine, in microseconds, with where the figures come from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from recycle_plugin.simulator.network import Link
+
+
+@dataclass(frozen=True)
+class MachineCosts:
+    """``detection_us``: from a death to everybody's knowing.  ``regroup_us``: from the last worker's stop to everybody's
+    going on, without ``plan_us`` for the new plan.  ``undo_us``: taking a step back.  ``commit_us``: from the last
+    worker's step to everybody's knowing.  ``return_us``: from a worker's return to its holding its framework, before it
+    copies a state over ``copy``; meanwhile the others go on.  ``source``: who measured that, where and when.
+    """
+
+    detection_us: int
+    regroup_us: int
+    plan_us: int
+    undo_us: int
+    commit_us: int
+    return_us: int
+    copy: Link
+    source: str
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if isinstance(value, int) and value < 0:
+                raise ValueError(f"machine.{name} is {value}: not negative")
+
+    @property
+    def pause_us(self) -> int:
+        """Of every change of the membership, whatever the reason."""
+        return self.regroup_us + self.plan_us
+
+
+LOCAL = MachineCosts(
+    detection_us=20_000,
+    regroup_us=15_000,
+    plan_us=2_000,
+    undo_us=0,
+    commit_us=1_000,
+    return_us=9_000_000,
+    copy=Link(30, 9_000),
+    source=(
+        "detection, regrouping, planning: medians of scripts/bench_recovery.py, 40 SIGKILLs at random instants, 2x2 and 4x2 workers, Gloo, "
+        "2 busy cores, 2026-11-21 (regrouping without the instruction that a worker finishes first); no state was large enough to show an undo; "
+        "ASSUMED, because our workers do not come back yet: 9 s from respawn to ready (torchft: 3.9 to 11.2 s), state copied at 9 GB/s; "
+        "a GPU cluster's opening of NCCL communicators is in none of these"
+    ),
+)
+"""The only machine on which the runtime has been measured so far."""
+
+
+def by_name(name: str) -> MachineCosts:
+    """Raises ValueError for an unknown one."""
+    known = {"local": LOCAL, "free": MachineCosts(0, 0, 0, 0, 0, 0, Link(0, 1e12), "nothing costs anything: what the schedule alone allows")}
+    if name not in known:
+        raise ValueError(f"machine {name!r}: one of {', '.join(known)}")
+    return known[name]

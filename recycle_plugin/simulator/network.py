@@ -1,0 +1,88 @@
+"""Links between workers: latency, bandwidth, and who waits for whom.
+
+Workers sit on hosts.  Inside a host every worker has a lane of its own each way; across hosts all
+workers of a host share its one line out and its one line in.  A line carries one tensor at a time, in the
+order in which they were handed over; a tensor takes both its lines at once, for bytes / bandwidth, and
+arrives a latency later.  Both ways of a line are independent (full duplex).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Callable, Hashable, Protocol
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import Instruction, Op
+
+
+@dataclass(frozen=True)
+class Link:
+    """``latency_us`` microseconds and ``bytes_per_us`` bytes per microsecond, which is MB/s."""
+
+    latency_us: float
+    bytes_per_us: float
+
+    def __post_init__(self) -> None:
+        if self.latency_us < 0 or self.bytes_per_us <= 0:
+            raise ValueError(f"a link of {self.latency_us} us and {self.bytes_per_us} bytes/us: latency not negative, bandwidth above 0")
+
+    def transfer_us(self, size: int) -> int:
+        """One tensor of ``size`` bytes on an idle link."""
+        return round(self.latency_us + size / self.bytes_per_us)
+
+
+class Network(Protocol):
+    """What a virtual world asks of its network."""
+
+    def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
+        """When what ``send`` hands over at ``now_us`` is at its peer's, in microseconds.  Called in order of time."""
+
+
+class Uncontended:
+    """Every tensor takes ``costs.transfer``, whatever else is on its way."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+
+    def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
+        return now_us + self._costs.transfer(sender, send.peer)
+
+
+class Contended:
+    """Lines as in the module's docstring.
+
+    ``host``: where a seat's worker sits; ``boundary_bytes``: the tensor between stages p and p + 1, which
+    has the same size as an activation and as its gradient.
+    """
+
+    def __init__(self, host: Callable[[Seat], Hashable], inside: Link, across: Link, boundary_bytes: tuple[int, ...]) -> None:
+        self._host, self._inside, self._across, self._bytes = host, inside, across, boundary_bytes
+        self._free: defaultdict[Hashable, int] = defaultdict(int)  # when each line has carried what it was handed so far
+
+    def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
+        size = self._bytes[sender.stage - (send.op is Op.SEND_GRAD)]
+        here, there = self._host(sender), self._host(send.peer)
+        if here == there:
+            link, out, into = self._inside, ("out", sender), ("in", send.peer)
+        else:
+            link, out, into = self._across, ("out of host", here), ("into host", there)
+        start = max(now_us, self._free[out], self._free[into])
+        self._free[out] = self._free[into] = start + round(size / link.bytes_per_us)
+        return start + link.transfer_us(size)
+
+
+def by_replica(seat: Seat) -> int:
+    """All stages of a replica on one host."""
+    return seat.replica
+
+
+def by_stage(seat: Seat) -> int:
+    """All replicas of a stage on one host."""
+    return seat.stage
+
+
+def alone(seat: Seat) -> Seat:
+    """Every worker on a host of its own."""
+    return seat

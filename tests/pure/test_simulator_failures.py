@@ -1,0 +1,102 @@
+"""Failures in virtual time: the weights are those of the fault-free run, whoever dies wherever; what a failure costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.faults import Fault
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.planner import PlanError, lower, plan
+from recycle_plugin.simulator import ExactWorld, predict, train
+from recycle_plugin.simulator.job import Job
+from recycle_plugin.simulator.machine import LOCAL, by_name
+
+from tests.pure.jobs import jobs
+
+WEIGHTS = (3, 5, 7, 11)
+STEPS = 3
+FREE = by_name("free")
+SHAPE = Topology(3, 3, 4)
+COSTS = CostModel.uniform(3, 100, 100, 100, 10, 20, 30)
+
+
+@st.composite
+def histories(draw: st.DrawFn):
+    """A job, two kills that leave it alive at random instants or instructions, and a machine."""
+    view, costs, policy = draw(jobs())
+    machine = draw(st.sampled_from([FREE, replace(LOCAL, detection_us=7, regroup_us=3, plan_us=1, undo_us=2, commit_us=4)]))
+    live, faults, deaths = set(view.live), [], {}
+    for _ in range(draw(st.integers(1, 2))):
+        seats = sorted(seat for seat in live if sum(other.stage == seat.stage for other in live) > 1)
+        if not seats:
+            break
+        seat = draw(st.sampled_from(seats))
+        live.discard(seat)
+        if draw(st.booleans()):
+            deaths[seat] = draw(st.integers(0, 400))
+        else:
+            step = draw(st.integers(0, STEPS - 1))
+            program = lower(plan(view, costs, policy), seat, step)
+            faults.append(Fault("kill", seat, draw(st.sampled_from(["before", "after"])), str(draw(st.sampled_from(program)))))
+    return Job(view, costs, policy, machine), faults, deaths
+
+
+@given(histories())
+@settings(max_examples=150)
+def test_killed_anywhere_the_weights_are_those_of_the_fault_free_run(history) -> None:
+    job, faults, deaths = history
+    shape, stages = job.view.topology, job.view.topology.stages
+    expected = train(plan(shape.full(), CostModel.uniform(stages), Policy()), CostModel.uniform(stages), WEIGHTS[:stages], STEPS)
+    ran = job.run(STEPS, faults, deaths, ExactWorld, {seat: WEIGHTS[seat.stage] for seat in job.view.live})
+    gone = {seat for loss in ran.losses for seat in loss.seats}
+    assert gone <= set(deaths) | {fault.seat for fault in faults} and job.view.live - set(ran.parameters) - gone <= set(deaths)
+    assert ran.parameters and not gone & set(ran.parameters)
+    assert all(value == expected[seat] for seat, value in ran.parameters.items())
+    assert sorted(ran.commits) == list(range(STEPS))
+    assert all(one <= two for one, two in zip(list(ran.commits.values()), list(ran.commits.values())[1:]))
+
+
+def test_a_kill_is_paid_for() -> None:
+    """The third step's commit comes later by detection, regrouping, planning and what is run again."""
+    machine = replace(LOCAL, detection_us=70, regroup_us=30, plan_us=11, commit_us=0)
+    job = Job(SHAPE.full(), COSTS, Policy(), machine)
+    calm, lost = job.run(4), job.run(4, [Fault.parse("kill 1.2 before 2I1.2@1")])
+    (loss,) = lost.losses
+    assert loss.seats == (Seat(1, 2),) and loss.detected_us == loss.died_us + 70 and loss.committed == 0
+    assert loss.resumed_us >= loss.detected_us + 41
+    assert lost.commits[0] == calm.commits[0]
+    degraded = predict(plan(SHAPE.full().without(Seat(1, 2)), COSTS, Policy()), COSTS)
+    assert lost.commits[1] == loss.resumed_us + degraded.first_step_us
+
+
+def test_dying_while_the_others_regroup_is_one_change() -> None:
+    machine = replace(LOCAL, detection_us=100, regroup_us=50, plan_us=10, commit_us=0)
+    first, second = Seat(0, 0), Seat(2, 1)
+    ran = Job(SHAPE.full(), COSTS, Policy(), machine).run(3, deaths={first: 500, second: 680})
+    (loss,) = ran.losses
+    assert loss.seats == (first, second) and loss.resumed_us >= 680 + 100 + 60
+
+
+def test_the_same_faults_give_the_same_spans() -> None:
+    job = Job(SHAPE.full(), COSTS, Policy(), LOCAL)
+    faults = [Fault.parse("kill 0.1 after 1F0.2@1")]
+    assert job.run(3, faults).spans == job.run(3, faults).spans
+
+
+def test_a_stage_without_workers_ends_the_job() -> None:
+    with pytest.raises(PlanError, match="stage 1"):
+        Job(SHAPE.full(), COSTS, Policy(), LOCAL).run(3, deaths={Seat(replica, 1): 100 + replica for replica in range(3)})
+
+
+def test_a_step_is_applied_only_once_the_one_before_is_committed() -> None:
+    """News of a commit that takes longer than a step holds every step back."""
+    calm, slow = (Job(SHAPE.full(), COSTS, Policy(), replace(FREE, commit_us=late)).run(4) for late in (0, 50_000))
+    assert slow.commits[0] == calm.commits[0]
+    assert all(slow.commits[step + 1] >= slow.commits[step] + 50_000 for step in range(3))
