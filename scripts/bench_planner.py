@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """The planner's figures: the running example, the grid, CP-SAT optima, random failures at scale, and times.
 
-    scripts/bench_planner.py [example] [grid] [exact] [bounds] [large] [speed] [--budget S] [--stride N] [--json FILE]
+    scripts/bench_planner.py [example] [grid] [exact] [blame] [bounds] [large] [speed] [--budget S] [--stride N] [--json FILE]
 
 Without names everything is run.  ``plan`` is what every worker finds by itself in a failure (a fixed number
 of trials); ``refined`` is after up to ``--budget`` seconds of search per case that missed its bound.  Times are
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from recycle_plugin.planner import benchmark  # noqa: E402
 
-PARTS = ("example", "grid", "exact", "bounds", "large", "speed")
+PARTS = ("example", "grid", "exact", "blame", "bounds", "large", "speed")
 FRESH = "import time; t = time.process_time(); from recycle_plugin import planner; a = time.process_time(); planner.warm(); b = time.process_time(); print(a - t, b - a)"
 
 
@@ -88,6 +88,14 @@ def exact(found: argparse.Namespace) -> list[dict]:
     table(f"Against CP-SAT, {found.exact_budget} s a case; gaps in percent of the best known optimum", benchmark.exact_summary(rows))
     table("Cases that CP-SAT improved or could not close", [row for row in rows if row["refined"] > row["optimum"] or not row["closed"]])
     return rows
+
+
+def blame(found: argparse.Namespace) -> dict:
+    results = {}
+    for name in ("unit", "unequal"):
+        results[name] = benchmark.blame(name, found.budget, found.exact_budget)
+        table(f"Gaps above 1%, {name} costs: is bound or plan to blame? CP-SAT, {found.exact_budget} s a case", results[name])
+    return results
 
 
 def bounds(found: argparse.Namespace) -> dict:
