@@ -4,8 +4,8 @@ A converted layer runs one autograd node.  In I the node returns the gradient of
 what the weight gradient needs to a :class:`PendingWeights`; W computes the weight gradients from there
 and delivers them through ``AccumulateGrad``.  Both halves together are bitwise equal to stock backward.
 
-The node is the one place that cures the five traps found on this stack (shared/stack-facts.md, "Split
-backward"; a test each in tests/torch/test_traps.py):
+The node is the one place that cures five traps of torch's autograd (a test each in
+tests/torch/test_traps.py):
 
 1. parameters are held by reference, never through ``saved_tensors``: what comes back from there under
    non-reentrant checkpointing is a detached alias, and the gradient would be lost without a word;
