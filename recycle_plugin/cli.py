@@ -31,9 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", metavar="N", type=int, default=30, help="optimizer steps of each of the two runs (default: 30)")
     demo.set_defaults(run=_demo)
 
-    from recycle_plugin.commands import plan
+    from recycle_plugin.commands import plan, simulate
 
-    for command in (plan,):
+    for command in (plan, simulate):
         command.add(commands)
 
     settings = commands.add_parser("settings", help='print the settings of the "recycle" section as a table')

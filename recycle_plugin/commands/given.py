@@ -13,8 +13,8 @@ from recycle_plugin.core.plan import ONE_F_ONE_B, Plan, Policy
 from recycle_plugin.core.topology import ClusterView, Topology
 
 COSTS_HELP = (
-    "costs in ticks: F, I, W (one micro-batch), comm (a boundary tensor), across (the same between replicas), reduce, step, "
-    "B (both backwards at once; I + W without), dispatch; a value for each stage: F=1/1/2/1"
+    "F, I, W (one micro-batch), comm (a boundary tensor), across (the same between replicas), reduce, step, "
+    "B (both backwards at once; I + W without), dispatch; in ticks, a value for each stage where stages differ: F=1/1/2/1"
 )
 FINEST = 1000  # parts of a tick that costs may be given in
 _NAMES = {
@@ -26,7 +26,11 @@ _SINGLE = ("comm", "across", "dispatch")
 
 @dataclass(frozen=True)
 class Given:
-    """A job: shape, who is alive, costs and their unit.  ``scale``: integers of ``costs`` in one ``unit``."""
+    """A job: shape, who is alive, costs and their unit.  ``scale``: integers of ``costs`` in one ``unit``.
+
+    ``samples``: of a micro-batch; ``state_bytes``: per stage, what a copy of a worker's state moves (where costs are given
+    by hand: nothing).
+    """
 
     view: ClusterView
     costs: CostModel
@@ -34,6 +38,8 @@ class Given:
     unit: str
     scale: int
     origin: str
+    samples: int = 1
+    state_bytes: tuple[int, ...] = ()
 
     def shown(self, value: int) -> int | float:
         """``value`` of the cost model in ``unit``."""
@@ -61,23 +67,24 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-reroute", action="store_true", help="leave a lost worker's micro-batches alone: a loss is an error")
     parser.add_argument("--couple", action="store_true", help="let single backwards run coupled where that saves memory or time")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--costs", metavar="TICKS", help=f"{COSTS_HELP} (default: F=1,I=1,W=1)")
+    source.add_argument("--costs", metavar="TICKS", help=f"costs: {COSTS_HELP} (default: F=1,I=1,W=1)")
     source.add_argument("--profile", metavar="FILE", help="costs from the JSON file that recycle profile wrote")
-    source.add_argument("--preset", metavar="NAME", help="costs of a named model: see recycle simulate --help")
+    source.add_argument("--preset", metavar="NAME", help="costs of a named model, an analytic A100: see recycle simulate --help")
 
 
-def job(found: argparse.Namespace) -> Given:
-    """What :func:`add_job`'s arguments say."""
+def job(found: argparse.Namespace, milliseconds: bool = False) -> Given:
+    """What :func:`add_job`'s arguments say.  ``milliseconds``: so long is a tick of ``--costs``; otherwise it has no length."""
     shape = Topology(found.dp, found.pp, found.micro_batches)
     policy = Policy(not found.no_split, not found.no_stagger, not found.no_reroute, cap(found.cap, found.pp), couple=found.couple)
     view = shape.full().without(*seats(found.lost, shape))
     if found.profile is None and found.preset is None:
-        model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp)
-        return Given(view, model, policy, "ticks", scale, "ticks")
+        model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp, FINEST if milliseconds else 1)
+        return Given(view, model, policy, "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1")
     from recycle_plugin.simulator import analytic, profile
 
     taken = profile.read(found.profile) if found.profile is not None else analytic.preset(found.preset)
-    return Given(view, taken.costs(shape.stages, shape.replicas), policy, "us", 1, taken.title)
+    costs = taken.costs(shape.stages, shape.replicas, fused=found.no_split)
+    return Given(view, costs, policy, "us", 1, taken.title, taken.micro_batch, taken.state_bytes(shape.stages))
 
 
 def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
@@ -102,13 +109,12 @@ def cap(text: str, stages: int) -> int | str:
     return held
 
 
-def ticks(text: str, stages: int) -> tuple[CostModel, int]:
-    """The cost model of ``F=1,I=1,...`` and the integers in a tick: as few as make every cost whole."""
+def ticks(text: str, stages: int, scale: int = 1) -> tuple[CostModel, int]:
+    """The cost model of ``F=1,I=1,...`` and the integers in a tick: as few as make every cost whole, at least ``scale``."""
     values = dict(_entry(part, stages) for part in text.split(",") if part.strip())
     missing = [name for name in ("F", "I", "W") if name not in values]
     if missing:
         raise ValueError(f"--costs {text}: {', '.join(missing)} missing; write for instance F=1,I=1,W=1,comm=0,step=3")
-    scale = 1
     while any(value * scale != int(value * scale) for row in values.values() for value in row):
         scale *= 10
         if scale > FINEST:

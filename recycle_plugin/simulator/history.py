@@ -1,0 +1,275 @@
+"""Hours of training under failures and returns, from the step times of each membership.
+
+Between two changes nothing happens that a step time does not tell, so hours cost no more than the
+memberships that occur; those that differ in the numbering of replicas only are one.  A loss costs
+detection, the longest instruction (some worker has just begun it), regrouping and planning, the copies of
+moved stages, and the unfinished step, which is run again from its start on an empty pipeline.
+A worker that returns gets ready and copies a stage's state while the others go on, and enters at a commit
+line: that costs regrouping, planning and the fill of an empty pipeline.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import count
+from typing import Callable, Iterable, Sequence
+
+from recycle_plugin import planner
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.simulator.machine import MachineCosts
+from recycle_plugin.simulator.predict import predict
+
+SIMULATED = 4_000  # (stage, micro-batch) pairs of a step up to which its time is simulated; beyond, it is the plan's own
+STEPS = 4  # simulated per membership
+PAYBACK_S = 1800.0  # a moved stage has to pay for its copy within this time
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of one membership, in microseconds.  ``first_us``: the first step, from an empty pipeline; ``bound_us``: the least period."""
+
+    first_us: int
+    period_us: int
+    bound_us: int
+
+    def done(self, spent_us: float) -> int:
+        """Steps committed after ``spent_us``."""
+        return 0 if spent_us < self.first_us else 1 + int((spent_us - self.first_us) // self.period_us)
+
+    def until(self, steps: int) -> int:
+        """Microseconds until so many steps are committed."""
+        return self.first_us + (steps - 1) * self.period_us if steps else 0
+
+
+class Paces:
+    """Paces by membership, each worked out once for all numberings of the replicas."""
+
+    def __init__(self, costs: CostModel, policy: Policy) -> None:
+        self._costs, self._policy = costs, policy
+        self._known: dict[tuple[Topology, tuple[tuple[int, ...], ...]], Pace] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, view: ClusterView) -> Pace:
+        """Raises PlanError."""
+        key = view.topology, pattern(view)
+        if key not in self._known:
+            self._known[key] = self._measure(renumbered(view))
+        return self._known[key]
+
+    def _measure(self, view: ClusterView) -> Pace:
+        plan = planner.plan(view, self._costs, self._policy)
+        shape = view.topology
+        if shape.stages * shape.replicas * shape.micro_batches > SIMULATED:
+            return Pace(max(plan.span_us, plan.period_us), plan.period_us, plan.bound_us)
+        predicted = predict(plan, self._costs, STEPS)
+        return Pace(predicted.first_step_us, predicted.period_us, plan.bound_us)
+
+
+def pattern(view: ClusterView) -> tuple[tuple[int, ...], ...]:
+    """The live stages of each replica, replicas sorted: equal for memberships that are one but for names."""
+    rows: list[list[int]] = [[] for _ in range(view.topology.replicas)]
+    for replica, stage in sorted(view.live):
+        rows[replica].append(stage)
+    return tuple(sorted(map(tuple, rows), key=lambda row: (-len(row), row)))
+
+
+def renumbered(view: ClusterView) -> ClusterView:
+    """The membership that stands for all with the same :func:`pattern`."""
+    return ClusterView(view.topology, frozenset(Seat(replica, stage) for replica, row in enumerate(pattern(view)) for stage in row))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """``at_s``: ``lost`` or ``joined`` so many workers, drawn at random; or the named ``seats`` are lost."""
+
+    at_s: float
+    lost: int = 0
+    joined: int = 0
+    seats: tuple[Seat, ...] = ()
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What a change cost, in seconds.  ``redone_s``: work of the unfinished step, thrown away; ``fill_s``: by how much the
+    first step, on an empty pipeline, is longer than the ones after it; ``copy_s``: states that training waited for."""
+
+    at_s: float
+    lost: tuple[Seat, ...]
+    joined: tuple[Seat, ...]
+    moves: tuple[str, ...]
+    detection_s: float
+    stop_s: float
+    regroup_s: float
+    copy_s: float
+    redone_s: float
+    fill_s: float
+
+    @property
+    def cost_s(self) -> float:
+        return self.detection_s + self.stop_s + self.regroup_s + self.copy_s + self.redone_s + self.fill_s
+
+
+@dataclass(frozen=True)
+class Segment:
+    """From one change's end to the next change: ``steps`` committed with ``live`` workers at ``pace``."""
+
+    start_s: float
+    end_s: float
+    live: int
+    lost_by_stage: tuple[int, ...]
+    pace: Pace
+    steps: int
+
+
+@dataclass
+class History:
+    """A job's life.  ``hours_s``: its length in seconds; ``memberships``: how many were worked out."""
+
+    full: Pace
+    hours_s: float = 0.0
+    memberships: int = 0
+    segments: list[Segment] = field(default_factory=list)
+    transitions: list[Transition] = field(default_factory=list)
+
+    @property
+    def steps(self) -> int:
+        return sum(segment.steps for segment in self.segments)
+
+    @property
+    def steps_per_s(self) -> float:
+        """The average, with what every transition cost."""
+        return self.steps / self.hours_s if self.hours_s else 0.0
+
+    @property
+    def fraction(self) -> float:
+        """Of the same schedule's throughput without failures."""
+        return self.steps_per_s * self.full.period_us / 1e6
+
+    @property
+    def lost_s(self) -> float:
+        return sum(transition.cost_s for transition in self.transitions)
+
+
+class Trainer:
+    """Plays changes.  ``copy_us``: time to copy each stage's state to one worker; ``normalise``: move workers where it pays."""
+
+    def __init__(
+        self, topology: Topology, costs: CostModel, policy: Policy, machine: MachineCosts, copy_us: Sequence[int] | None = None,
+        normalise: bool = True, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.costs, self.policy, self.machine = costs, policy, machine
+        self.copy_us = tuple(copy_us or (0,) * topology.stages)
+        self.paces = Paces(costs, policy)
+        self.view = topology.full()
+        self._normalise, self._random = normalise, random.Random(seed)
+        self._full = self.paces.of(self.view)
+        self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
+        self._ticket = count()
+        self._since, self._history = 0.0, History(self._full)
+
+    @cached_property
+    def longest_us(self) -> int:
+        """The longest instruction."""
+        return max(max(row) for row in (self.costs.forward, self.costs.input, self.costs.weight, self.costs.backward or (0,)))
+
+    def run(self, changes: Iterable[Change], length_s: float) -> History:
+        """``length_s`` seconds.  Raises ValueError for a loss that no stage can bear; PlanError."""
+        for change in changes:
+            self._at(change.at_s, lambda now, change=change: self._happen(now, change))
+        while self._agenda and self._agenda[0][0] < length_s:
+            at, _, happen = heappop(self._agenda)
+            happen(at)
+        self._close(length_s, count_all=False)
+        self._history.hours_s, self._history.memberships = length_s, len(self.paces)
+        return self._history
+
+    # --- changes -----------------------------------------------------------------------------------
+
+    def _happen(self, now: float, change: Change) -> None:
+        lost = change.seats or self._draw(change.lost)
+        if lost:
+            self._lose(now, tuple(lost))
+        if change.joined:
+            ready = (self.machine.return_us + max(self.copy_us)) / 1e6
+            self._at(now + ready, lambda then: self._join(then, change.joined))
+
+    def _lose(self, now: float, lost: tuple[Seat, ...]) -> None:
+        kept = self._close(now, count_all=False)
+        after = self.view.without(*lost)
+        if after.empty_stages():
+            raise ValueError(f"at {now / 3600:.2f} h stage {after.empty_stages()[0]} loses its last worker: training can't go on from the survivors")
+        self.view, moves, copy = self._spread(after)
+        pauses = (self.machine.detection_us / 1e6, self.longest_us / 1e6, self.machine.pause_us / 1e6, copy)
+        self._note(now, lost, (), moves, pauses, max(0.0, now - kept))
+
+    def _join(self, now: float, number: int) -> None:
+        """At the next commit line; a change that comes before it goes first."""
+        pace = self.paces.of(self.view)
+        steps = pace.done(max(0.0, now - self._since) * 1e6) + 1
+        line = self._since + pace.until(steps) / 1e6
+        if self._agenda and self._agenda[0][0] < line:
+            self._at(max(self._agenda[0][0], now), lambda then: self._join(then, number))
+            return
+        joined = self._empty(number)
+        if not joined:
+            return
+        self._close(line, count_all=True)
+        self.view = ClusterView(self.view.topology, self.view.live | set(joined))
+        self._note(line, (), joined, (), (0.0, 0.0, self.machine.pause_us / 1e6, 0.0), 0.0)
+
+    def _note(
+        self, now: float, lost: tuple[Seat, ...], joined: tuple[Seat, ...], moves: tuple[str, ...],
+        pauses: tuple[float, float, float, float], redone: float,
+    ) -> None:  # fmt: skip
+        pace = self.paces.of(self.view)
+        self._since = max(self._since, now + sum(pauses))
+        self._history.transitions.append(Transition(now, lost, joined, moves, *pauses, redone, (pace.first_us - pace.period_us) / 1e6))
+
+    def _close(self, now: float, count_all: bool) -> float:
+        """End the running segment; when its last step was committed.  ``count_all``: ``now`` is a commit line."""
+        pace, spent = self.paces.of(self.view), max(0.0, now - self._since) * 1e6
+        steps = pace.done(spent + (0.5 if count_all else 0))
+        topology = self.view.topology
+        lost = tuple(topology.replicas - len(self.view.live_replicas(stage)) for stage in range(topology.stages))
+        if spent:
+            self._history.segments.append(Segment(self._since, now, len(self.view.live), lost, pace, steps))
+        return self._since + pace.until(steps) / 1e6
+
+    # --- who ---------------------------------------------------------------------------------------
+
+    def _draw(self, number: int) -> list[Seat]:
+        """Live workers at random, of stages that keep one."""
+        drawn: list[Seat] = []
+        for _ in range(number):
+            left = self.view.without(*drawn)
+            able = [seat for seat in sorted(left.live) if len(left.live_replicas(seat.stage)) > 1]
+            if not able:
+                raise ValueError(f"a loss more than {len(self.view.lost) + len(drawn)} leaves a stage without a worker")
+            drawn.append(self._random.choice(able))
+        return drawn
+
+    def _empty(self, number: int) -> tuple[Seat, ...]:
+        """Seats for workers that return: of the stage that lacks most, each time."""
+        taken: list[Seat] = []
+        for _ in range(min(number, len(self.view.lost))):
+            now = ClusterView(self.view.topology, self.view.live | set(taken))
+            taken.append(min(now.lost, key=lambda seat: (len(now.live_replicas(seat.stage)), seat)))
+        return tuple(taken)
+
+    def _spread(self, view: ClusterView) -> tuple[ClusterView, tuple[str, ...], float]:
+        if not self._normalise or len(view.lost) < 2:
+            return view, (), 0.0
+        steps = int(PAYBACK_S * 1e6 / self._full.period_us)
+        found = planner.normalise(view, self.costs, self.policy, self.copy_us, steps)
+        return found.view, tuple(map(str, found.moves)), found.copy_us / 1e6
+
+    def _at(self, when: float, happen: Callable[[float], None]) -> None:
+        heappush(self._agenda, (when, next(self._ticket), happen))

@@ -1,0 +1,83 @@
+"""Failure traces: when how many workers are there.  Times in seconds."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Iterator, Sequence
+
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.simulator.history import Change
+
+HOUR_S = 3600.0
+GCP = (
+    "0 24 | .12 23 | .56 22 | .68 23 | .88 24 | 1.04 22 | 1.12 21 | 1.20 22 | 1.28 21 | 1.36 22 | 1.52 24 | 1.68 23 | 1.80 20 | 1.96 22 | "
+    "2.08 24 | 2.24 23 | 2.48 24 | 2.60 23 | 2.84 22 | 2.96 24 | 3.08 23 | 3.32 22 | 3.48 24 | 3.60 21 | 3.84 22 | 3.96 23 | 4.08 21 | "
+    "4.20 19 | 4.32 17 | 4.48 16 | 4.56 15 | 4.68 16 | 4.72 18 | 4.96 21 | 5.76 20 | 5.84 21 | 5.92 22 | 6.20 24 | 6.32 end"
+)
+"""The GCP trace of ReCycle's evaluation (SOSP'24), digitised from the authors' slides: hour and GPUs."""
+
+
+def read(name: str, workers: int) -> tuple[list[Change], float | None]:
+    """The changes of ``gcp`` or of a file, and its end in seconds if it says so.
+
+    A file holds entries ``hour workers``, ``hour lost 1.2,0.3`` (these seats) or ``hour end``, one a line or
+    separated by ``|``; or JSON with rows [hour, workers], by themselves or under the key "gpus".
+    Raises ValueError, OSError.
+    """
+    text = GCP if name == "gcp" else Path(name).read_text()
+    try:
+        entries = _json(text) if text.lstrip()[:1] in ("{", "[") else [entry.split() for line in text.splitlines() for entry in line.partition("#")[0].split("|")]
+        return _changes([entry for entry in entries if entry], workers)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"trace {name}: {error}") from None
+
+
+def regular(every_s: float, length_s: float, return_s: float | None = None, seed: int | None = None) -> list[Change]:
+    """One worker lost every ``every_s`` (``seed``: exponential with that mean), each back after ``return_s``, or never."""
+    if every_s <= 0:
+        raise ValueError(f"a worker lost every {every_s:g} s: more than 0")
+    dice = random.Random(seed)
+    changes, now = [], 0.0
+    while (now := now + (every_s if seed is None else dice.expovariate(1 / every_s))) < length_s:
+        changes.append(Change(now, lost=1))
+        if return_s is not None:
+            changes.append(Change(now + return_s, joined=1))
+    return changes
+
+
+def _json(text: str) -> list[list[str]]:
+    found = json.loads(text)
+    rows = found["gpus"] if isinstance(found, dict) else found
+    return [[str(max(0.0, float(hour))), str(round(float(workers)))] for hour, workers in rows]
+
+
+def _changes(entries: Sequence[Sequence[str]], workers: int) -> tuple[list[Change], float | None]:
+    changes: list[Change] = []
+    there, before, end = None, -1.0, None
+    for entry in entries:
+        at = float(entry[0]) * HOUR_S
+        if at < before:
+            raise ValueError(f"{' '.join(entry)}: hours have to rise")
+        before = at
+        if entry[1:] == ["end"]:
+            end = at
+        elif len(entry) == 3 and entry[1] == "lost":
+            changes.append(Change(at, seats=tuple(map(Seat.parse, entry[2].split(",")))))
+        elif len(entry) == 2:
+            changes += _step(at, there, int(entry[1]), workers)
+            there = int(entry[1])
+        else:
+            raise ValueError(f"{' '.join(entry)!r}: write 'hour workers', 'hour lost 1.2,0.3' or 'hour end'")
+    return changes, end
+
+
+def _step(at: float, there: int | None, now: int, workers: int) -> Iterator[Change]:
+    if not 0 < now <= workers:
+        raise ValueError(f"{now} workers at hour {at / HOUR_S:g}: the job has 1 to {workers}")
+    before = workers if there is None else there
+    if now < before:
+        yield Change(at, lost=before - now)
+    elif now > before:
+        yield Change(at, joined=now - before)

@@ -1,0 +1,55 @@
+"""``recycle simulate``: figures that add up, origins that are named, errors in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from recycle_plugin.cli import main
+
+JOB = "simulate --pp 3 --dp 3 --micro-batches 4 --cap 2.0"
+
+
+def test_figures_add_up(capsys) -> None:
+    assert main(f"{JOB} --costs F=20,I=20,W=20,step=5 --mtbf 10m --hours 1 --back 5m --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [len(transition["lost"]) for transition in found["transitions"]].count(1) == 5
+    assert sum(segment["steps"] for segment in found["segments"]) == found["steps"]
+    assert found["samples_per_s"] == pytest.approx(found["steps"] * 12 / 3600)
+    assert found["transitions_s"] == pytest.approx(sum(transition["cost_s"] for transition in found["transitions"]))
+    assert 0.5 < found["of_own"] < 1 < found["of_1f1b"] / found["of_own"]
+    assert all(segment["of_1f1b"] <= segment["bound_of_1f1b"] + 1e-9 for segment in found["segments"])
+    assert "bench_recovery" in found["machine"]["source"]
+
+
+def test_the_report_names_origins_and_transitions(capsys) -> None:
+    assert main("simulate --pp 4 --dp 6 --micro-batches 4 --preset gpt3_medium --trace gcp --hours 2".split()) == 0
+    said = capsys.readouterr().out
+    assert "ANALYTIC" in said and "ASSUMED" in said and "transitions included" in said
+    assert said.count("lost ") > 5 and "back " in said
+
+
+def test_free_changes_cost_only_work(capsys) -> None:
+    assert main(f"{JOB} --costs F=20,I=20,W=20 --mtbf 20m --hours 1 --machine free --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(transition["detection_s"] == transition["regroup_s"] == 0 for transition in found["transitions"])
+
+
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ("--mtbf 10x", "90s, 30m or 6h"),
+        ("--mtbf 10m --lost 1.2", "write losses into a trace"),
+        ("--mtbf 10m --machine moon", "one of local, free"),
+        ("--mtbf 10m --hours 0", "more than 0"),
+        ("--mtbf 1m --hours 5", "without a worker"),
+        ("--trace gcp", "24 workers at hour 0"),
+        ("--trace /no/such/file", "No such file"),
+        ("--mtbf 10m --no-reroute", "reroute"),
+    ],
+)
+def test_errors_are_one_line(capsys, more: str, says: str) -> None:
+    assert main(JOB.split() + more.split()) == 2
+    said = capsys.readouterr().err
+    assert says in said and said.startswith("recycle: ") and said.count("\n") == 1
