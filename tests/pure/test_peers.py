@@ -79,7 +79,7 @@ def test_bamboos_fatal_neighbours_and_rendezvous() -> None:
 
 
 def test_bamboos_memory() -> None:
-    small = replace(BIG, memory_limit=30e9)
+    small = replace(BIG, memory_limit=30e9, name="small")
     assert fits_memory(JOB) and fits_memory(BIG) and not fits_memory(small)
     assert Bamboo.of_job(small).speed(Nodes(24)) == 0 < Bamboo.of_job(BIG).speed(Nodes(24))
 
@@ -122,6 +122,11 @@ def test_same_seed_same_run() -> None:
     assert one == two
 
 
-def test_the_job_fits_its_accelerator_at_the_cap_that_is_used() -> None:
+def test_a_cap_is_what_the_accelerator_holds() -> None:
     for job in (JOB, BIG):
-        assert all(job.memory_bytes(stage, 8) <= job.memory_limit for stage in range(4)), job.name
+        caps = techniques(job).activation_cap
+        for stage, cap in enumerate(caps):
+            assert job.memory_bytes(stage, cap) <= 0.9 * job.memory_limit < job.memory_bytes(stage, cap + 1)
+        assert techniques(job, 2).activation_cap == (8, 8, 8, 8)
+        with pytest.raises(ValueError, match="micro-batches per stage"):
+            techniques(job, 10)

@@ -18,13 +18,13 @@ STOCK = Policy(split_backward=False, stagger_optimizer=False, reroute=False)
 class Job:
     """``topology``: of the fault-free job, with its micro-batches per replica; samples are sequences.
 
-    ``memory_limit``: bytes of one accelerator.
+    ``memory_limit``: bytes of one accelerator; GCP's a2-highgpu machines have the A100 of 40 GB.
     """
 
     name: str
     topology: Topology
     profile: Profile
-    memory_limit: float = 80e9
+    memory_limit: float = 40e9
 
     @property
     def workers(self) -> int:

@@ -155,9 +155,15 @@ class Oobleck:
     validated: str = "its simulator's averages from its measured tables, within 2%"
 
     @classmethod
-    def of_job(cls, job: Job, pause_s: float, fewest: int, faults: int = 1, best: bool = False, name: str = "Oobleck") -> Oobleck:
-        """Plans for every number of nodes from ``fewest`` to the job's own; templates up to N - f n0 nodes."""
-        smallest = least_nodes(job)
+    def of_job(
+        cls, job: Job, pause_s: float, fewest: int, faults: int = 1, best: bool = False, name: str = "Oobleck", least: int = 0
+    ) -> Oobleck:
+        """Plans for every number of nodes from ``fewest`` to the job's own; templates from n0 up to N - f n0 nodes.
+
+        n0 is ``least``, by default the job's own depth: where memory allows shallower pipelines they would be another,
+        faster job, for every policy.  ``least_nodes(job)`` is what memory needs.
+        """
+        smallest = max(least or job.topology.stages, least_nodes(job))
         largest = min(job.workers - faults * smallest, len(job.parts))
         templates = {nodes: template(job.parts, nodes) for nodes in range(smallest, largest + 1)}
         made = {nodes: instantiate(job, nodes, templates, faults, best) for nodes in range(fewest, job.workers + 1)}

@@ -19,12 +19,19 @@ from recycle_plugin.simulator.peers.job import Job
 from recycle_plugin.simulator.peers.machine import Transitions
 from recycle_plugin.simulator.peers.policy import Change, Transition
 
-CAP_FACTOR = 2  # activations that a worker may hold, in units of PP
+MEMORY_SHARE = 0.9  # of the accelerator that state and activations may fill
 
 
-def techniques(job: Job, factor: float = CAP_FACTOR) -> Techniques:
-    """Split backward, staggered optimizer, rerouting, and room for ``factor`` x PP micro-batches."""
-    return Techniques(activation_cap=round(factor * job.topology.stages))
+def techniques(job: Job, factor: float | None = None) -> Techniques:
+    """Split backward, staggered optimizer, rerouting, and room for ``factor`` x PP micro-batches; None: for what the device holds.
+
+    Raises ValueError where the accelerator doesn't hold that many.
+    """
+    most = [int((MEMORY_SHARE * job.memory_limit - state) // each) for state, each in zip(job.state_bytes, job.costs.activation_bytes)]
+    wanted = most if factor is None else [round(factor * job.topology.stages)] * len(most)
+    if min(most) < 1 or any(cap > room for cap, room in zip(wanted, most)):
+        raise ValueError(f"{job.name}: {wanted} micro-batches per stage, and {MEMORY_SHARE:.0%} of {job.memory_limit / 1e9:.0f} GB hold {most}")
+    return Techniques(activation_cap=tuple(wanted))
 
 
 @dataclass(frozen=True)
