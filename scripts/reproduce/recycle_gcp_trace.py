@@ -230,6 +230,7 @@ def draw_transitions(axes: Any, runs: list[Run]) -> None:
         axes.bar([segment.start_s / 3600 + shift for segment in run.segments[1:]], cost, width=0.016, color=colour, label=name)
     axes.set_xlim(0, published.TRACE_ENDS_H)
     axes.set_yscale("log")
+    axes.set_ylim(1, None)
     axes.legend(fontsize=8.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 

@@ -25,7 +25,7 @@ class CheckFreq(RestartFromCheckpoint):
 
     def change(self, state: int, change: Change, trained_s: float) -> tuple[int, Transition]:
         lost_s = min(trained_s, trained_s % self.every_s + self.save_s)  # the newest snapshot may still be on its way
-        return count_after(state, change), Transition(self.costs.restart_s + self.save_s, lost_s, "restart and load")
+        return count_after(state, change), self._restart(change, lost_s)
 
     @cached_property
     def snapshot_s(self) -> float:

@@ -19,7 +19,7 @@ class Transitions:
     reset_s: float = 15.0  # assumed: an elastic framework's re-initialisation inside live processes
     storage_rate: float = 1e9  # assumed, bytes per second and worker, to persistent storage
     host_rate: float = 12e9  # assumed, bytes per second from accelerator to host memory
-    checkpoint_every_s: float = 600.0  # assumed, for restart from a checkpoint
+    mean_between_s: float = 1800.0  # assumed: what a user expects between failures, for the checkpoint interval
 
     @property
     def own_s(self) -> float:

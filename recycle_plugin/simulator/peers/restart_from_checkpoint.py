@@ -1,4 +1,7 @@
-"""Restart from a checkpoint: every change ends the job; it starts again from the last save on whole pipelines."""
+"""Restart from a checkpoint: every change ends the job; it starts again from the last save on whole pipelines.
+
+Workers that come back are taken in after a save made for them, so that no work is lost.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from recycle_plugin.simulator.peers.policy import Change, Transition, count_afte
 
 @dataclass(frozen=True)
 class RestartFromCheckpoint:
-    """Saves stop training while they are written; the global batch is kept."""
+    """Saves stop training while they are written, every sqrt(2 save mean_between) seconds (Young); the global batch is kept."""
 
     job: Job
     costs: Transitions = Transitions()
@@ -25,11 +28,20 @@ class RestartFromCheckpoint:
 
     def speed(self, state: int) -> float:
         whole = min(state // self.job.topology.stages, self.job.topology.replicas)
-        return self._whole(whole) * self.costs.checkpoint_every_s / (self.costs.checkpoint_every_s + self.save_s)
+        return self._whole(whole) * self.every_s / (self.every_s + self.save_s)
 
     def change(self, state: int, change: Change, trained_s: float) -> tuple[int, Transition]:
-        lost_s = trained_s % (self.costs.checkpoint_every_s + self.save_s)
-        return count_after(state, change), Transition(self.costs.restart_s + self.save_s, lost_s, "restart and load")
+        lost_s = trained_s % (self.every_s + self.save_s) if change.lost else 0.0
+        return count_after(state, change), self._restart(change, lost_s)
+
+    def _restart(self, change: Change, lost_s: float) -> Transition:
+        if change.lost:
+            return Transition(self.costs.restart_s + self.save_s, lost_s, "restart and load")
+        return Transition(self.costs.restart_s + 2 * self.save_s, 0.0, "save, restart and load")
+
+    @cached_property
+    def every_s(self) -> float:
+        return (2 * self.save_s * self.costs.mean_between_s) ** 0.5
 
     @cached_property
     def save_s(self) -> float:
