@@ -31,9 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", metavar="N", type=int, default=30, help="optimizer steps of each of the two runs (default: 30)")
     demo.set_defaults(run=_demo)
 
-    from recycle_plugin.commands import plan, simulate
+    from recycle_plugin.commands import plan, profile, simulate
 
-    for command in (plan, simulate):
+    for command in (plan, simulate, profile):
         command.add(commands)
 
     settings = commands.add_parser("settings", help='print the settings of the "recycle" section as a table')
@@ -54,3 +54,5 @@ def _settings(found: argparse.Namespace) -> int:
     return 0
 
 
+if __name__ == "__main__":
+    sys.exit(main())

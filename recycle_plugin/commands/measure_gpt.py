@@ -1,0 +1,249 @@
+"""Times and memory of a GPT's parts on one device, CPU or CUDA with the same code."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import sys
+import time
+import warnings
+from pathlib import Path
+from statistics import median
+from typing import Callable, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from recycle_plugin.compose import GPTModel, compose
+from recycle_plugin.runtime.split_backward import DeferredWeights
+from recycle_plugin.simulator.network import Link
+from recycle_plugin.simulator.profile import Part, Profile
+
+WARM_UP = 3
+INSIDE = Link(5, 240_000)  # NVLink of an A100 at 80%; nothing uses it but placements on one host
+SMALL, LARGE = 1 << 20, 1 << 26  # bytes of the all-reduces from which a link's latency and bandwidth follow
+
+
+class Case(NamedTuple):
+    """A part as a stage runs it: ``forward(inputs)`` gives what its backward starts from."""
+
+    module: nn.Module
+    inputs: Tensor
+    forward: Callable[[Tensor], Tensor]
+
+
+class Clock:
+    """Seconds of work on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def of(self, work: Callable[[], object]) -> float:
+        self._settle()
+        start = time.perf_counter()
+        work()
+        self._settle()
+        return time.perf_counter() - start
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measure(found: argparse.Namespace) -> Profile | None:
+    """The profile of ``recycle profile``'s arguments; None on every rank but 0.  Raises ValueError."""
+    device = torch.device(found.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device here")
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    job = compose([f"model={found.model}"])
+    if not isinstance(job.model, GPTModel):
+        raise ValueError(f"--model {found.model}: not a GPT")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[found.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    with_group = _group(device)
+    try:
+        across, said = _across(found, device)
+        if dist.get_rank():
+            return None
+        return _profile(found, job.model, device, dtype, across, said)
+    finally:
+        if with_group:
+            dist.destroy_process_group()
+
+
+def _profile(found: argparse.Namespace, model: GPTModel, device: torch.device, dtype: torch.dtype, across: Link, said: str) -> Profile:
+    cases = _cases(model, found.micro_batch, device, dtype, found.checkpointing)
+    parts = {name: _part(case, Clock(device), found.repeat) for name, case in cases.items()}
+    boundary = cases["layer"].inputs
+    return Profile(
+        name=found.model,
+        origin="measured",
+        device=_name(device),
+        date=datetime.date.today().isoformat(),
+        command=" ".join(["recycle", *sys.argv[1:]]),
+        dtype="bf16" if dtype is torch.bfloat16 else "fp32",
+        micro_batch=found.micro_batch,
+        sequence=model.sequence,
+        checkpointing=found.checkpointing,
+        layers=model.layers,
+        boundary_bytes=boundary.numel() * boundary.element_size(),
+        gradient_bytes_each=dtype.itemsize,
+        inside=INSIDE,
+        across=across,
+        assumptions=(said, "inside a host: NVLink of an A100 at 80%, not measured"),
+        **parts,
+    )
+
+
+def _cases(model: GPTModel, batch: int, device: torch.device, dtype: torch.dtype, checkpointing: bool) -> dict[str, Case]:
+    """Embedding, one layer, head with loss."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron's, on what is not installed
+        from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss
+    shape = GPTShape(**{**model.model_dump(exclude={"kind"}), "layers": 1})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron's, on what is not installed
+        first, layer, last = (spec.build().to(device) for spec in gpt_layers(shape, params_dtype=dtype))
+    ids = torch.randint(0, shape.vocabulary, (batch, shape.sequence), device=device)
+    hidden = torch.randn(shape.sequence, batch, shape.hidden, device=device, dtype=dtype)
+    saved = (lambda x: checkpoint(layer, x, use_reentrant=False)) if checkpointing else layer
+    return {
+        "first": Case(first, ids, first),
+        "layer": Case(layer, hidden, saved),
+        "last": Case(last, hidden, lambda x: gpt_loss(last(x), ids)),
+    }
+
+
+def _part(case: Case, clock: Clock, repeat: int) -> Part:
+    """Medians; fused and split runs take turns, so that a machine that changes its mind is fair to both."""
+    fused, split = [], []
+    for number in range(WARM_UP + repeat):
+        fused.append(_once(case, clock, None))
+        deferred = DeferredWeights(case.module)
+        split.append(_once(case, clock, deferred))
+        deferred.restore()
+    forward, gradient, weight = (1e6 * median(column[WARM_UP:]) for column in zip(*split))
+    backward = 1e6 * median(row[1] for row in fused[WARM_UP:])
+    held, pending = _memory(case, clock.device)
+    parameters = sum(parameter.numel() for parameter in case.module.parameters())
+    return Part(forward, gradient, weight, backward, 1e6 * _step(case.module, clock, repeat), parameters, held, pending)
+
+
+def _once(case: Case, clock: Clock, deferred: DeferredWeights | None) -> tuple[float, float, float]:
+    """Seconds of F, I and W of one micro-batch; of F, B and nothing where the backward is not split."""
+    x, outputs = _inputs(case), []
+    forward = clock.of(lambda: outputs.append(case.forward(x)))
+    gradient = torch.randn_like(outputs[0])
+    if deferred is None:
+        return forward, clock.of(lambda: outputs.pop().backward(gradient)), 0.0
+    with deferred.hold() as pending:
+        backward = clock.of(lambda: outputs.pop().backward(gradient))
+    return forward, backward, clock.of(pending.run)
+
+
+def _memory(case: Case, device: torch.device) -> tuple[int, int]:
+    """Bytes that a micro-batch holds after F, and after I, with its backward split.
+
+    On CUDA the first is what the allocator says, otherwise what autograd was given to keep.
+    """
+    deferred, x = DeferredWeights(case.module), _inputs(case)
+    before, held = _allocated(device), _Held(case.module)
+    with held:
+        output = case.forward(x)
+    size = _allocated(device) - before + x.nbytes if device.type == "cuda" else held.nbytes(x)
+    gradient = torch.randn_like(output)
+    with deferred.hold() as pending:
+        output.backward(gradient)
+    left = pending.nbytes
+    pending.run()
+    deferred.restore()
+    return size, left
+
+
+def _inputs(case: Case) -> Tensor:
+    x = case.inputs.detach().clone()
+    return x.requires_grad_(x.is_floating_point())
+
+
+class _Held(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what a forward saves for its backward, parameters apart, each storage once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        self._sizes: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                self._sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        super().__init__(keep, lambda tensor: tensor)
+
+    def nbytes(self, x: Tensor) -> int:
+        return sum({**self._sizes, x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()}.values())
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _step(module: nn.Module, clock: Clock, repeat: int) -> float:
+    """Seconds of an AdamW step on fp32 copies, written back where the parameters are of another type."""
+    own = list(module.parameters())
+    masters = [parameter.detach().float().clone() for parameter in own]
+    for master in masters:
+        master.grad = torch.ones_like(master)
+    optimizer = torch.optim.AdamW(masters, lr=1e-4)
+
+    @torch.no_grad()
+    def step() -> None:
+        optimizer.step()
+        if own[0].dtype is not torch.float32:
+            torch._foreach_copy_(own, masters)
+
+    return median([clock.of(step) for _ in range(WARM_UP + repeat)][WARM_UP:])
+
+
+# --- links and names -------------------------------------------------------------------------------------
+
+
+def _group(device: torch.device) -> bool:
+    """A process group: torchrun's, or one of this process alone.  Whether it was made here."""
+    if dist.is_initialized():
+        return False
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return True
+
+
+def _across(found: argparse.Namespace, device: torch.device) -> tuple[Link, str]:
+    """The link between hosts, and where its figures come from."""
+    members = dist.get_world_size()
+    if members == 1:
+        return Link(found.latency, 1e3 * found.bandwidth), "link between hosts: stated by --bandwidth and --latency, not measured"
+    small, large = (_all_reduce(size, device, found.repeat) for size in (SMALL, LARGE))
+    rate = 2 * (members - 1) / members * (LARGE - SMALL) / max(1e-3, large - small)
+    latency = max(0.0, small / (2 * (members - 1)) - SMALL / members / rate)
+    return Link(latency, rate), f"link between hosts: from all-reduces of 1 and 64 MiB over {members} processes"
+
+
+def _all_reduce(size: int, device: torch.device, repeat: int) -> float:
+    """Microseconds."""
+    buffer = torch.ones(size // 4, device=device)
+    return 1e6 * median([Clock(device).of(lambda: dist.all_reduce(buffer)) for _ in range(WARM_UP + repeat)][WARM_UP:])
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"
