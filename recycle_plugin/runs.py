@@ -82,7 +82,7 @@ class TrainingRun:
         command += [str(script or training_script()), *overrides, f"run_dir={self.folder}"]
         with self._output.open("w") as output:
             self.launcher = subprocess.Popen(
-                command, env=_environment(self._mark), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command, env=environment(**{MARK: self._mark}), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     def __enter__(self) -> TrainingRun:
@@ -152,7 +152,7 @@ class TrainingRun:
     def clean(self) -> None:
         """Kill what is left of the run, found by its environment; repeats until nothing is."""
         deadline = time.monotonic() + 10
-        while (left := _processes(self._mark)) and time.monotonic() < deadline:
+        while (left := processes_with(self._mark)) and time.monotonic() < deadline:
             for process in left:
                 try:
                     process.kill()
@@ -163,7 +163,7 @@ class TrainingRun:
 
     def _signal(self, number: int) -> None:
         workers = {event["pid"] for event in self.events() if event["event"] == "worker"}  # forked ones do not show their environment
-        for pid in sorted(workers | {process.pid for process in _processes(self._mark)}):
+        for pid in sorted(workers | {process.pid for process in processes_with(self._mark)}):
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
@@ -187,14 +187,14 @@ def training_script() -> Path:
     return path
 
 
-def _environment(mark: str) -> dict[str, str]:
+def environment(**more: str) -> dict[str, str]:
     """CPU, one thread a worker, this interpreter's ``deepspeed``; a run prints warnings that are not ours to fix."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    fixed = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "PATH": path, MARK: mark}
-    return os.environ | fixed
+    return os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "PATH": path} | more
 
 
-def _processes(mark: str) -> list[psutil.Process]:
+def processes_with(mark: str) -> list[psutil.Process]:
+    """All processes of this machine that were started with ``mark`` in their environment."""
     found = []
     for process in psutil.process_iter():
         try:

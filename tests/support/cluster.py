@@ -25,32 +25,10 @@ from typing import Callable, TextIO
 
 import psutil
 
+from recycle_plugin.runs import MARK, environment, free_port, processes_with
+
 ROOT = Path(__file__).resolve().parents[2]
-MARK = "RECYCLE_TEST_RUN"
 POLL_S = 0.02
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-def environment(**more: str) -> dict[str, str]:
-    """CPU only, one thread a worker, no compiled extensions shared with anybody else."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "PATH": path} | more
-
-
-def processes_with(mark: str) -> list[psutil.Process]:
-    """All processes of this machine that were started with ``MARK=mark``."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 class ForkServer:
