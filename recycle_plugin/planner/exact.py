@@ -52,7 +52,22 @@ def exact(problem: Problem, start: Solution, budget_s: float, threads: int = 1, 
     return _read(problem, solver, starts, start)
 
 
-def _model(model, problem: Problem, start: Solution, least: int):
+def exists(problem: Problem, start: Solution, period: int, budget_s: float) -> bool | None:
+    """Whether any schedule has a period of at most ``period``; None: not found out in ``budget_s`` seconds.
+
+    ``start`` gives the horizon.  Raises ImportError without ortools.
+    """
+    from ortools.sat.python import cp_model
+
+    model = cp_model.CpModel()
+    _model(model, problem, start, 0, period)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = budget_s
+    solver.parameters.num_workers = 1
+    return {cp_model.OPTIMAL: True, cp_model.FEASIBLE: True, cp_model.INFEASIBLE: False}.get(solver.solve(model))
+
+
+def _model(model, problem: Problem, start: Solution, least: int, most: int | None = None):
     """The starts per operation, and the period."""
     records, width, kinds = problem.records, problem.width, (0, 1, 2) if problem.split else (0, 3)
     horizon = 2 * start.span + int(problem.closing.max())
@@ -79,7 +94,7 @@ def _model(model, problem: Problem, start: Solution, least: int):
         if problem.split:
             model.add(starts[2 * records + record] >= end(1, record))
     _memory(model, problem, starts, end, horizon)
-    return starts, _period(model, problem, starts, end, kinds[-1], least, start.period)
+    return starts, _period(model, problem, starts, end, kinds[-1], least, start.period if most is None else most)
 
 
 def _memory(model, problem: Problem, starts, end, horizon: int) -> None:
@@ -109,7 +124,7 @@ def _memory(model, problem: Problem, starts, end, horizon: int) -> None:
 
 def _period(model, problem: Problem, starts, end, final: int, least: int, most: int):
     period, width = model.new_int_var(least, most, "period"), problem.width
-    first = [model.new_int_var(0, most * problem.stages, "") for _ in range(problem.stages)]
+    first = [model.new_int_var(0, 1 << 40, "") for _ in range(problem.stages)]
     for record in range(problem.records):
         stage = record // width
         model.add(first[stage] <= starts[record])
