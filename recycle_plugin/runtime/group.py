@@ -6,8 +6,8 @@ of the live members, rebuilt on the generation's own store prefix when it is fir
 
 Gloo does not wake a rank that waits for a live peer which has left the collective, and its abort
 closes nothing while an operation is pending (measured, torch 2.13).  So each operation runs in a
-thread that the worker can walk away from, and the sockets of the abandoned group are shut down,
-which ends the blocked thread.  Results of an abandoned operation are lost: what must survive is
+thread, Gloo's or one of ours, that the worker can walk away from, and the sockets of the abandoned
+group are shut down, which ends the blocked thread.  Results of an abandoned operation are lost: what must survive is
 reduced into a second buffer.
 """
 
@@ -135,11 +135,32 @@ class MemberGroup(dist.ProcessGroup):
         link = self._link
         name = f"{what} among ranks {', '.join(map(str, self._live_ranks()))}"
         try:
-            self._session.run_interruptibly(name, lambda: start(link.connected()).wait())
+            self._operate(name, link, start)
         except RecycleError:
             raise
         except RuntimeError as error:  # Gloo's word for a broken connection: who is gone comes from the coordinator
             self._session.wait(f"news of a lost worker after {name} failed ({error})", lambda: None, timeout_s=NEWS_TIMEOUT_S)
+
+    def _operate(self, name: str, link: Link, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
+        """Connect in a thread of ours; after that Gloo's own thread tells when a collective is through, which saves two changes of thread."""
+        if not link.is_connected:
+            self._session.run_interruptibly(f"the connections for {name}", link.connected)
+        work = start(link.connected())
+        try:
+            future = work.get_future()
+        except RuntimeError:  # Gloo's sends and receives have none
+            self._session.run_interruptibly(name, work.wait)
+            return
+        over: list[bool] = []
+
+        def tell(_: object) -> None:
+            with self._session.changed:
+                over.append(True)
+                self._session.changed.notify_all()
+
+        future.add_done_callback(tell)
+        self._session.wait(name, lambda: over or None)
+        work.wait()
 
     def _live_ranks(self) -> tuple[int, ...]:
         generation = self._session.generation
@@ -193,6 +214,10 @@ class Link:
         self._group: dist.ProcessGroupGloo | None = None
         self._opened: set[int] = set()
         self._abandoned = False
+
+    @property
+    def is_connected(self) -> bool:
+        return self._group is not None
 
     def connected(self) -> dist.ProcessGroupGloo:
         with self._lock:

@@ -1,52 +1,62 @@
-"""Boundary tensors between workers: tagged messages over ZeroMQ.
+"""Boundary tensors between workers: tagged messages over TCP.
 
 Every message names its generation and its datum, so nothing of an older membership and nothing of
 another step can be taken for what is waited for, whatever the order of arrival; shapes and dtypes
-travel with it, so they may change from step to step.  Sends never block (ZeroMQ's own thread
-moves the bytes), so programs need no matching order of sends and receives to be free of deadlock.
-Tensors of an accelerator pass through host memory.
+travel with it, so they may change from step to step.  Sends never block, so programs need no
+matching order of sends and receives to be free of deadlock.  Tensors of an accelerator pass through
+host memory.
+
+On a machine whose cores are busy every change of thread costs milliseconds, so there are as few as
+can be: the worker itself writes to the socket what that takes at once (a thread has the rest), and
+each sender's thread reads straight into the tensor's memory.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
+from collections import deque
 
 import torch
-import zmq
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.runtime.session import Session
 
 Tensors = tuple[torch.Tensor, ...]
-_POLL_MS = 200  # how often the receiver looks whether it was closed
+HEADER_BYTES = 4  # before the header, its length
+LONGEST_HEADER = 1 << 20  # what says more is none of ours
+CONNECT_S = 10.0  # how long a peer's listener may take to answer
+LINGER_S = 1.0  # how long what live peers still have to get may take
 
 
 class Transport:
-    """One inbox of this worker and one outgoing queue per peer."""
+    """One inbox of this worker and one outbox per peer."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._context = zmq.Context()
         self._inbox: dict[tuple[int, Datum], Tensors] = {}
-        self._queues: dict[str, zmq.Socket] = {}
+        self._outboxes: dict[str, Outbox] = {}
         self._oldest = 0
-        self._closed = threading.Event()
-        receiver = self._context.socket(zmq.PULL)
-        receiver.set_hwm(0)
-        port = receiver.bind_to_random_port("tcp://*")
-        self.address = f"tcp://{session.own_address}:{port}"
-        self._thread = threading.Thread(target=self._receive, args=(receiver,), name="recycle-transport", daemon=True)
-        self._thread.start()
+        self._listener = socket.create_server(("", 0), backlog=1024)
+        self._accepted: set[socket.socket] = set()
+        self._closed = False
+        self._readers: list[threading.Thread] = []
+        self.address = f"tcp://{session.own_address}:{self._listener.getsockname()[1]}"
+        self._accepting = threading.Thread(target=self._accept, name="recycle: transport", daemon=True)
+        self._accepting.start()
 
     def send(self, address: str, generation: int, datum: Datum, tensors: Tensors) -> None:
-        """Queue ``tensors`` for the peer at ``address``; they must not be changed in place afterwards."""
+        """Send ``tensors`` to the peer at ``address``; they must not be changed in place afterwards."""
         held = [tensor.detach().contiguous().cpu() for tensor in tensors]
         shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in held]
         header = json.dumps([generation, datum.kind, datum.stage, *datum.micro_batch, datum.step, shapes]).encode()
-        frames = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in held]
-        self._queue(address).send_multipart([header, *frames], copy=False)
+        frames = [_bytes(tensor) for tensor in held if tensor.numel()]
+        if address not in self._outboxes:
+            self._outboxes[address] = Outbox(address)
+        self._outboxes[address].send([memoryview(len(header).to_bytes(HEADER_BYTES, "big") + header), *frames])
 
     def wait(self, generation: int, datum: Datum, sender: object) -> Tensors:
         """The tensors of ``datum``, once they are here; each is handed out once.  Interruptible."""
@@ -54,50 +64,177 @@ class Transport:
         return self._session.wait(lambda: f"{datum} from seat {sender}", lambda: self._inbox.pop(key, None))
 
     def forget(self, before_generation: int, peers: set[str]) -> None:
-        """Drop what arrived for older generations, and the queues to everybody but ``peers``."""
+        """Drop what arrived for older generations, and the outboxes to everybody but ``peers``."""
         with self._session.changed:
             self._oldest = before_generation
             for key in [key for key in self._inbox if key[0] < before_generation]:
                 del self._inbox[key]
-        for address in set(self._queues) - peers:
-            self._queues.pop(address).close(linger=0)
+        for address in set(self._outboxes) - peers:
+            self._outboxes.pop(address).close(linger_s=0)
 
     def close(self) -> None:
-        """Stop receiving; what is queued for live peers is still sent (for a second at most)."""
-        self._closed.set()
-        self._thread.join()
-        for queue in self._queues.values():
-            queue.close(linger=1000)
-        self._queues.clear()
-        self._context.term()
+        """Stop receiving; what is under way to live peers still gets there (within a second in all)."""
+        deadline = time.monotonic() + LINGER_S
+        for outbox in self._outboxes.values():
+            outbox.close(max(0.0, deadline - time.monotonic()))
+        self._outboxes.clear()
+        self._closed = True
+        _end(self._listener)
+        self._accepting.join()
+        self._listener.close()
+        for connection in list(self._accepted):
+            _end(connection)
+        for reader in self._readers:
+            reader.join()
 
-    def _queue(self, address: str) -> zmq.Socket:
-        if address not in self._queues:
-            queue = self._context.socket(zmq.PUSH)
-            queue.set_hwm(0)
-            queue.setsockopt(zmq.LINGER, 1000)
-            queue.connect(address)
-            self._queues[address] = queue
-        return self._queues[address]
+    # --- receiving ---------------------------------------------------------------------------------
 
-    def _receive(self, receiver: zmq.Socket) -> None:
-        while not self._closed.is_set():
-            if receiver.poll(_POLL_MS):
-                header, *frames = receiver.recv_multipart(copy=False)
-                self._deliver(header.bytes, frames)
-        receiver.close(linger=0)
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            self._accepted.add(connection)
+            self._readers = [reader for reader in self._readers if reader.is_alive()]
+            self._readers.append(threading.Thread(target=self._read, args=(connection,), name="recycle: transport", daemon=True))
+            self._readers[-1].start()
 
-    def _deliver(self, header: bytes, frames: list[zmq.Frame]) -> None:
-        generation, kind, stage, replica, index, step, shapes = json.loads(header)
-        tensors = tuple(_tensor(frame, dtype, shape) for frame, (dtype, shape) in zip(frames, shapes, strict=True))
+    def _read(self, connection: socket.socket) -> None:
+        """Deliver one peer's messages until it closes, breaks off in the middle of one, or says what is none."""
+        try:
+            while True:
+                length = int.from_bytes(_receive(connection, HEADER_BYTES), "big")
+                if length > LONGEST_HEADER:
+                    break
+                generation, kind, stage, replica, index, step, shapes = json.loads(_receive(connection, length))
+                tensors = tuple(_receive_tensor(connection, dtype, shape) for dtype, shape in shapes)
+                self._deliver(generation, Datum(kind, stage, MicroBatch(replica, index), step), tensors)
+        except (OSError, EOFError, ValueError, TypeError):
+            pass
+        self._accepted.discard(connection)
+        connection.close()
+
+    def _deliver(self, generation: int, datum: Datum, tensors: Tensors) -> None:
         with self._session.changed:
             if generation >= self._oldest:
-                self._inbox[generation, Datum(kind, stage, MicroBatch(replica, index), step)] = tensors
+                self._inbox[generation, datum] = tensors
                 self._session.changed.notify_all()
 
 
-def _tensor(frame: zmq.Frame, dtype: str, shape: list[int]) -> torch.Tensor:
-    kind = getattr(torch, dtype)
-    if not len(frame.buffer):
-        return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(bytearray(frame.buffer), dtype=torch.uint8).view(kind).reshape(shape)
+class Outbox:
+    """To one peer.  What the socket does not take at once waits for a thread, so that no sender ever does.
+
+    A peer that cannot be reached any more is the coordinator's business: what was for it is dropped.
+    """
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._peer = (host, int(port))
+        self._changed = threading.Condition()
+        self._waiting: deque[memoryview] = deque()
+        self._connection: socket.socket | None = None
+        self._broken = False
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="recycle: transport", daemon=True)
+        self._thread.start()
+
+    def send(self, parts: list[memoryview]) -> None:
+        with self._changed:
+            if self._connection is not None and not self._waiting:
+                parts = self._send_now(parts)
+            if parts and not self._broken:
+                self._waiting.extend(parts)
+                self._changed.notify()
+
+    def close(self, linger_s: float) -> None:
+        """Break off, after what is waiting has gone out if that takes no longer than ``linger_s``."""
+        with self._changed:
+            self._closing = True
+            self._changed.wait_for(lambda: self._broken or not self._waiting, linger_s)
+            self._break_off()
+            if self._connection is not None:
+                _end(self._connection)
+
+    def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
+        """What is left after the socket has taken what it can."""
+        try:
+            while parts:
+                sent = self._connection.sendmsg(parts, [], socket.MSG_DONTWAIT)
+                while parts and sent >= len(parts[0]):
+                    sent -= len(parts.pop(0))
+                if sent:
+                    parts[0] = parts[0][sent:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._break_off()
+        return parts
+
+    def _work(self) -> None:
+        """Connect, then send what could not go at once."""
+        try:
+            connection = socket.create_connection(self._peer, CONNECT_S)
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError:
+            with self._changed:
+                self._break_off()
+            return
+        with connection:
+            with self._changed:
+                self._connection = connection
+            while (part := self._next()) is not None:
+                try:
+                    connection.sendall(part)
+                except OSError:
+                    part = None
+                with self._changed:
+                    self._waiting.popleft() if part is not None and self._waiting else self._break_off()
+                    self._changed.notify_all()
+
+    def _next(self) -> memoryview | None:
+        """The part to be sent next; it stays in the queue meanwhile, so that nothing overtakes it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken or self._waiting)
+            return None if self._broken else self._waiting[0]
+
+    def _break_off(self) -> None:
+        self._broken = True
+        self._waiting.clear()
+        self._changed.notify_all()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host that has elements."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _receive(connection: socket.socket, length: int) -> bytearray:
+    """Exactly ``length`` bytes; EOFError when the peer closes first."""
+    received = bytearray(length)
+    _fill(connection, memoryview(received))
+    return received
+
+
+def _receive_tensor(connection: socket.socket, dtype: str, shape: list[int]) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    if tensor.numel():
+        _fill(connection, _bytes(tensor))
+    return tensor
+
+
+def _fill(connection: socket.socket, target: memoryview) -> None:
+    while target:
+        received = connection.recv_into(target, 0, socket.MSG_WAITALL)
+        if not received:
+            raise EOFError
+        target = target[received:]
+
+
+def _end(connection: socket.socket) -> None:
+    """Wake whoever is blocked on it."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # not connected any more, or closed
+        pass
