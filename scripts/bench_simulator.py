@@ -65,7 +65,7 @@ CASES = (
     Case("2x2-equal", 2, 2, 4, 2, EQUAL, Seat(0, 1)),
     Case("4x2-equal", 4, 2, 4, 2, EQUAL, Seat(2, 0)),
     Case("2x3-unequal", 2, 3, 6, 4, UNEQUAL, Seat(1, 0)),
-    Case("3x3-equal", 3, 3, 6, 3, UNEQUAL, Seat(1, 2)),
+    Case("3x3-unequal", 3, 3, 6, 3, UNEQUAL, Seat(1, 2)),
     Case("2x4-equal", 2, 4, 8, 4, EQUAL, Seat(0, 2)),
     Case("3x4-equal", 3, 4, 6, 4, EQUAL, Seat(1, 2)),
     Case("2x4-unequal", 2, 4, 6, 6, UNEQUAL, Seat(1, 1)),
