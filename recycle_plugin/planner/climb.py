@@ -24,7 +24,7 @@ def draw(state, below):
 
 @njit(cache=True, nogil=True)
 def measure(order, source, lag, slot, who, spend, change, cap, stage_of, release, closing, joint, least, starts, ends, before, firsts, lasts):
-    """Times of all operations; (widest window, and the windows' excess over ``least`` in all), FAR where memory is short.
+    """Times of all operations; (widest window, and by how much all workers together end later than ``least`` allows), FAR where memory is short.
 
     ``before``: per operation, the one before it on its worker, or -1.  ``joint``: windows begin with the step, not with the stage.
     """
@@ -54,9 +54,10 @@ def measure(order, source, lag, slot, who, spend, change, cap, stage_of, release
         firsts[:] = 0
     widest, excess = 0, 0
     for stage in range(release.size):
-        window = lasts[stage] + closing[stage] - firsts[stage]
-        widest = max(widest, window)
-        excess += max(0, window - least)
+        widest = max(widest, lasts[stage] + closing[stage] - firsts[stage])
+    for here in range(workers):
+        stage = stage_of[here]
+        excess += max(0, free[here] + closing[stage] - firsts[stage] - least)
     return widest, excess
 
 
@@ -154,7 +155,7 @@ def climb(order, source, lag, slot, who, spend, change, cap, stage_of, follows, 
 
     ``heat``: how much longer than the present one an order may be to be accepted at first, in microseconds.
     """
-    operations, stages = who.size, closing.size
+    operations, stages, workers = who.size, closing.size, stage_of.size
     starts, ends, before = np.zeros(operations, np.int64), np.zeros(operations, np.int64), np.full(operations, -1, np.int64)
     firsts, lasts = np.empty(stages, np.int64), np.empty(stages, np.int64)
     starts_, ends_, before_, firsts_, lasts_ = starts.copy(), ends.copy(), before.copy(), firsts.copy(), lasts.copy()
@@ -180,7 +181,7 @@ def climb(order, source, lag, slot, who, spend, change, cap, stage_of, follows, 
             starts_, ends_, before_, firsts_, lasts_,
         )  # fmt: skip
         allowed = draw(state, heat * (rounds - turn) // rounds + 1)
-        if wide == FAR or wide + over // stages > widest + excess // stages + allowed:
+        if wide == FAR or (wide - widest) * workers + over - excess > allowed * workers:
             shift(order, place, to, from_)
             continue
         starts, ends, before, firsts, lasts, starts_, ends_, before_, firsts_, lasts_ = (

@@ -84,6 +84,21 @@ def portfolio(stages: int) -> tuple[Rule, ...]:
     )
 
 
+def further(stages: int) -> tuple[Rule, ...]:
+    """Rules that seldom add to the portfolio: a search begins with them."""
+    return (
+        Rule(forward=2, backward=1, burst=stages, lead=1),
+        Rule(ahead=3, lead=2),
+        Rule(burst=stages),
+        Rule(pause=2, lead=1),
+        Rule(forward=1, pause=2),
+        Rule(forward=1, pause=stages),
+        Rule(forward=2, backward=1, burst=stages),
+        Rule(forward=1, ahead=1),
+        Rule(forward=2),
+    )
+
+
 def best_order(problem: Problem, least: int) -> Solution:
     """The best order that the portfolio finds; stops at ``least``, the lower bound."""
     trials = max(TRIALS_AT_LEAST, OPERATIONS_TRIED // (3 * problem.records))

@@ -13,7 +13,7 @@ import numpy as np
 
 from recycle_plugin.planner.climb import climb
 from recycle_plugin.planner.flat import Array, Problem
-from recycle_plugin.planner.schedule import Rule, Solution, beginnings, greedy_order, keys, timed
+from recycle_plugin.planner.schedule import Rule, Solution, beginnings, better, further, greedy_order, keys, timed
 
 
 class Net(NamedTuple):
@@ -101,6 +101,9 @@ def fused(problem: Problem, best: Solution, least: int) -> Solution:
 def search(problem: Problem, best: Solution, least: int, budget_s: float, seed: int = 0) -> Solution:
     """The best that ``budget_s`` seconds of one core find by restarts and local search; stops at ``least``."""
     random, until, rounds = Random(seed), time.thread_time() + budget_s, max(300, 3_000_000 // best.order.size)
+    for rule in further(problem.stages):
+        if best.period > least and time.thread_time() < until:
+            best = better(problem, rule, least, best)
     while best.period > least and time.thread_time() < until:
         start = best if random.random() < 0.6 else timed(problem, _any_order(problem, best, random), least)
         heat = int(_typical(problem) * random.choice((0.25, 0.5, 1, 2)))
