@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from functools import partial
+from typing import Any, Callable
 
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
@@ -16,6 +17,7 @@ COSTS_HELP = (
     "F, I, W (one micro-batch), comm (a boundary tensor), across (the same between replicas), reduce, step, "
     "B (both backwards at once; I + W without), dispatch; in ticks, a value for each stage where stages differ: F=1/1/2/1"
 )
+PLACEMENTS = ("alone", "replica", "stage")
 FINEST = 1000  # parts of a tick that costs may be given in
 _NAMES = {
     "F": "forward", "I": "input", "W": "weight", "B": "backward", "comm": "communication", "across": "communication_across",
@@ -29,7 +31,7 @@ class Given:
     """A job: shape, who is alive, costs and their unit.  ``scale``: integers of ``costs`` in one ``unit``.
 
     ``samples``: of a micro-batch; ``state_bytes``: per stage, what a copy of a worker's state moves (where costs are given
-    by hand: nothing).
+    by hand: nothing).  ``network``: opens the lines between the workers; None: nobody shares one.
     """
 
     view: ClusterView
@@ -40,6 +42,7 @@ class Given:
     origin: str
     samples: int = 1
     state_bytes: tuple[int, ...] = ()
+    network: Callable[[], Any] | None = None
 
     def shown(self, value: int) -> int | float:
         """``value`` of the cost model in ``unit``."""
@@ -72,19 +75,22 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--preset", metavar="NAME", help="costs of a named model, an analytic A100: see recycle simulate --help")
 
 
-def job(found: argparse.Namespace, milliseconds: bool = False) -> Given:
+def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = "alone") -> Given:
     """What :func:`add_job`'s arguments say.  ``milliseconds``: so long is a tick of ``--costs``; otherwise it has no length."""
     shape = Topology(found.dp, found.pp, found.micro_batches)
     policy = Policy(not found.no_split, not found.no_stagger, not found.no_reroute, cap(found.cap, found.pp), couple=found.couple)
     view = shape.full().without(*seats(found.lost, shape))
     if found.profile is None and found.preset is None:
+        if placement != "alone":
+            raise ValueError(f"--placement {placement} needs the sizes of tensors: give --profile or --preset")
         model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp, FINEST if milliseconds else 1)
         return Given(view, model, policy, "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1")
     from recycle_plugin.simulator import analytic, profile
 
     taken = profile.read(found.profile) if found.profile is not None else analytic.preset(found.preset)
-    costs = taken.costs(shape.stages, shape.replicas, fused=found.no_split)
-    return Given(view, costs, policy, "us", 1, taken.title, taken.micro_batch, taken.state_bytes(shape.stages))
+    costs = taken.costs(shape.stages, shape.replicas, found.no_split, placement)
+    network = None if placement == "alone" else partial(taken.network, placement, shape.stages)
+    return Given(view, costs, policy, "us", 1, taken.title, taken.micro_batch, taken.state_bytes(shape.stages), network)
 
 
 def seats(text: str, shape: Topology) -> tuple[Seat, ...]:

@@ -1,4 +1,4 @@
-"""``recycle simulate``: hours of training under failures, from a plan's simulated steps and a machine's constants."""
+"""``recycle simulate``: hours of training under failures, or a few steps with kills, on a machine's constants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import re
 from dataclasses import asdict
 from typing import Any
 
-from recycle_plugin.commands.given import Given, add_job, job
+from recycle_plugin.commands import failure
+from recycle_plugin.commands.given import PLACEMENTS, Given, add_job, job
 
 DESCRIPTION = """\
 Simulate hours of training under a failure trace: throughput over time, averages, and what every change cost.
@@ -18,6 +19,10 @@ recycle simulate --costs F=20,I=20,W=20,step=5 --pp 4 --dp 3 --micro-batches 6 -
 
 --costs are in milliseconds here.  Presets are analytic A100s: gpt3_medium, gpt3_3_35b, gpt3_6_7b, gpt_18_4b, gpt_39_1b,
 gpt_76_1b, gpt_145_6b, each also with -ckpt for activation checkpointing.
+
+recycle simulate --costs F=20,I=20,W=20,step=5 --pp 4 --dp 3 --micro-batches 6 --fault "kill 1.2 before 2I1.3@1" --steps 3
+
+With --fault the steps are played instruction by instruction and drawn; --png and --perfetto write what the runtime's runs write.
 
 A trace file has entries "hour workers", "hour lost 1.2,0.3" or "hour end", one a line or separated by |; gcp is the one of
 ReCycle's evaluation (digitised).  Who is lost is drawn at random where the trace does not say so (--seed).
@@ -33,6 +38,11 @@ def add(commands: argparse._SubParsersAction) -> None:
     failures = made.add_mutually_exclusive_group(required=True)
     failures.add_argument("--trace", metavar="FILE", help="failure trace: a file, or gcp")
     failures.add_argument("--mtbf", metavar="TIME", help="one worker lost so often, as in 30m or 6h")
+    failures.add_argument("--fault", metavar="FAULT", action="append", help="kill a worker at a named instruction; may be repeated")
+    made.add_argument("--steps", type=int, default=3, help="with --fault: how many, counted from 0 (default: 3)")
+    made.add_argument("--png", metavar="FILE", help="with --fault: write the steps as a picture")
+    made.add_argument("--perfetto", metavar="FILE", help="with --fault: write the steps as a trace for ui.perfetto.dev")
+    made.add_argument("--placement", default="alone", choices=PLACEMENTS, help="with a profile or preset, who shares a host and its one line: nobody (default), a replica's stages, a stage's replicas")
     made.add_argument("--random", action="store_true", help="with --mtbf: exponential times instead of regular ones")
     made.add_argument("--hours", type=float, metavar="H", help="how long (default: the trace's end, or 6)")
     made.add_argument("--back", metavar="TIME", help="with --mtbf: a lost worker returns after this time (default: never)")
@@ -47,10 +57,14 @@ def run(found: argparse.Namespace) -> int:
     from recycle_plugin import planner
     from recycle_plugin.simulator import machine
 
-    given = job(found, milliseconds=True)
+    given = job(found, milliseconds=True, placement=found.placement)
+    costs = machine.by_name(found.machine)
+    if found.fault:
+        return failure.run(found, given, costs)
+    if found.png or found.perfetto:
+        raise ValueError("--png and --perfetto go with --fault")
     if given.view.lost:
         raise ValueError("--lost: write losses into a trace, as in '0 lost 1.2'")
-    costs = machine.by_name(found.machine)
     changes, length_s = failures(found, len(given.view.live))
     try:
         result = simulate(given, costs, changes, length_s, not found.no_normalise, found.seed)
@@ -95,9 +109,9 @@ def simulate(given: Given, costs: Any, changes: list, length_s: float, normalise
 
     shape = given.view.topology
     copies = [costs.copy.transfer_us(size) for size in given.state_bytes]
-    trainer = Trainer(shape, given.costs, given.policy, costs, copies, normalise, seed)
+    trainer = Trainer(shape, given.costs, given.policy, costs, copies, normalise, seed, given.network)
     history = trainer.run(changes, length_s)
-    stock = Paces(given.costs, Policy(False, False, False, ONE_F_ONE_B)).of(given.view)
+    stock = Paces(given.costs, Policy(False, False, False, ONE_F_ONE_B), given.network).of(given.view)
     samples = shape.replicas * shape.micro_batches * given.samples
 
     def rate(period_us: int) -> float:

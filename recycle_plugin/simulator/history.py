@@ -4,8 +4,8 @@ Between two changes nothing happens that a step time does not tell, so hours cos
 memberships that occur; those that differ in the numbering of replicas only are one.  A loss costs
 detection, the longest instruction (some worker has just begun it), regrouping and planning, the copies of
 moved stages, and the unfinished step, which is run again from its start on an empty pipeline.
-A worker that returns gets ready and copies a stage's state while the others go on, and enters at a commit
-line: that costs regrouping, planning and the fill of an empty pipeline.
+A worker that returns gets ready and copies a stage's state while the others go on, not slowed by that (an
+assumption), and enters at a commit line: that costs regrouping, planning and the fill of an empty pipeline.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.simulator.machine import MachineCosts
+from recycle_plugin.simulator.network import Network
 from recycle_plugin.simulator.predict import predict
+from recycle_plugin.simulator.virtual import Conditions
 
 SIMULATED = 4_000  # (stage, micro-batch) pairs of a step up to which its time is simulated; beyond, it is the plan's own
 STEPS = 4  # simulated per membership
@@ -50,8 +52,9 @@ class Pace:
 class Paces:
     """Paces by membership, each worked out once for all numberings of the replicas."""
 
-    def __init__(self, costs: CostModel, policy: Policy) -> None:
-        self._costs, self._policy = costs, policy
+    def __init__(self, costs: CostModel, policy: Policy, network: Callable[[], Network] | None = None) -> None:
+        """``network`` opens the lines of a membership; beyond SIMULATED nobody waits for a line."""
+        self._costs, self._policy, self._network = costs, policy, network
         self._known: dict[tuple[Topology, tuple[tuple[int, ...], ...]], Pace] = {}
 
     def __len__(self) -> int:
@@ -69,7 +72,7 @@ class Paces:
         shape = view.topology
         if shape.stages * shape.replicas * shape.micro_batches > SIMULATED:
             return Pace(max(plan.span_us, plan.period_us), plan.period_us, plan.bound_us)
-        predicted = predict(plan, self._costs, STEPS)
+        predicted = predict(plan, self._costs, STEPS, Conditions(self._network() if self._network else None))
         return Pace(predicted.first_step_us, predicted.period_us, plan.bound_us)
 
 
@@ -163,11 +166,11 @@ class Trainer:
 
     def __init__(
         self, topology: Topology, costs: CostModel, policy: Policy, machine: MachineCosts, copy_us: Sequence[int] | None = None,
-        normalise: bool = True, seed: int = 0,
+        normalise: bool = True, seed: int = 0, network: Callable[[], Network] | None = None,
     ) -> None:  # fmt: skip
         self.costs, self.policy, self.machine = costs, policy, machine
         self.copy_us = tuple(copy_us or (0,) * topology.stages)
-        self.paces = Paces(costs, policy)
+        self.paces = Paces(costs, policy, network)
         self.view = topology.full()
         self._normalise, self._random = normalise, random.Random(seed)
         self._full = self.paces.of(self.view)

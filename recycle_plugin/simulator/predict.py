@@ -8,7 +8,7 @@ from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.plan import Plan
-from recycle_plugin.simulator.virtual import simulate
+from recycle_plugin.simulator.virtual import Conditions, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class Prediction:
     ends_us: tuple[int, ...]
 
 
-def predict(plan: Plan, costs: CostModel, steps: int = 6) -> Prediction:
+def predict(plan: Plan, costs: CostModel, steps: int = 6, conditions: Conditions = Conditions()) -> Prediction:
     """Simulate ``steps`` steps (at least 2) and take the mean period of the later half, rounded up."""
     if steps < 2:
         raise ValueError(f"steps is {steps}: a period needs at least 2")
-    ends = step_ends(simulate(plan, costs, steps))
+    ends = step_ends(simulate(plan, costs, steps, conditions))
     since = (steps - 1) // 2
     period = -(-(ends[-1] - ends[since]) // (steps - 1 - since))
     return Prediction(period, ends[0], ends)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.simulator.network import Link
+from recycle_plugin.simulator.network import Contended, Link, alone, by_replica, by_stage
 
 ORIGINS = ("measured", "analytic")
 
@@ -109,10 +109,11 @@ class Profile:
         rows[-1] = (*rows[-1], self.last)
         return tuple(rows)
 
-    def costs(self, stages: int, replicas: int, fused: bool = False) -> CostModel:
+    def costs(self, stages: int, replicas: int, fused: bool = False, placement: str = "alone") -> CostModel:
         """The cost model of ``stages`` stages, each summed over ``replicas`` workers by a ring.
 
-        Boundary tensors inside a replica take ``across`` too: a pipeline's stages lie on different hosts.
+        ``placement``: who shares a host.  "alone": nobody; "replica": the stages of a replica, whose sums then
+        share the host's line; "stage": the replicas of a stage, whose sums then stay inside.
         ``fused``: B as measured in one piece; otherwise I + W.
         """
         rows = self.parts(stages)
@@ -120,16 +121,23 @@ class Profile:
         def each(name: str) -> tuple[int, ...]:
             return tuple(round(sum(getattr(part, name) for part in row)) for row in rows)
 
+        ring = self.inside if placement == "stage" else self.across
         gradients = [self.gradient_bytes_each * sum(part.parameters for part in row) // self.gpus_per_worker for row in rows]
         return CostModel(
             each("forward_us"), each("input_us"), each("weight_us"),
-            communication=self.across.transfer_us(self.boundary_bytes),
-            reduce=tuple(ring_us(self.across, size, replicas) for size in gradients),
+            communication=(self.inside if placement == "replica" else self.across).transfer_us(self.boundary_bytes),
+            communication_across=self.across.transfer_us(self.boundary_bytes) if placement == "replica" else None,
+            reduce=tuple(ring_us(ring, size * (stages if placement == "replica" else 1), replicas) for size in gradients),
             step=each("step_us"),
             backward=each("backward_us") if fused else (),
             activation_bytes=each("activation_bytes"),
             pending_bytes=each("pending_bytes"),
         )  # fmt: skip
+
+    def network(self, placement: str, stages: int) -> Contended:
+        """The lines of one generation of workers placed as for :meth:`costs`."""
+        host = {"alone": alone, "replica": by_replica, "stage": by_stage}[placement]
+        return Contended(host, self.inside, self.across, (self.boundary_bytes,) * (stages - 1))
 
     def state_bytes(self, stages: int, each: int = 18) -> tuple[int, ...]:
         """Per stage, what a copy of a worker's state moves: 18 bytes a parameter are bf16 weights and gradient buffers

@@ -36,6 +36,27 @@ def test_free_changes_cost_only_work(capsys) -> None:
     assert all(transition["detection_s"] == transition["regroup_s"] == 0 for transition in found["transitions"])
 
 
+def test_a_kill_is_drawn_traced_and_accounted_for(capsys, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    job = [*JOB.split(), "--costs", "F=20,I=20,W=20,step=5", "--fault", "kill 1.2 before 2I1.1@1"]
+    assert main([*job, "--png", str(tmp_path / "x.png"), "--perfetto", str(tmp_path / "x.json")]) == 0
+    said = capsys.readouterr().out
+    assert "lost 1.2 at" in said and "behind step 0" in said and "F1.0" in said
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    assert main([*job, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["losses"][0]["seats"] == ["1.2"] and sorted(found["commits"]) == ["0", "1", "2"]
+
+
+def test_placement_needs_sizes_and_changes_the_step(capsys) -> None:
+    steps = {}
+    for placement in ("alone", "stage"):
+        arguments = f"simulate --pp 4 --dp 6 --micro-batches 4 --preset gpt3_medium --mtbf 1h --hours 2 --placement {placement} --json"
+        assert main(arguments.split()) == 0
+        steps[placement] = json.loads(capsys.readouterr().out)["segments"][0]["step_s"]
+    assert steps["stage"] < steps["alone"], "sums stay inside the host"
+
+
 @pytest.mark.parametrize(
     "more, says",
     [
@@ -44,12 +65,17 @@ def test_free_changes_cost_only_work(capsys) -> None:
         ("--mtbf 10m --machine moon", "one of local, free"),
         ("--mtbf 10m --hours 0", "more than 0"),
         ("--mtbf 1m --hours 5", "without a worker"),
+        ("--mtbf 10m --placement stage", "--preset"),
+        ("--mtbf 10m --png x.png", "go with --fault"),
+        ("--fault nonsense", "is no fault"),
+        ("--fault", "never strikes"),
         ("--trace gcp", "24 workers at hour 0"),
         ("--trace /no/such/file", "No such file"),
         ("--mtbf 10m --no-reroute", "reroute"),
     ],
 )
 def test_errors_are_one_line(capsys, more: str, says: str) -> None:
-    assert main(JOB.split() + more.split()) == 2
+    arguments = ["--fault", "kill 1.2 before 2I1.1@9"] if more == "--fault" else ["--fault", "nonsense"] if "nonsense" in more else more.split()
+    assert main(JOB.split() + arguments) == 2
     said = capsys.readouterr().err
     assert says in said and said.startswith("recycle: ") and said.count("\n") == 1

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recycle_plugin.commands.failure import moments
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.faults import Fault
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.planner import PlanError, lower, plan
+from recycle_plugin.render import perfetto
+from recycle_plugin.render.grid import draw
 from recycle_plugin.simulator import ExactWorld, predict, train
 from recycle_plugin.simulator.job import Job
 from recycle_plugin.simulator.machine import LOCAL, by_name
@@ -100,3 +103,19 @@ def test_a_step_is_applied_only_once_the_one_before_is_committed() -> None:
     calm, slow = (Job(SHAPE.full(), COSTS, Policy(), replace(FREE, commit_us=late)).run(4) for late in (0, 50_000))
     assert slow.commits[0] == calm.commits[0]
     assert all(slow.commits[step + 1] >= slow.commits[step] + 50_000 for step in range(3))
+
+
+def test_grid_of_a_kill(golden) -> None:
+    """Worker 0.1 dies within its second backward; 3 ticks to detect and regroup, then step 1 from its start."""
+    machine = replace(FREE, detection_us=10, regroup_us=20)
+    costs = CostModel.uniform(2, 10, 10, 10)
+    ran = Job(Topology(2, 2, 2).full(), costs, Policy(), machine).run(2, [Fault.parse("kill 0.1 before 1I0.1@1")])
+    golden("simulated_kill.txt", draw(ran.spans, tick_us=10))
+
+
+def test_trace_of_a_kill_has_its_moments_and_arrows() -> None:
+    ran = Job(SHAPE.full(), COSTS, Policy(), LOCAL).run(3, [Fault.parse("kill 1.2 before 2I1.2@1")])
+    events = perfetto.events(ran.spans, 3, moments(ran))
+    names = [event["name"] for event in events if event["ph"] == "i"]
+    assert {"step 2 committed", "1.2 died", "loss of 1.2 known", "going on without 1.2"} <= set(names)
+    assert sum(event["ph"] == "s" for event in events) == sum(event["ph"] == "f" for event in events) > 0
