@@ -161,13 +161,27 @@ class TrainingRun:
             psutil.wait_procs(left, timeout=1)
         self.launcher.wait(10)
 
+    def cpu_s(self) -> float:
+        """Processor seconds that the run's processes have used."""
+        used = 0.0
+        for pid in self._pids():
+            try:
+                times = psutil.Process(pid).cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            used += times.user + times.system
+        return used
+
     def _signal(self, number: int) -> None:
-        workers = {event["pid"] for event in self.events() if event["event"] == "worker"}  # forked ones do not show their environment
-        for pid in sorted(workers | {process.pid for process in processes_with(self._mark)}):
+        for pid in self._pids():
             try:
                 os.kill(pid, number)
             except ProcessLookupError:
                 pass
+
+    def _pids(self) -> list[int]:
+        workers = {event["pid"] for event in self.events() if event["event"] == "worker"}  # forked ones do not show their environment
+        return sorted(workers | {process.pid for process in processes_with(self._mark)})
 
     def _failed(self, how: str, what: str) -> RunFailed:
         return RunFailed(f"the run in {self.folder} {how} {what}\n{self.output[-TAIL:]}")
