@@ -20,7 +20,11 @@ RANK = int(os.environ.get("RANK", 0))
 
 
 def main() -> None:
-    job = compose_from_command_line(sys.argv[1:], __doc__, int(os.environ.get("WORLD_SIZE", 1)))
+    run(compose_from_command_line(sys.argv[1:], __doc__, int(os.environ.get("WORLD_SIZE", 1))))
+
+
+def run(job: Job) -> dict:
+    """Train, write this rank's files, and return its record."""
     outputs = {name: Path(job.run_dir) / name / f"rank{RANK}{suffix}" for name, suffix in (("losses", ".json"), ("parameters", ".pt"))}
     for path in outputs.values():  # an earlier run's file must not stand for a rank that dies in this one
         path.unlink(missing_ok=True)
@@ -30,6 +34,7 @@ def main() -> None:
         import torch
 
         write(outputs["parameters"], lambda path: torch.save(engine.module.state_dict(), path))
+    return record
 
 
 def train(job: Job):

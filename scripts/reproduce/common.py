@@ -38,7 +38,7 @@ def settings(name: str, arguments: Sequence[str] | None = None) -> SimpleNamespa
         with initialize_config_module(CONFIGS, version_base="1.3"):
             tree = OmegaConf.to_container(compose(f"reproduce/{name}", overrides), resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise SystemExit(f"{name}: {str(error).splitlines()[0]}; keys: configs/reproduce/{name}.yaml") from None
+        raise SystemExit(f"{name} {' '.join(overrides)}: {str(error).splitlines()[0]}; keys: configs/reproduce/{name}.yaml") from None
     found = SimpleNamespace(**tree)
     Path(found.run_dir).mkdir(parents=True, exist_ok=True)
     return found
@@ -107,6 +107,7 @@ class Table:
         def line(cells: Sequence[str]) -> str:
             return "  ".join(cell.ljust(width) if keep else cell.rjust(width) for cell, width, keep in zip(cells, widths, left)).rstrip()
 
+        heads = heads if any(heads[1]) else heads[:1]
         lines = [self.title, *map(line, heads), "  ".join("-" * width for width in widths), *map(line, body)]
         return "\n".join([*lines, *(f"  {note}" for note in notes)])
 
