@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Sequence
 
@@ -15,6 +16,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = _parser().parse_args(arguments)
     try:
         return found.run(found) or 0
+    except BrokenPipeError:  # whoever reads, head for instance, has seen enough
+        sys.stdout = open(os.devnull, "w")
+        return 0
     except (ValueError, OSError, RecycleError) as error:  # what users can mend: settings, overrides, paths; SettingsError is a ValueError
         print(f"recycle: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

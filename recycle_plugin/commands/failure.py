@@ -29,7 +29,7 @@ def run(found: argparse.Namespace, given: Given, machine: Any) -> int:
     struck = {seat for loss in ran.losses for seat in loss.seats}
     for fault in faults:
         if fault.seat not in struck:
-            raise ValueError(f"--fault '{fault}' never strikes in {found.steps} steps (0 to {found.steps - 1}) of this plan")
+            raise ValueError(f"--fault '{fault}' never strikes before the end of steps 0 to {found.steps - 1} of this plan")
     spans = [span for span in ran.spans if span.instruction.op in COMPUTE or span.instruction.op in (Op.REDUCE, Op.VALIDATE, Op.STEP)]
     if found.perfetto is not None:
         from recycle_plugin.render import perfetto

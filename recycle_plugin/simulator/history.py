@@ -177,6 +177,8 @@ class Trainer:
         self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self._ticket = count()
         self._since, self._history = 0.0, History(self._full)
+        self._waiting = 0  # workers that wait for a commit line
+        self._entry: object | None = None  # stands for that line
 
     @cached_property
     def longest_us(self) -> int:
@@ -202,7 +204,7 @@ class Trainer:
             self._lose(now, tuple(lost))
         if change.joined:
             ready = (self.machine.return_us + max(self.copy_us)) / 1e6
-            self._at(now + ready, lambda then: self._join(then, change.joined))
+            self._at(now + ready, lambda then: self._ready(then, change.joined))
 
     def _lose(self, now: float, lost: tuple[Seat, ...]) -> None:
         kept = self._close(now, count_all=False)
@@ -212,21 +214,30 @@ class Trainer:
         self.view, moves, copy = self._spread(after)
         pauses = (self.machine.detection_us / 1e6, self.longest_us / 1e6, self.machine.pause_us / 1e6, copy)
         self._note(now, lost, (), moves, pauses, max(0.0, now - kept))
+        if self._waiting:
+            self._await_line(self._since)
 
-    def _join(self, now: float, number: int) -> None:
-        """At the next commit line; a change that comes before it goes first."""
+    def _ready(self, now: float, number: int) -> None:
+        """So many workers hold a state and wait for a commit line."""
+        self._waiting += number
+        if self._entry is None:
+            self._await_line(now)
+
+    def _await_line(self, now: float) -> None:
         pace = self.paces.of(self.view)
         steps = pace.done(max(0.0, now - self._since) * 1e6) + 1
-        line = self._since + pace.until(steps) / 1e6
-        if self._agenda and self._agenda[0][0] < line:
-            self._at(max(self._agenda[0][0], now), lambda then: self._join(then, number))
+        self._entry = entry = object()
+        self._at(self._since + pace.until(steps) / 1e6, lambda line: self._enter(line, entry))
+
+    def _enter(self, line: float, entry: object) -> None:
+        """At a commit line, unless a loss has moved it meanwhile."""
+        if entry is not self._entry:
             return
-        joined = self._empty(number)
-        if not joined:
-            return
-        self._close(line, count_all=True)
-        self.view = ClusterView(self.view.topology, self.view.live | set(joined))
-        self._note(line, (), joined, (), (0.0, 0.0, self.machine.pause_us / 1e6, 0.0), 0.0)
+        joined, self._waiting, self._entry = self._empty(self._waiting), 0, None
+        if joined:
+            self._close(line, count_all=True)
+            self.view = ClusterView(self.view.topology, self.view.live | set(joined))
+            self._note(line, (), joined, (), (0.0, 0.0, self.machine.pause_us / 1e6, 0.0), 0.0)
 
     def _note(
         self, now: float, lost: tuple[Seat, ...], joined: tuple[Seat, ...], moves: tuple[str, ...],

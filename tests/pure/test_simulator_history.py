@@ -61,6 +61,18 @@ def test_changes_in_a_row_and_during_a_pause() -> None:
     assert all(one.end_s <= two.start_s for one, two in zip(history.segments, history.segments[1:]))
 
 
+def test_workers_that_return_within_a_step_enter_together() -> None:
+    history = trainer().run([Change(10, lost=2), Change(20.001, joined=1), Change(20.002, joined=1)], 30)
+    assert [len(transition.joined) for transition in history.transitions] == [0, 2]
+
+
+def test_a_loss_moves_the_line_at_which_others_return() -> None:
+    slow = replace(FREE, detection_us=5_000_000)
+    history = trainer(slow).run([Change(10, lost=1), Change(20.001, joined=1), Change(20.002, lost=1)], 60)
+    assert [(len(transition.lost), len(transition.joined)) for transition in history.transitions] == [(1, 0), (1, 0), (0, 1)]
+    assert history.transitions[2].at_s > 25
+
+
 def test_time_is_accounted_for() -> None:
     """Steps, fills, redone work and pauses fill the hours, up to a step at the end."""
     history = trainer(LOCAL, seed=3).run(traces.regular(60, 1800, 100), 1800)
