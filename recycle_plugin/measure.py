@@ -195,5 +195,5 @@ def _closings(by_seat: Mapping[Seat, list[Span]]) -> Iterator[int]:
 def _median(values: Iterator[int], what: str) -> float:
     taken = list(values)
     if not taken:
-        raise TooShort(f"the trace has no {what}: let the calibration run for longer")
+        raise TooShort(f"the trace nowhere shows {what}: let the calibration run for longer")
     return median(taken)

@@ -1,0 +1,47 @@
+"""The benchmark of recovery itself: one kill in a real job under the launcher, with short steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.topology import Topology
+from tests.support.cluster import ForkServer
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_recovery.py"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_recovery", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_only_seats_whose_stage_keeps_a_worker_are_killed(bench):
+    shape = Topology(replicas=2, stages=2, micro_batches=4)
+    assert bench.survivable(shape, set(shape.seats)) == list(shape.seats)
+    assert bench.survivable(shape, set(shape.seats) - {Seat(0, 1)}) == [Seat(0, 0), Seat(1, 0)]
+    assert bench.survivable(shape, {Seat(0, 0), Seat(0, 1)}) == []
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+def test_a_kill_in_a_real_job_is_measured(bench, tmp_path, monkeypatch, capsys):
+    server = ForkServer(tmp_path)
+    monkeypatch.setenv("RECYCLE_FORK_SERVER", server.path)
+    try:
+        bench.main(["--topology", "2x2", "--step", "0.1", "--kills", "1", "--out", str(tmp_path / "out")])
+    finally:
+        server.stop()
+    (result,) = json.loads((tmp_path / "out" / "recovery.json").read_text())
+    (kill,) = result["kills"]
+    assert kill["detection_s"] > 0 and kill["regroup_s"] > kill["plan_s"] >= 0
+    assert kill["redone_s"] >= 0 and kill["after_s"] > kill["before_s"]
+    assert kill["cost_s"] == pytest.approx(sum(kill[share] for share in ("detection_s", "regroup_s", "redone_s", "rest_s")))
+    assert "stall" in capsys.readouterr().out
