@@ -46,7 +46,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     made.add_argument("--random", action="store_true", help="with --mtbf: exponential times instead of regular ones")
     made.add_argument("--hours", type=float, metavar="H", help="how long (default: the trace's end, or 6)")
     made.add_argument("--back", metavar="TIME", help="with --mtbf: a lost worker returns after this time (default: never)")
-    made.add_argument("--machine", default="local", metavar="NAME", help="what changes cost: local (measured on the runtime), free (nothing) (default: local)")
+    made.add_argument("--machine", metavar="NAME", help="what changes cost: local (measured on the runtime), cluster (the same and 3 s for communicators, assumed), free (nothing); default: local with --costs, else cluster")
     made.add_argument("--no-normalise", action="store_true", help="do not move workers to stages that lost more")
     made.add_argument("--seed", type=int, default=0, help="of who is lost (default: 0)")
     made.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -58,6 +58,7 @@ def run(found: argparse.Namespace) -> int:
     from recycle_plugin.simulator import machine
 
     given = job(found, milliseconds=True, placement=found.placement)
+    found.machine = found.machine or ("local" if given.unit == "ms" else "cluster")
     costs = machine.by_name(found.machine)
     if found.fault:
         return failure.run(found, given, costs)

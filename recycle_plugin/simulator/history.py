@@ -207,6 +207,9 @@ class Trainer:
             self._at(now + ready, lambda then: self._ready(then, change.joined))
 
     def _lose(self, now: float, lost: tuple[Seat, ...]) -> None:
+        for seat in lost:
+            if seat not in self.view.live:
+                raise ValueError(f"at {now / 3600:.2f} h the trace loses seat {seat}, which no live worker holds")
         kept = self._close(now, count_all=False)
         after = self.view.without(*lost)
         if after.empty_stages():

@@ -62,7 +62,7 @@ def test_placement_needs_sizes_and_changes_the_step(capsys) -> None:
     [
         ("--mtbf 10x", "90s, 30m or 6h"),
         ("--mtbf 10m --lost 1.2", "write losses into a trace"),
-        ("--mtbf 10m --machine moon", "one of local, free"),
+        ("--mtbf 10m --machine moon", "one of local, cluster, free"),
         ("--mtbf 10m --hours 0", "more than 0"),
         ("--mtbf 1m --hours 5", "without a worker"),
         ("--mtbf 10m --placement stage", "--preset"),

@@ -102,6 +102,11 @@ def test_the_last_worker_of_a_stage() -> None:
         trainer().run([Change(1, lost=7)], 10)
 
 
+def test_a_loss_of_nobody_is_refused() -> None:
+    with pytest.raises(ValueError, match="seat 0.1, which no live worker holds"):
+        trainer().run([Change(1, seats=(Seat(0, 1),)), Change(2, seats=(Seat(0, 1),))], 10)
+
+
 def test_the_gcp_trace_is_that_of_the_papers() -> None:
     changes, end = traces.read("gcp", 24)
     assert end == pytest.approx(6.32 * 3600) and changes[0] == Change(pytest.approx(432), lost=1)
