@@ -23,7 +23,7 @@ its order.  The seat is replica.stage; the start is the planned one in the unit 
 from the step's first instruction; the instruction is <stage><op><replica>.<index>, as in 2F1.3, with op F (forward),
 I and W (backward: gradient of the input, of the weights) or B (both at once), and <stage>REDUCE and <stage>STEP at
 the end.  A boundary tensor goes to whoever runs its micro-batch on the next stage, or for a gradient on the one before.
-Lines that begin with # give the job: shape, lost workers, costs, cap, period, bound, digest.
+Step k starts k periods later.  Lines that begin with # give the job: shape, lost workers, costs, cap, period, bound, digest.
 """
 DRAWN_SEATS, DRAWN_COLUMNS = 64, 160  # larger grids are not printed
 COARSE = 60  # columns of a grid whose costs are no ticks
@@ -33,7 +33,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     made = commands.add_parser("plan", help="plan one step for a shape and its lost workers", description=DESCRIPTION,
                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add_job(made)
-    made.add_argument("--json", action="store_true", help="print figures as JSON instead of the grid")
+    made.add_argument("--json", action="store_true", help="print figures as JSON instead of the grid; plan_ms: from membership to verified and hashed plan, in a warm process")
     made.add_argument("--programs", metavar="FILE", type=Path, help="write every worker's program with planned starts")
     made.add_argument("--png", metavar="FILE", type=Path, help="write the schedule as a picture (.png, .svg, .pdf)")
     made.set_defaults(run=run)
