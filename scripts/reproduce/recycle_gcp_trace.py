@@ -8,6 +8,7 @@ and a picture.  Fractions stand against fault-free 1F1B (the paper's baseline) a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Mapping
@@ -25,6 +26,7 @@ from recycle_plugin.simulator.peers.recycle import spread, techniques
 
 GOAL = 0.99
 OUT_OF_REACH = "out of reach for rerouting at this M"
+MEMORY = "no schedule within this memory meets it"
 STEADY = (
     Column("model"), Column("M"), Column("GPUs"), Column("lost per stage"),
     Column("ours/1F1B", OURS), Column("ours/own", OURS), Column("load bound", OURS), Column("bound", OURS), Column("of min(1,load)", OURS),
@@ -65,7 +67,7 @@ def main() -> None:
     steady.write(folder / "steady", notes)
     averages.write(folder / "trace", [*notes, "Oobleck's pauses: its artifact's, and those that ReCycle's figure implies, each with the running step lost"])
     transitions.write(folder / "transitions", quiet=True)
-    memory_table(config).write(folder / "memory", ["of min(1, load bound), the least over 24 .. 15 GPUs; cap in units of PP; an empty cell doesn't fit"])
+    memory_table(config).write(folder / "memory", ["of min(1, load bound), the least over 24 .. 15 GPUs; cap in units of PP, or as much as 90% of a device hold; an empty cell doesn't fit 40 GB"])
     for model in config.models:
         draw(folder, model, config, steady, jobs, runs)
     print("\n".join(verdict(steady, averages)))
@@ -89,18 +91,22 @@ def add_steady(table: Table, job: Job, model: Mapping[str, Any], config: SimpleN
         table.add(
             job.name, job.topology.micro_batches, gpus, "/".join(str(config.replicas - len(view.live_replicas(stage))) for stage in range(config.stages)),
             ours, speed / healthy, load, bound, ours / min(1.0, load), refined, refined / min(1.0, load), simulated, anew and job.fault_free_us / anew,
-            *known.values(), remark(max(ours, refined), load, bound, known, simulated),
+            *known.values(), remark(max(ours, refined), load, bound, known, simulated, anew and job.fault_free_us / anew),
         )  # fmt: skip
 
 
-def remark(ours: float, load: float, bound: float, known: Mapping[str, float | None], simulated: float) -> str:
+def remark(ours: float, load: float, bound: float, known: Mapping[str, float | None], simulated: float, anew: float | None) -> str:
     """Where we fall short, and why."""
     points = {"published ReCycle": known["ReCycle"], "published Oobleck": known["Oobleck"], "simulated Oobleck": simulated}
     ahead = [name for name, point in points.items() if point is not None and ours < point]
     beyond = [name for name in ahead if bound < points[name]]
-    said = [f"short of {GOAL:.0%} by {GOAL * min(1.0, load) - ours:.3f}"] if ours < GOAL * min(1.0, load) else []
+    goal, said = GOAL * min(1.0, load), []
+    if ours < goal:
+        said.append(f"short of {GOAL:.0%} by {goal - ours:.3f}" + (f": {MEMORY}" if bound < goal else ""))
     said += [f"behind {name}" for name in ahead if name not in beyond]
-    return "; ".join([*said, f"{OUT_OF_REACH}: {', '.join(beyond)}"] if beyond else said)
+    if beyond:
+        said.append(f"{OUT_OF_REACH}: {', '.join(beyond)}" + (f"; cutting the layers anew: {anew:.3f}, predicted" if anew else ""))
+    return "; ".join(said)
 
 
 def policies(job: Job, model: Mapping[str, Any], config: SimpleNamespace) -> list[Any]:
@@ -148,12 +154,13 @@ def add_averages(table: Table, transitions: Table, job: Job, model: Mapping[str,
 
 def memory_table(config: SimpleNamespace) -> Table:
     """What more room for activations is worth."""
-    columns = [Column("model"), Column("M"), *(Column(f"cap {factor:g}", OURS) for factor in config.caps), Column("what the device holds", OURS)]
+    columns = [Column("model"), Column("M"), *(Column(f"cap {factor:g}", OURS) for factor in config.caps), *(Column(f"{size:g} GB", OURS) for size in config.devices_gb)]
     table = Table("Memory is the currency: the worst part of the goal that a plan made at once reaches", columns)
     for model in config.models:
         for micro_batches in config.micro_batches:
             job = common.job_of(model, config.replicas, config.stages, micro_batches)
-            table.add(job.name, micro_batches, *(worst_of_goal(job, factor) for factor in (*config.caps, None)))
+            larger = [replace(job, memory_limit=1e9 * size) for size in config.devices_gb]
+            table.add(job.name, micro_batches, *(worst_of_goal(job, factor) for factor in config.caps), *(worst_of_goal(one, None) for one in larger))
     return table
 
 
@@ -242,6 +249,9 @@ def verdict(steady: Table, averages: Table) -> list[str]:
         f"goal per number of GPUs ({GOAL:.0%} of min(1, load bound)): met in {len(rows) - len(short)} of {len(rows)} rows after refining, "
         f"in {len(rows) - len(first)} by the plan made at once"
     ]
+    held = sum(MEMORY in row[-1] for row in rows)
+    if held:
+        lines.append(f"  in {held} of the others {MEMORY}")
     if short:
         worst = min(short, key=lambda row: row[10])
         lines.append(f"  furthest: {worst[0]}, M={worst[1]}, {worst[2]} GPUs: {worst[10]:.3f}")

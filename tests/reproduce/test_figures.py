@@ -68,8 +68,8 @@ def test_the_running_example_is_as_published(script, tmp_path) -> None:
 
 def test_out_of_reach_is_said(script) -> None:
     trace = script("recycle_gcp_trace")
-    said = trace.remark(0.62, 0.63, 0.63, {"ReCycle": 0.78, "Oobleck": 0.625, "Bamboo": None}, 0.5)
-    assert said == "short of 99% by 0.004; behind published Oobleck; out of reach for rerouting at this M: published ReCycle"
+    said = trace.remark(0.62, 0.63, 0.63, {"ReCycle": 0.78, "Oobleck": 0.625, "Bamboo": None}, 0.5, 0.7)
+    assert said == "short of 99% by 0.004; behind published Oobleck; out of reach for rerouting at this M: published ReCycle; cutting the layers anew: 0.700, predicted"
 
 
 @pytest.mark.parametrize("override, said", [("micro=[6]", "micro"), ("models=[", "models")])
