@@ -23,6 +23,7 @@ from recycle_plugin.simulator.peers import Job, recycle
 from recycle_plugin.simulator.profile import Profile, read
 
 OURS, PUBLISHED = "ours", "published"
+FRACTION = "fraction of fault-free 1F1B"  # at the same M
 INK, GRID = "#22303c", "#d5dbe1"
 COLOURS = {"ours": "#1f6fb5", "ReCycle": "#e07b39", "Oobleck": "#3d9a5f", "Bamboo": "#9467bd", "fault-scaled": "#8a949e", "bound": "#b0bec5"}
 SHADES = ("#0b3c66", "#1f6fb5", "#5aa2da", "#a3cbe9", "#d3e5f4")  # ours, by the number of micro-batches

@@ -51,15 +51,26 @@ def main() -> None:
         cap = round(config.cap_factor * stages)
         times, gap, lost = measure(stages, replicas, micro_batches, cap, config)
         goal = GOALS_MS.get((stages, replicas, micro_batches))
-        met = "" if goal is None else "goal met" if median(times) <= goal else f"goal missed by {median(times) - goal:.0f} ms" + (", met by the least" if min(times) <= goal else "")
         fresh = first(stages, replicas, micro_batches, cap) if config.fresh else None
-        table.add(stages * replicas, f"{stages} x {replicas}", micro_batches, lost, median(times), min(times), goal, gap, fresh, met)
+        table.add(stages * replicas, f"{stages} x {replicas}", micro_batches, lost, median(times), min(times), goal, gap, fresh, remark(times, goal))
     load = os.getloadavg()[0]
-    notes = [f"costs F=I=W=10, communication 1, reduce 5, step 5; cap {config.cap_factor:g} x PP; {config.repeats} random patterns of {config.failed:.0%} failed"]
-    notes += [f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load average {load:.1f}; warming took {warmed:.0f} ms (loops from the disk cache)"]
+    machine = platform.processor() or platform.machine()
+    notes = [
+        f"costs F=I=W=10, communication 1, reduce 5, step 5; cap {config.cap_factor:g} x PP",
+        f"{config.repeats} random patterns of {config.failed:.0%} failed, as they fell",
+        f"{machine}, {os.cpu_count()} cores, load average {load:.1f}; warming took {warmed:.0f} ms (loops from the disk cache)",
+    ]
     folder = Path(config.run_dir)
     table.write(folder / "planner_scale", notes)
     draw(folder / "planner_scale.png", table)
+
+
+def remark(times: list[float], goal: float | None) -> str:
+    if goal is None:
+        return ""
+    if median(times) <= goal:
+        return "goal met"
+    return f"goal missed by {median(times) - goal:.1f} ms" + (", met by the least" if min(times) <= goal else "")
 
 
 def measure(stages: int, replicas: int, micro_batches: int, cap: int, config) -> tuple[list[float], float, int]:
@@ -80,7 +91,8 @@ def measure(stages: int, replicas: int, micro_batches: int, cap: int, config) ->
 
 
 def first(stages: int, replicas: int, micro_batches: int, cap: int) -> float:
-    done = subprocess.run([sys.executable, "-c", FIRST, json.dumps([stages, replicas, micro_batches, cap])], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", FIRST, json.dumps([stages, replicas, micro_batches, cap])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout)
 
 
@@ -90,7 +102,8 @@ def draw(path: Path, table: Table) -> None:
     workers = [row[0] for row in table.rows]
     axis.plot(workers, [row[4] for row in table.rows], color=common.COLOURS["ours"], marker="o", label="warm process, median")
     if all(row[8] is not None for row in table.rows):
-        axis.plot(workers, [row[8] for row in table.rows], color=common.COLOURS["bound"], marker="s", label="first plan of a fresh process (fault-free)")
+        first_ms = [row[8] for row in table.rows]
+        axis.plot(workers, first_ms, color=common.COLOURS["bound"], marker="s", label="first plan of a fresh process (fault-free)")
     goals = [(row[0], row[6]) for row in table.rows if row[6] is not None]
     axis.plot(*zip(*goals), color="#c62828", marker="_", markersize=16, markeredgewidth=2, linestyle="none", label="goal")
     axis.set_xscale("log", base=2)

@@ -36,8 +36,11 @@ def main() -> None:
             for losses in config.losses:
                 add(table, job, losses, config)
     notes = [common.profile_of(model).title for model in config.models]
-    notes += ["fractions of fault-free 1F1B at the same M; M: micro-batches a step of each pipeline; memory as the device has it, the same for all four"]
-    notes += ["min(1,load): after normalisation; stage lost: patterns in which a stage has nobody left and nothing but a checkpoint or a log helps (not in the means)"]
+    notes += [
+        "fractions of fault-free 1F1B at the same M; M: micro-batches a step of each pipeline",
+        "memory as the device has it, the same for all four; min(1,load): after normalisation",
+        "stage lost: patterns in which a stage has nobody left: only a checkpoint or a log helps (not in the means)",
+    ]
     folder = Path(config.run_dir)
     table.write(folder / "ablation", notes)
     draw(folder / "ablation.png", table, config)
@@ -78,16 +81,19 @@ def normalised(job: Job, view: ClusterView, policy: Policy, config: SimpleNamesp
 
 def draw(path: Path, table: Table, config: SimpleNamespace) -> None:
     drawn = config.drawn if config.drawn in config.micro_batches else config.micro_batches[0]
-    figure, axes = common.canvas(1, len(config.models), 15.0, 4.4, f"Each technique on top of the last, 32 workers, M={drawn}; steady state, all figures ours")
+    title = f"Each technique on top of the last, 32 workers, M={drawn}; steady state, all figures ours"
+    figure, axes = common.canvas(1, len(config.models), 15.0, 4.4, title)
     colours = ("#c9d6e2", "#8fb8dc", "#4b8fc9", "#0b3c66")
     for axis, model in zip(axes[0], config.models):
-        common.frame(axis, f"{model['name']}, PP={model['stages']} x DP={model['replicas']}", "workers lost, at random", "fraction of fault-free 1F1B")
+        common.frame(axis, f"{model['name']}, PP={model['stages']} x DP={model['replicas']}", "workers lost, at random", common.FRACTION)
         rows = [row for row in table.rows if (row[0], row[2]) == (model["name"], drawn) and row[4] is not None]
         for place, (step, colour) in enumerate(zip(STEPS, colours)):
-            axis.bar([number + 0.2 * (place - 1.5) for number in range(len(rows))], [row[4 + place] for row in rows], width=0.19, color=colour, label=step)
+            at = [number + 0.2 * (place - 1.5) for number in range(len(rows))]
+            axis.bar(at, [row[4 + place] for row in rows], width=0.19, color=colour, label=step)
         for number, row in enumerate(rows):
-            axis.plot([number - 0.42, number + 0.42], [row[8]] * 2, color="#c62828", linewidth=1.4, label="goal: min(1, load bound)" if not number else None)
-            axis.plot([number - 0.42, number + 0.42], [row[9]] * 2, color=common.INK, linewidth=1.2, linestyle=":", label="fault-scaled" if not number else None)
+            goal, scaled = ("goal: min(1, load bound)", "fault-scaled") if not number else (None, None)
+            axis.plot([number - 0.42, number + 0.42], [row[8]] * 2, color="#c62828", linewidth=1.4, label=goal)
+            axis.plot([number - 0.42, number + 0.42], [row[9]] * 2, color=common.INK, linewidth=1.2, linestyle=":", label=scaled)
         axis.set_xticks(range(len(rows)), [str(row[3]) for row in rows])
         axis.set_ylim(0, None)
     handles, labels = axes[0][0].get_legend_handles_labels()

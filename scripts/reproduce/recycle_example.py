@@ -46,11 +46,13 @@ def main() -> None:
         said = remark(periods, slots, whole.period_us)
         cap = "/".join(str(policy.cap(stage, config.stages)) for stage in range(config.stages))
         table.add(name, config.micro_batches, cap, slots, periods[0], short.bound_us, whole.period_us, periods[1], peaks(whole), said)
-        panels.append(Panel(f"{name}, period {whole.period_us} slots with the optimizer", timeline(whole, costs), dict.fromkeys(view.lost, -1), (1, "slots")))
+        title = f"{name}, period {whole.period_us} slots with the optimizer"
+        panels.append(Panel(title, timeline(whole, costs), dict.fromkeys(view.lost, -1), (1, "slots")))
         texts.append(f"{name}\n{draw_grid(timeline(whole, costs))}\n")
     folder = Path(config.run_dir)
     notes = [
-        f"PP={config.stages}, DP={config.replicas}, {config.micro_batches} micro-batches a pipeline, lost: {', '.join(config.lost)}; one slot is one F, BI or BW",
+        f"PP={config.stages}, DP={config.replicas}, {config.micro_batches} micro-batches a pipeline, lost: {', '.join(config.lost)}",
+        "one slot is one F, BI or BW",
         "slots: first start to last end without the optimizer; the staggered schedule's figure is its period with the optimizer",
         "published: ReCycle (SOSP'24); its memory is not stated, except that its zero-loss schedule holds 8 micro-batches on the lost stage",
     ]

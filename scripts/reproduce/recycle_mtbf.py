@@ -25,7 +25,8 @@ OWN = "ReCycle, ours"
 def main() -> None:
     config = common.settings("recycle_mtbf")
     warm()
-    columns = [Column("model"), Column("PP x DP"), Column("M"), Column("policy"), *(Column(every["name"], OURS) for every in config.every), Column("remark")]
+    frequencies = [Column(every["name"], OURS) for every in config.every]
+    columns = [Column("model"), Column("PP x DP"), Column("M"), Column("policy"), *frequencies, Column("remark")]
     table = Table(f"Fraction of fault-free 1F1B, {config.losses} losses at a fixed interval, no return; every transition included", columns)
     for model in config.models:
         for micro_batches in config.micro_batches:
@@ -76,18 +77,20 @@ def summary(table: Table) -> list[str]:
 
 def draw(path: Path, table: Table, config: SimpleNamespace) -> None:
     drawn = config.drawn if config.drawn in config.micro_batches else config.micro_batches[0]
-    figure, axes = common.canvas(1, len(config.models), 15.0, 4.6, f"One worker of 32 lost at a fixed interval, {config.losses} losses, none returns; M={drawn}; all figures ours")
+    title = f"One worker of 32 lost at a fixed interval, {config.losses} losses, none returns; M={drawn}; all figures ours"
+    figure, axes = common.canvas(1, len(config.models), 15.0, 4.6, title)
     styles = {OWN: (common.COLOURS["ours"], "-", "o"), "fault-scaled": (common.COLOURS["fault-scaled"], "--", None), "Oobleck": ("#a5d6b5", "-", "s"),
               "Oobleck, best": (common.COLOURS["Oobleck"], "-", "s"), "Bamboo (unvalidated)": (common.COLOURS["Bamboo"], "-", "^"),
               "elastic batching (unvalidated)": ("#c0a16b", "-", None), "CheckFreq (unvalidated)": ("#c62828", "-", "v"),
               "Elastic Horovod (unvalidated)": ("#ef8a80", "-", None), "restart from checkpoint (unvalidated)": ("#6d4c41", "-", None)}  # fmt: skip
     places = range(len(config.every))
     for axis, model in zip(axes[0], config.models):
-        common.frame(axis, f"{model['name']}, PP={model['stages']} x DP={model['replicas']}", "one loss every", "fraction of fault-free 1F1B")
+        common.frame(axis, f"{model['name']}, PP={model['stages']} x DP={model['replicas']}", "one loss every", common.FRACTION)
         for row in table.rows:
             if (row[0], row[2]) == (model["name"], drawn) and row[3] in styles:
                 colour, line, marker = styles[row[3]]
-                axis.plot(places, row[4:-1], color=colour, linestyle=line, marker=marker, markersize=4, linewidth=2.2 if row[3] == OWN else 1.4, label=row[3])
+                width = 2.2 if row[3] == OWN else 1.4
+                axis.plot(places, row[4:-1], color=colour, linestyle=line, marker=marker, markersize=4, linewidth=width, label=row[3])
         axis.set_xticks(list(places), [every["name"] for every in config.every])
         axis.set_ylim(0, None)
     handles, labels = axes[0][0].get_legend_handles_labels()

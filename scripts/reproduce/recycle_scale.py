@@ -90,21 +90,24 @@ def spread_evenly(job: Job, losses: int) -> ClusterView:
 
 def draw(path: Path, table: Table, config) -> None:
     drawn = config.drawn if config.drawn in config.micro_batches else config.micro_batches[0]
-    figure, axes = common.canvas(1, len(config.units), 14.0, 4.6, f"Large models, M={drawn}: fraction of fault-free 1F1B, steady state; all figures ours")
+    title = f"Large models, M={drawn}: fraction of fault-free 1F1B, steady state; all figures ours"
+    figure, axes = common.canvas(1, len(config.units), 14.0, 4.6, title)
     colours = ("#8fb8dc", "#4b8fc9", "#0b3c66")
     for axis, unit in zip(axes[0], config.units):
         what = "whole hosts of 8 GPUs fail" if unit == "host" else "single GPUs fail, each idles its group of 8"
-        common.frame(axis, what, "", "fraction of fault-free 1F1B")
+        common.frame(axis, what, "", common.FRACTION)
         names = list(dict.fromkeys((row[0], row[1]) for row in table.rows))
         for place, (part, colour) in enumerate(zip(config.failed, colours)):
             rows = [row for row in table.rows if row[3] == drawn and row[4] == f"{part:.0%} of {unit}s"]
             at = [number + 0.25 * (place - 1) for number in range(len(rows))]
             axis.bar(at, [row[7] for row in rows], width=0.23, color=colour, label=f"{part:.0%} failed, spread by normalisation")
             for x, row in zip(at, rows):
-                axis.plot([x - 0.11, x + 0.11], [row[9]] * 2, color="#c62828", linewidth=1.5, label="goal: min(1, load bound)" if x == at[0] and not place else None)
-                axis.plot([x - 0.11, x + 0.11], [row[12]] * 2, color=common.INK, linewidth=1.2, linestyle=":", label="fault-scaled" if x == at[0] and not place else None)
+                named = x == at[0] and not place
+                goal, scaled, fell = ("goal: min(1, load bound)", "fault-scaled", "as it fell") if named else (None, None, None)
+                axis.plot([x - 0.11, x + 0.11], [row[9]] * 2, color="#c62828", linewidth=1.5, label=goal)
+                axis.plot([x - 0.11, x + 0.11], [row[12]] * 2, color=common.INK, linewidth=1.2, linestyle=":", label=scaled)
                 if row[6] is not None:
-                    axis.plot([x], [row[6]], marker="o", markersize=4, color="#e07b39", linestyle="none", label="as it fell" if x == at[0] and not place else None)
+                    axis.plot([x], [row[6]], marker="o", markersize=4, color="#e07b39", linestyle="none", label=fell)
         axis.set_xticks(range(len(names)), [f"{name}\n{gpus} GPUs" for name, gpus in names])
         axis.set_ylim(0, None)
     handles, labels = axes[0][0].get_legend_handles_labels()

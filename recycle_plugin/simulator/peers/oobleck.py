@@ -117,8 +117,8 @@ def least_nodes(job: Job) -> int:
         for stage, count in enumerate(cut):
             held = job.parts[begin : begin + count]
             begin += count
-            need = STATE_BYTES * sum(layer.parameters for layer in held) // job.profile.gpus_per_worker + (nodes - stage) * sum(layer.activation_bytes for layer in held)
-            fits &= need <= job.memory_limit
+            state = STATE_BYTES * sum(layer.parameters for layer in held) // job.profile.gpus_per_worker
+            fits &= state + (nodes - stage) * sum(layer.activation_bytes for layer in held) <= job.memory_limit
         if fits:
             return nodes
     raise ValueError(f"{job.name} fits no pipeline of {job.profile.device}")
@@ -161,7 +161,8 @@ class Oobleck:
         """Plans for every number of nodes from ``fewest`` to the job's own; templates from n0 up to N - f n0 nodes.
 
         n0 is ``least``, by default the job's own depth: where memory allows shallower pipelines they would be another,
-        faster job, for every policy.  ``least_nodes(job)`` is what memory needs.
+        faster job, for every policy (seen in a first run: plain data parallelism for 350M).  ``least_nodes(job)`` is what
+        memory needs.
         """
         smallest = max(least or job.topology.stages, least_nodes(job))
         largest = min(job.workers - faults * smallest, len(job.parts))
