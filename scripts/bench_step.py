@@ -37,6 +37,7 @@ OVERHEAD, GAIN, ERROR = 1.05, 1.15, 0.05
 DEADLINE_S = 600.0
 STARTED = 10  # both runs are past this step before they take turns
 QUIET_CORES = 0.4  # what others may use of the machine in a turn that counts as quiet
+PATIENCE_S = 15
 FEWEST = 100  # step times that give a median worth a verdict
 SLICE_S = 3.0  # how long one of two runs has the machine before the other gets it
 WITHOUT = ["recycle.split_backward=false", "recycle.stagger_optimizer=false", "recycle.reroute=false"]
@@ -136,8 +137,8 @@ def printed(run: TrainingRun) -> int:
 
 
 def wait_for_quiet() -> None:
-    """Until others leave most of the machine alone, for a few seconds at most."""
-    for _ in range(20):
+    """Until others leave most of the machine alone, for so many seconds at most."""
+    for _ in range(4 * PATIENCE_S):
         busy = busy_s()
         time.sleep(0.25)
         if busy_s() - busy < 0.25 * QUIET_CORES:
