@@ -17,28 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train_gpt  # noqa: E402
 
 from recycle_plugin.compose import GPTModel, Job, compose_from_command_line  # noqa: E402
-from recycle_plugin.core.topology import Topology  # noqa: E402
-from recycle_plugin.simulator.peers import published  # noqa: E402
-from recycle_plugin.simulator.peers.kills import kills  # noqa: E402
 
 STATE_BYTES = 16  # a parameter: fp32 weight and gradient, Adam's two moments
 UNDO_BYTES = 12  # a parameter: the copy of weight and moments that takes a step back
-
-
-def trace_kills(replicas: int, stages: int, micro_batches: int, steps: int, seed: int) -> list[str]:
-    """The paper's GCP trace as kills, for ``faults=trace``."""
-    topology = Topology(replicas, stages, micro_batches)
-    return [str(fault) for fault in kills(published.TRACE, published.TRACE_ENDS_H, topology, steps, seed)]
-
-
-OmegaConf.register_new_resolver("trace_kills", trace_kills, replace=True)
 
 
 def main() -> None:
