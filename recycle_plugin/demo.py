@@ -12,15 +12,13 @@ import os
 import platform
 import re
 import shutil
-import signal
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Iterator, Mapping, NamedTuple, Sequence
+from typing import Mapping, NamedTuple, Sequence
 
 from rich.console import Console
 
@@ -33,7 +31,7 @@ from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.render import curves, gantt, perfetto
-from recycle_plugin.runs import Outcome, RunFailed, TrainingRun
+from recycle_plugin.runs import Outcome, RunFailed, TrainingRun, terminable
 from recycle_plugin.runtime.announce import STYLES
 from recycle_plugin.runtime.trace import read_traces
 
@@ -273,7 +271,7 @@ def run(out: str | None, scenario: str, steps: int) -> int:
         raise ValueError(f"--steps {steps}: give at least {FEWEST_STEPS}, so that there are step times before and after the failure")
     console = Console(highlight=False, soft_wrap=True)
     try:
-        with _terminable():
+        with terminable():
             return _demo(Path(out or "runs/demo"), scenario, steps, console)
     except RunFailed as error:
         console.print(f"recycle demo: failed: {error}", style="bold red", markup=False)
@@ -324,20 +322,6 @@ def _show(lines: Sequence[str], console: Console, said: set[str]) -> None:
         if kind != "warning" or text not in said:
             console.print(match[0], style=STYLES.get(kind), markup=False)
         said.add(text)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM is taken like Ctrl-C, so that the runs are cleaned up."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def summary(found: Mapping, out: Path) -> str:

@@ -18,9 +18,10 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Sequence, TypeVar
+from typing import Callable, Iterator, Sequence, TypeVar
 
 import psutil
 
@@ -185,6 +186,20 @@ class TrainingRun:
 
     def _failed(self, how: str, what: str) -> RunFailed:
         return RunFailed(f"the run in {self.folder} {how} {what}\n{self.output[-TAIL:]}")
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM is taken like Ctrl-C, so that the runs are cleaned up."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def free_port() -> int:

@@ -21,7 +21,7 @@ from statistics import median
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.measure import REPLACED, WARM_UP, Kill, RecoveryCost, recovery_costs
-from recycle_plugin.runs import RunFailed, TrainingRun
+from recycle_plugin.runs import RunFailed, TrainingRun, terminable
 from recycle_plugin.runtime.trace import read_traces
 
 TARGET_S = {4: 0.3, 8: 0.5}  # by workers
@@ -136,6 +136,9 @@ def table(result: dict, costs: list[RecoveryCost]) -> str:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        with terminable():
+            sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
     except RunFailed as failure:
         sys.exit(f"bench_recovery: {failure}")

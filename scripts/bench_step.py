@@ -29,7 +29,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.measure import REPLACED, WARM_UP, Constants, calibrate, intervals
-from recycle_plugin.runs import Outcome, RunFailed, TrainingRun
+from recycle_plugin.runs import Outcome, RunFailed, TrainingRun, terminable
 from recycle_plugin.runtime.trace import read_traces
 from recycle_plugin.simulator import predict
 
@@ -275,6 +275,9 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict]] = {"overhead": overhead, 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        with terminable():
+            sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
     except RunFailed as failure:
         sys.exit(f"bench_step: {failure}")
