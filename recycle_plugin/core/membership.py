@@ -272,7 +272,7 @@ class Membership:
         member = self.members.pop(rank, None)
         self._stepped.pop(rank, None)
         self._finishing |= member is not None and not planned
-        if self.started:
+        if self.started and not (self.ended and self.ended.failed):
             out.say("left", f"worker {rank} has left after step {self.committed}" + " as planned" * planned, rank=rank)
         self._finish_if_empty(out)
 

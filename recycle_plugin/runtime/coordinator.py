@@ -46,6 +46,10 @@ class Coordinator:
         gone.cancel()
         over.cancel()
 
+    def fail(self, text: str) -> None:
+        """End the job for everybody, with this line."""
+        self._act(self._membership.receive(Fatal(0, text), time.time()))
+
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
@@ -68,7 +72,7 @@ class Coordinator:
         except (ConnectionError, ValueError):
             pass  # a connection that breaks or speaks nonsense is as good as closed
         except Exception as error:
-            self._act(self._membership.receive(Fatal(hello.rank, f"the coordinator met an error of its own ({error!r})"), time.time()))
+            self.fail(f"the coordinator met an error of its own ({error!r})")
             raise
         connections.pop(hello.rank, None)
         writer.close()
