@@ -117,6 +117,7 @@ class Hosted:
         self._coordinator = coordinator
         self._store = store
         self._announcer = announcer
+        self._closing = False
         self._watching = asyncio.create_task(self._watch_store())
 
     @classmethod
@@ -139,16 +140,17 @@ class Hosted:
         """Outlive the other supervisors, whose workers may train on without this one's."""
         await self._coordinator.all_gone(GOODBYE_S)
         await self._coordinator.close()
+        self._closing = True
         if not self._watching.done():
-            self._watching.cancel()
             self._store.send_signal(signal.SIGKILL)
-            await self._store.wait()
+        await self._watching
         self._announcer.close()
 
     async def _watch_store(self) -> None:
         """Without the store workers could not even find each other, and would wait for it."""
         code = await self._store.wait()
-        self._coordinator.fail(f"the key-value store's process ended with code {code}")
+        if not self._closing:
+            self._coordinator.fail(f"the key-value store's process ended with code {code}")
 
 
 async def _connect(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
