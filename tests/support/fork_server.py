@@ -7,6 +7,7 @@ Launchers come from here as well (cluster.WarmLauncher).
 from __future__ import annotations
 
 import array
+import ctypes
 import json
 import os
 import runpy
@@ -126,6 +127,7 @@ def _read(connection: socket.socket, length: int) -> bytes:
 
 
 def main(path: str) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test run that is killed leaves no server behind
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     warm()
