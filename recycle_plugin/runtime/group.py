@@ -18,7 +18,7 @@ import socket
 import stat
 import threading
 from datetime import timedelta
-from typing import Callable
+from typing import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.session import Session
 
+Start = Callable[[dist.ProcessGroupGloo, list[torch.Tensor]], dist.Work]
 BACKEND = "recycle"
 NEWS_TIMEOUT_S = 30.0  # between a broken connection and the coordinator's word of who was lost
 
@@ -72,64 +73,75 @@ class MemberGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors, options=None):
         chosen = options if isinstance(options, dist.AllreduceOptions) else _with_op(dist.AllreduceOptions(), options)
-        return self._run("an all-reduce", lambda inner: inner.allreduce(tensors, chosen), tensors)
+        return self._run("an all-reduce", lambda inner, held: inner.allreduce(held, chosen), tensors)
 
     def broadcast(self, tensors, options):
-        root = self._live(options.rootRank, "broadcast from")
-        inner_options = dist.BroadcastOptions()
-        inner_options.rootRank, inner_options.rootTensor = root, options.rootTensor
-        return self._run("a broadcast", lambda inner: inner.broadcast(tensors, inner_options))
+        def start(inner, held):
+            inner_options = dist.BroadcastOptions()
+            inner_options.rootRank, inner_options.rootTensor = self._live(options.rootRank, "broadcast from"), options.rootTensor
+            return inner.broadcast(held, inner_options)
+
+        return self._run("a broadcast", start, tensors, lambda: self._live(options.rootRank, "broadcast from"))
 
     def barrier(self, opts=None):  # torch passes it by this name
-        return self._run("a barrier", lambda inner: inner.barrier(dist.BarrierOptions()))
+        return self._run("a barrier", lambda inner, _: inner.barrier(dist.BarrierOptions()))
 
     def allgather(self, outputs, inputs, options=None):
-        self._complete("all_gather")
-        return self._run("an all-gather", lambda inner: inner.allgather(outputs, inputs, dist.AllgatherOptions()))
+        return self._whole("all_gather", lambda inner, _: inner.allgather(outputs, inputs, dist.AllgatherOptions()))
 
     def gather(self, outputs, inputs, options):
-        self._complete("gather")
-        return self._run("a gather", lambda inner: inner.gather(outputs, inputs, options))
+        return self._whole("gather", lambda inner, _: inner.gather(outputs, inputs, options))
 
     def scatter(self, outputs, inputs, options):
-        self._complete("scatter")
-        return self._run("a scatter", lambda inner: inner.scatter(outputs, inputs, options))
+        return self._whole("scatter", lambda inner, _: inner.scatter(outputs, inputs, options))
 
     def reduce(self, tensors, options):
-        self._complete("reduce")
-        return self._run("a reduce", lambda inner: inner.reduce(tensors, options))
+        return self._whole("reduce", lambda inner, _: inner.reduce(tensors, options))
 
     def send(self, tensors, destination, tag=0):
-        peer = self._live(destination, "send to")
-        return self._run("a send", lambda inner: inner.send(tensors, peer, tag))
+        def peer():
+            return self._live(destination, "send to")
+
+        return self._run("a send", lambda inner, _: inner.send(tensors, peer(), tag), check=peer)
 
     def recv(self, tensors, source, tag=0):
-        peer = self._live(source, "receive from")
-        return self._run("a receive", lambda inner: inner.recv(tensors, peer, tag))
+        def peer():
+            return self._live(source, "receive from")
+
+        return self._run("a receive", lambda inner, held: inner.recv(held, peer(), tag), tensors, peer)
 
     # --- membership -----------------------------------------------------------------------------------
 
-    def _run(self, what: str, start: Callable[[dist.ProcessGroupGloo], dist.Work], overwritten: list[torch.Tensor] = ()) -> Finished:
-        """Carry the operation out among the live members.
+    def _run(self, what: str, start: Start, tensors: Sequence[torch.Tensor] = (), check: Callable[[], object] = bool) -> Finished:
+        """Carry the operation out among the live members; ``tensors`` are what it writes to.
 
         A membership change inside a training step breaks it, and the step starts again.  Between
-        steps, in the script's own collectives, it is tried again by the members that are left,
-        from the values in ``overwritten`` as they were.
+        steps, in the script's own collectives, the members that are left try again, once ``check``
+        has seen that they can.  There each try has copies of its own: an operation that was left
+        behind may go on writing.
         """
-        kept = [tensor.clone() for tensor in overwritten] if self._session.between_steps else []
         while True:
+            self._members()
+            check()
+            own = bool(self._session.between_steps)
+            held = [tensor.clone() for tensor in tensors] if own else list(tensors)
             try:
-                self._attempt(what, start)
-                return Finished()
+                self._attempt(what, lambda inner: start(inner, held))
             except Interrupted:
                 if self._session.between_steps is None:
                     raise
                 self._session.between_steps()
-                for tensor, value in zip(overwritten, kept):
+                continue
+            for tensor, value in zip(tensors, held):
+                if own:
                     tensor.copy_(value)
+            return Finished()
+
+    def _whole(self, name: str, start: Start) -> Finished:
+        """An operation that needs every logical member."""
+        return self._run(name, start, check=lambda: self._complete(name))
 
     def _attempt(self, what: str, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
-        self._members()
         if len(self._position) <= 1:
             return
         link = self._link
@@ -181,13 +193,11 @@ class MemberGroup(dist.ProcessGroup):
         self._link = Link(number, store, self._position[self._rank], len(self._position), self._timeout)
 
     def _live(self, logical: int, what: str) -> int:
-        self._members()
         if logical not in self._position:
             raise RecycleError(f"cannot {what} rank {self._ranks[logical]}: that worker is lost")
         return self._position[logical]
 
     def _complete(self, what: str) -> None:
-        self._members()
         if len(self._position) < len(self._ranks):
             raise RecycleError(f"torch.distributed.{what} needs every member of the group, and {len(self._ranks) - len(self._position)} of "
                                f"{len(self._ranks)} are lost; use all_reduce or broadcast, which work among the live ones")

@@ -47,7 +47,6 @@ class Session:
         self._collected: dict[tuple[int, str], dict] = {}
         self._closed = False
         self._socket = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
-        self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         os.register_at_fork(after_in_child=self._socket.close)  # a data loader's process must not keep the line open after a death
         self._sending = threading.Lock()
@@ -55,6 +54,7 @@ class Session:
         self._lines = self._socket.makefile("rb")
         welcome = decode(self._lines.readline())
         assert isinstance(welcome, Welcome)
+        self._socket.settimeout(None)  # from here on a thread reads, and who waits for it has a deadline
         self.job_id = welcome.job_id
         threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
 

@@ -53,7 +53,10 @@ class Supervisor:
     async def _supervise(self) -> int:
         reader, self._writer = await _connect(self._address)
         self._tell(Hello(self._rank, "supervisor", os.getpid(), socket.gethostname()))
-        welcome = decode(await reader.readline())
+        try:
+            welcome = decode(await asyncio.wait_for(reader.readline(), CONNECT_S))
+        except (TimeoutError, asyncio.TimeoutError, ValueError) as error:
+            raise ConnectionError("{}:{} answers, but is no coordinator: start the launcher with --master_port and a free one".format(*self._address)) from error
         assert isinstance(welcome, Welcome)
         self._over = asyncio.get_running_loop().create_future()
         listening = asyncio.create_task(self._listen(reader))

@@ -80,12 +80,12 @@ class Transport:
         self._outboxes.clear()
         self._closed = True
         _end(self._listener)
-        self._accepting.join()
+        self._accepting.join(LINGER_S)
         self._listener.close()
         for connection in list(self._accepted):
             _end(connection)
         for reader in self._readers:
-            reader.join()
+            reader.join(LINGER_S)
 
     # --- receiving ---------------------------------------------------------------------------------
 
