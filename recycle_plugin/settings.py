@@ -14,11 +14,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
+from recycle_plugin import cap
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.faults import Fault, FaultScript
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.profile import Profile, read
+from recycle_plugin.core.topology import Topology
 
 SECTION = "recycle"
 
@@ -42,13 +46,26 @@ def _checked_fault(text: str) -> str:
     return str(Fault.parse(text))
 
 
+def _checked_cap(value: Any) -> Any:
+    """Numbers are checked by type; texts are "1f1b", "auto" and sizes."""
+    if not isinstance(value, str):
+        return value
+    if (text := cap.normal(value)) is None:
+        raise PydanticCustomError("no_cap", "no cap")
+    return text
+
+
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 _as_true = BeforeValidator(lambda value: True if value == "true" else value)
 _Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1)]
+_Cap = Annotated[_Count | Annotated[tuple[_Count, ...], Field(min_length=1)] | str | None, _as_tuple, AfterValidator(_checked_cap)]
 _PerStage = Annotated[_Milliseconds | tuple[_Milliseconds, ...], _as_tuple]
 _PER_STAGE = "a number of milliseconds, not negative, or a list of one for each stage"
 _ONE = "a number of milliseconds, not negative"
+_CAP = 'a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
 _BOOL = "true or false"
+_OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
 _FAULT = '"kill 0.1 before 1F0.2@5"'
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, validate_default=True)
 
@@ -65,6 +82,9 @@ class Costs(BaseModel):
     reduce_ms: _PerStage = _setting(0.0, _PER_STAGE, "sum of a stage's gradients over its workers")
     step_ms: _PerStage = _setting(0.0, _PER_STAGE, "optimizer step of a stage")
     dispatch_ms: _Milliseconds = _setting(0.0, _ONE, "fixed cost of every instruction")
+    profile: str | None = _setting(
+        None, "a file's path, or null", "file of `recycle profile --out`, instead of all of the above; it also knows bytes", min_length=1
+    )
 
 
 class Settings(BaseModel):
@@ -76,16 +96,21 @@ class Settings(BaseModel):
     split_backward: bool = _setting(True, _BOOL, "run weight gradients apart from, and later than, input gradients")
     stagger_optimizer: bool = _setting(True, _BOOL, "let a stage start the next step once it has stepped itself")
     reroute: bool = _setting(True, _BOOL, "give a lost worker's micro-batches to its data-parallel peers")
-    activation_cap: int | None = _setting(
+    activation_cap: _Cap = _setting(
         None,
-        "a whole number of at least 1, or null",
-        "micro-batches that one worker may hold at once; null for the number of stages",
-        ge=1,
+        _CAP,
+        'micro-batches that one worker may hold at once: a number, a list of one for each stage, or "1f1b"; null for the number of '
+        'stages; or, with `costs.profile`, bytes: a size such as "12GiB", or "auto"',
     )
     norm: Annotated[Literal[True, "deepspeed"], _as_true] = _setting(
         True,
         'true or "deepspeed"',
         'gradient norm used for clipping: true over all stages, or "deepspeed" for what the stock engine computes',
+    )
+    undo: Literal["snapshot", "inverse"] = _setting(
+        "snapshot",
+        '"snapshot" or "inverse"',
+        "what takes an uncommitted step back: an exact copy made before each step, or the optimizer's rule turned round",
     )
     rng: Literal["keyed", "stream"] = _setting(
         "keyed",
@@ -126,6 +151,7 @@ class Settings(BaseModel):
         except ValidationError as error:
             raise _one_line(error) from None
         settings._refuse_contradictions()
+        settings._profile()
         return settings
 
     def _refuse_contradictions(self) -> None:
@@ -147,10 +173,41 @@ class Settings(BaseModel):
                 "only the plugin's engine injects faults, and recycle.enabled is false",
                 "write [], or set recycle.enabled to true",
             )
+        beside = sorted(self.costs.model_fields_set - {"profile"}) if self.costs and self.costs.profile else []
+        if beside:
+            raise SettingsError("costs.profile", f"gives all costs, and recycle.costs.{beside[0]} stands beside it", "write one of the two")
+        if cap.in_bytes(self.activation_cap) and not (self.costs and self.costs.profile):
+            raise SettingsError(
+                "activation_cap",
+                f"{shown(self.activation_cap)} counts bytes, and without a profile nobody knows those of a micro-batch",
+                'set recycle.costs to {"profile": "path/to/profile.json"}, or write a number of micro-batches',
+            )
 
-    def policy(self, validate: bool) -> Policy:
-        """What the planner may use.  ``validate``: gradient clipping is on, so that a step waits for its norm."""
-        return Policy(self.split_backward, self.stagger_optimizer, self.reroute, self.activation_cap, validate)
+    def _profile(self) -> Profile | None:
+        """What ``costs.profile`` names.  Raises :class:`SettingsError` where that can't be read."""
+        if self.costs is None or self.costs.profile is None:
+            return None
+        try:
+            return read(self.costs.profile)
+        except OSError as error:
+            raise SettingsError("costs.profile", f"{self.costs.profile}: {error.strerror}", _OF_A_PROFILE) from None
+        except ValueError as error:
+            raise SettingsError("costs.profile", " ".join(str(error).split()), _OF_A_PROFILE) from None
+
+    def policy(self, validate: bool, stages: int) -> Policy:
+        """What the planner may use.  ``validate``: gradient clipping is on, so that a step waits for its norm.
+
+        Raises :class:`SettingsError` for an activation cap that doesn't go with the profile or the number of stages.
+        """
+        held, room = self.activation_cap, None
+        if isinstance(held, tuple) and len(held) != stages:
+            raise SettingsError("activation_cap", f"{len(held)} entries for {stages} stages", f"write one number, or a list of {stages}")
+        if cap.in_bytes(held):
+            try:
+                held, room = None, cap.memory_bytes(held, self._profile(), stages)
+            except ValueError as error:
+                raise SettingsError("activation_cap", f'"auto" is not possible: {error}', "write a number of micro-batches") from None
+        return Policy(self.split_backward, self.stagger_optimizer, self.reroute, held, validate, room)
 
     @property
     def fault_list(self) -> tuple[Fault, ...]:
@@ -160,9 +217,15 @@ class Settings(BaseModel):
         """The faults that strike ``seat``."""
         return FaultScript(self.fault_list, seat)
 
-    def cost_model(self, stages: int) -> CostModel:
-        """Costs in microseconds for a pipeline of ``stages`` stages.  Raises :class:`SettingsError` on a wrong length."""
-        costs = self.costs or Costs()
+    def cost_model(self, shape: Topology, samples: int) -> CostModel:
+        """Costs in microseconds for a job of ``shape`` with micro-batches of ``samples``.
+
+        Raises :class:`SettingsError` for a list of the wrong length, and for a profile of another job.
+        """
+        found = self._profile()
+        if found is not None:
+            return self._profiled(found, shape, samples)
+        costs, stages = self.costs or Costs(), shape.stages
 
         def each(name: str) -> tuple[int, ...]:
             value = getattr(costs, name)
@@ -182,6 +245,18 @@ class Settings(BaseModel):
             step=each("step_ms"),
             dispatch=round(1000 * costs.dispatch_ms),
         )
+
+    def _profiled(self, found: Profile, shape: Topology, samples: int) -> CostModel:
+        if found.micro_batch != samples:
+            raise SettingsError(
+                "costs.profile",
+                f"measured with micro-batches of {found.micro_batch}, and the job's have {samples}",
+                f"measure again with recycle profile --micro-batch {samples}",
+            )
+        try:
+            return found.costs(shape.stages, shape.replicas, fused=not self.split_backward)
+        except ValueError as error:
+            raise SettingsError("costs.profile", str(error), "name the profile of this job's model") from None
 
 
 def reference() -> str:

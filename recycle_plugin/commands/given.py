@@ -8,9 +8,11 @@ from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import Any, Callable
 
+from recycle_plugin import cap as caps
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import ONE_F_ONE_B, Plan, Policy
+from recycle_plugin.core.profile import Profile, read
 from recycle_plugin.core.topology import ClusterView, Topology
 
 COSTS_HELP = (
@@ -64,7 +66,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dp", type=int, required=True, metavar="D", help="replicas of the pipeline (data parallelism)")
     parser.add_argument("--micro-batches", type=int, required=True, metavar="M", help="micro-batches of each replica in a step")
     parser.add_argument("--lost", default="", metavar="SEATS", help="lost workers as replica.stage, comma-separated: 1.2,0.3")
-    parser.add_argument("--cap", default="1.0", metavar="C", help="micro-batches that a worker may hold, in units of P; or 1f1b for what 1F1B holds (default: 1.0)")
+    parser.add_argument("--cap", default="1.0", metavar="C", help="what a worker may hold: micro-batches in units of P, 1f1b for what 1F1B holds, or, with --profile or --preset, bytes: a size such as 12GiB, or auto for what its device has left (default: 1.0)")
     parser.add_argument("--no-split", action="store_true", help="both gradients at once: no decoupled backward")
     parser.add_argument("--no-stagger", action="store_true", help="all stages step together: no staggered optimizer")
     parser.add_argument("--no-reroute", action="store_true", help="leave a lost worker's micro-batches alone: a loss is an error")
@@ -78,19 +80,24 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = "alone") -> Given:
     """What :func:`add_job`'s arguments say.  ``milliseconds``: so long is a tick of ``--costs``; otherwise it has no length."""
     shape = Topology(found.dp, found.pp, found.micro_batches)
-    policy = Policy(not found.no_split, not found.no_stagger, not found.no_reroute, cap(found.cap, found.pp), couple=found.couple)
     view = shape.full().without(*seats(found.lost, shape))
     if found.profile is None and found.preset is None:
         if placement != "alone":
             raise ValueError(f"--placement {placement} needs the sizes of tensors: give --profile or --preset")
         model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp, FINEST if milliseconds else 1)
-        return Given(view, model, policy, "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1")
-    from recycle_plugin.simulator import analytic, profile
+        return Given(view, model, techniques(found, None), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1")
+    from recycle_plugin.simulator import analytic, network
 
-    taken = profile.read(found.profile) if found.profile is not None else analytic.preset(found.preset)
+    taken = read(found.profile) if found.profile is not None else analytic.preset(found.preset)
     costs = taken.costs(shape.stages, shape.replicas, found.no_split, placement)
-    network = None if placement == "alone" else partial(taken.network, placement, shape.stages)
-    return Given(view, costs, policy, "us", 1, taken.title, taken.micro_batch, taken.state_bytes(shape.stages), network)
+    lines = None if placement == "alone" else partial(network.lines, taken, placement, shape.stages)
+    return Given(view, costs, techniques(found, taken), "us", 1, taken.title, taken.micro_batch, taken.state_bytes(shape.stages), lines)
+
+
+def techniques(found: argparse.Namespace, taken: Profile | None) -> Policy:
+    """What :func:`add_job`'s arguments allow the planner; ``taken``: where bytes are known from."""
+    held, room = cap(found.cap, found.pp, taken)
+    return Policy(not found.no_split, not found.no_stagger, not found.no_reroute, held, memory_bytes=room, couple=found.couple)
 
 
 def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
@@ -104,15 +111,23 @@ def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
     return found
 
 
-def cap(text: str, stages: int) -> int | str:
-    """Micro-batches from a multiple of ``stages``, rounded down; ``1f1b`` stays."""
-    if text.lower() == ONE_F_ONE_B:
-        return ONE_F_ONE_B
-    number = _decimal(text, "--cap", 'a multiple of --pp such as 1.5, or "1f1b"')
+def cap(text: str, stages: int, taken: Profile | None = None) -> tuple[int | str | None, int | tuple[int, ...] | None]:
+    """``Policy``'s activation_cap and memory_bytes, one of them None: micro-batches from a multiple of ``stages``, rounded down, or bytes."""
+    word = caps.normal(text)
+    if word == ONE_F_ONE_B:
+        return ONE_F_ONE_B, None
+    if word is not None and taken is None:
+        raise ValueError(f"--cap {text} counts bytes, and --costs doesn't know those of a micro-batch: give --profile or --preset")
+    if word is not None:
+        try:
+            return None, caps.memory_bytes(word, taken, stages)
+        except ValueError as error:
+            raise ValueError(f"--cap {text}: {error}") from None
+    number = _decimal(text, "--cap", 'a multiple of --pp such as 1.5, "1f1b", a size such as 12GiB, or "auto"')
     held = int(number * stages)
     if held < 1:
         raise ValueError(f"--cap {text} of {stages} stages is less than one micro-batch: write at least {1 / stages:g}")
-    return held
+    return held, None
 
 
 def ticks(text: str, stages: int, scale: int = 1) -> tuple[CostModel, int]:

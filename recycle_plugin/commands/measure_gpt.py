@@ -13,15 +13,15 @@ from pathlib import Path
 from statistics import median
 from typing import Callable, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from recycle_plugin.compose import GPTModel, compose
+from recycle_plugin.core.profile import Link, Part, Profile
 from recycle_plugin.runtime.split_backward import DeferredWeights
-from recycle_plugin.simulator.network import Link
-from recycle_plugin.simulator.profile import Part, Profile
 
 WARM_UP = 3
 INSIDE = Link(5, 240_000)  # NVLink of an A100 at 80%; nothing uses it but placements on one host
@@ -77,6 +77,7 @@ def measure(found: argparse.Namespace) -> Profile | None:
 
 
 def _profile(found: argparse.Namespace, model: GPTModel, device: torch.device, dtype: torch.dtype, across: Link, said: str) -> Profile:
+    memory, whose = _memory_of(device)
     cases = _cases(model, found.micro_batch, device, dtype, found.checkpointing)
     parts = {name: _part(case, Clock(device), found.repeat) for name, case in cases.items()}
     boundary = cases["layer"].inputs
@@ -95,7 +96,8 @@ def _profile(found: argparse.Namespace, model: GPTModel, device: torch.device, d
         gradient_bytes_each=dtype.itemsize,
         inside=INSIDE,
         across=across,
-        assumptions=(said, "inside a host: NVLink of an A100 at 80%, not measured"),
+        device_bytes=memory,
+        assumptions=(said, whose, "inside a host: NVLink of an A100 at 80%, not measured"),
         **parts,
     )
 
@@ -240,6 +242,13 @@ def _all_reduce(size: int, device: torch.device, repeat: int) -> float:
     """Microseconds."""
     buffer = torch.ones(size // 4, device=device)
     return 1e6 * median([Clock(device).of(lambda: dist.all_reduce(buffer)) for _ in range(WARM_UP + repeat)][WARM_UP:])
+
+
+def _memory_of(device: torch.device) -> tuple[int, str]:
+    """Bytes, and what they are: a device's own memory, or what its host has to spare."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory, "memory: all of the device's"
+    return psutil.virtual_memory().available, "memory: what this host had available; workers of one host share it"
 
 
 def _name(device: torch.device) -> str:

@@ -11,7 +11,7 @@ from typing import Iterator
 from recycle_plugin.commands.given import Given, add_job, job
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.instruction import COMPUTE, Op
-from recycle_plugin.core.plan import Plan
+from recycle_plugin.core.plan import Plan, Policy
 
 DESCRIPTION = """\
 Plan one step for the live workers of a job, draw it, and say how far it lies above its lower bound.
@@ -40,10 +40,12 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
+    from recycle_plugin.planner.assemble import timeline
+
     given = job(found)
     planned, plan_ms = timed(given)
-    figures = summary(given, planned, plan_ms)
-    spans = timeline(given, planned)
+    spans = timeline(planned, given.costs)
+    figures = summary(given, planned, spans, plan_ms)
     if found.programs is not None:
         found.programs.write_text("\n".join(program_lines(given, planned, figures)) + "\n")
     if found.png is not None:
@@ -63,10 +65,10 @@ def timed(given: Given) -> tuple[Plan, float]:
     return planned, 1000 * (time.perf_counter() - start)
 
 
-def summary(given: Given, planned: Plan, plan_ms: float) -> dict:
+def summary(given: Given, planned: Plan, spans: list[Span], plan_ms: float) -> dict:
     """Times in ``unit``.  ``span``: staggered, the longest of the stages' own windows, first forward to last weight
     gradient; else the whole plan's.  ``gap``: of the period above the bound, as a fraction of the bound."""
-    span = max(windows(given, planned)) if planned.policy.stagger_optimizer else planned.span_us
+    span = max(windows(spans)) if planned.policy.stagger_optimizer else planned.span_us
     return {
         "unit": given.unit,
         "costs": given.origin,
@@ -77,25 +79,25 @@ def summary(given: Given, planned: Plan, plan_ms: float) -> dict:
         "plan_ms": round(plan_ms, 3),
         "peak_micro_batches": peaks(planned),
         "cap": planned.policy.activation_cap,
+        "cap_bytes": planned.policy.memory_bytes,
         "lost": [str(seat) for seat in given.view.lost],
         "digest": planned.digest,
     }
 
 
-def timeline(given: Given, planned: Plan) -> list[Span]:
-    """Planned spans of one step, in the cost model's integers."""
-    return [
-        Span(seat, instruction, start, start + given.costs.of(instruction.op, seat.stage, seat))
-        for seat, program in planned.programs.items()
-        for instruction, start in zip(program, planned.starts[seat])
-    ]
+def cap_text(policy: Policy) -> str:
+    """In micro-batches, or in bytes for each stage."""
+    room = policy.memory_bytes
+    if room is None:
+        return policy.activation_cap if isinstance(policy.activation_cap, str) else f"{policy.activation_cap} micro-batches"
+    return "/".join(f"{size / (1 << 30):.3g}" for size in (room if isinstance(room, tuple) else (room,))) + " GiB"
 
 
-def windows(given: Given, planned: Plan) -> list[int]:
+def windows(spans: list[Span]) -> list[int]:
     """Per stage, from its first computation's start to its last one's end."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for span in timeline(given, planned):
+    for span in spans:
         if span.instruction.op in COMPUTE:
             stage = span.seat.stage
             first[stage] = min(first.get(stage, span.start_us), span.start_us)
@@ -118,7 +120,7 @@ def peaks(planned: Plan) -> list[int]:
 def program_lines(given: Given, planned: Plan, figures: dict) -> Iterator[str]:
     topology = given.view.topology
     yield f"# stages {topology.stages}, replicas {topology.replicas}, micro-batches {topology.micro_batches} of each replica"
-    yield f"# lost: {', '.join(figures['lost']) or 'nobody'}; cap: {figures['cap']} micro-batches"
+    yield f"# lost: {', '.join(figures['lost']) or 'nobody'}; cap: {cap_text(planned.policy)}"
     yield f"# costs, {given.scale} to a unit: {given.costs}"
     yield "# " + ", ".join(f"{name} {figures[name]}" for name in ("unit", "period", "span", "lower_bound", "digest"))
     for seat, program in planned.programs.items():
@@ -133,7 +135,8 @@ def report(given: Given, planned: Plan, figures: dict, spans: list[Span]) -> str
     lines = [
         f"period {figures['period']} {unit}, span {figures['span']}, lower bound {figures['lower_bound']}: "
         f"{planned.gap:.1%} above it; planned in {figures['plan_ms']:.1f} ms",
-        f"micro-batches held at most, by stage: {' '.join(map(str, figures['peak_micro_batches']))} (cap {figures['cap']}); digest {figures['digest']}",
+        f"micro-batches held at most, by stage: {' '.join(map(str, figures['peak_micro_batches']))} (cap: {cap_text(planned.policy)}); "
+        f"digest {figures['digest']}",
     ]
     if given.unit != "ticks":
         lines.insert(0, f"costs: {given.origin}")

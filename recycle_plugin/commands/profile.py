@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from recycle_plugin.simulator.profile import Part, Profile
+from recycle_plugin.core.profile import Part, Profile
 
 DESCRIPTION = """\
 Measure embedding, one transformer layer and the head of a GPT on this machine's device, one micro-batch at a time: F, and
-backward split (I, W) and fused (B), the optimizer's step, the bytes of a boundary tensor, and what a micro-batch holds
-from F to I and from I to W.  Medians of --repeat runs.
+backward split (I, W) and fused (B), the optimizer's step, the bytes of a boundary tensor, what a micro-batch holds
+from F to I and from I to W, and the device's memory.  Medians of --repeat runs.
 
 recycle profile --model gpt3_medium --dtype bf16 --micro-batch 4 --out gpt3_medium.json
-recycle plan --profile gpt3_medium.json --pp 4 --dp 6 --micro-batches 12 --lost 1.2
+recycle plan --profile gpt3_medium.json --pp 4 --dp 6 --micro-batches 12 --lost 1.2 --cap auto
+
+A job takes it with "recycle": {"costs": {"profile": "gpt3_medium.json"}, "activation_cap": "auto"}.
 
 Links can't be measured by one process: --bandwidth and --latency are taken on trust, and the file says so.  Started on
 several hosts (torchrun --nnodes 2 ... -m recycle_plugin.cli profile ...), one process each, their all-reduce is measured instead.
@@ -41,7 +43,7 @@ def run(found: argparse.Namespace) -> int:
     if found.out is not None and not found.out.resolve().parent.is_dir():
         raise ValueError(f"--out {found.out}: there is no folder {found.out.resolve().parent}")
     from recycle_plugin.commands import measure_gpt
-    from recycle_plugin.simulator import profile
+    from recycle_plugin.core import profile
 
     taken = measure_gpt.measure(found)
     if taken is None:  # a rank other than 0
@@ -62,4 +64,5 @@ def report(taken: Profile) -> str:
         sizes = (part.activation_bytes, part.pending_bytes)
         lines.append(f"{name:>9} " + " ".join(f"{us / 1e3:9.3f}" for us in times) + " " + " ".join(f"{size / 1e6:9.2f}" for size in sizes))
     lines.append(f"boundary tensor {taken.boundary_bytes / 1e6:.2f} MB; between hosts {taken.across.bytes_per_us / 1e3:g} GB/s, {taken.across.latency_us:g} us")
+    lines.append(f"memory {taken.device_bytes / (1 << 30):.1f} GiB")
     return "\n".join([*lines, *taken.assumptions])

@@ -22,21 +22,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.simulator.network import Link
-from recycle_plugin.simulator.profile import Part, Profile, ring_us
+from recycle_plugin.core.profile import Link, Part, Profile, ring_us
 
 WRITTEN = "2026-11-21"
 
 
 @dataclass(frozen=True)
 class Device:
-    """Rates per second; ``product_share`` and ``memory_share`` of them are achieved."""
+    """Rates per second, of which ``product_share`` and ``memory_share`` are achieved; ``memory_bytes``: its size."""
 
     name: str
     flops: float
     product_share: float
     bytes_per_s: float
     memory_share: float
+    memory_bytes: int
     inside: Link
     across: Link
 
@@ -47,7 +47,7 @@ class Device:
         return 1e6 * size / (self.bytes_per_s * self.memory_share)
 
 
-A100 = Device("A100 80 GB, 80 Gbit/s between hosts", 312e12, 0.5, 2.0e12, 0.8, Link(5, 0.8 * 300_000), Link(30, 0.9 * 10_000))
+A100 = Device("A100 80 GB, 80 Gbit/s between hosts", 312e12, 0.5, 2.0e12, 0.8, 80 << 30, Link(5, 0.8 * 300_000), Link(30, 0.9 * 10_000))
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,7 @@ def profile(shape: Shape, micro_batch: int = 1, checkpointing: bool = False, dev
         inside=device.inside,
         across=device.across,
         gpus_per_worker=shape.tensor,
+        device_bytes=device.memory_bytes,
         assumptions=tuple(line.strip("* ").strip() for line in (__doc__ or "").split("\n* ")[1:]),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from recycle_plugin.simulator.network import Link
+from recycle_plugin.core.profile import Link
 
 
 @dataclass(frozen=True)

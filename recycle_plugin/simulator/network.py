@@ -9,28 +9,12 @@ arrives a latency later.  Both ways of a line are independent (full duplex).
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Callable, Hashable, Protocol
 
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction, Op
-
-
-@dataclass(frozen=True)
-class Link:
-    """``latency_us`` microseconds and ``bytes_per_us`` bytes per microsecond, which is MB/s."""
-
-    latency_us: float
-    bytes_per_us: float
-
-    def __post_init__(self) -> None:
-        if self.latency_us < 0 or self.bytes_per_us <= 0:
-            raise ValueError(f"a link of {self.latency_us} us and {self.bytes_per_us} bytes/us: latency not negative, bandwidth above 0")
-
-    def transfer_us(self, size: int) -> int:
-        """One tensor of ``size`` bytes on an idle link."""
-        return round(self.latency_us + size / self.bytes_per_us)
+from recycle_plugin.core.profile import Link, Profile
 
 
 class Network(Protocol):
@@ -71,6 +55,12 @@ class Contended:
         start = max(now_us, self._free[out], self._free[into])
         self._free[out] = self._free[into] = start + round(size / link.bytes_per_us)
         return start + link.transfer_us(size)
+
+
+def lines(profile: Profile, placement: str, stages: int) -> Contended:
+    """The lines of one generation of workers placed as for ``profile.costs``."""
+    host = {"alone": alone, "replica": by_replica, "stage": by_stage}[placement]
+    return Contended(host, profile.inside, profile.across, (profile.boundary_bytes,) * (stages - 1))
 
 
 def by_replica(seat: Seat) -> int:

@@ -17,10 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from recycle_plugin.compose import CONFIGS
 from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.profile import Profile, read
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.simulator.analytic import SHAPES, profile
 from recycle_plugin.simulator.peers import Job, recycle
-from recycle_plugin.simulator.profile import Profile, read
 
 OURS, PUBLISHED = "ours", "published"
 FRACTION = "fraction of fault-free 1F1B"  # at the same M

@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt  # noqa: E402
 
 from recycle_plugin.compose import GPTModel, Job, compose_from_command_line  # noqa: E402
-
-STATE_BYTES = 16  # a parameter: fp32 weight and gradient, Adam's two moments
-UNDO_BYTES = 12  # a parameter: the copy of weight and moments that takes a step back
+from recycle_plugin.core.plan import Policy  # noqa: E402
+from recycle_plugin.core.profile import STATE_BYTES, UNDO_BYTES  # noqa: E402
+from recycle_plugin.settings import Settings  # noqa: E402
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ class Worker:
 
     @property
     def state_bytes(self) -> int:
-        return STATE_BYTES * self.parameters
+        return STATE_BYTES["fp32"] * self.parameters
 
     @property
     def undo_bytes(self) -> int:
@@ -93,8 +93,19 @@ class Worker:
 
 
 def workers_on_meta(job: Job) -> list[Worker]:
-    held = job.recycle["activation_cap"] or job.topology.stages
-    return [Worker(layers, parameters, layers * activation_bytes(job), held) for layers, parameters in stages_on_meta(job)]
+    policy, each = Settings.from_section(job.recycle).policy(False, job.topology.stages), activation_bytes(job)
+    return [
+        Worker(layers, parameters, layers * each, held(policy, stage, job.topology.stages, layers * each))
+        for stage, (layers, parameters) in enumerate(stages_on_meta(job))
+    ]
+
+
+def held(policy: Policy, stage: int, stages: int, size: int) -> int:
+    """Micro-batches of ``size`` bytes that a worker of ``stage`` may hold."""
+    room = policy.memory_bytes
+    if room is None:
+        return policy.cap(stage, stages)
+    return (room[stage] if isinstance(room, tuple) else room) // size
 
 
 def stages_on_meta(job: Job) -> list[tuple[int, int]]:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
+from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import provides, requires
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.simulator import analytic
 
 EXAMPLE = "plan --pp 4 --dp 3 --micro-batches 6 --costs F=1,I=1,W=1,comm=0,step=3"
 UNSPLIT = "--no-split --no-stagger"
@@ -45,6 +47,36 @@ def test_costs_in_parts_of_a_tick_and_by_stage(capsys) -> None:
     assert main(arguments.split()) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["period"] == 0.5 + 0.25 + 1.5 + 1 + 0.25 + 1 + 1
+
+
+def test_a_cap_in_bytes(capsys, tmp_path: Path) -> None:
+    """What a worker holds by its program, in the preset's bytes, stays under the cap; a smaller cap holds less and takes longer."""
+    preset = "plan --pp 4 --dp 3 --micro-batches 12 --lost 1.2 --preset gpt3_medium"
+    costs = analytic.preset("gpt3_medium").costs(4, 3)
+    programs = tmp_path / "programs.txt"
+    held, periods = {}, {}
+    for cap in ("2GiB", "4GiB", "auto"):
+        assert main([*preset.split(), "--cap", cap, "--json", "--programs", str(programs)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        room, periods[cap] = found["cap_bytes"], found["period"]
+        assert found["cap"] is None and (room == int(cap[:-3]) << 30 if cap != "auto" else len(room) == 4)
+        held[cap] = most_bytes(programs, costs)
+        assert all(most <= allowed for most, allowed in zip(held[cap], room if cap == "auto" else [room] * 4))
+    assert max(held["2GiB"]) < max(held["4GiB"]) < max(held["auto"]) and periods["2GiB"] > periods["4GiB"] > periods["auto"]
+    assert main([*preset.split(), "--cap", "4GiB", "--programs", str(programs)]) == 0
+    assert "(cap: 4 GiB)" in capsys.readouterr().out and "; cap: 4 GiB" in programs.read_text()
+
+
+def most_bytes(programs: Path, costs: CostModel) -> list[int]:
+    """Per stage, the most that one worker's program holds: an activation from F to I, what W needs from I to W."""
+    held: dict[str, int] = {}
+    most = [0] * costs.stages
+    for seat, _, text in (line.split() for line in programs.read_text().splitlines() if not line.startswith("#")):
+        one = Instruction.parse(text)
+        activation, pending = costs.activation_bytes[one.stage], costs.pending_bytes[one.stage]
+        held[seat] = held.get(seat, 0) + {Op.F: activation, Op.I: pending - activation, Op.W: -pending}.get(one.op, 0)
+        most[one.stage] = max(most[one.stage], held[seat])
+    return most
 
 
 def test_programs_can_be_checked_by_themselves(capsys, tmp_path: Path) -> None:
@@ -90,6 +122,10 @@ def test_the_picture_is_written(tmp_path: Path, capsys) -> None:
         ("--lost 1.2 --no-reroute", "reroute"),
         ("--cap 0.1", "less than one micro-batch"),
         ("--cap two", "1f1b"),
+        ("--cap 12GiB", "give --profile or --preset"),
+        ("--cap auto --costs F=1,I=1,W=1", "give --profile or --preset"),
+        ("--cap 1MiB --preset gpt3_medium", "may hold 1048576 bytes"),
+        ("--cap auto --preset gpt_145_6b", "--cap auto: stage 0: model state and working memory leave"),
         ("--cap -1", "--cap -1"),
         ("--costs F=1,I=1", "W missing"),
         ("--costs F=1,I=1,W=1,X=2", "names F, I, W"),

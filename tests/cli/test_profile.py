@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,7 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from recycle_plugin.cli import main  # noqa: E402
-from recycle_plugin.simulator import profile  # noqa: E402
+from recycle_plugin.core import profile  # noqa: E402
 
 
 def measured(path: Path, *more: str) -> profile.Profile:
@@ -28,12 +29,14 @@ def test_profile_of_a_tiny_gpt(capsys, tmp_path: Path) -> None:
     said = capsys.readouterr().out
     assert taken.origin == "measured" and "MEASURED" in said and "not measured" in said
     assert (taken.dtype, taken.layers, taken.boundary_bytes) == ("fp32", 4, 4 * 64 * 128)
+    assert 0 < taken.device_bytes <= psutil.virtual_memory().total and "workers of one host share it" in said
     for part in (taken.first, taken.layer, taken.last):
         assert min(part.forward_us, part.input_us, part.weight_us, part.backward_us, part.step_us) > 0
         assert part.parameters and part.activation_bytes and part.pending_bytes
-    assert main(["plan", "--profile", str(tmp_path / "tiny.json"), "--pp", "2", "--dp", "2", "--micro-batches", "4", "--lost", "1.1", "--json"]) == 0
+    assert main(["plan", "--profile", str(tmp_path / "tiny.json"), "--pp", "2", "--dp", "2", "--micro-batches", "4", "--lost", "1.1", "--cap", "auto", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["unit"] == "us" and "MEASURED" in found["costs"] and found["period"] >= found["lower_bound"]
+    assert all(0 < room < taken.device_bytes for room in found["cap_bytes"])
 
 
 def test_checkpointing_holds_the_input_only(tmp_path: Path) -> None:

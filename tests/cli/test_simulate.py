@@ -57,6 +57,14 @@ def test_placement_needs_sizes_and_changes_the_step(capsys) -> None:
     assert steps["stage"] < steps["alone"], "sums stay inside the host"
 
 
+def test_a_cap_in_bytes_slows_what_it_binds(capsys) -> None:
+    degraded = {}
+    for cap in ("2GiB", "auto"):
+        assert main(f"simulate --pp 4 --dp 3 --micro-batches 12 --preset gpt3_medium --cap {cap} --mtbf 10m --hours 0.3 --json".split()) == 0
+        degraded[cap] = json.loads(capsys.readouterr().out)["segments"][1]["step_s"]
+    assert degraded["auto"] < degraded["2GiB"]
+
+
 @pytest.mark.parametrize(
     "more, says",
     [

@@ -8,10 +8,11 @@ from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.profile import Link
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.planner import plan
 from recycle_plugin.simulator import Conditions, simulate
-from recycle_plugin.simulator.network import Contended, Link, alone, by_replica, by_stage
+from recycle_plugin.simulator.network import Contended, alone, by_replica, by_stage
 
 INSIDE, ACROSS = Link(1, 100), Link(5, 10)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recycle_plugin.simulator import analytic, profile
-from recycle_plugin.simulator.network import Link
-from recycle_plugin.simulator.profile import ring_us
+from recycle_plugin.core import profile
+from recycle_plugin.core.profile import Link, ring_us
+from recycle_plugin.simulator import analytic
 
 MEDIUM = analytic.preset("gpt3_medium")
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"

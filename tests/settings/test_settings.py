@@ -2,15 +2,20 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from recycle_plugin import planner
+from recycle_plugin.core import profile
 from recycle_plugin.core.faults import Fault
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import Topology
 from recycle_plugin.settings import Costs, Settings, SettingsError, reference
+from recycle_plugin.simulator import analytic
 
 
 def test_no_section_and_an_empty_one_give_the_defaults():
@@ -24,7 +29,13 @@ def message(section) -> str:
     return str(caught.value)
 
 
+OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
 FAULT_LIST = 'write a list of faults such as ["kill 0.1 before 1F0.2@5"]'
+CAP = 'write a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
+NO_PROFILE = (
+    "and without a profile nobody knows those of a micro-batch; "
+    'set recycle.costs to {"profile": "path/to/profile.json"}, or write a number of micro-batches'
+)
 PER_STAGE = "write a number of milliseconds, not negative, or a list of one for each stage"
 
 
@@ -40,8 +51,15 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ({"enabled": None}, "recycle.enabled: null is not possible; write true or false"),
         ({"seed": "auto"}, 'recycle.seed: "auto" is not supported here; write a whole number, not negative'),
         ({"seed": -1}, "recycle.seed: -1 is not possible; write a whole number, not negative"),
-        ({"activation_cap": 0}, "recycle.activation_cap: 0 is not possible; write a whole number of at least 1, or null"),
-        ({"activation_cap": True}, "recycle.activation_cap: true is a boolean; write a whole number of at least 1, or null"),
+        ({"activation_cap": 0}, f"recycle.activation_cap: 0 is not possible; {CAP}"),
+        ({"activation_cap": True}, f"recycle.activation_cap: true is a boolean; {CAP}"),
+        ({"activation_cap": 1.5}, f"recycle.activation_cap: 1.5 is a number; {CAP}"),
+        ({"activation_cap": [4, 0]}, f"recycle.activation_cap: 0 is not possible; {CAP}"),
+        ({"activation_cap": []}, f"recycle.activation_cap: [] is a list; {CAP}"),
+        ({"activation_cap": "12 apples"}, f'recycle.activation_cap: "12 apples" is not possible; {CAP}'),
+        ({"activation_cap": "0GiB"}, f'recycle.activation_cap: "0GiB" is not possible; {CAP}'),
+        ({"activation_cap": "12GiB", "costs": {"forward_ms": 2}}, f'recycle.activation_cap: "12GiB" counts bytes, {NO_PROFILE}'),
+        ({"activation_cap": "auto"}, f'recycle.activation_cap: "auto" counts bytes, {NO_PROFILE}'),
         ({"norm": False}, 'recycle.norm: false is not possible; write true or "deepspeed"'),
         ({"rng": "x"}, 'recycle.rng: "x" is not possible; write "keyed" or "stream"'),
         (
@@ -77,6 +95,14 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ),
         ({"costs": {"forward_ms": [1, -1]}}, f"recycle.costs.forward_ms: -1 is not possible; {PER_STAGE}"),
         ({"costs": {"forward_ms": "a"}}, f'recycle.costs.forward_ms: "a" is a string; {PER_STAGE}'),
+        (
+            {"costs": {"profile": "x.json", "step_ms": 1}},
+            "recycle.costs.profile: gives all costs, and recycle.costs.step_ms stands beside it; write one of the two",
+        ),
+        (
+            {"costs": {"profile": "/no/such/profile.json"}},
+            f"recycle.costs.profile: /no/such/profile.json: No such file or directory; {OF_A_PROFILE}",
+        ),
         (
             {"costs": 3},
             "recycle.costs: 3 is a whole number; "
@@ -131,7 +157,92 @@ def test_stream_is_allowed_where_nothing_is_rerouted():
 
 def test_policy():
     settings = Settings.from_section({"split_backward": False, "activation_cap": 3})
-    assert settings.policy(validate=True) == Policy(split_backward=False, activation_cap=3, validate=True)
+    assert settings.policy(validate=True, stages=2) == Policy(split_backward=False, activation_cap=3, validate=True)
+
+
+@pytest.mark.parametrize("written, cap", [(None, None), (3, 3), ([4, 3, 2], (4, 3, 2)), ("1F1B", "1f1b")])
+def test_a_cap_in_micro_batches(written, cap):
+    assert Settings.from_section({"activation_cap": written}).policy(False, 3) == Policy(activation_cap=cap)
+
+
+def test_a_cap_for_another_number_of_stages():
+    with pytest.raises(SettingsError) as caught:
+        Settings.from_section({"activation_cap": [4, 3]}).policy(False, 3)
+    assert str(caught.value) == "recycle.activation_cap: 2 entries for 3 stages; write one number, or a list of 3"
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """``measured(cap=…, **changes)``: settings with a profile of 24 layers on a device of 80 GiB, changed so."""
+
+    def settings(cap=None, **changes) -> Settings:
+        path = tmp_path / "profile.json"
+        profile.write(replace(analytic.preset("gpt3_medium"), **changes), path)
+        return Settings.from_section({"activation_cap": cap, "costs": {"profile": str(path)}})
+
+    return settings
+
+
+@pytest.mark.parametrize(
+    "written, size",
+    [("12GiB", 12 << 30), ("1.5 gib", 3 << 29), ("12GB", 12 * 10**9), ("64kB", 64_000), ("7 TiB", 7 << 40), ("4096B", 4096)],
+)
+def test_a_cap_in_bytes(measured, written, size):
+    assert measured(written).policy(False, 4) == Policy(memory_bytes=size)
+
+
+def test_a_cap_of_what_the_device_has_left(measured):
+    """By hand for a device of 40 GiB: 5% stay free, 28 bytes a parameter are state and undo; the largest part works."""
+    settings = measured("auto", device_bytes=40 << 30, dtype="fp32")
+    found = profile.read(settings.costs.profile)
+    rows = found.parts(4)
+    left = [
+        int(0.95 * (40 << 30)) - 28 * sum(part.parameters for part in row)
+        - max(part.activation_bytes + part.pending_bytes for part in row) - 2 * found.boundary_bytes
+        for row in rows
+    ]  # fmt: skip
+    assert settings.policy(False, 4) == Policy(memory_bytes=tuple(left))
+    assert planner.plan(Topology(2, 4, 8).full(), settings.cost_model(Topology(2, 4, 8), 1), settings.policy(False, 4)).period_us > 0
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"device_bytes": None}, "the profile does not say how much memory its device has"),
+        ({"device_bytes": 1 << 30}, "stage 0: model state and working memory leave -"),
+    ],
+)
+def test_a_device_of_which_nothing_is_left(measured, changes, says):
+    with pytest.raises(SettingsError) as caught:
+        measured("auto", **changes).policy(False, 4)
+    assert str(caught.value).startswith(f'recycle.activation_cap: "auto" is not possible: {says}')
+    assert str(caught.value).endswith("; write a number of micro-batches")
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_costs_from_a_profile(measured, split):
+    settings = measured().model_copy(update={"split_backward": split})
+    costs = settings.cost_model(Topology(6, 4, 8), 1)
+    assert costs == analytic.preset("gpt3_medium").costs(4, 6, fused=not split)
+    assert bool(costs.backward) is not split and min(costs.activation_bytes) > 0
+
+
+def test_the_profile_of_another_job(measured):
+    for shape, samples, expected in (
+        (Topology(2, 4, 8), 3, "measured with micro-batches of 1, and the job's have 3; measure again with recycle profile --micro-batch 3"),
+        (Topology(2, 30, 8), 1, "24 layers for 30 stages: a stage needs at least one layer; name the profile of this job's model"),
+    ):
+        with pytest.raises(SettingsError) as caught:
+            measured().cost_model(shape, samples)
+        assert str(caught.value) == f"recycle.costs.profile: {expected}"
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"layers": 3}', "\0"])
+def test_a_file_that_is_no_profile(tmp_path, text):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    said = message({"costs": {"profile": str(path)}})
+    assert said.startswith(f"recycle.costs.profile: {path} is no profile: ") and said.endswith(f"; {OF_A_PROFILE}") and "\n" not in said
 
 
 def test_faults_of_a_seat():
@@ -143,21 +254,21 @@ def test_faults_of_a_seat():
 
 
 def test_costs_default_to_one_millisecond_each():
-    costs = Settings().cost_model(3)
+    costs = Settings().cost_model(Topology(2, 3, 4), 1)
     assert costs.forward == costs.input == costs.weight == (1000, 1000, 1000)
     assert costs.communication == costs.dispatch == 0 and costs.reduce == costs.step == (0, 0, 0)
 
 
 def test_costs_in_milliseconds_become_whole_microseconds():
     section = {"costs": {"forward_ms": [1.5, 2], "input_ms": 3, "step_ms": [0, 0.25], "communication_ms": 0.1, "dispatch_ms": 0.02}}
-    costs = Settings.from_section(section).cost_model(2)
+    costs = Settings.from_section(section).cost_model(Topology(2, 2, 4), 1)
     assert (costs.forward, costs.input, costs.weight) == ((1500, 2000), (3000, 3000), (1000, 1000))
     assert (costs.step, costs.communication, costs.dispatch) == ((0, 250), 100, 20)
 
 
 def test_costs_of_another_number_of_stages():
     with pytest.raises(SettingsError) as caught:
-        Settings.from_section({"costs": {"weight_ms": [1, 2]}}).cost_model(3)
+        Settings.from_section({"costs": {"weight_ms": [1, 2]}}).cost_model(Topology(2, 3, 4), 1)
     assert str(caught.value) == "recycle.costs.weight_ms: 2 entries for 3 stages; write one number, or a list of 3"
 
 

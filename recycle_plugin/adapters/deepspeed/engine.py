@@ -37,7 +37,7 @@ from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage import Stage, StageModel
 from recycle_plugin.runtime.trace import TraceFile
 from recycle_plugin.runtime.transport import Transport
-from recycle_plugin.runtime.undo import Snapshot
+from recycle_plugin.runtime.undo import KINDS, Undo
 from recycle_plugin.runtime.world import TorchWorld
 from recycle_plugin.settings import Settings
 
@@ -72,7 +72,7 @@ class RecycleEngine(PipelineEngine):
         self._deferred = _split(self.module) if settings.split_backward else None
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._stage = Stage(self._stage_model(), self._deferred, self._randomness)
-        self._snapshot = Snapshot(self._parameters, self.basic_optimizer, self._counters, self._set_counters)
+        self._undo = self._undo_record()
         self._transport = Transport(job.session)
         self._loop: Loop | None = None
         self._trace: TraceFile | None = None
@@ -164,8 +164,8 @@ class RecycleEngine(PipelineEngine):
                                  settings.fault_script(self.seat), self._record)
         if settings.trace:
             self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
-        loop = Loop(session, self._transport, self.topology_, settings.cost_model(self.num_stages), settings.policy(validate),
-                    self.seat, machine, self._world.reach_point)
+        costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(validate, self.num_stages)
+        loop = Loop(session, self._transport, self.topology_, costs, policy, self.seat, machine, self._world.reach_point)
         member = Member(self.global_rank, self.seat, self._transport.address, session.host)
         session.send(Ready(member, machine.stepped, self._job_record(run_dir, validate)))
         loop.start(self)
@@ -179,8 +179,14 @@ class RecycleEngine(PipelineEngine):
             "regroup_timeout_s": settings.regroup_timeout_s, "strict_placement": settings.strict_placement,
             "split_backward": settings.split_backward, "stagger_optimizer": settings.stagger_optimizer, "reroute": settings.reroute,
             "activation_cap": settings.activation_cap, "clipping": self.gradient_clipping() if validate else 0.0,
-            "norm": str(settings.norm), "rng": settings.rng, "seed": settings.seed,
+            "norm": str(settings.norm), "undo": settings.undo, "rng": settings.rng, "seed": settings.seed,
         }  # fmt: skip
+
+    def _undo_record(self) -> Undo:
+        """What takes a step back.  Hooked in where the gradients are what the optimizer will apply: stock code clips after STEP has begun."""
+        record = KINDS[self._job.settings.undo](self._parameters, self.basic_optimizer, self._counters, self._set_counters)
+        self.basic_optimizer.register_step_pre_hook(lambda *_: record.before_step())
+        return record
 
     def _stage_model(self) -> StageModel:
         return StageModel(self.module, self.module.loss_fn, self.micro_batches, self.is_first_stage(), self.is_last_stage(), self.device)
@@ -229,7 +235,7 @@ class RecycleEngine(PipelineEngine):
 
     def undo(self) -> None:
         """Take the last step back (runtime.loop.Replica)."""
-        self._snapshot.restore()
+        self._undo.restore()
 
     def _between_steps(self) -> None:
         """A membership change has broken a collective of the user's script: recover, then it is tried again."""
@@ -335,7 +341,6 @@ class RecycleEngine(PipelineEngine):
         clipping.clip(self._parameters, self._norm, self.gradient_clipping())
 
     def _exec_step(self, instruction: Instruction) -> None:
-        self._snapshot.take()
         super()._exec_optimizer_step()
         self._loop.applied(instruction.step)
 

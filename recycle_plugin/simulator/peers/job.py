@@ -7,9 +7,9 @@ from functools import cached_property
 
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.profile import Part, Profile
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.planner import plan
-from recycle_plugin.simulator.profile import Part, Profile
 
 STOCK = Policy(split_backward=False, stagger_optimizer=False, reroute=False)
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Iterator, Mapping, Sequence
 
+from recycle_plugin.core.profile import Part
 from recycle_plugin.simulator.peers.job import Job
 from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
-from recycle_plugin.simulator.profile import Part
 
 ARTIFACT_PAUSE_S = {"small": 2.0, "medium": 3.0, "2.7B": 6.0, "6.7B": 10.0}  # its simulator's, per event, by model
 STATE_BYTES = 18  # per parameter, as profile.state_bytes

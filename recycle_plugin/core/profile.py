@@ -1,7 +1,7 @@
 """Profiles: what the parts of a model cost on a device, and from them the cost of each stage of a pipeline.
 
 A profile is measured (``recycle profile``) or analytic (``simulator.analytic``), and says which wherever
-its title is shown.  JSON: the fields of :class:`Profile`, parts as objects.
+its title is shown.  JSON: the fields of :class:`Profile`, parts and links as objects.
 """
 
 from __future__ import annotations
@@ -12,9 +12,27 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.simulator.network import Contended, Link, alone, by_replica, by_stage
 
 ORIGINS = ("measured", "analytic")
+STATE_BYTES = {"fp32": 16, "bf16": 18}
+"""A parameter with Adam: weight, gradient, m and v in fp32; beside bf16 weights a gradient and a master weight in fp32 too."""
+UNDO_BYTES = 12  # a parameter's weight (the master, where there is one), m and v in fp32: what takes a step back
+
+
+@dataclass(frozen=True)
+class Link:
+    """``latency_us`` microseconds and ``bytes_per_us`` bytes per microsecond, which is MB/s."""
+
+    latency_us: float
+    bytes_per_us: float
+
+    def __post_init__(self) -> None:
+        if self.latency_us < 0 or self.bytes_per_us <= 0:
+            raise ValueError(f"a link of {self.latency_us} us and {self.bytes_per_us} bytes/us: latency not negative, bandwidth above 0")
+
+    def transfer_us(self, size: int) -> int:
+        """One tensor of ``size`` bytes on an idle link."""
+        return round(self.latency_us + size / self.bytes_per_us)
 
 
 @dataclass(frozen=True)
@@ -50,7 +68,8 @@ class Profile:
 
     ``boundary_bytes``: one boundary tensor.  ``gradient_bytes_each``: of a parameter's gradient on the wire.
     ``inside``, ``across``: links between workers of one host and of two; across carries the reduction.
-    ``gpus_per_worker``: a tensor-parallel group shares one seat.  ``assumptions``: what was not measured.
+    ``gpus_per_worker``: a tensor-parallel group shares one seat.  ``device_bytes``: memory that a worker's device
+    has for state and activations; None in files that do not say.  ``assumptions``: what was not measured.
     """
 
     name: str
@@ -71,11 +90,14 @@ class Profile:
     inside: Link
     across: Link
     gpus_per_worker: int = 1
+    device_bytes: int | None = None
     assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.origin not in ORIGINS:
             raise ValueError(f"origin is {self.origin!r}: one of {', '.join(ORIGINS)}")
+        if self.dtype not in STATE_BYTES:
+            raise ValueError(f"dtype is {self.dtype!r}: one of {', '.join(STATE_BYTES)}")
         if self.layers < 1 or self.micro_batch < 1:
             raise ValueError(f"a profile of {self.layers} layers and micro-batches of {self.micro_batch}: both have to be at least 1")
 
@@ -134,15 +156,15 @@ class Profile:
             pending_bytes=each("pending_bytes"),
         )  # fmt: skip
 
-    def network(self, placement: str, stages: int) -> Contended:
-        """The lines of one generation of workers placed as for :meth:`costs`."""
-        host = {"alone": alone, "replica": by_replica, "stage": by_stage}[placement]
-        return Contended(host, self.inside, self.across, (self.boundary_bytes,) * (stages - 1))
-
-    def state_bytes(self, stages: int, each: int = 18) -> tuple[int, ...]:
-        """Per stage, what a copy of a worker's state moves: 18 bytes a parameter are bf16 weights and gradient buffers
-        of fp32 with Adam's fp32 master, m and v (2 + 4 + 4 + 4 + 4)."""
+    def state_bytes(self, stages: int, undo: bool = False) -> tuple[int, ...]:
+        """Per stage, a worker's parameters, gradients and Adam's state, which a copy of it moves; ``undo``: and what takes a step back."""
+        each = STATE_BYTES[self.dtype] + (UNDO_BYTES if undo else 0)
         return tuple(each * sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages))
+
+    def working_bytes(self, stages: int) -> tuple[int, ...]:
+        """Per stage, an estimate of what one running instruction needs on top: while a part's I runs, what that part holds
+        before and after it is there at once, with the boundary tensors that come and go."""
+        return tuple(max(part.activation_bytes + part.pending_bytes for part in row) + 2 * self.boundary_bytes for row in self.parts(stages))
 
 
 def ring_us(link: Link, size: int, members: int) -> int:
