@@ -1,105 +1,150 @@
-"""A step that is taken back leaves no bit behind, and done again gives the same bits."""
+"""What both ways of undo promise, and the snapshot's exactness: a step that is taken back leaves no bit behind."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
-from recycle_plugin.runtime.undo import Snapshot
+from recycle_plugin.runtime.undo import KINDS
+from tests.support.optimizers import INVERTIBLE, OTHERS, Subject, same
 
-OPTIMIZERS = {
-    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
-    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.1),
-    "nesterov": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
-    "adam": lambda ps: torch.optim.Adam(ps, lr=0.1),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.1),
-    "amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.1, amsgrad=True),
-    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1),
-}
+ALL = INVERTIBLE | OTHERS
 
 
-class Subject:
-    """Parameters with an optimizer, a scheduler and a counter."""
-
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(0)
-        self.parameters = [torch.nn.Parameter(torch.randn(5, 3)), torch.nn.Parameter(torch.randn(4, dtype=torch.float64))]
-        self.optimizer = OPTIMIZERS[name](self.parameters)
-        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
-        self.count = 0
-        self.snapshot = Snapshot(self.parameters, self.optimizer, self._counters, self._set)
-
-    def _counters(self) -> dict:
-        return {"scheduler": self.scheduler.state_dict(), "count": self.count}
-
-    def _set(self, counters: dict) -> None:
-        self.scheduler.load_state_dict(counters["scheduler"])
-        self.count = counters["count"]
-
-    def step(self, seed: int, scale: float = 1.0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in self.parameters:
-            parameter.grad = scale * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
-        self.optimizer.step()
-        self.scheduler.step()
-        self.count += 1
-
-    def state(self) -> tuple:
-        return copy.deepcopy(([p.data for p in self.parameters], self.optimizer.state_dict(), self._counters()))
+# --- snapshot ---------------------------------------------------------------------------------------
 
 
-def same(a: object, b: object) -> bool:
-    if torch.is_tensor(a):
-        return torch.equal(a, b) and a.dtype == b.dtype
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("earlier", [0, 1, 4])
 def test_undo_and_redo_are_exact(name, earlier):
     """``earlier`` 0: the very first step, which creates the optimizer's state."""
-    subject = Subject(name)
+    subject, straight = Subject(ALL[name]), Subject(ALL[name])
     for seed in range(earlier):
-        subject.step(seed)
+        subject.step(subject.random(seed))
+        straight.step(straight.random(seed))
     before = subject.state()
-    subject.snapshot.take()
-    subject.step(99, scale=1e6)
+    subject.step(subject.random(99, scale=1e6))
     wrong = subject.state()
-    subject.snapshot.restore()
+    subject.undo.restore()
     assert same(subject.state(), before) and not same(wrong, before)
-    subject.step(7)
-    straight = Subject(name)
-    for seed in (*range(earlier), 7):
-        straight.step(seed)
+    subject.step(subject.random(7))
+    straight.step(straight.random(7))
     assert same(subject.state(), straight.state())
 
 
-def test_a_hundred_cycles_do_not_drift():
-    subject = Subject("adam")
-    subject.step(1)
+SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=3)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@given(name=st.sampled_from([*ALL]), shapes=SHAPES, dtype=st.sampled_from(DTYPES), steps=st.integers(0, 2), spike=st.floats(-1e30, 1e30))
+@hypothesis_settings(deadline=None, max_examples=60)
+def test_any_step_comes_back_bit_for_bit(name, shapes, dtype, steps, spike):
+    """Gradients that overflow included, whatever they leave behind."""
+    subject = Subject(ALL[name], parameters=[torch.nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes])
+    for seed in range(steps):
+        subject.step(subject.random(seed))
     before = subject.state()
-    for seed in range(100):
-        subject.snapshot.take()
-        subject.step(seed, scale=10.0**seed % 1e30)
-        subject.snapshot.restore()
+    subject.step([gradient * spike for gradient in subject.random(50)])
+    subject.undo.restore()
     assert same(subject.state(), before)
 
 
-def test_parameters_keep_their_storage():
-    subject = Subject("adam")
-    addresses = [parameter.data_ptr() for parameter in subject.parameters]
-    subject.snapshot.take()
-    subject.step(1)
-    subject.snapshot.restore()
-    assert addresses == [parameter.data_ptr() for parameter in subject.parameters]
+def test_a_hundred_cycles_do_not_drift():
+    subject = Subject(ALL["adam"])
+    subject.step(subject.random(1))
+    before = subject.state()
+    for seed in range(100):
+        subject.step(subject.random(seed, scale=10.0**seed % 1e30))
+        subject.undo.restore()
+    assert same(subject.state(), before)
 
 
-def test_without_a_snapshot_there_is_no_way_back():
-    with pytest.raises(RuntimeError, match="no snapshot"):
-        Subject("sgd").snapshot.restore()
+def test_a_snapshot_holds_parameters_moments_and_step_counts():
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    subject = Subject(ALL["adam"], parameters=[parameter])
+    subject.step(subject.random(1))
+    subject.step(subject.random(2))
+    assert subject.undo.held_bytes == 12 * 100 + 4
+
+
+# --- both -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[*KINDS])
+def kind(request) -> str:
+    return request.param
+
+
+def test_parameters_and_moments_keep_their_storage(kind):
+    """Both are views into flat buffers, as DeepSpeed's may be; whoever holds the flat buffer sees the old values too."""
+    flat = torch.arange(10.0)
+    views = [torch.nn.Parameter(flat[:6].view(2, 3)), torch.nn.Parameter(flat[6:])]
+    subject = Subject(ALL["adam"], kind, views)
+    subject.step(subject.random(1))
+    moments = torch.cat([subject.optimizer.state[p]["exp_avg"].flatten() for p in views])
+    for view, moment in zip(views, moments.split([6, 4])):
+        subject.optimizer.state[view]["exp_avg"] = moment.view(view.shape)
+    kept = flat.clone(), moments.clone()
+    subject.step(subject.random(2))
+    assert not torch.equal(flat, kept[0]) and not torch.equal(moments, kept[1])
+    subject.undo.restore()
+    torch.testing.assert_close((flat, moments), kept, rtol=1e-6, atol=1e-7)
+    assert {p.untyped_storage().data_ptr() for p in views} == {flat.untyped_storage().data_ptr()}
+
+
+def test_schedules_counts_and_hyper_parameters_come_back_exactly(kind):
+    subject = Subject(ALL["adamw"], kind)
+    subject.step(subject.random(1))
+    before = subject.state()
+    subject.step(subject.random(2))
+    subject.optimizer.param_groups[0] |= {"weight_decay": 0.7, "betas": (0.1, 0.2), "new": 1}
+    subject.undo.restore()
+    after = subject.state()
+    assert after["param_groups"] == before["param_groups"] and after["scheduler"] == before["scheduler"] and after["count"] == 1
+    assert [state["step"].item() for state in after["state"].values()] == [1, 1]
+
+
+def test_a_learning_rate_in_a_tensor_comes_back_into_that_tensor(kind):
+    rate = torch.tensor(0.25)
+    subject = Subject(lambda ps: torch.optim.SGD(ps, lr=rate), kind)
+    subject.step(subject.random(1))
+    assert rate == 0.125
+    subject.undo.restore()
+    assert rate == 0.25 and subject.optimizer.param_groups[0]["lr"] is rate
+
+
+def test_each_group_is_taken_back_with_its_own_hyper_parameters(kind):
+    def make(parameters):
+        slow, fast = parameters
+        return torch.optim.SGD([{"params": [slow]}, {"params": [fast], "lr": 4.0, "momentum": 0.5, "maximize": True}], lr=0.5, momentum=0.9)
+
+    subject = Subject(make, kind)
+    for seed in range(2):
+        subject.step(subject.random(seed))
+    before = subject.state()
+    subject.step(subject.random(3))
+    subject.undo.restore()
+    torch.testing.assert_close(subject.state(), before, rtol=1e-6, atol=1e-6)
+
+
+def test_a_parameter_without_a_gradient_is_left_alone(kind):
+    subject = Subject(ALL["adamw"], kind)
+    subject.step([None, subject.random(1)[1]])
+    subject.step([None, subject.random(2)[1]])
+    untouched = subject.parameters[0].detach().clone()
+    subject.undo.restore()
+    assert torch.equal(subject.parameters[0], untouched) and subject.parameters[0] not in subject.optimizer.state
+    assert subject.optimizer.state[subject.parameters[1]]["step"] == 1
+
+
+def test_without_a_step_there_is_no_way_back(kind):
+    subject = Subject(ALL["sgd"], kind)
+    with pytest.raises(RuntimeError, match="no step to take back"):
+        subject.undo.restore()
+    subject.step(subject.random(1))
+    subject.undo.restore()
+    with pytest.raises(RuntimeError, match="is taken back already"):
+        subject.undo.restore()

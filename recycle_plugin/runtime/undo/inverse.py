@@ -1,0 +1,129 @@
+"""Undo by turning the update rule round (SWIFT's update-undo; sources in the package's docstring).
+
+Not exact.  Each element comes back within a few roundings of the *largest* of the values that met in it:
+of p and the update for parameters, of m and (1 − β1)·g for a first moment, of v and (1 − β2)·g² for a second.
+So after ordinary gradients 93–97% of fp32 parameters are bit-equal; after a gradient spike what was small
+beside it is gone.  A redo with the same gradient, which is what recovery does, meets the same large values
+again and ends where the first try ended, within the same few roundings; a redo with another gradient
+does not.  scripts/bench_undo.py measures both.
+
+Refused: parameters in other types than fp32 and fp64 (bf16 would come back with 2⁻⁸ of its value lost),
+AMSGrad, unknown optimizers, sparse gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Hashable, Iterator
+
+import torch
+
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.undo import rules
+from recycle_plugin.runtime.undo.kept import Bookkeeping, Copies
+
+DTYPES = (torch.float32, torch.float64)
+LARGEST_DECAY = 0.5  # of lr × weight decay: what a step shrinks by is divided out again, and rounding grows with it
+
+
+class Inverse:
+    """Of ``optimizer``'s steps, from copies of the gradients as they are when ``before_step()`` is called.
+
+    Copies, since p.grad does not outlive the step: Nesterov with ``foreach`` adds the momentum into it, and
+    zero_grad() may write zeros into it.  Raises RecycleError for what can't be taken back.
+    """
+
+    exact = False
+
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        counters: Callable[[], Any],
+        set_counters: Callable[[Any], None],
+    ) -> None:
+        self._rule = rules.of(optimizer)
+        self._optimizer = optimizer
+        self._books = Bookkeeping(optimizer, counters, set_counters)
+        self._gradients = Copies()
+        self._others = Copies()  # state tensors that the rule does not invert: step counts
+        self._begun: set[int] = set()  # parameters that had been stepped before this step
+        _check_parameters(self._books.parameters, parameters)
+        _check_groups(optimizer)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._gradients.nbytes + self._others.nbytes
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Copy the gradients; RecycleError where the step could not be taken back."""
+        _check_groups(self._optimizer)
+        gradients = {index: p.grad for index, p in enumerate(self._books.parameters) if p.grad is not None}
+        if any(gradient.is_sparse for gradient in gradients.values()):
+            raise _refused("cannot take a step with sparse gradients back", 'write "snapshot", or use sparse=False')
+        self._gradients.take(gradients)
+        tensors = self._books.tensors()
+        self._begun = {index for index, name in tensors if name in self._rule.moments}
+        for index, parameter in enumerate(self._books.parameters):
+            if index in self._begun:
+                self._state(parameter)
+        self._others.take({key: value for key, value in tensors.items() if key[1] not in self._rule.moments})
+        self._books.take()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Take the step back; RecycleError, and nothing is changed, where something in it is not finite."""
+        if not self._books.taken:
+            raise RuntimeError("no step to take back: before_step() was not called, or its step is taken back already")
+        for step in self._steps():
+            self._check_finite(step)
+        for step in self._steps():
+            self._rule.invert(step)
+        self._others.put_back(self._books.tensors())
+        self._books.restore()
+
+    def _steps(self) -> Iterator[rules.Step]:
+        """What was applied to each parameter that had a gradient, with the hyper-parameters of that time."""
+        index = 0
+        for group, saved in zip(self._optimizer.param_groups, self._books.groups, strict=True):
+            stepped = [(i, p, self._state(p)) for i, p in enumerate(group["params"], index) if i in self._gradients]
+            counts = self._rule.counts([state for _, _, state in stepped])
+            for (i, parameter, state), count in zip(stepped, counts, strict=True):
+                gradient = -self._gradients[i] if saved.get("maximize") else self._gradients[i]
+                yield rules.Step(parameter, state, gradient, saved, count, first=i not in self._begun)
+            index += len(group["params"])
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Of a parameter that has been stepped."""
+        state = self._optimizer.state.get(parameter, {})
+        missing = [name for name in self._rule.needs if name not in state]
+        if missing:
+            name = type(self._optimizer).__name__
+            raise _refused(f"cannot take a step of {name} back, which leaves no {missing[0]} in a parameter's state", 'write "snapshot"')
+        return state
+
+    def _check_finite(self, step: rules.Step) -> None:
+        moments = [step.state[name] for name in self._rule.moments if torch.is_tensor(step.state.get(name))]
+        if not all(torch.isfinite(tensor).all() for tensor in (step.gradient, step.parameter, *moments)):
+            raise _refused("cannot take the last step back, because a gradient or what it made is infinite or not a number", 'write "snapshot"')
+
+
+def _check_parameters(stepped: list[torch.Tensor], model: list[torch.nn.Parameter]) -> None:
+    if {id(parameter) for parameter in stepped} - {id(parameter) for parameter in model}:
+        raise _refused("cannot take steps back whose optimizer has parameters of its own beside the model's", 'write "snapshot"')
+    for dtype in {parameter.dtype for parameter in stepped}:
+        if dtype not in DTYPES:
+            raise _refused(f"needs parameters in fp32 or fp64, and there are some in {str(dtype).removeprefix('torch.')}", 'write "snapshot"')
+
+
+def _check_groups(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if group.get("amsgrad"):
+            raise _refused("cannot take AMSGrad back, whose running maximum of v forgets what it was", 'write "snapshot", or set amsgrad to false')
+        decay = float(group["lr"]) * float(group["weight_decay"])
+        if decay > LARGEST_DECAY:
+            raise _refused(f"cannot take a step back with lr x weight_decay = {decay:g}", f'write "snapshot", or stay at {LARGEST_DECAY:g} or less')
+
+
+def _refused(what: str, instead: str) -> RecycleError:
+    return RecycleError(f'recycle.undo: "inverse" {what}; {instead}')
