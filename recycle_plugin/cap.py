@@ -36,9 +36,10 @@ def in_bytes(cap: object) -> bool:
     return isinstance(cap, str) and cap != ONE_F_ONE_B
 
 
-def memory_bytes(cap: str, profile: Profile, stages: int) -> int | tuple[int, ...]:
+def memory_bytes(cap: str, profile: Profile, stages: int, undo: str = "snapshot") -> int | tuple[int, ...]:
     """``Policy.memory_bytes`` of a size, or of "auto": what a device has left beside a worker's state, per stage.
 
+    ``undo``: how steps are taken back, as in the settings.
     Raises ValueError where "auto" has nothing to go by, or nothing is left.
     """
     if cap != AUTO:
@@ -48,6 +49,6 @@ def memory_bytes(cap: str, profile: Profile, stages: int) -> int | tuple[int, ..
     from recycle_plugin.planner import PlanError, memory
 
     try:
-        return memory.auto(profile.device_bytes, profile.state_bytes(stages, undo=True), profile.working_bytes(stages))
+        return memory.auto(profile.device_bytes, profile.state_bytes(stages, undo), profile.working_bytes(stages))
     except PlanError as error:
         raise ValueError(str(error)) from None

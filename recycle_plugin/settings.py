@@ -204,7 +204,7 @@ class Settings(BaseModel):
             raise SettingsError("activation_cap", f"{len(held)} entries for {stages} stages", f"write one number, or a list of {stages}")
         if cap.in_bytes(held):
             try:
-                held, room = None, cap.memory_bytes(held, self._profile(), stages)
+                held, room = None, cap.memory_bytes(held, self._profile(), stages, self.undo)
             except ValueError as error:
                 raise SettingsError("activation_cap", f'"auto" is not possible: {error}', "write a number of micro-batches") from None
         return Policy(self.split_backward, self.stagger_optimizer, self.reroute, held, validate, room)

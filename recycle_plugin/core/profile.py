@@ -16,7 +16,8 @@ from recycle_plugin.core.cost import CostModel
 ORIGINS = ("measured", "analytic")
 STATE_BYTES = {"fp32": 16, "bf16": 18}
 """A parameter with Adam: weight, gradient, m and v in fp32; beside bf16 weights a gradient and a master weight in fp32 too."""
-UNDO_BYTES = 12  # a parameter's weight (the master, where there is one), m and v in fp32: what takes a step back
+UNDO_BYTES = {"snapshot": 12, "inverse": 4}
+"""A parameter, by the setting ``undo``: copies of its fp32 weight, m and v, or of its gradient."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,10 @@ class Profile:
             pending_bytes=each("pending_bytes"),
         )  # fmt: skip
 
-    def state_bytes(self, stages: int, undo: bool = False) -> tuple[int, ...]:
-        """Per stage, a worker's parameters, gradients and Adam's state, which a copy of it moves; ``undo``: and what takes a step back."""
-        each = STATE_BYTES[self.dtype] + (UNDO_BYTES if undo else 0)
+    def state_bytes(self, stages: int, undo: str | None = None) -> tuple[int, ...]:
+        """Per stage, a worker's parameters, gradients and Adam's state, which a copy of it moves; with what takes a step back where
+        ``undo`` says how."""
+        each = STATE_BYTES[self.dtype] + (UNDO_BYTES[undo] if undo else 0)
         return tuple(each * sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages))
 
     def working_bytes(self, stages: int) -> tuple[int, ...]:

@@ -72,12 +72,13 @@ def check(job: Job) -> None:
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker of one stage holds; ``held``: micro-batches at once."""
+    """What a worker of one stage holds; ``held``: micro-batches at once; ``undo``: as in the settings."""
 
     layers: int
     parameters: int
     activation_bytes: int
     held: int
+    undo: str
 
     @property
     def state_bytes(self) -> int:
@@ -85,7 +86,7 @@ class Worker:
 
     @property
     def undo_bytes(self) -> int:
-        return UNDO_BYTES * self.parameters
+        return UNDO_BYTES[self.undo] * self.parameters
 
     @property
     def bytes(self) -> int:
@@ -93,9 +94,10 @@ class Worker:
 
 
 def workers_on_meta(job: Job) -> list[Worker]:
-    policy, each = Settings.from_section(job.recycle).policy(False, job.topology.stages), activation_bytes(job)
+    settings, stages, each = Settings.from_section(job.recycle), job.topology.stages, activation_bytes(job)
+    policy = settings.policy(False, stages)
     return [
-        Worker(layers, parameters, layers * each, held(policy, stage, job.topology.stages, layers * each))
+        Worker(layers, parameters, layers * each, held(policy, stage, stages, layers * each), settings.undo)
         for stage, (layers, parameters) in enumerate(stages_on_meta(job))
     ]
 

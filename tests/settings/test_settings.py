@@ -191,13 +191,14 @@ def test_a_cap_in_bytes(measured, written, size):
     assert measured(written).policy(False, 4) == Policy(memory_bytes=size)
 
 
-def test_a_cap_of_what_the_device_has_left(measured):
-    """By hand for a device of 40 GiB: 5% stay free, 28 bytes a parameter are state and undo; the largest part works."""
-    settings = measured("auto", device_bytes=40 << 30, dtype="fp32")
+@pytest.mark.parametrize("undo, each", [("snapshot", 28), ("inverse", 20)])
+def test_a_cap_of_what_the_device_has_left(measured, undo, each):
+    """By hand for a device of 40 GiB: 5% stay free, ``each`` bytes a parameter are state and undo; the largest part works."""
+    settings = measured("auto", device_bytes=40 << 30, dtype="fp32").model_copy(update={"undo": undo})
     found = profile.read(settings.costs.profile)
     rows = found.parts(4)
     left = [
-        int(0.95 * (40 << 30)) - 28 * sum(part.parameters for part in row)
+        int(0.95 * (40 << 30)) - each * sum(part.parameters for part in row)
         - max(part.activation_bytes + part.pending_bytes for part in row) - 2 * found.boundary_bytes
         for row in rows
     ]  # fmt: skip
