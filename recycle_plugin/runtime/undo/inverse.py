@@ -46,7 +46,6 @@ class Inverse:
         self._books = Bookkeeping(optimizer, counters, set_counters)
         self._gradients = Copies()
         self._others = Copies()  # state tensors that the rule does not invert: step counts
-        self._begun: set[int] = set()  # parameters that had been stepped before this step
         _check_parameters(self._books.parameters, parameters)
         _check_groups(optimizer)
 
@@ -61,13 +60,11 @@ class Inverse:
         gradients = {index: p.grad for index, p in enumerate(self._books.parameters) if p.grad is not None}
         if any(gradient.is_sparse for gradient in gradients.values()):
             raise _refused("cannot take a step with sparse gradients back", 'write "snapshot", or use sparse=False')
-        self._gradients.take(gradients)
-        tensors = self._books.tensors()
-        self._begun = {index for index, name in tensors if name in self._rule.moments}
-        for index, parameter in enumerate(self._books.parameters):
-            if index in self._begun:
+        for parameter in self._books.parameters:
+            if parameter in self._optimizer.state:
                 self._state(parameter)
-        self._others.take({key: value for key, value in tensors.items() if key[1] not in self._rule.moments})
+        self._gradients.take(gradients)
+        self._others.take({key: value for key, value in self._books.tensors().items() if key[1] not in self._rule.moments})
         self._books.take()
 
     @torch.no_grad()
@@ -90,7 +87,7 @@ class Inverse:
             counts = self._rule.counts([state for _, _, state in stepped])
             for (i, parameter, state), count in zip(stepped, counts, strict=True):
                 gradient = -self._gradients[i] if saved.get("maximize") else self._gradients[i]
-                yield rules.Step(parameter, state, gradient, saved, count, first=i not in self._begun)
+                yield rules.Step(parameter, state, gradient, saved, count)
             index += len(group["params"])
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:

@@ -18,14 +18,16 @@ from recycle_plugin.runtime.errors import RecycleError
 
 @dataclass(frozen=True)
 class Step:
-    """One parameter's share of an applied step; ``parameter`` and the moments in ``state`` are inverted in place."""
+    """One parameter's share of an applied step; ``parameter`` and the moments in ``state`` are inverted in place.
+
+    First steps are inverted like others; the moments that they have created are dropped afterwards, whatever is in them.
+    """
 
     parameter: torch.Tensor
     state: dict[str, Any]  # as the step left it
     gradient: torch.Tensor  # as applied; its sign turned where the group maximizes
     group: Mapping[str, Any]  # hyper-parameters that it was applied with
     count: int  # of the parameter's steps, this one included
-    first: bool  # the step has created the moments, and they go with it
 
     @property
     def decay(self) -> float:
@@ -47,7 +49,7 @@ class Rule(Protocol):
 class Sgd:
     """torch.optim.SGD: plain, with momentum (and dampening), Nesterov.
 
-    Momentum's first step sets b = g without dampening; taking it back needs no b before it.
+    Momentum's first step sets b to the gradient, without dampening.  The parameter has moved along b all the same.
     """
 
     moments = ("momentum_buffer",)
@@ -67,8 +69,7 @@ class Sgd:
             p.add_(g.add(b, alpha=momentum), alpha=lr).div_(1 - step.decay)
         else:
             p.add_(b, alpha=lr)
-        if not step.first:
-            _take_out(b, g.add(p, alpha=group["weight_decay"]), momentum, 1 - group["dampening"])
+        _take_out(b, g.add(p, alpha=group["weight_decay"]), momentum, 1 - group["dampening"])
 
 
 class Adam:
@@ -155,8 +156,6 @@ def _adam(step: Step, v: torch.Tensor) -> tuple[float, torch.Tensor]:
 
 
 def _invert_moments(step: Step, gradient: torch.Tensor) -> None:
-    if step.first:
-        return
     (beta1, beta2), (m, v) = step.group["betas"], (step.state[name] for name in Adam.moments)
     _take_out(m, gradient, beta1, 1 - beta1)
     _take_out(v, gradient * gradient, beta2, 1 - beta2)
