@@ -87,17 +87,6 @@ def draw(path: str | Path, *panels: Panel) -> None:
     figure.savefig(path)
 
 
-def before_and_after(
-    path: str | Path,
-    before: Sequence[Span],
-    after: Sequence[Span],
-    deaths: Mapping[Seat, int],
-    unit: tuple[int, str] | None = None,
-) -> None:
-    """Two panels: a fault-free stretch, and one with the failure in it or after it."""
-    draw(path, Panel("before the failure", before, {}, unit), Panel("after the failure", after, deaths, unit))
-
-
 def idle_share(spans: Iterable[Span], until: Mapping[Seat, int] | None = None) -> float:
     """The part of the seats' time, from the first start to the last end, in which they computed nothing.
 

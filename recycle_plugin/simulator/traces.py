@@ -9,14 +9,11 @@ from typing import Iterator, Sequence
 
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.simulator.history import Change
+from recycle_plugin.simulator.peers import published
 
 HOUR_S = 3600.0
-GCP = (
-    "0 24 | .12 23 | .56 22 | .68 23 | .88 24 | 1.04 22 | 1.12 21 | 1.20 22 | 1.28 21 | 1.36 22 | 1.52 24 | 1.68 23 | 1.80 20 | 1.96 22 | "
-    "2.08 24 | 2.24 23 | 2.48 24 | 2.60 23 | 2.84 22 | 2.96 24 | 3.08 23 | 3.32 22 | 3.48 24 | 3.60 21 | 3.84 22 | 3.96 23 | 4.08 21 | "
-    "4.20 19 | 4.32 17 | 4.48 16 | 4.56 15 | 4.68 16 | 4.72 18 | 4.96 21 | 5.76 20 | 5.84 21 | 5.92 22 | 6.20 24 | 6.32 end"
-)
-"""The GCP trace of ReCycle's evaluation (SOSP'24), digitised from the authors' slides: hour and GPUs."""
+GCP = "|".join([*(f"{hour} {gpus}" for hour, gpus in published.TRACE), f"{published.TRACE_ENDS_H} end"])
+"""The trace of ReCycle's evaluation, as a file would have it."""
 
 
 def read(name: str, workers: int) -> tuple[list[Change], float | None]:

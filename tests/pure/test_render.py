@@ -51,7 +51,7 @@ def test_every_op_that_takes_time_has_a_colour_and_a_name() -> None:
 def test_pictures_are_written(tmp_path, ending: str, magic: bytes) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"steps.{ending}"
-    gantt.before_and_after(path, spans(), spans(LOST), {LOST: -5})
+    gantt.draw(path, gantt.Panel("before the failure", spans()), gantt.Panel("after the failure", spans(LOST), {LOST: -5}))
     assert path.read_bytes().startswith(magic)
 
 

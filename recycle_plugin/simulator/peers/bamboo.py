@@ -21,7 +21,6 @@ from recycle_plugin.simulator.peers.job import Job
 from recycle_plugin.simulator.peers.policy import Change, Transition
 
 FAULT_FREE_IN_RECYCLE = 0.651
-FAULT_FREE_IN_OOBLECK = (0.25, 0.32)
 MERGED = 1.5
 RENDEZVOUS_S = 30.0
 OVERLOADED = 0.05

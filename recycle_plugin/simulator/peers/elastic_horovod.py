@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from recycle_plugin.simulator.peers.machine import copy_s
 from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
 from recycle_plugin.simulator.peers.restart_from_checkpoint import RestartFromCheckpoint
 
@@ -36,7 +35,7 @@ class ElasticHorovod(RestartFromCheckpoint):
     @cached_property
     def sync_s(self) -> float:
         """The state from rank 0 to the others."""
-        return copy_s(self.job.largest_state, self.job.profile.across.bytes_per_us)
+        return self.job.profile.across.transfer_us(self.job.largest_state) / 1e6
 
     @cached_property
     def every_s(self) -> float:

@@ -18,13 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Iterator, Mapping, Sequence
 
-from recycle_plugin.core.profile import Part
+from recycle_plugin.core.profile import STATE_BYTES, Part
 from recycle_plugin.simulator.peers.job import Job
 from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
-
-ARTIFACT_PAUSE_S = {"small": 2.0, "medium": 3.0, "2.7B": 6.0, "6.7B": 10.0}  # its simulator's, per event, by model
-STATE_BYTES = 18  # per parameter, as profile.state_bytes
-IMPLIED_PAUSE_S = {"medium": 29.0, "big": 83.0}  # implied by ReCycle's figure, recomputed (papers.md section 2)
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ def least_nodes(job: Job) -> int:
         for stage, count in enumerate(cut):
             held = job.parts[begin : begin + count]
             begin += count
-            state = STATE_BYTES * sum(layer.parameters for layer in held) // job.profile.gpus_per_worker
+            state = STATE_BYTES[job.profile.dtype] * sum(layer.parameters for layer in held) // job.profile.gpus_per_worker
             fits &= state + (nodes - stage) * sum(layer.activation_bytes for layer in held) <= job.memory_limit
         if fits:
             return nodes

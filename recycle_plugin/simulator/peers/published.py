@@ -6,14 +6,10 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from functools import cache
 from importlib.resources import files
-from typing import Sequence
 
 DIGITISED = "digitised from the ReCycle authors' slides and poster (SOSP'24), +-0.02 samples/s"
-ARTIFACT = "Oobleck's public artifact: measured on A40 nodes"
-RECOMPUTED = "Oobleck's own simulator, run by this project on those tables"
 
 GPUS = tuple(range(24, 14, -1))
 FRACTIONS: dict[tuple[str, str], tuple[float, ...]] = {
@@ -31,7 +27,7 @@ AVERAGES = {
     ("ReCycle", "350M"): 19.37, ("Oobleck", "350M"): 17.99, ("Bamboo", "350M"): 11.75,
 }  # fmt: skip
 
-TRACE = (
+TRACE = (  # hour and GPUs of ReCycle's evaluation on GCP
     (0, 24), (0.12, 23), (0.56, 22), (0.68, 23), (0.88, 24), (1.04, 22), (1.12, 21), (1.20, 22), (1.28, 21), (1.36, 22), (1.52, 24),
     (1.68, 23), (1.80, 20), (1.96, 22), (2.08, 24), (2.24, 23), (2.48, 24), (2.60, 23), (2.84, 22), (2.96, 24), (3.08, 23), (3.32, 22),
     (3.48, 24), (3.60, 21), (3.84, 22), (3.96, 23), (4.08, 21), (4.20, 19), (4.32, 17), (4.48, 16), (4.56, 15), (4.68, 16), (4.72, 18),
@@ -41,6 +37,7 @@ TRACE_ENDS_H = 6.32
 
 EXAMPLE = {"fault-free 1F1B": 27, "adaptive only": 36, "+ decoupled": 29, "+ staggered": 30}  # slots; the last: period with the optimizer
 
+# Oobleck's public artifact: measured on A40 nodes; its pauses are its simulator's, per event.
 OOBLECK_BATCH = {"GPT-3 medium": 819, "GPT-3 2.7B": 512, "GPT-3 6.7B": 1024}
 OOBLECK_PAUSE_S = {"GPT-3 medium": 3.0, "GPT-3 2.7B": 6.0, "GPT-3 6.7B": 10.0}
 OOBLECK_MEASURED = {  # samples per second on 30, 29, ... nodes; 6.7B on 15 is infeasible
@@ -49,7 +46,7 @@ OOBLECK_MEASURED = {  # samples per second on 30, 29, ... nodes; 6.7B on 15 is i
     "GPT-3 6.7B": (5.508, 5.324, 5.141, 4.957, 4.773, 4.809, 4.330, 4.185, 3.947, 4.011, 4.154, 3.712, 3.593, 3.284, 3.531),
 }  # fmt: skip
 OOBLECK_EVERY_S = (21600, 10800, 3600, 1800, 600)
-OOBLECK_AVERAGES = {  # by OOBLECK_EVERY_S
+OOBLECK_AVERAGES = {  # by OOBLECK_EVERY_S; its own simulator, run by this project on those tables
     "GPT-3 medium": (29.3, 29.3, 29.2, 29.1, 28.7),
     "GPT-3 2.7B": (7.29, 7.28, 7.23, 7.18, 6.89),
     "GPT-3 6.7B": (4.33, 4.31, 4.22, 4.11, 3.55),
@@ -70,10 +67,6 @@ def oobleck_measured(model: str) -> dict[int, float]:
 def curve(system: str, model: str) -> tuple[tuple[float, float], ...]:
     """The published curve over the trace: (hour, samples per second); empty where there is none."""
     return tuple((hour, speed) for hour, speed in _digitised()[{"350M": "gpt3_350m"}.get(model, model)].get(system.lower().replace("-", "_"), ()))
-
-
-def gpus_at(hour: float, trace: Sequence[tuple[float, int]] = TRACE) -> int:
-    return trace[bisect_right([point[0] for point in trace], hour) - 1][1]
 
 
 @cache

@@ -45,7 +45,7 @@ class Recycle:
     horizon_s: float = 600.0
     name: str = "ReCycle, ours"
     source: str = "recycle_plugin.planner, the runtime's own"
-    validated: str = "plans verified, period from the plan; transitions: peers/machine.py"
+    validated: str = "plans verified, period from the plan; transitions: simulator/machine.py"
     store: PlanStore = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Recycle:
         if not (self.moves and view.lost):
             return view, 0.0, ""
         job, period_s = self.job, self.period_us(view) / 1e6
-        copies = [round(size / job.profile.across.bytes_per_us) for size in job.state_bytes]
+        copies = list(map(job.profile.across.transfer_us, job.state_bytes))
         found = normalise(view, job.costs, self.techniques, copies, max(1, int(self.horizon_s / period_s)))
         moved = "".join(f", {move}" for move in found.moves)
         return found.view, found.copy_us / 1e6, moved
