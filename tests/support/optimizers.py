@@ -94,7 +94,9 @@ class Subject:
             parameter.grad = None if gradient is None else gradient.clone()
         self.undo.before_step()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
         self.scheduler.step()
         self.count += 1
 

@@ -1,0 +1,91 @@
+"""DeepSpeed's own Adam under the inverse: its classes keep their books otherwise than torch's.
+
+The compiled kernels are replaced by their formulas (deepspeed/ops/csrc/includes/cpu_adam.h), which spares the compiler.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recycle_plugin.runtime.undo.rules import of
+from tests.support.optimizers import Subject
+
+deepspeed_adam = pytest.importorskip("deepspeed.ops.adam")
+
+
+def formula(p, g, m, v, lr, beta1, beta2, eps, step, decoupled, bias_correction, decay) -> None:
+    if not decoupled:
+        g = g + decay * p
+    m.mul_(beta1).add_(g, alpha=1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    correction1, correction2 = (1 - beta**step if bias_correction else 1.0 for beta in (beta1, beta2))
+    if decoupled:
+        p.mul_(1 - lr * decay)
+    p.addcdiv_(m, (v.sqrt() / correction2**0.5).add_(eps), value=-lr / correction1)
+
+
+class Kernels:
+    """What DeepSpeed's op builders load."""
+
+    def __init__(self) -> None:
+        self._decoupled: dict[int, bool] = {}
+
+    def load(self) -> Kernels:
+        return self
+
+    def multi_tensor_adam(self, chunk_size, flag, lists, lr, beta1, beta2, eps, step, mode, bias_correction, decay) -> None:
+        for g, p, m, v in zip(*lists):
+            formula(p, g, m, v, lr, beta1, beta2, eps, step, mode == 1, bias_correction, decay)
+
+    def create_adam(self, number, lr, beta1, beta2, eps, decay, decoupled, log) -> None:
+        self._decoupled[number] = decoupled
+
+    def destroy_adam(self, number) -> None:
+        del self._decoupled[number]
+
+    def adam_update(self, number, step, lr, beta1, beta2, eps, decay, bias_correction, p, g, m, v) -> None:
+        formula(p, g, m, v, lr, beta1, beta2, eps, step, self._decoupled[number], bias_correction, decay)
+
+
+MAKE = {
+    "FusedAdam": lambda ps, decoupled, **more: deepspeed_adam.FusedAdam(ps, lr=0.05, weight_decay=0.1, adam_w_mode=decoupled, **more),
+    "DeepSpeedCPUAdam": lambda ps, decoupled, **more: deepspeed_adam.DeepSpeedCPUAdam(ps, lr=0.05, weight_decay=0.1, adamw_mode=decoupled, **more),
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    for builder in ("fused_adam.FusedAdamBuilder", "cpu_adam.CPUAdamBuilder"):
+        monkeypatch.setattr(f"deepspeed.ops.adam.{builder}", Kernels)
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("decoupled", (True, False))
+@pytest.mark.parametrize("bias_correction", (True, False))
+@pytest.mark.parametrize("earlier", (0, 1, 3))
+def test_its_step_comes_back_and_can_be_done_again(name, decoupled, bias_correction, earlier):
+    """``earlier`` 0: FusedAdam also creates a count in its group."""
+    parameters = [torch.nn.Parameter(torch.linspace(-1, 1, 6).view(shape)) for shape in ((2, 3), (6,))]
+    subject = Subject(lambda ps: MAKE[name](ps, decoupled, bias_correction=bias_correction), "inverse", parameters)
+    for seed in range(earlier):
+        subject.step(subject.random(seed))
+    before = subject.state()
+    subject.step(subject.random(50))
+    first = subject.state()
+    subject.undo.restore()
+    torch.testing.assert_close(subject.state(), before, rtol=1e-5, atol=1e-6)
+    subject.step(subject.random(50))
+    torch.testing.assert_close(subject.state(), first, rtol=1e-5, atol=1e-6)
+
+
+def test_fused_adam_counts_in_the_last_parameter_only():
+    """Why its rule is not that of the others."""
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = MAKE["FusedAdam"](parameters, True)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.ones(3)
+        optimizer.step()
+    states = [optimizer.state[parameter] for parameter in parameters]
+    assert [state["step"] for state in states] == [0, 3] and of(optimizer).counts(states) == [3, 3]
