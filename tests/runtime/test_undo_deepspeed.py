@@ -5,12 +5,15 @@ The compiled kernels are replaced by their formulas (deepspeed/ops/csrc/includes
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from recycle_plugin.runtime.undo.rules import of
 from tests.support.optimizers import Subject
 
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed_adam = pytest.importorskip("deepspeed.ops.adam")
 
 
