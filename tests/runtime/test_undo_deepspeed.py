@@ -1,4 +1,4 @@
-"""DeepSpeed's own Adam under the inverse: its classes keep their books otherwise than torch's.
+"""DeepSpeed's own Adam under the inverse, whose classes keep their books otherwise than torch's, and its engine's step.
 
 The compiled kernels are replaced by their formulas (deepspeed/ops/csrc/includes/cpu_adam.h), which spares the compiler.
 """
@@ -6,6 +6,7 @@ The compiled kernels are replaced by their formulas (deepspeed/ops/csrc/includes
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,3 +93,26 @@ def test_fused_adam_counts_in_the_last_parameter_only():
         optimizer.step()
     states = [optimizer.state[parameter] for parameter in parameters]
     assert [state["step"] for state in states] == [0, 3] and of(optimizer).counts(states) == [3, 3]
+
+
+def test_the_engine_keeps_the_gradient_that_is_applied_the_clipped_one():
+    """Stock code clips inside the step: a record made where STEP begins would take another gradient back."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
+
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    engine = SimpleNamespace(
+        _job=SimpleNamespace(settings=SimpleNamespace(undo="inverse")), _parameters=[parameter], basic_optimizer=optimizer, optimizer=optimizer,
+        _counters=dict, _set_counters=lambda counters: None, gradient_clipping=lambda: 1.0, torch_autocast_z0_gradscaler=None,
+        clip_fp32_gradients=lambda: parameter.grad.mul_(0.01), zero_grad=lambda: parameter.grad.zero_(), lr_scheduler=None,
+        steps_per_print=lambda: None, managed_gradient_accumulation=lambda: True, train_batch_size=lambda: 1, global_steps=0, global_samples=0,
+        **{f"{name}_enabled": lambda: False for name in ("fp16", "bfloat16")}, zero_optimization=lambda: False,
+    )  # fmt: skip
+    record = RecycleEngine._undo_record(engine)
+    parameter.grad = torch.full((3,), 100.0)
+    DeepSpeedEngine._take_model_step(engine, None)
+    torch.testing.assert_close(parameter.data, torch.full((3,), 0.9))
+    record.restore()
+    torch.testing.assert_close(parameter.data, torch.ones(3))
