@@ -11,7 +11,6 @@ import math
 import os
 import platform
 import re
-import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -302,7 +301,6 @@ def _demo(out: Path, name: str, steps: int, console: Console) -> int:
 
 def _train(folder: Path, workers: int, overrides: Sequence[str], console: Console, said: set[str]) -> Outcome:
     """One run, its event lines printed as they come; warnings that ``said`` has are not said again."""
-    shutil.rmtree(folder / "trace", ignore_errors=True)  # traces are appended to
     deadline, printed = time.monotonic() + DEADLINE_S, 0
     with TrainingRun(folder, workers, overrides) as job:
         ended = False

@@ -76,7 +76,7 @@ class TrainingRun:
         self._mark = uuid.uuid4().hex
         self._output = self.folder / "output.txt"
         self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in (self.folder / "events.jsonl", *self.folder.glob("losses/rank*.json")):
+        for stale in (self.folder / "events.jsonl", *self.folder.glob("losses/rank*.json"), *self.folder.glob("trace/*.txt")):  # traces are appended to
             stale.unlink(missing_ok=True)
         module = ["--module", "recycle_plugin.launch"] if plugin else []
         command = ["deepspeed", "--num_gpus", str(workers), "--master_port", str(free_port()), *module]
@@ -107,6 +107,10 @@ class TrainingRun:
     def committed(self) -> int:
         """The last committed step, 0 before the first."""
         return max((event["step"] for event in self.events() if event["event"] == "committed"), default=0)
+
+    def resumes(self) -> list[dict]:
+        """The events with which training began, and went on after each change of the membership."""
+        return [event for event in self.events() if event["event"] == "resume"]
 
     def rank_at(self, seat: str) -> int:
         """The rank that started at ``seat`` ("replica.stage")."""

@@ -18,10 +18,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import median
 
+from recycle_plugin.bench import script
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.measure import REPLACED, WARM_UP, Kill, RecoveryCost, recovery_costs
-from recycle_plugin.runs import RunFailed, TrainingRun, terminable
+from recycle_plugin.runs import TrainingRun
 from recycle_plugin.runtime.trace import read_traces
 
 TARGET_S = {4: 0.3, 8: 0.5}  # by workers
@@ -82,8 +83,6 @@ def overrides(shape: Topology, model: str, step_s: float) -> list[str]:
 def kill_one_by_one(shape: Topology, job: list[str], most: int, dice: random.Random, folder: Path) -> list[RecoveryCost]:
     """One job: kill, let it settle, kill again, as long as every stage keeps a worker."""
     live, kills = set(shape.seats), []
-    for stale in folder.glob("trace/*.txt"):
-        stale.unlink()
     with TrainingRun(folder, len(shape.seats), job) as run:
         settled = WARM_UP + SETTLED
         while len(kills) < most and (victims := survivable(shape, live)):
@@ -93,7 +92,7 @@ def kill_one_by_one(shape: Topology, job: list[str], most: int, dice: random.Ran
             seat = dice.choice(victims)
             kills.append(Kill(seat, run.kill(run.rank_at(str(seat)))))
             live.remove(seat)
-            resume = run.wait_for(lambda: resumes(run)[len(kills) :], f"word that it goes on without seat {seat}")[0]
+            resume = run.wait_for(lambda: run.resumes()[len(kills) :], f"word that it goes on without seat {seat}")[0]
             settled = resume["committed"] + REPLACED + SETTLED
         run.wait_for(lambda: run.committed() >= settled, f"step {settled}", timeout_s=300)
         return recovery_costs(kills, run.events(), read_traces(folder / "trace"))
@@ -102,10 +101,6 @@ def kill_one_by_one(shape: Topology, job: list[str], most: int, dice: random.Ran
 def survivable(shape: Topology, live: set[Seat]) -> list[Seat]:
     """Seats whose loss leaves their stage a worker."""
     return [seat for seat in sorted(live) if sum(other.stage == seat.stage for other in live) > 1]
-
-
-def resumes(run: TrainingRun) -> list[dict]:
-    return [event for event in run.events() if event["event"] == "resume"]
 
 
 def summary(costs: list[RecoveryCost]) -> dict:
@@ -135,10 +130,4 @@ def table(result: dict, costs: list[RecoveryCost]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        with terminable():
-            sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except RunFailed as failure:
-        sys.exit(f"bench_recovery: {failure}")
+    script(main)

@@ -15,26 +15,23 @@ import argparse
 import json
 import os
 import resource
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
 
 from recycle_plugin import planner
+from recycle_plugin.bench import calibration, one_loss, run_part, script
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Plan, Policy
 from recycle_plugin.core.topology import Topology
-from recycle_plugin.measure import REPLACED, WARM_UP, Constants, TooShort, calibrate, intervals
-from recycle_plugin.runs import RunFailed, TrainingRun
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.measure import Constants
 from recycle_plugin.simulator import analytic, predict, simulate, traces
 from recycle_plugin.simulator.history import Trainer
 from recycle_plugin.simulator.machine import LOCAL
 
 MEAN, MOST = 0.03, 0.06
-DEADLINE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -75,13 +72,7 @@ CASES = (
 
 
 def main(arguments: list[str]) -> int:
-    found = parser().parse_args(arguments)
-    found.out.mkdir(parents=True, exist_ok=True)
-    result = PARTS[found.part](found)
-    path = found.out / f"{found.part}.json"
-    path.write_text(json.dumps(result, indent=1))
-    print(f"written to {path}")
-    return int(not result["met"])
+    return run_part(PARTS, parser().parse_args(arguments))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -102,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 
 def accuracy(found: argparse.Namespace) -> dict:
     cases = [case for case in CASES if found.only is None or case.name in found.only]
-    constants = earlier(found.constants) if found.constants else calibration(found)
+    constants = earlier(found.constants) if found.constants else calibrated(found)
     print(f"machine constants, from 2x2 [us]: {asdict(constants)}; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
     plans = {case.name: both_plans(case, found.layer_ms, constants) for case in cases}
     predicted = {
@@ -115,7 +106,7 @@ def accuracy(found: argparse.Namespace) -> dict:
     rows: list[dict] = []
     for case in cases if not found.predict_only else ():
         load = os.getloadavg()[0]
-        measured, digests = run(found, case, constants)
+        measured, digests = one_loss(found.out / case.name, len(case.shape.seats), overrides(case, found.layer_ms, constants), case.lost, found.steps)
         for which, seconds in measured.items():
             error = median(seconds) / predicted[case.name][which] - 1
             same = digests[which] == plans[case.name][which].digest
@@ -159,7 +150,7 @@ def overrides(case: Case, layer_ms: float, constants: Constants | None) -> list[
     names = ("forward_ms", "input_ms", "weight_ms")
     given = [
         "model=emulated", "optimizer=sgd", f"topology.stages={case.stages}", f"topology.replicas={case.replicas}",
-        f"topology.micro_batches={case.micro_batches}", f"model.layers={case.layers}", "report_every=0", "recycle.enabled=true",
+        f"topology.micro_batches={case.micro_batches}", f"model.layers={case.layers}", "report_every=0",
         *(f"model.{name}={layer_ms * share:g}" for name, share in zip(names, case.shares)),
     ]  # fmt: skip
     costs = costs_of(case, layer_ms, constants or Constants(0, 0, 0, 0))
@@ -170,38 +161,15 @@ def overrides(case: Case, layer_ms: float, constants: Constants | None) -> list[
     return given
 
 
-def calibration(found: argparse.Namespace) -> Constants:
-    """From the trace of a fault-free run with 2x2 workers, of equal layers."""
-    folder, case = found.out / "calibration", CASES[0]
-    for stale in folder.glob("trace/*.txt"):
-        stale.unlink()
-    given = [*overrides(case, found.layer_ms, None), f"steps={found.steps + 6}", "recycle.trace=true"]
-    with TrainingRun(folder, len(case.shape.seats), given) as run:
-        run.finish(DEADLINE_S)
-    return calibrate(read_traces(folder / "trace"), round(1000 * found.layer_ms))
+def calibrated(found: argparse.Namespace) -> Constants:
+    """From a run of equal layers on 2x2 workers."""
+    case = CASES[0]
+    given = [*overrides(case, found.layer_ms, None), f"steps={found.steps + 6}"]
+    return calibration(found.out / "calibration", len(case.shape.seats), given, round(1000 * found.layer_ms))
 
 
 def earlier(path: Path) -> Constants:
     return Constants(**json.loads(path.read_text())["constants"])
-
-
-def run(found: argparse.Namespace, case: Case, constants: Constants) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Step times before and after the kill, and the digests of the plans that ran."""
-    given = [*overrides(case, found.layer_ms, constants), "steps=100000"]
-    with TrainingRun(found.out / case.name, len(case.shape.seats), given) as job:
-        job.wait_for(lambda: job.committed() >= WARM_UP + found.steps, f"{found.steps} fault-free steps of {case.name}", DEADLINE_S)
-        job.kill(job.rank_at(str(case.lost)))
-        resume = job.wait_for(lambda: resumes(job)[1:], f"recovery of {case.name}")[0]
-        first = resume["committed"] + REPLACED
-        job.wait_for(lambda: job.committed() >= first + found.steps, f"{found.steps} degraded steps of {case.name}", DEADLINE_S)
-        events = job.events()
-    commits = {event["step"]: event["time"] for event in events if event["event"] == "committed"}
-    times = {"fault_free": intervals(commits, WARM_UP, WARM_UP + found.steps), "degraded": intervals(commits, first, first + found.steps)}
-    return times, {which: resume["digest"] for which, resume in zip(times, resumes(job))}
-
-
-def resumes(job: TrainingRun) -> list[dict]:
-    return [event for event in job.events() if event["event"] == "resume"]
 
 
 # --- scale -----------------------------------------------------------------------------------------------
@@ -234,7 +202,4 @@ def timed(work):
 PARTS = {"accuracy": accuracy, "scale": scale}
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (RunFailed, TooShort) as failure:
-        sys.exit(f"bench_simulator: {failure}")
+    script(main)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -24,17 +23,16 @@ from typing import Callable, Mapping, NamedTuple, Sequence
 import psutil
 
 from recycle_plugin import planner
+from recycle_plugin.bench import DEADLINE_S, calibration, one_loss, run_part, script
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
-from recycle_plugin.measure import REPLACED, WARM_UP, Constants, calibrate, intervals
-from recycle_plugin.runs import Outcome, RunFailed, TrainingRun, terminable
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.measure import WARM_UP, Constants
+from recycle_plugin.runs import Outcome, TrainingRun
 from recycle_plugin.simulator import predict
 
 OVERHEAD, GAIN, ERROR = 1.05, 1.15, 0.05
-DEADLINE_S = 600.0
 STARTED = 10  # both runs are past this step before they take turns
 QUIET_CORES = 0.4  # what others may use of the machine in a turn that counts as quiet
 PATIENCE_S = 15
@@ -44,12 +42,7 @@ WITHOUT = ["recycle.split_backward=false", "recycle.stagger_optimizer=false", "r
 
 
 def main(arguments: list[str]) -> int:
-    found = parser().parse_args(arguments)
-    found.out.mkdir(parents=True, exist_ok=True)
-    result = PARTS[found.part](found)
-    (found.out / f"{found.part}.json").write_text(json.dumps(result, indent=1))
-    print(f"written to {found.out / f'{found.part}.json'}")
-    return int(not result["met"])
+    return run_part(PARTS, parser().parse_args(arguments))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -201,8 +194,8 @@ def emulated(shape: Topology, layer_ms: float, constants: Constants | None = Non
 def prediction(found: argparse.Namespace) -> dict:
     """Calibrate on 2x2, predict 3x4 with and without a lost worker, write that down, and only then run it."""
     layer_ms, lost = found.layer_ms or 30.0, Seat(0, 1)
-    constants = calibration(found.out / "calibration", layer_ms, found.steps or 20)
-    shape = Topology(replicas=3, stages=4, micro_batches=6)
+    square, shape, steps = Topology(replicas=2, stages=2, micro_batches=4), Topology(replicas=3, stages=4, micro_batches=6), found.steps or 20
+    constants = calibration(found.out / "calibration", len(square.seats), [*emulated(square, layer_ms), f"steps={steps}"], round(1000 * layer_ms))
     costs = replace(CostModel.uniform(shape.stages, *(round(1000 * layer_ms),) * 3, constants.communication, constants.reduce, constants.step),
                     dispatch=constants.dispatch)
     plans = {"fault_free": planner.plan(shape.full(), costs, Policy()), "degraded": planner.plan(shape.full().without(lost), costs, Policy())}
@@ -211,7 +204,8 @@ def prediction(found: argparse.Namespace) -> dict:
     path.write_text(json.dumps({"at": time.time(), "layer_ms": layer_ms, "constants": asdict(constants), "lost": str(lost), "step_s": predicted,
                                 "digests": {name: plan.digest for name, plan in plans.items()}}, indent=1))
     print(f"constants of this machine, from 2x2 [us]: {asdict(constants)}\npredicted before the run, in {path}: {predicted}", flush=True)
-    measured, digests = one_loss(found, shape, lost, [*emulated(shape, layer_ms, constants), *found.overrides])
+    job = [*emulated(shape, layer_ms, constants), *found.overrides]
+    measured, digests = one_loss(found.out / "prediction", len(shape.seats), job, lost, steps)
     errors = {name: median(measured[name]) / predicted[name] - 1 for name in predicted}
     for name in predicted:
         rate = shape.replicas * shape.micro_batches / median(measured[name])
@@ -223,35 +217,6 @@ def prediction(found: argparse.Namespace) -> dict:
         "layer_ms": layer_ms, "constants": asdict(constants), "predicted_s": predicted, "measured_s": {n: statistics(v) for n, v in measured.items()},
         "errors": errors, "same_plan": same, "met": met,
     }  # fmt: skip
-
-
-def calibration(folder: Path, layer_ms: float, steps: int) -> Constants:
-    """From the trace of a fault-free run with 2x2 workers."""
-    shape = Topology(replicas=2, stages=2, micro_batches=4)
-    for stale in folder.glob("trace/*.txt"):
-        stale.unlink()
-    with TrainingRun(folder, len(shape.seats), [*emulated(shape, layer_ms), f"steps={steps}", "recycle.enabled=true", "recycle.trace=true"]) as run:
-        run.finish(DEADLINE_S)
-    return calibrate(read_traces(folder / "trace"), round(1000 * layer_ms))
-
-
-def one_loss(found: argparse.Namespace, shape: Topology, lost: Seat, job: list[str]) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Step times before and after ``lost`` is killed, and the digests of the plans that ran."""
-    steps = found.steps or 20
-    with TrainingRun(found.out / "prediction", len(shape.seats), [*job, "recycle.enabled=true", "steps=100000"]) as run:
-        run.wait_for(lambda: run.committed() >= WARM_UP + steps, "fault-free steps", DEADLINE_S)
-        run.kill(run.rank_at(str(lost)))
-        resume = run.wait_for(lambda: resumes(run)[1:], "recovery")[0]
-        first = resume["committed"] + REPLACED
-        run.wait_for(lambda: run.committed() >= first + steps, "degraded steps", DEADLINE_S)
-        events = run.events()
-    commits = {event["step"]: event["time"] for event in events if event["event"] == "committed"}
-    times = {"fault_free": intervals(commits, WARM_UP, WARM_UP + steps), "degraded": intervals(commits, first, first + steps)}
-    return times, {name: resume["digest"] for name, resume in zip(times, resumes(run))}
-
-
-def resumes(run: TrainingRun) -> list[dict]:
-    return [event for event in run.events() if event["event"] == "resume"]
 
 
 # --- words and numbers ---------------------------------------------------------------------------------------
@@ -274,10 +239,4 @@ def verdict(met: bool) -> str:
 PARTS: dict[str, Callable[[argparse.Namespace], dict]] = {"overhead": overhead, "throughput": throughput, "prediction": prediction}
 
 if __name__ == "__main__":
-    try:
-        with terminable():
-            sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except RunFailed as failure:
-        sys.exit(f"bench_step: {failure}")
+    script(main)
