@@ -49,7 +49,7 @@ class RecoveryCost:
     stall_s: float
     before_s: float
     after_s: float
-    undone: int
+    ahead: int
 
 
 def recovery_costs(kills: Sequence[Kill], events: Sequence[Mapping], spans: Sequence[Span]) -> list[RecoveryCost]:
@@ -75,7 +75,7 @@ def _cost(kill: Kill, resume: Mapping, events: Sequence[Mapping], spans: Sequenc
     detection, regroup = lost["time"] - kill.at, resume["time"] - lost["time"]
     return RecoveryCost(
         str(kill.seat), phase, detection, regroup, resume["timings"]["plan_s"], redone, cost - redone - detection - regroup,
-        cost, cost - redone, before, after, resume["undone"],
+        cost, cost - redone, before, after, resume["ahead"],
     )  # fmt: skip
 
 

@@ -117,10 +117,10 @@ def summary(costs: list[RecoveryCost]) -> dict:
 def table(result: dict, costs: list[RecoveryCost]) -> str:
     """A row per kill and the medians; milliseconds."""
     lines = [f"\n{result['topology']}, {result['model']}, step {result['median']['before_s']:.3f} s, {len(costs)} kills, milliseconds"]
-    lines.append(f"{'seat':>8} {'phase':>6} {'undone':>6} " + " ".join(f"{name.removesuffix('_s'):>9}" for name in SHOWN))
+    lines.append(f"{'seat':>8} {'phase':>6} {'ahead':>6} " + " ".join(f"{name.removesuffix('_s'):>9}" for name in SHOWN))
     for cost in costs:
         row = " ".join(f"{1000 * getattr(cost, name):9.1f}" for name in SHOWN)
-        lines.append(f"{cost.seat:>8} {cost.phase:6.2f} {cost.undone:6d} {row}")
+        lines.append(f"{cost.seat:>8} {cost.phase:6.2f} {cost.ahead:6d} {row}")
     for name in ("median", "least", "most"):
         lines.append(f"{name:>8} {'':6} {'':6} " + " ".join(f"{1000 * result[name][key]:9.1f}" for key in SHOWN))
     if result["target_s"] is not None:

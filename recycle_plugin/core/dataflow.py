@@ -1,13 +1,13 @@
-"""Dependencies, stated once: what an instruction needs and what it leaves behind.
+"""Dependencies, stated once: what an instruction needs, uses up and leaves behind.
 
-Scheduler, verifier, simulator, the runtime's waits and the trace's arrows are all derived from
-``requires`` and ``provides``.  A datum carries its step, because with staggered stages two steps
+Scheduler, verifier, simulator, the runtime's waits, recovery (core/lineage.py) and the trace's arrows are
+all derived from ``requires``, ``consumes`` and ``provides``.  A datum carries its step, because with staggered stages two steps
 are in flight and an activation of step k must never be taken for one of k+1.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Iterable, NamedTuple
 
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.instruction import Instruction, Op
@@ -69,6 +69,16 @@ def requires(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] 
             return (Datum("reduced", stage, None, step),)
 
 
+def consumes(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
+    """Of what ``instruction`` requires, what is gone afterwards from the worker that ran it.
+
+    Parameters stay; so does, until the step is committed, what a SEND or a STEP has used: a peer may need it again.
+    """
+    if instruction.op not in (Op.F, Op.I, Op.B, Op.W, Op.REDUCE):
+        return ()
+    return tuple(datum for datum in requires(instruction, stages, own) if datum.kind != "params")
+
+
 def provides(instruction: Instruction) -> tuple[Datum, ...]:
     """What exists after ``instruction`` has run."""
     op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
@@ -95,3 +105,23 @@ def provides(instruction: Instruction) -> tuple[Datum, ...]:
             return made("norm")
         case Op.STEP:
             return (Datum("params", stage, None, step + 1),)
+
+
+def pack(data: Iterable[Datum]) -> dict[str, str]:
+    """``data`` for a message, the micro-batches of each kind, stage and step together: {"wgrad 1@17": "0.0 0.1", "reduced 1@16": ""}."""
+    found: dict[str, list[str]] = {}
+    for datum in sorted(data, key=lambda datum: (*datum[:2], datum.step, datum.micro_batch or ())):
+        names = found.setdefault(f"{datum.kind} {datum.stage}@{datum.step}", [])
+        names += [str(datum.micro_batch)] if datum.micro_batch else []
+    return {key: " ".join(names) for key, names in found.items()}
+
+
+def unpack(packed: dict[str, str]) -> frozenset[Datum]:
+    """Inverse of :func:`pack`."""
+    found = set()
+    for key, names in packed.items():
+        kind, _, where = key.partition(" ")
+        stage, _, step = where.partition("@")
+        for name in names.split() or [None]:
+            found.add(Datum(kind, int(stage), MicroBatch.parse(name) if name else None, int(step)))
+    return frozenset(found)

@@ -5,9 +5,9 @@ The rules it keeps:
 
 * A *generation* is a version of the membership.  A failure makes one that holds at once; a planned
   leave makes one that holds from a step which nobody can have started.
-* Every member of a new generation stops and reports how many steps it has applied and the hash of
-  the plan it made.  When all have, the job goes on from the smallest count: whoever is one step
-  ahead takes that step back (see core/step.py for why nobody is further).
+* Every member of a new generation stops and reports how many steps it has applied, what it holds of
+  unfinished ones, and the hash of the plan it made.  When all have, everybody learns all of it; the steps
+  up to the smallest count are committed, and the rest is finished from what is held (core/lineage.py).
 * A step is committed when every live worker has applied it.
 * What belongs to an older generation is dropped, so a late message can't count twice.
 """
@@ -195,17 +195,18 @@ class Membership:
     def _go_on(self, generation: Generation, now: float, out: Output) -> None:
         counts = [report.stepped for report in self._reports.values()]
         committed, ahead = min(counts), max(counts) - min(counts)
+        held = {str(member.seat): self._reports[member.rank].held for member in generation.members}
         self._awaiting = None
         self._in_force = generation.number
         if committed > self.committed:
             self._commit(committed, now, out)
         kept = {member.rank for member in generation.members}
         self.members = {rank: member for rank, member in self.members.items() if rank in kept}
-        self._stepped = dict.fromkeys(kept, committed)
-        out.tell(WORKERS, Resume(generation.number, committed))
+        self._stepped = dict.fromkeys(kept, committed)  # whoever is ahead, and stays so, says it again
+        out.tell(WORKERS, Resume(generation.number, committed, held))
         slowest = max(self._reports.values(), key=lambda report: sum(report.timings.values()))
-        out.say("resume", f"{len(kept)} workers go on with step {committed + 1}" + f"; {ahead} step undone where it was applied" * bool(ahead),
-                generation=generation.number, committed=committed, undone=ahead, regroup_s=round(now - generation.at, 4),
+        out.say("resume", f"{len(kept)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
+                generation=generation.number, committed=committed, ahead=ahead, regroup_s=round(now - generation.at, 4),
                 digest=slowest.digest, timings=slowest.timings)
         if self._leaving and not generation.from_step:
             self._plan_leave(now, out)
@@ -222,6 +223,7 @@ class Membership:
 
     def _commit(self, step: int, now: float, out: Output) -> None:
         self.committed = step
+        self._collections = {key: values for key, values in self._collections.items() if key[0] > step}
         out.tell(WORKERS, Committed(step))
         out.say("committed", f"step {step} committed", step=step, workers=len(self.members))
 

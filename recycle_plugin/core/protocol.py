@@ -52,12 +52,14 @@ class Ready:
 
 @dataclass(frozen=True)
 class Report:
-    """The worker has stopped for ``generation``: it has applied ``stepped`` steps and made the plan ``digest``."""
+    """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest`` and still
+    holds ``held`` (core.dataflow.pack)."""
 
     rank: int
     generation: int
     stepped: int
     digest: str
+    held: dict = field(default_factory=dict)
     timings: dict = field(default_factory=dict)
 
 
@@ -163,10 +165,14 @@ class Generation:
 
 @dataclass(frozen=True)
 class Resume:
-    """Everybody in ``generation`` has reported: go on from the state after ``committed``."""
+    """Everybody in ``generation`` has reported: go on behind step ``committed``, with what each seat holds of later ones.
+
+    ``held``: by the seat's text form, as reported.
+    """
 
     generation: int
     committed: int
+    held: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ A stage steps on its own clock and may start the next step before the others hav
 It keeps one record that takes its last step back.  That one suffices because of this rule: **step
 k+1 is applied only once step k is known to be committed.**  So at most one applied step is
 uncommitted, and after a failure every worker is at the last committed step or one ahead of it.
+Whoever is ahead stays so, unless work has to be run again on the parameters before (core/lineage.py).
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ class StepMachine:
             raise AssertionError(f"step {step} committed, but only {self.stepped} applied here")
         self.committed = max(self.committed, step)
 
-    def resume(self, committed: int) -> bool:
-        """Go on from the state after ``committed``; True if this worker's last step has to be undone first."""
+    def resume(self, committed: int, undo: bool) -> None:
+        """Everybody goes on from ``committed``.  ``undo``: this worker, which is ahead, takes its last step back."""
         ahead = self.stepped - committed
-        if ahead not in (0, 1) or committed < self.committed:
+        if ahead not in (0, 1) or committed < self.committed or undo and not ahead:
             raise AssertionError(
                 f"told to go on from step {committed} with {self.stepped} applied and {self.committed} committed here"
             )
-        self.stepped = self.committed = committed
-        return ahead == 1
+        self.committed = committed
+        self.stepped -= undo

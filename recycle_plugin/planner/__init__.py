@@ -10,11 +10,12 @@ from recycle_plugin.planner.errors import PlanError, VerificationError
 from recycle_plugin.planner.lower import lower
 from recycle_plugin.planner.make import plan, refine
 from recycle_plugin.planner.normalise import Move, Normalisation, normalise
+from recycle_plugin.planner.rest import arrange
 from recycle_plugin.planner.store import PlanStore
 from recycle_plugin.planner.verify import verify
 from recycle_plugin.planner.warming import warm
 
 __all__ = [
-    "Move", "Normalisation", "Option", "PlanError", "PlanStore", "VerificationError", "lower", "normalise", "options", "plan", "refine",
+    "Move", "Normalisation", "Option", "PlanError", "PlanStore", "VerificationError", "arrange", "lower", "normalise", "options", "plan", "refine",
     "verify", "warm",
 ]  # fmt: skip

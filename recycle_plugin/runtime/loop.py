@@ -1,21 +1,26 @@
 """A worker's training loop: run the program of each step, and recover when the membership changes.
 
-Recovery: stop at the instruction boundary, drop the unfinished step, plan for the survivors, report
-how many steps are applied here, and go on from where the coordinator says; whoever is one step
-ahead takes its step back first.  Further failures while this goes on just make another generation.
+Recovery: stop at the instruction boundary, plan for the survivors, report how many steps are applied here and what
+this worker holds of unfinished ones; once everybody knows that of all, run what is left of them (core/lineage.py), and
+go on with the new plan.  A worker whose last step stands in the way takes it back first.  Further failures while
+this goes on just make another generation.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Callable, Protocol
+from dataclasses import dataclass
+from typing import Callable, Iterable, Protocol
 
 from recycle_plugin import planner
 from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.dataflow import Datum, pack, unpack
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import COMPUTE, Instruction
+from recycle_plugin.core.lineage import surviving, unfinished
 from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.protocol import Generation, Report, Stepped
+from recycle_plugin.core.protocol import Generation, Report, Resume, Stepped
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.runtime.errors import JobEnded
@@ -23,17 +28,28 @@ from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.transport import Transport
 
 
+@dataclass(frozen=True)
+class Program:
+    """What a worker runs of ``step``.  ``bare``, ``holder``: see core.lineage.Rest; nothing of them in a plan's own program."""
+
+    step: int
+    instructions: tuple[Instruction, ...]
+    bare: frozenset[Instruction] = frozenset()
+    holder: Seat | None = None
+    resumed: bool = False
+
+
 class Replica(Protocol):
     """What the loop asks of the framework's adapter."""
 
-    def execute(self, plan: Plan, step: int) -> None:
-        """Run this seat's program of ``step``; raises Interrupted."""
+    def execute(self, program: Program) -> None:
+        """Run it; raises Interrupted."""
 
-    def discard(self) -> None:
-        """Drop the unfinished step: stashes, gradients, received tensors."""
+    def held(self) -> Iterable[Datum]:
+        """What this worker has of steps that are not committed, but parameters."""
 
-    def undo(self) -> None:
-        """Take the last applied step back, exactly."""
+    def undo(self, step: int) -> None:
+        """Take ``step``, the last applied one, back."""
 
 
 class Loop:
@@ -57,6 +73,7 @@ class Loop:
         self._policy = policy
         self._reach = reach
         self._plans: dict[frozenset[Seat], Plan] = {}
+        self._rests: dict[int, Program] = {}  # of steps that a failure has interrupted
         self.seat = seat
         self.machine = machine
         self.plan: Plan | None = None
@@ -67,13 +84,17 @@ class Loop:
         self.recover(replica)
 
     def advance(self, replica: Replica, step: int) -> None:
-        """Return when ``step`` is applied here; it may be committed later."""
-        while self.machine.stepped < step:
+        """Return when ``step`` is applied here, and what peers need for it is done; it may be committed later."""
+        while (coming := min([*self._rests, self.machine.stepped + 1])) <= step:
             try:
-                self._change_at(replica, self.machine.stepped + 1)
-                replica.execute(self.plan, self.machine.stepped + 1)
+                self._change_at(replica, coming)
+                replica.execute(self._rests.get(coming) or self._program(coming))
+                self._rests.pop(coming, None)
             except Interrupted:
                 self.recover(replica)
+
+    def _program(self, step: int) -> Program:
+        return Program(step, planner.lower(self.plan, self.seat, step))
 
     def applied(self, step: int) -> None:
         """The adapter has applied ``step``."""
@@ -95,7 +116,6 @@ class Loop:
         """Return when every member of the newest generation has agreed where to go on."""
         self._reach("recovery.start")
         while (generation := self._session.interruption()) is not None:
-            replica.discard()
             self._enter(replica, generation)
 
     # --- membership changes ------------------------------------------------------------------------
@@ -123,17 +143,38 @@ class Loop:
         planned = time.time()
         self._reach("recovery.report")
         timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
-        self._session.send(Report(self._session.rank, generation.number, self.machine.stepped, plan.digest, timings))
+        held = pack({*replica.held(), Datum("params", self.seat.stage, None, self.machine.stepped + 1)})
+        self._session.send(Report(self._session.rank, generation.number, self.machine.stepped, plan.digest, held, timings))
         resume = self._session.wait_resume(generation)
         if resume is None:
             return
         self._reach("recovery.resume")
-        if self.machine.resume(resume.committed):
-            replica.undo()
-            self._reach("recovery.undone")
-        self._transport.forget(generation.number, {member.address for member in generation.members})
+        self._take_up(replica, plan, resume)
+        self._transport.leave({member.address for member in generation.members})
         self._session.adopt(generation)
+        if self.machine.stepped > self.machine.committed:
+            self._session.send(Stepped(self._session.rank, generation.number, self.machine.stepped))
         self.plan = plan
+
+    def _take_up(self, replica: Replica, plan: Plan, resume: Resume) -> None:
+        """Work out what is left of the unfinished steps, and take the last one back where that is in the way."""
+        started = time.time()
+        held = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
+        self._rests, undo, compute = {}, False, 0
+        for rest in unfinished(plan, resume.committed, held):
+            program = planner.arrange(rest, plan, self._costs, held)[self.seat]
+            self._rests[rest.step] = Program(rest.step, program, rest.bare, rest.holders.get(self.seat.stage), resumed=True)
+            undo |= self.seat in rest.undo
+            compute += sum(one.op in COMPUTE for one in program)
+            held = surviving(held, rest)
+        self.machine.resume(resume.committed, undo)
+        if undo:
+            replica.undo(resume.committed + 1)
+            self._reach("recovery.undone")
+        if self._rests:
+            also = " and the next" * (len(self._rests) > 1)
+            self._session.note("rest", f"seat {self.seat} has {compute} instructions left to compute of step {min(self._rests)}{also}",
+                               seat=str(self.seat), step=min(self._rests), compute=compute, undone=undo, work_out_s=round(time.time() - started, 4))
 
     def _plan_for(self, generation: Generation) -> Plan:
         live = frozenset(member.seat for member in generation.members)

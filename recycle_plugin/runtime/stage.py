@@ -2,7 +2,11 @@
 
 Holds what lives between the instructions of a micro-batch: its inputs, its graph (stash), and the
 weight-gradient work that a split backward has put off.  Gradients end up in ``parameter.grad``,
-summed in the order in which the program runs the weight gradients.
+summed in the order in which the program runs the weight gradients; which micro-batches are in that sum is
+remembered, so that after a failure none is missing and none is counted twice.
+
+After a failure a *bare* forward or input gradient is run for the boundary tensor alone, because a peer needs it once
+more: it leaves no stash and adds nothing to any gradient.
 """
 
 from __future__ import annotations
@@ -13,24 +17,31 @@ from typing import Any, Callable
 
 import torch
 
+from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.runtime.split_backward import DeferredWeights, PendingWeights
 
 Tensors = tuple[torch.Tensor, ...]
+Key = tuple[int, MicroBatch]  # step, micro-batch
 
 
 @dataclass
 class Shelf:
-    """What one micro-batch has on this worker at the moment."""
+    """What one micro-batch of one step has on this worker at the moment."""
 
     data: Any = None  # input of the first stage
     labels: Any = None
     inputs: Tensors = ()  # received activations, leaves of the graph
-    outputs: Tensors = ()
+    outputs: Tensors = ()  # with the graph behind them
     loss: torch.Tensor | None = None
-    grads: Tensors = ()  # received gradients of the outputs
+    grads: Tensors | None = None  # received gradients of the outputs
     pending: PendingWeights | None = None
-    weights_done: bool = False
+    inner: bool = False  # between I and W
+
+    @property
+    def stash(self) -> bool:
+        """Between F and I."""
+        return bool(self.outputs) or self.loss is not None
 
 
 @dataclass(frozen=True)
@@ -53,99 +64,148 @@ class Stage:
         self._model = model
         self._deferred = deferred
         self._randomness = randomness
-        self._shelves: dict[MicroBatch, Shelf] = {}
-        self.losses: dict[MicroBatch, torch.Tensor] = {}
+        self._shelves: dict[Key, Shelf] = {}
+        self._counted: set[Key] = set()  # in parameter.grad
+        self.losses: dict[Key, torch.Tensor] = {}
         self.peak = 0  # most micro-batches that had an activation, a gradient or weight work here at once
 
     # --- inputs ------------------------------------------------------------------------------------
 
-    def load(self, micro_batch: MicroBatch, batch: tuple[Any, Any]) -> None:
-        """Take the inputs (first stage) and labels (last stage) of ``micro_batch``."""
-        shelf = self._shelf(micro_batch)
+    def load(self, key: Key, batch: tuple[Any, Any]) -> None:
+        """Take the inputs (first stage) and labels (last stage) of a micro-batch."""
+        shelf = self._shelf(key)
         if self._model.first:
             shelf.data = _to_device(batch[0], self._model.device)
         if self._model.last:
             shelf.labels = _to_device(batch[1], self._model.device)
 
-    def receive_activation(self, micro_batch: MicroBatch, tensors: Tensors) -> None:
+    def receive_activation(self, key: Key, tensors: Tensors) -> None:
         moved = (tensor.to(self._model.device) for tensor in tensors)
-        self._shelf(micro_batch).inputs = tuple(t.requires_grad_(t.is_floating_point()) for t in moved)
+        self._shelf(key).inputs = tuple(t.requires_grad_(t.is_floating_point()) for t in moved)
 
-    def receive_grad(self, micro_batch: MicroBatch, tensors: Tensors) -> None:
-        self._shelves[micro_batch].grads = tuple(tensor.to(self._model.device) for tensor in tensors)
+    def receive_grad(self, key: Key, tensors: Tensors) -> None:
+        self._shelf(key).grads = tuple(tensor.to(self._model.device) for tensor in tensors)
+
+    def has_activation(self, key: Key) -> bool:
+        """Whether a received activation waits here for its forward."""
+        return key in self._shelves and bool(self._shelves[key].inputs) and not self._shelves[key].stash
+
+    def has_grad(self, key: Key) -> bool:
+        return key in self._shelves and self._shelves[key].grads is not None
 
     # --- compute -----------------------------------------------------------------------------------
 
-    def forward(self, micro_batch: MicroBatch, step: int) -> None:
-        shelf, model = self._shelves[micro_batch], self._model
-        with self._randomness(micro_batch, step):
+    def forward(self, key: Key, bare: bool = False) -> Tensors:
+        """Returns what goes to the next stage."""
+        shelf, model, (step, micro_batch) = self._shelves[key], self._model, key
+        with self._randomness(micro_batch, step), torch.set_grad_enabled(not bare):
             outputs = model.module(shelf.data if model.first else _unpack(shelf.inputs))
             if model.last:
                 loss = model.loss(outputs, shelf.labels) if model.loss is not None else outputs
-                self.losses[micro_batch] = loss.detach()
+                self.losses[key] = loss.detach()
                 shelf.loss = loss / model.scale
             else:
                 shelf.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         shelf.data = shelf.labels = None
         self.peak = max(self.peak, len(self._shelves))
+        made = shelf.outputs
+        if bare:
+            self._use_up(key)
+        return made
 
-    def activation(self, micro_batch: MicroBatch) -> Tensors:
-        """What goes to the next stage."""
-        return self._shelves[micro_batch].outputs
+    def backward(self, key: Key) -> Tensors:
+        """Both gradients at once; returns what goes to the previous stage."""
+        made = self._run_backward(key)
+        self._count(key)
+        return made
 
-    def backward(self, micro_batch: MicroBatch) -> None:
-        """Both gradients at once."""
-        self._run_backward(micro_batch, nullcontext())
-        self._weights_done(micro_batch)
+    def backward_input(self, key: Key) -> Tensors:
+        """The gradient of the input, which it returns; the weights' work is put off until :meth:`backward_weight`."""
+        with self._deferred.hold() if self._deferred is not None else nullcontext() as pending:
+            made = self._run_backward(key)
+        self._shelves[key].pending, self._shelves[key].inner = pending, True
+        return made
 
-    def backward_input(self, micro_batch: MicroBatch) -> None:
-        """The gradient of the input; the weights' work is put off until :meth:`backward_weight`."""
-        hold = self._deferred.hold() if self._deferred is not None else nullcontext()
-        self._shelves[micro_batch].pending = self._run_backward(micro_batch, hold)
+    def backward_input_bare(self, key: Key) -> Tensors:
+        """The gradient of the input and nothing else: no parameter's gradient changes, now or later."""
+        shelf = self._shelves[key]
+        inputs = [tensor for tensor in shelf.inputs if tensor.requires_grad]
+        roots, grads = ([shelf.loss], None) if self._model.last else _with_grads(shelf)
+        with self._deferred.hold() if self._deferred is not None else nullcontext():
+            made = torch.autograd.grad(roots, inputs, grads)
+        self._use_up(key)
+        return made
 
-    def backward_weight(self, micro_batch: MicroBatch) -> None:
-        shelf = self._shelves[micro_batch]
-        if shelf.pending is not None:
-            shelf.pending.run()
-        shelf.pending = None
-        self._weights_done(micro_batch)
+    def backward_weight(self, key: Key) -> None:
+        pending = self._shelves[key].pending
+        if pending is not None:
+            pending.run()
+        self._count(key)
 
-    def take_grad(self, micro_batch: MicroBatch) -> Tensors:
-        """What goes to the previous stage; handed out once."""
-        shelf = self._shelves[micro_batch]
-        grads, shelf.grads = shelf.grads, ()
-        self._settle(micro_batch)
-        return grads
+    # --- what is here ------------------------------------------------------------------------------
 
-    def discard(self) -> None:
-        """Forget the unfinished step."""
-        self._shelves.clear()
-        self.losses.clear()
+    def held(self, stage: int) -> set[Datum]:
+        """Of this worker on ``stage``: received and not used, made and not used up, and counted in ``parameter.grad``."""
+        found = {Datum("wgrad", stage, micro_batch, step) for step, micro_batch in self._counted}
+        for (step, micro_batch), shelf in self._shelves.items():
+            here = {"stash": shelf.stash, "inner": shelf.inner}
+            found |= {Datum(kind, stage, micro_batch, step) for kind in here if here[kind]}
+            if shelf.inputs and not shelf.stash:
+                found.add(Datum("act", stage - 1, micro_batch, step))
+            if shelf.grads is not None:
+                found.add(Datum("grad", stage + 1, micro_batch, step))
+        return found
 
-    def _run_backward(self, micro_batch: MicroBatch, context: AbstractContextManager) -> Any:
-        shelf = self._shelves[micro_batch]
-        with context as pending:
-            if self._model.last:
-                shelf.loss.backward()
-            else:
-                roots = [output for output in shelf.outputs if output.requires_grad]
-                torch.autograd.backward(roots, [grad for grad in shelf.grads])
-        shelf.grads = tuple(tensor.grad for tensor in shelf.inputs if tensor.requires_grad)
-        shelf.inputs, shelf.outputs, shelf.loss = (), (), None
-        return pending
+    def summed(self) -> None:
+        """``parameter.grad`` is the sum over all workers now, no contribution any more."""
+        self._counted.clear()
 
-    def _weights_done(self, micro_batch: MicroBatch) -> None:
-        self._shelves[micro_batch].weights_done = True
-        self._settle(micro_batch)
+    def drop(self, step: int) -> None:
+        """``step`` is committed."""
+        for key in [key for key in self._shelves if key[0] <= step]:
+            del self._shelves[key]
+        for key in [key for key in self.losses if key[0] <= step]:
+            del self.losses[key]
 
-    def _settle(self, micro_batch: MicroBatch) -> None:
-        """Free the shelf of a micro-batch that is through with this stage."""
-        shelf = self._shelves[micro_batch]
-        if shelf.weights_done and not shelf.grads:
-            del self._shelves[micro_batch]
+    def drop_stashes(self, after: int) -> None:
+        """Parameters are about to change under what was computed for the steps after ``after``."""
+        for key in [key for key, shelf in self._shelves.items() if key[0] > after and shelf.stash]:
+            grads = self._shelves[key].grads
+            self._use_up(key)
+            if grads is not None:
+                self._shelf(key).grads = grads
 
-    def _shelf(self, micro_batch: MicroBatch) -> Shelf:
-        return self._shelves.setdefault(micro_batch, Shelf())
+    def _run_backward(self, key: Key) -> Tensors:
+        shelf = self._shelves[key]
+        if self._model.last:
+            shelf.loss.backward()
+        else:
+            torch.autograd.backward(*_with_grads(shelf))
+        made = tuple(tensor.grad for tensor in shelf.inputs if tensor.requires_grad)
+        self._use_up(key)
+        self._shelf(key)
+        return made
+
+    def _use_up(self, key: Key) -> None:
+        """The stash and what it was made of; a pending weight gradient of the same micro-batch stays."""
+        shelf = self._shelves.pop(key)
+        if shelf.inner:
+            self._shelves[key] = Shelf(pending=shelf.pending, inner=True)
+
+    def _count(self, key: Key) -> None:
+        """The micro-batch is through with this stage."""
+        if key in self._counted:
+            raise AssertionError(f"the weight gradient of micro-batch {key[1]}, step {key[0]}, would be counted twice")
+        self._counted.add(key)
+        del self._shelves[key]
+
+    def _shelf(self, key: Key) -> Shelf:
+        return self._shelves.setdefault(key, Shelf())
+
+
+def _with_grads(shelf: Shelf) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The outputs that have a gradient, and those gradients."""
+    return [output for output in shelf.outputs if output.requires_grad], list(shelf.grads)
 
 
 def _unpack(tensors: Tensors) -> Any:

@@ -1,8 +1,9 @@
 """Boundary tensors between workers: tagged messages over TCP.
 
-Every message names its generation and its datum, so nothing of an older membership and nothing of
-another step can be taken for what is waited for, whatever the order of arrival; shapes and dtypes
-travel with it, so they may change from step to step.  Sends never block, so programs need no
+Every message names its datum, so nothing of another step or micro-batch can be taken for what is waited
+for, whatever the order of arrival.  Who sent it, and in which membership, does not matter: a datum has the
+same numbers whoever makes it, so what has arrived stays good when the membership changes, and a second copy
+does no harm.  Shapes and dtypes travel with it, so they may change from step to step.  Sends never block, so programs need no
 matching order of sends and receives to be free of deadlock.  Tensors of an accelerator pass through
 host memory.
 
@@ -37,9 +38,9 @@ class Transport:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._inbox: dict[tuple[int, Datum], Tensors] = {}
+        self._inbox: dict[Datum, Tensors] = {}
         self._outboxes: dict[str, Outbox] = {}
-        self._oldest = 0
+        self._committed = 0
         self._listener = socket.create_server(("", 0), backlog=1024)
         self._accepted: set[socket.socket] = set()
         self._closed = False
@@ -48,27 +49,35 @@ class Transport:
         self._accepting = threading.Thread(target=self._accept, name="recycle: transport", daemon=True)
         self._accepting.start()
 
-    def send(self, address: str, generation: int, datum: Datum, tensors: Tensors) -> None:
-        """Send ``tensors`` to the peer at ``address``; they must not be changed in place afterwards."""
-        held = [tensor.detach().contiguous().cpu() for tensor in tensors]
+    def send(self, address: str, datum: Datum, tensors: Tensors) -> Tensors:
+        """Send ``tensors`` to the peer at ``address``; returns them in host memory.  Neither may be changed in place afterwards."""
+        held = tuple(tensor.detach().contiguous().cpu() for tensor in tensors)
         shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in held]
-        header = json.dumps([generation, datum.kind, datum.stage, *datum.micro_batch, datum.step, shapes]).encode()
+        header = json.dumps([datum.kind, datum.stage, *datum.micro_batch, datum.step, shapes]).encode()
         frames = [_bytes(tensor) for tensor in held if tensor.numel()]
         if address not in self._outboxes:
             self._outboxes[address] = Outbox(address)
         self._outboxes[address].send([memoryview(len(header).to_bytes(HEADER_BYTES, "big") + header), *frames])
+        return held
 
-    def wait(self, generation: int, datum: Datum, sender: object) -> Tensors:
+    def wait(self, datum: Datum, sender: object) -> Tensors:
         """The tensors of ``datum``, once they are here; each is handed out once.  Interruptible."""
-        key = (generation, datum)
-        return self._session.wait(lambda: f"{datum} from seat {sender}", lambda: self._inbox.pop(key, None))
+        return self._session.wait(lambda: f"{datum} from seat {sender}", lambda: self._inbox.pop(datum, None))
 
-    def forget(self, before_generation: int, peers: set[str]) -> None:
-        """Drop what arrived for older generations, and the outboxes to everybody but ``peers``."""
+    def held(self) -> set[Datum]:
+        """What has arrived and was not waited for yet."""
         with self._session.changed:
-            self._oldest = before_generation
-            for key in [key for key in self._inbox if key[0] < before_generation]:
-                del self._inbox[key]
+            return set(self._inbox)
+
+    def drop(self, step: int) -> None:
+        """``step`` is committed: nothing that belongs to it is of use any more, now or later."""
+        with self._session.changed:
+            self._committed = step
+            for datum in [datum for datum in self._inbox if datum.step <= step]:
+                del self._inbox[datum]
+
+    def leave(self, peers: set[str]) -> None:
+        """Close the outboxes to everybody but ``peers``."""
         for address in set(self._outboxes) - peers:
             self._outboxes.pop(address).close(linger_s=0)
 
@@ -107,18 +116,18 @@ class Transport:
                 length = int.from_bytes(_receive(connection, HEADER_BYTES), "big")
                 if length > LONGEST_HEADER:
                     break
-                generation, kind, stage, replica, index, step, shapes = json.loads(_receive(connection, length))
+                kind, stage, replica, index, step, shapes = json.loads(_receive(connection, length))
                 tensors = tuple(_receive_tensor(connection, dtype, shape) for dtype, shape in shapes)
-                self._deliver(generation, Datum(kind, stage, MicroBatch(replica, index), step), tensors)
+                self._deliver(Datum(kind, stage, MicroBatch(replica, index), step), tensors)
         except (OSError, EOFError, ValueError, TypeError):
             pass
         self._accepted.discard(connection)
         connection.close()
 
-    def _deliver(self, generation: int, datum: Datum, tensors: Tensors) -> None:
+    def _deliver(self, datum: Datum, tensors: Tensors) -> None:
         with self._session.changed:
-            if generation >= self._oldest:
-                self._inbox[generation, datum] = tensors
+            if datum.step > self._committed:
+                self._inbox[datum] = tensors
                 self._session.changed.notify_all()
 
 

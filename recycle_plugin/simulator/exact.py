@@ -13,7 +13,7 @@ from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Plan
-from recycle_plugin.simulator.virtual import VirtualWorld
+from recycle_plugin.simulator.virtual import State, VirtualWorld
 
 PRIME = 2**61 - 1
 LEARNING_RATE = 1_000_003
@@ -25,12 +25,14 @@ def sample(micro_batch: MicroBatch, step: int, salt: int) -> int:
 
 
 class ExactWorld(VirtualWorld):
-    """``parameters``: one number for each seat, equal within a stage."""
+    """Parameters are one number for each seat, equal within a stage."""
 
-    def contribute(self, seat: Seat, instruction: Instruction) -> int:
-        if instruction.op is not Op.REDUCE:
-            return 0
-        return sum(value for datum, value in self.store[seat].items() if datum.kind == "wgrad" and datum.step == instruction.step)
+    def contribute(self, seat: Seat, instruction: Instruction) -> tuple[bool, int]:
+        """Whether it is the whole sum, and what it is."""
+        reduced = Datum("reduced", instruction.stage, None, instruction.step)
+        if reduced in self.store[seat]:
+            return True, self.store[seat][reduced]
+        return False, sum(value for datum, value in self.store[seat].items() if datum.kind == "wgrad" and datum.step == instruction.step)
 
     def compute(self, seat: Seat, instruction: Instruction) -> dict[Datum, Any]:
         stage, micro_batch, step = instruction.stage, instruction.micro_batch, instruction.step
@@ -45,9 +47,12 @@ class ExactWorld(VirtualWorld):
                 return {here("data"): (sample(micro_batch, step, 1), sample(micro_batch, step, 2))}
             case Op.F:
                 x = have[here("data")][0] if stage == 0 else have[Datum("act", stage - 1, micro_batch, step)]
-                return {here("act"): (params * x + x * x) % PRIME, here("stash"): x}
+                made = (params * x + x * x) % PRIME
+                loss = made - have[here("data")][1] if stage == self.plan.stages - 1 else None
+                return {here("act"): made, here("stash"): (x, loss)}
             case Op.I | Op.B:
-                x, incoming = have[here("stash")], self._incoming(seat, instruction)
+                x, loss = have[here("stash")]
+                incoming = loss if loss is not None else have[Datum("grad", stage + 1, micro_batch, step)]
                 grad = {here("grad"): incoming * (params + 2 * x) % PRIME}
                 if instruction.op is Op.I:
                     return grad | {here("inner"): (x, incoming)}
@@ -56,19 +61,13 @@ class ExactWorld(VirtualWorld):
                 x, incoming = have[here("inner")]
                 return {here("wgrad"): incoming * x % PRIME}
             case Op.REDUCE:
-                brought = self.contributions(self.joint(instruction))
-                return {here("reduced"): sum(value for peer, value in brought.items() if peer.stage == stage) % PRIME}
+                brought = [each for peer, each in self.contributions(self.joint(instruction)).items() if peer.stage == stage]
+                whole = [value for is_whole, value in brought if is_whole]
+                return {here("reduced"): whole[0] if whole else sum(value for _, value in brought) % PRIME}
             case Op.STEP:
                 return {Datum("params", stage, None, step + 1): (params - LEARNING_RATE * have[here("reduced")]) % PRIME}
             case _:
                 return super().compute(seat, instruction)
-
-    def _incoming(self, seat: Seat, instruction: Instruction) -> int:
-        """The gradient of this stage's output."""
-        have, stage, micro_batch, step = self.store[seat], instruction.stage, instruction.micro_batch, instruction.step
-        if stage < self.plan.stages - 1:
-            return have[Datum("grad", stage + 1, micro_batch, step)]
-        return (have[Datum("act", stage, micro_batch, step)] - have[Datum("data", stage, micro_batch, step)][1]) % PRIME
 
     def final(self) -> dict[Seat, int]:
         """Every live seat's weight after the last step."""
@@ -77,6 +76,6 @@ class ExactWorld(VirtualWorld):
 
 def train(plan: Plan, costs: CostModel, weights: tuple[int, ...], steps: int = 1, step: int = 0) -> dict[Seat, int]:
     """Every live seat's weight after ``steps`` steps of ``plan`` from ``weights`` (one per stage)."""
-    world = ExactWorld(plan, costs, steps, step, parameters={seat: weights[seat.stage] for seat in plan.programs})
+    world = ExactWorld(plan, costs, steps, step, state=State.fresh(plan, step, {seat: weights[seat.stage] for seat in plan.programs}))
     world.run()
     return world.final()

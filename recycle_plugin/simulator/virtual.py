@@ -8,7 +8,8 @@ Steps are applied by the commit rule of ``core.step``.
 
 A worker dies at a named instruction or at a given time: it never ends what it is at.  When that has been
 detected, every other worker stops at its next instruction boundary, or at once if it waits.
-``simulator.job`` goes on from there.
+``simulator.job`` goes on from there, with what every survivor still holds: boundary tensors are kept by who
+made them, and a stage's reduced gradient by who has it, until the step is committed.
 
 Seats yield what they wait for: an int (microseconds) or a ``Key``.  Ties in time are resolved in the
 order in which they arose, so the same plan gives the same spans.
@@ -26,10 +27,10 @@ from itertools import count
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum, provides, requires
+from recycle_plugin.core.dataflow import Datum, consumes, provides, requires
 from recycle_plugin.core.executor import Interrupted, Span, execute
 from recycle_plugin.core.faults import FaultScript
-from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import RECEIVES, SENDS, Instruction, Op
 from recycle_plugin.core.plan import Plan
 from recycle_plugin.core.step import StepMachine
@@ -61,7 +62,8 @@ class Conditions:
 
     ``network``: None for ``costs.transfer`` without contention.  ``commit_us``: from the last worker's step to
     everybody's knowing.  ``detection_us``: from a death to everybody's knowing.  ``scripts``: named faults, by
-    seat; ``deaths``: when seats die.  ``start_us``: the clock at the beginning.
+    seat; ``deaths``: when seats die.  ``start_us``: the clock at the beginning.  ``torn``: of those whose REDUCE a peer's
+    death overlaps, who is left without the result.
     """
 
     network: Network | None = None
@@ -70,10 +72,28 @@ class Conditions:
     scripts: Mapping[Seat, FaultScript] = field(default_factory=dict)
     deaths: Mapping[Seat, int] = field(default_factory=dict)
     start_us: int = 0
+    torn: Callable[[Seat, Instruction], bool] = lambda seat, instruction: False
+
+
+@dataclass
+class State:
+    """What workers go on from: data with their values, steps applied, what takes the last of them back, and the programs
+    of steps that are to be finished in another way than the plan's."""
+
+    store: dict[Seat, dict[Datum, Any]]
+    stepped: dict[Seat, int]
+    undo: dict[Seat, Any] = field(default_factory=dict)
+    rests: dict[int, Mapping[Seat, tuple[Instruction, ...]]] = field(default_factory=dict)
+
+    @classmethod
+    def fresh(cls, plan: Plan, step: int, parameters: Mapping[Seat, Any] | None) -> State:
+        """Before ``step``, with these parameters of each seat (None: no values)."""
+        store = {seat: {Datum("params", seat.stage, None, step): parameters[seat] if parameters else None} for seat in plan.programs}
+        return cls(store, dict.fromkeys(plan.programs, step - 1))
 
 
 class VirtualWorld:
-    """Runs ``steps`` steps of ``plan``, from ``step`` on, with these ``parameters`` of each seat (None: no values).
+    """Runs ``steps`` steps of ``plan``, from ``step`` on and from ``state``.
 
     Afterwards: ``spans``, what happened, in order of ends; ``dead``, when seats died; ``interrupted_us``, when
     that was known (None: nobody died); ``stopped``, when each survivor was at an instruction boundary then.
@@ -81,13 +101,12 @@ class VirtualWorld:
 
     def __init__(
         self, plan: Plan, costs: CostModel, steps: int = 1, step: int = 0,
-        conditions: Conditions = Conditions(), parameters: Mapping[Seat, Any] | None = None,
+        conditions: Conditions = Conditions(), state: State | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.costs, self.steps, self.first, self.conditions = plan, costs, range(step, step + steps), step, conditions
         self.spans: list[Span] = []
-        self.store: dict[Seat, dict[Datum, Any]] = {
-            seat: {Datum("params", seat.stage, None, step): parameters[seat] if parameters else None} for seat in plan.programs
-        }
+        self.state = state or State.fresh(plan, step, None)
+        self.store, self._undo = self.state.store, self.state.undo
         self.machines = {seat: StepMachine(step - 1) for seat in plan.programs}
         self.commits: dict[int, int] = {}  # when each step had been applied by all
         self.dead: dict[Seat, int] = {}
@@ -95,13 +114,16 @@ class VirtualWorld:
         self.interrupted_us: int | None = None
         self._network = conditions.network or Uncontended(costs)
         self._spent = {seat: {op: costs.of(op, seat.stage, seat) for op in Op} for seat in plan.programs}
-        self._undo: dict[Seat, Any] = {}
         self._now, self._ticket = conditions.start_us, count()
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._lives: dict[Seat, Iterator[Any]] = {}
         self._waiting: defaultdict[Key, list[Seat]] = defaultdict(list)
         self._arrived: defaultdict[Joint, dict[Seat, Any]] = defaultdict(dict)
         self._open: set[Joint] = set()
+        for seat, machine in self.machines.items():
+            if self.state.stepped[seat] == step:
+                machine.applied(step)
+                self._arrived[Joint("COMMIT", None, step)][seat] = None
 
     def run(self) -> list[Span]:
         """Raises Deadlock."""
@@ -124,16 +146,11 @@ class VirtualWorld:
         """The last step that every survivor has applied; that before the first one if there is none."""
         return min((machine.stepped for seat, machine in self.machines.items() if seat not in self.dead), default=self.first - 1)
 
-    def resume(self) -> tuple[dict[Seat, Any], int]:
-        """The survivors' parameters after the last committed step, and how many of them had to take a step back."""
-        committed, undone = self.committed(), 0
-        parameters = {}
-        for seat, machine in self.machines.items():
-            if seat not in self.dead:
-                ahead = machine.resume(committed)
-                undone += ahead
-                parameters[seat] = self._undo[seat] if ahead else self.store[seat][Datum("params", seat.stage, None, committed + 1)]
-        return parameters, undone
+    def survivors(self) -> State:
+        """What is left, as it is: nobody has taken anything back yet."""
+        live = [seat for seat in self.store if seat not in self.dead]
+        undo = {seat: self._undo[seat] for seat in live if seat in self._undo}
+        return State({seat: self.store[seat] for seat in live}, {seat: self.machines[seat].stepped for seat in live}, undo)
 
     # What a world with values overrides.
 
@@ -160,7 +177,7 @@ class VirtualWorld:
         if op is Op.STEP and not self.machines[seat].may_apply(instruction.step):
             yield from self._await_commit(instruction.step - 1)
             self.machines[seat].commit(instruction.step - 1)
-        own = self.plan.own(seat) if op is Op.REDUCE else ()
+        own = self._own(seat, instruction)
         have = self.store[seat]
         for datum in requires(instruction, self.plan.stages, own):
             if datum not in have:
@@ -180,24 +197,40 @@ class VirtualWorld:
         spent = self._spent[seat][op]
         if spent:
             yield spent
+        if op is Op.REDUCE and any(peer.stage == seat.stage for peer in self.dead) and self.conditions.torn(seat, instruction):
+            raise Interrupted
         if op in SENDS:
             (datum,) = requires(instruction, self.plan.stages)
             arrival = self._network.arrival(self._now, seat, instruction)
             self._schedule(arrival, partial(self._keep, instruction.peer, {datum: self.store[seat][datum]}))
             return
         if op not in RECEIVES:
-            self._keep(seat, self.compute(seat, instruction))
+            made = self.compute(seat, instruction)
+            for datum in consumes(instruction, self.plan.stages, self._own(seat, instruction)):
+                self.store[seat].pop(datum, None)
+            self._keep(seat, made)
         if op is Op.STEP:
             self._end_step(seat, instruction.step)
 
     def record(self, span: Span) -> None:
         self.spans.append(span)
 
+    def _own(self, seat: Seat, instruction: Instruction) -> tuple[MicroBatch, ...]:
+        """Whose weight gradients ``seat`` brings to a REDUCE: those of its plan, or all that it has where a step is finished."""
+        if instruction.op is not Op.REDUCE:
+            return ()
+        if instruction.step not in self.state.rests:
+            return self.plan.own(seat)
+        return tuple(d.micro_batch for d in self.store[seat] if d.kind == "wgrad" and d.step == instruction.step)
+
     # Joints
 
     def joint(self, instruction: Instruction) -> Joint:
-        """Where ``instruction`` meets its peers: a stage's own, or all seats' where stages step together."""
-        alone = instruction.op is Op.REDUCE and self.plan.policy.stagger_optimizer
+        """Where ``instruction`` meets its peers: a stage's own, or all seats' where stages step together.
+
+        Where a step is finished after a failure, stages have their sums behind them or not, each on its own.
+        """
+        alone = instruction.op is Op.REDUCE and (self.plan.policy.stagger_optimizer or instruction.step in self.state.rests)
         return Joint(instruction.op.name, instruction.stage if alone else None, instruction.step)
 
     def contributions(self, joint: Joint) -> dict[Seat, Any]:
@@ -206,8 +239,8 @@ class VirtualWorld:
     def _arrive(self, seat: Seat, joint: Joint, contribution: Any = None, later_us: int = 0) -> None:
         """The last one to arrive opens the joint, ``later_us`` later."""
         self._arrived[joint][seat] = contribution
-        members = len(self.plan.programs) if joint.stage is None else len(self.plan.view.live_replicas(joint.stage))
-        if len(self._arrived[joint]) == members:
+        everybody = len(self.plan.programs) if joint.stage is None else len(self.plan.view.live_replicas(joint.stage))
+        if len(self._arrived[joint]) == everybody:
             if later_us:
                 self._schedule(self._now + later_us, partial(self._open_up, joint))
             else:
@@ -215,7 +248,15 @@ class VirtualWorld:
 
     def _open_up(self, joint: Joint) -> None:
         self._open.add(joint)
+        if joint.name == "COMMIT":
+            self._drop(joint.step)
         self._wake(joint)
+
+    def _drop(self, step: int) -> None:
+        """Nothing of a committed step is of use any more but its parameters."""
+        for have in self.store.values():
+            for datum in [datum for datum in have if datum.step <= step]:
+                del have[datum]
 
     def _await_commit(self, step: int) -> Iterator[Key]:
         joint = Joint("COMMIT", None, step)
@@ -223,10 +264,8 @@ class VirtualWorld:
             yield joint
 
     def _end_step(self, seat: Seat, step: int) -> None:
-        """Nothing of a step is of use after it but its parameters, and what takes it back."""
         self.machines[seat].applied(step)
-        self._undo[seat] = self.store[seat][Datum("params", seat.stage, None, step)]
-        self.store[seat] = {datum: value for datum, value in self.store[seat].items() if datum.step > step}
+        self._undo[seat] = self.store[seat].pop(Datum("params", seat.stage, None, step))
         joint = Joint("COMMIT", None, step)
         self._arrive(seat, joint, None, self.conditions.commit_us)
         if len(self._arrived[joint]) == len(self.store):
@@ -262,7 +301,8 @@ class VirtualWorld:
 
     def _life(self, seat: Seat) -> Iterator[Any]:
         for step in self.steps:
-            yield from execute(seat, lower(self.plan, seat, step), self)
+            rest = self.state.rests.get(step)
+            yield from execute(seat, lower(self.plan, seat, step) if rest is None else rest[seat], self)
 
     def _schedule(self, at: int, happen: Callable[[], None]) -> None:
         heappush(self._agenda, (at, next(self._ticket), happen))

@@ -22,7 +22,7 @@ def events(stall_s: float, before_s: float = 1.0, after_s: float = 2.0) -> list[
     log = [{"event": "committed", "step": step, "time": step * before_s} for step in range(1, 7)]
     killed = 6.5 * before_s
     log.append({"event": "lost", "seat": str(LOST), "time": killed + 0.03})
-    log.append({"event": "resume", "committed": 6, "undone": 0, "time": killed + 0.05, "timings": {"plan_s": 0.01, "notice_s": 0.0}})
+    log.append({"event": "resume", "committed": 6, "ahead": 0, "time": killed + 0.05, "timings": {"plan_s": 0.01, "notice_s": 0.0}})
     return log + [{"event": "committed", "step": 6 + n, "time": killed + stall_s + n * after_s} for n in range(1, 8)]
 
 

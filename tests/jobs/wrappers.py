@@ -24,10 +24,11 @@ def scale_micro_batch(micro_batch: str, step: int, factor: float) -> None:
     """The micro-batch counts ``factor`` times in ``step``: 0 drops it, 2 doubles it."""
     forward = Stage.forward
 
-    def changed(self: Stage, which, now: int) -> None:
-        forward(self, which, now)
-        if (str(which), now) == (micro_batch, step) and self._model.last:
-            self._shelves[which].loss = factor * self._shelves[which].loss
+    def changed(self: Stage, key, bare: bool = False):
+        made = forward(self, key, bare)
+        if (key[0], str(key[1])) == (step, micro_batch) and self._model.last and not bare:
+            self._shelves[key].loss = factor * self._shelves[key].loss
+        return made
 
     Stage.forward = changed
 

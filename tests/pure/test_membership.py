@@ -40,8 +40,15 @@ def started(**more: object) -> Membership:
 def agree(membership: Membership, generation: int, stepped: dict[int, int]) -> Output:
     """All of ``stepped`` report; the output of the last report."""
     for rank, count in stepped.items():
-        out = membership.receive(Report(rank, generation, count, "plan"), 0.0)
+        out = membership.receive(Report(rank, generation, count, "plan", {"params": f"of rank {rank}"}), 0.0)
     return out
+
+
+def resumed(out: Output) -> list[tuple[int, int]]:
+    """Generation and committed step of every Resume, which also carries what all members have reported."""
+    found = said(out, Resume)
+    assert all(value["params"].startswith("of rank") for one in found for value in one.held.values())
+    return [(one.generation, one.committed) for one in found]
 
 
 def step(membership: Membership, generation: int, number: int, ranks: range | list = range(4)) -> list[object]:
@@ -65,14 +72,14 @@ def test_a_loss_makes_a_generation_and_everybody_goes_on_from_the_smallest_count
     (generation,) = said(out, Generation)
     assert [m.rank for m in generation.members] == [0, 1, 3] and generation.from_step == 0
     out = agree(membership, 1, {0: 1, 1: 1, 3: 2})
-    assert said(out, Resume) == [Resume(1, 1)] and not said(out, Committed)
+    assert resumed(out) == [(1, 1)] and not said(out, Committed)
 
 
 def test_a_step_that_all_survivors_have_applied_is_committed_by_the_regrouping():
     membership = started()
     membership.receive(Exited(2, -9, 0.0), 0.0)
     out = agree(membership, 1, {0: 1, 1: 1, 3: 1})
-    assert said(out, Committed) == [Committed(1)] and said(out, Resume) == [Resume(1, 1)]
+    assert said(out, Committed) == [Committed(1)] and resumed(out) == [(1, 1)]
 
 
 def test_late_messages_of_an_older_generation_change_nothing():
@@ -82,7 +89,7 @@ def test_late_messages_of_an_older_generation_change_nothing():
     assert membership.receive(Report(0, 0, 7, "old"), 0.0).messages == []
     membership.receive(Contribution(0, 0, 1, "norm", {"0": 1.0, "1": 1.0}, 2), 0.0)
     out = agree(membership, 1, {0: 0, 1: 0, 3: 0})
-    assert said(out, Resume) == [Resume(1, 0)]
+    assert resumed(out) == [(1, 0)]
     assert said(membership.receive(Contribution(0, 1, 1, "norm", {"0": 5.0}, 2), 0.0), Collected) == []
 
 
@@ -93,7 +100,7 @@ def test_another_loss_during_regrouping_starts_it_again():
     (generation,) = said(membership.receive(Exited(3, -9, 0.0), 0.0), Generation)
     assert generation.number == 2 and [m.rank for m in generation.members] == [1, 2]
     assert said(membership.receive(Report(2, 1, 0, "plan"), 0.0), Resume) == []
-    assert said(agree(membership, 2, {1: 0, 2: 0}), Resume) == [Resume(2, 0)]
+    assert resumed(agree(membership, 2, {1: 0, 2: 0})) == [(2, 0)]
 
 
 def test_losses_stay_valid_over_a_regrouping_and_norms_do_not():
@@ -131,7 +138,7 @@ def test_a_planned_leave_holds_from_a_step_that_nobody_can_have_started():
     assert generation.from_step == 4 and [m.rank for m in generation.members] == [0, 1, 2]
     for number in (2, 3):
         assert step(membership, 0, number) == [Committed(number)]
-    assert said(agree(membership, 1, {0: 3, 1: 3, 2: 3}), Resume) == [Resume(1, 3)]
+    assert resumed(agree(membership, 1, {0: 3, 1: 3, 2: 3})) == [(1, 3)]
     assert step(membership, 1, 4, [0, 1, 2]) == [Committed(4)]
 
 
@@ -232,15 +239,19 @@ def test_a_worker_applies_a_step_only_when_the_one_before_is_committed():
     machine.commit(1)
     assert machine.may_apply(2)
     machine.applied(2)
-    assert machine.resume(1) is True and machine.stepped == 1
-    assert machine.resume(1) is False
+    machine.resume(1, undo=False)
+    assert (machine.stepped, machine.committed) == (2, 1)
+    machine.resume(1, undo=True)
+    assert (machine.stepped, machine.committed) == (1, 1)
+    with pytest.raises(AssertionError):
+        machine.resume(1, undo=True)
 
 
 @pytest.mark.parametrize(("stepped", "committed"), [(3, 1), (1, 2), (0, 1)])
 def test_a_worker_refuses_to_go_on_from_where_it_cannot(stepped, committed):
     machine = StepMachine(stepped)
     with pytest.raises(AssertionError):
-        machine.resume(committed)
+        machine.resume(committed, undo=False)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -273,8 +284,10 @@ def test_random_histories_never_tear_a_step(seed):
                         outs += [membership.receive(Report(r, generation, machines[r].stepped, "plan"), 0.0) for r in order]
                     case Resume():
                         assert message.committed == committed
-                        for machine in (machines[r] for r in live):
-                            machine.resume(message.committed)
+                        for r in sorted(live):
+                            machines[r].resume(committed, undo=machines[r].stepped > committed and rng.random() < 0.3)
+                            if machines[r].stepped > committed:
+                                outs.append(membership.receive(Stepped(r, generation, machines[r].stepped), 0.0))
                     case End():
                         assert membership.view([member(r) for r in live]).empty_stages()
                         return

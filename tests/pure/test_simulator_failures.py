@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from recycle_plugin.commands.failure import moments
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.faults import Fault
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import COMPUTE, Instruction
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.planner import PlanError, lower, plan
@@ -48,18 +50,24 @@ def histories(draw: st.DrawFn):
             step = draw(st.integers(0, STEPS - 1))
             program = lower(plan(view, costs, policy), seat, step)
             faults.append(Fault("kill", seat, draw(st.sampled_from(["before", "after"])), str(draw(st.sampled_from(program)))))
-    return Job(view, costs, policy, machine), faults, deaths
+    return Job(view, costs, policy, machine, keep=draw(st.integers(0, 4)) > 0), faults, deaths, draw(st.integers(0, 7))
+
+
+def torn_by(number: int) -> Callable[[Seat, Instruction], bool]:
+    """Whom a peer's death in a REDUCE leaves without the result: one in so many replicas, none for 0."""
+    return lambda seat, instruction: bool(number) and (seat.replica + instruction.step) % number == 0
 
 
 @given(histories())
 @settings(max_examples=150)
 def test_killed_anywhere_the_weights_are_those_of_the_fault_free_run(history) -> None:
-    job, faults, deaths = history
+    job, faults, deaths, torn = history
     shape, stages = job.view.topology, job.view.topology.stages
     expected = train(plan(shape.full(), CostModel.uniform(stages), Policy()), CostModel.uniform(stages), WEIGHTS[:stages], STEPS)
-    ran = job.run(STEPS, faults, deaths, ExactWorld, {seat: WEIGHTS[seat.stage] for seat in job.view.live})
+    ran = job.run(STEPS, faults, deaths, ExactWorld, {seat: WEIGHTS[seat.stage] for seat in job.view.live}, torn_by(torn))
     gone = {seat for loss in ran.losses for seat in loss.seats}
-    assert gone <= set(deaths) | {fault.seat for fault in faults} and job.view.live - set(ran.parameters) - gone <= set(deaths)
+    victims = set(deaths) | {fault.seat for fault in faults}
+    assert gone <= victims and job.view.live - set(ran.parameters) <= victims
     assert ran.parameters and not gone & set(ran.parameters)
     assert all(value == expected[seat] for seat, value in ran.parameters.items())
     assert sorted(ran.commits) == list(range(STEPS))
@@ -67,16 +75,21 @@ def test_killed_anywhere_the_weights_are_those_of_the_fault_free_run(history) ->
 
 
 def test_a_kill_is_paid_for() -> None:
-    """The third step's commit comes later by detection, regrouping, planning and what is run again."""
+    """The second step's commit comes later by detection, regrouping, planning and what is run again: all of the step where
+    nothing is kept, and otherwise what died with the worker."""
     machine = replace(LOCAL, detection_us=70, regroup_us=30, plan_us=11, commit_us=0)
     job = Job(SHAPE.full(), COSTS, Policy(), machine)
-    calm, lost = job.run(4), job.run(4, [Fault.parse("kill 1.2 before 2I1.2@1")])
-    (loss,) = lost.losses
+    fault = Fault.parse("kill 1.2 before 2I1.2@1")
+    calm, lost, restarted = job.run(4), job.run(4, [fault]), replace(job, keep=False).run(4, [fault])
+    (loss,), (again,) = lost.losses, restarted.losses
     assert loss.seats == (Seat(1, 2),) and loss.detected_us == loss.died_us + 70 and loss.committed == 0
     assert loss.resumed_us >= loss.detected_us + 41
-    assert lost.commits[0] == calm.commits[0]
+    assert lost.commits[0] == restarted.commits[0] == calm.commits[0]
     degraded = predict(plan(SHAPE.full().without(Seat(1, 2)), COSTS, Policy()), COSTS)
-    assert lost.commits[1] == loss.resumed_us + degraded.first_step_us
+    assert restarted.commits[1] == again.resumed_us + degraded.first_step_us
+    assert lost.commits[1] < restarted.commits[1]
+    done = [span for span in calm.spans if span.seat == Seat(1, 2) and span.instruction.step == 1 and span.end_us <= loss.died_us]
+    assert loss.redone_us == sum(span.end_us - span.start_us for span in done if span.instruction.op in COMPUTE)
 
 
 def test_dying_while_the_others_regroup_is_one_change() -> None:

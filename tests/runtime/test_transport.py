@@ -30,52 +30,63 @@ def pair(coordinator):
 def test_every_dtype_and_shape_travels_bit_for_bit(pair, dtype):
     sender, receiver = pair
     tensors = tuple(torch.randint(0, 2, shape).to(dtype) for shape in [(2, 3, 4), (1,), (0, 5), ()])
-    sender.send(receiver.address, 0, act(0), tensors)
-    received = receiver.wait(0, act(0), "0.0")
+    sender.send(receiver.address, act(0), tensors)
+    received = receiver.wait(act(0), "0.0")
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(received, tensors, strict=True))
 
 
 def test_non_contiguous_tensors_travel_too(pair):
     sender, receiver = pair
     tensor = torch.arange(12.0).reshape(3, 4).t()
-    sender.send(receiver.address, 0, act(0), (tensor,))
-    assert torch.equal(receiver.wait(0, act(0), "0.0")[0], tensor)
+    sender.send(receiver.address, act(0), (tensor,))
+    assert torch.equal(receiver.wait(act(0), "0.0")[0], tensor)
 
 
 def test_order_of_arrival_does_not_matter(pair):
     sender, receiver = pair
     for index in (2, 0, 1):
-        sender.send(receiver.address, 0, act(index), (torch.tensor([index]),))
-    assert [receiver.wait(0, act(index), "0.0")[0].item() for index in range(3)] == [0, 1, 2]
+        sender.send(receiver.address, act(index), (torch.tensor([index]),))
+    assert [receiver.wait(act(index), "0.0")[0].item() for index in range(3)] == [0, 1, 2]
 
 
-def test_the_same_micro_batch_of_another_step_or_generation_is_another_datum(pair):
+def test_the_same_micro_batch_of_another_step_is_another_datum(pair):
     sender, receiver = pair
-    sender.send(receiver.address, 0, act(0, step=1), (torch.tensor([1]),))
-    sender.send(receiver.address, 1, act(0, step=2), (torch.tensor([2]),))
-    assert receiver.wait(1, act(0, step=2), "0.0")[0].item() == 2
-    assert receiver.wait(0, act(0, step=1), "0.0")[0].item() == 1
+    sender.send(receiver.address, act(0, step=1), (torch.tensor([1]),))
+    sender.send(receiver.address, act(0, step=2), (torch.tensor([2]),))
+    assert receiver.wait(act(0, step=2), "0.0")[0].item() == 2
+    assert receiver.wait(act(0, step=1), "0.0")[0].item() == 1
 
 
-def test_what_belongs_to_an_older_generation_is_forgotten_also_when_it_comes_late(pair):
+def test_what_has_arrived_is_held_until_it_is_taken_and_a_second_copy_does_no_harm(pair):
     sender, receiver = pair
-    sender.send(receiver.address, 0, act(0), (torch.tensor([1]),))
-    sender.send(receiver.address, 0, act(1), (torch.tensor([1]),))
-    receiver.wait(0, act(1), "0.0")
-    receiver.forget(1, set())
-    sender.send(receiver.address, 0, act(2), (torch.tensor([1]),))
-    sender.send(receiver.address, 1, act(3), (torch.tensor([7]),))
-    assert receiver.wait(1, act(3), "0.0")[0].item() == 7
+    for index in (0, 0, 1):
+        sender.send(receiver.address, act(index), (torch.tensor([index]),))
+    assert receiver.wait(act(1), "0.0")[0].item() == 1
+    assert receiver.held() == {act(0)}
+    receiver.leave(set())
+    assert receiver.wait(act(0), "0.0")[0].item() == 0
+    assert receiver.held() == set()
+
+
+def test_what_belongs_to_a_committed_step_is_dropped_also_when_it_comes_late(pair):
+    sender, receiver = pair
+    sender.send(receiver.address, act(0), (torch.tensor([1]),))
+    sender.send(receiver.address, act(1), (torch.tensor([1]),))
+    receiver.wait(act(1), "0.0")
+    receiver.drop(1)
+    sender.send(receiver.address, act(2), (torch.tensor([1]),))
+    sender.send(receiver.address, act(3, step=2), (torch.tensor([7]),))
+    assert receiver.wait(act(3, step=2), "0.0")[0].item() == 7
     receiver._session.wait_timeout_s = 0.05
     for index in (0, 2):
         with pytest.raises(WaitTimeout, match=rf"act of stage 0, micro-batch 0\.{index}, step 1 from seat 0.0"):
-            receiver.wait(0, act(index), "0.0")
+            receiver.wait(act(index), "0.0")
 
 
 def test_a_membership_change_breaks_the_wait(pair, coordinator):
     coordinator.tell(generation(1, [0]))
     with pytest.raises(Interrupted):
-        pair[1].wait(0, act(0), "0.0")
+        pair[1].wait(act(0), "0.0")
 
 
 def test_sends_to_a_peer_that_is_gone_do_not_block(coordinator):
@@ -83,6 +94,6 @@ def test_sends_to_a_peer_that_is_gone_do_not_block(coordinator):
     address = gone.address
     gone.close()
     for index in range(50):
-        alive.send(address, 0, act(index), (torch.zeros(1 << 16),))
-    alive.forget(1, set())
+        alive.send(address, act(index), (torch.zeros(1 << 16),))
+    alive.leave(set())
     alive.close()

@@ -41,8 +41,8 @@ def total_norm(by_stage: dict[str, float], kind: bool | str, replicas: int) -> t
 
 
 def clip(parameters: list[torch.nn.Parameter], norm: torch.Tensor, limit: float) -> None:
-    """Scale all gradients in place by min(1, limit / norm), as DeepSpeed does."""
+    """Replace all gradients by min(1, limit / norm) times themselves, as DeepSpeed does; what they were stays for peers that lack it."""
     coefficient = torch.min(torch.tensor([1.0]), torch.tensor([float(limit)]) / (norm + 1e-6))
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.data.mul_(coefficient.to(parameter.grad.device))
+            parameter.grad = parameter.grad * coefficient.to(parameter.grad.device)

@@ -7,12 +7,13 @@ the runtime's loop, and keeps the signatures that user scripts call.
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -25,12 +26,12 @@ from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import Interrupted, drain, execute
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.plan import Plan
 from recycle_plugin.core.protocol import Contribution, Member, Ready
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.loop import Loop
+from recycle_plugin.runtime.kept import Kept
+from recycle_plugin.runtime.loop import Loop, Program
 from recycle_plugin.runtime.randomness import key, keyed
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
@@ -74,9 +75,12 @@ class RecycleEngine(PipelineEngine):
         self._stage = Stage(self._stage_model(), self._deferred, self._randomness)
         self._undo = self._undo_record()
         self._transport = Transport(job.session)
+        self._kept = Kept(None)
+        self._reduced: dict[int, list[torch.Tensor]] = {}  # by step, until it is committed: a peer of the stage may lack it
         self._loop: Loop | None = None
         self._trace: TraceFile | None = None
-        self._last_forward: MicroBatch | None = None
+        self._program: Program | None = None
+        self._last_forward: Instruction | None = None
         self._norm: torch.Tensor | None = None
         self._arrived: tuple[torch.Tensor, ...] = ()
         self.module.register_state_dict_pre_hook(lambda *_: self.settle())
@@ -215,27 +219,37 @@ class RecycleEngine(PipelineEngine):
             except Interrupted:
                 self._loop.recover(self)
 
-    def execute(self, plan: Plan, step: int) -> None:
-        """Run this worker's program of ``step`` (runtime.loop.Replica)."""
-        own = [instruction.micro_batch for instruction in plan.programs[self.seat] if instruction.op is Op.F]
-        self._last_forward = own[-1] if own else None
+    def execute(self, program: Program) -> None:
+        """Run a worker's program (runtime.loop.Replica)."""
+        self._program = program
+        self._last_forward = next((one for one in reversed(program.instructions) if one.op is Op.F), None)
+        self._forget_committed()
         self._job.session.between_steps = None
         try:
-            self._exec_schedule(commands.PlanSchedule(plan, self.seat, step))
-            self._world.reach_point(f"step.end@{step}")
+            if program.resumed:
+                self._say_losses(program.step)  # of forwards that the failure has cut off from their last one
+            self._exec_schedule(commands.PlanSchedule(program, self.micro_batches, self.num_stages, self.stage_id))
+            self._world.reach_point(f"step.end@{program.step}")
         finally:
             self._job.session.between_steps = self._between_steps
 
-    def discard(self) -> None:
-        """Drop the unfinished step (runtime.loop.Replica)."""
-        self._stage.discard()
-        self._arrived = ()
-        for parameter in self._parameters:
-            parameter.grad = None
+    def held(self) -> set[Datum]:
+        """What is here of steps that are not committed (runtime.loop.Replica)."""
+        self._forget_committed()
+        reduced = {Datum("reduced", self.stage_id, None, step) for step in self._reduced}
+        return self._stage.held(self.stage_id) | self._transport.held() | self._kept.held() | reduced
 
-    def undo(self) -> None:
-        """Take the last step back (runtime.loop.Replica)."""
+    def undo(self, step: int) -> None:
+        """Take ``step``, the last one, back (runtime.loop.Replica)."""
         self._undo.restore()
+        self._stage.drop_stashes(step)
+
+    def _forget_committed(self) -> None:
+        """Nobody will ask for anything of a committed step again."""
+        committed = self._job.session.committed
+        for holder in (self._stage, self._transport, self._kept):
+            holder.drop(committed)
+        self._reduced = {step: gradients for step, gradients in self._reduced.items() if step > committed}
 
     def _between_steps(self) -> None:
         """A membership change has broken a collective of the user's script: recover, then it is tried again."""
@@ -260,56 +274,101 @@ class RecycleEngine(PipelineEngine):
     # --- instructions ------------------------------------------------------------------------------
 
     def _exec_load(self, instruction: Instruction) -> None:
-        self._stage.load(instruction.micro_batch, self._source(instruction.step, instruction.micro_batch))
+        self._stage.load(_key(instruction), self._source(instruction.step, instruction.micro_batch))
 
     def _exec_forward(self, instruction: Instruction) -> None:
-        self._stage.forward(instruction.micro_batch, instruction.step)
-        if self.is_last_stage() and instruction.micro_batch == self._last_forward:
-            losses = {str(micro_batch): loss.item() for micro_batch, loss in self._stage.losses.items()}
-            self._stage.losses.clear()
-            self._contribute(instruction.step, "loss", losses, len(self.topology_.batch))
+        made = self._stage.forward(_key(instruction), instruction in self._program.bare)
+        if not self.is_last_stage():
+            self._kept.put(Datum("act", self.stage_id, instruction.micro_batch, instruction.step), made)
+        elif instruction == self._last_forward:
+            self._say_losses(instruction.step)
+
+    def _say_losses(self, step: int) -> None:
+        losses = {str(micro_batch): loss.item() for (of, micro_batch), loss in self._stage.losses.items() if of == step}
+        if losses:
+            self._contribute(step, "loss", losses, len(self.topology_.batch))
 
     def _exec_backward(self, instruction: Instruction) -> None:
-        self._stage.backward(instruction.micro_batch)
+        self._keep_grad(instruction, self._stage.backward(_key(instruction)))
 
     def _exec_backward_input(self, instruction: Instruction) -> None:
-        self._stage.backward_input(instruction.micro_batch)
+        bare = instruction in self._program.bare
+        backward = self._stage.backward_input_bare if bare else self._stage.backward_input
+        self._keep_grad(instruction, backward(_key(instruction)))
+
+    def _keep_grad(self, instruction: Instruction, made: tuple[torch.Tensor, ...]) -> None:
+        if not self.is_first_stage():
+            self._kept.put(Datum("grad", self.stage_id, instruction.micro_batch, instruction.step), made)
 
     def _exec_backward_weight(self, instruction: Instruction) -> None:
-        self._stage.backward_weight(instruction.micro_batch)
+        self._stage.backward_weight(_key(instruction))
 
     def _await(self, instruction: Instruction) -> None:
-        kind, stage = ("act", self.stage_id - 1) if instruction.op is Op.RECV_ACT else ("grad", self.stage_id + 1)
+        activation = instruction.op is Op.RECV_ACT
+        here = self._stage.has_activation if activation else self._stage.has_grad
+        kind, stage = ("act", self.stage_id - 1) if activation else ("grad", self.stage_id + 1)
         datum = Datum(kind, stage, instruction.micro_batch, instruction.step)
-        self._arrived = self._transport.wait(self._job.session.number, datum, instruction.peer)
+        self._arrived = None if here(_key(instruction)) else self._transport.wait(datum, instruction.peer)
 
     def _exec_recv_activation(self, instruction: Instruction) -> None:
-        self._stage.receive_activation(instruction.micro_batch, self._arrived)
+        if self._arrived is not None:
+            self._stage.receive_activation(_key(instruction), self._arrived)
 
     def _exec_recv_grad(self, instruction: Instruction) -> None:
-        self._stage.receive_grad(instruction.micro_batch, self._arrived)
+        if self._arrived is not None:
+            self._stage.receive_grad(_key(instruction), self._arrived)
 
     def _exec_send_activation(self, instruction: Instruction) -> None:
-        self._send("act", instruction, self._stage.activation(instruction.micro_batch))
+        self._send("act", instruction)
 
     def _exec_send_grad(self, instruction: Instruction) -> None:
-        self._send("grad", instruction, self._stage.take_grad(instruction.micro_batch))
+        self._send("grad", instruction)
 
-    def _send(self, kind: str, instruction: Instruction, tensors: tuple[torch.Tensor, ...]) -> None:
-        session = self._job.session
-        address = next(member.address for member in session.generation.members if member.seat == instruction.peer)
+    def _send(self, kind: str, instruction: Instruction) -> None:
+        address = next(member.address for member in self._job.session.generation.members if member.seat == instruction.peer)
         datum = Datum(kind, self.stage_id, instruction.micro_batch, instruction.step)
-        self._transport.send(address, session.number, datum, tensors)
+        self._kept.sent(datum, self._transport.send(address, datum, self._kept.get(datum)))
 
     def _exec_reduce(self, instruction: Instruction) -> None:
-        """Sum the stage's gradients into second buffers, and swap them in when every bucket is done.
+        """Every live worker of the stage has the whole gradient, or its contributions are as before.
 
-        Averaging divides by the logical number of replicas (the group's size never changes), as if
-        nobody were missing.
+        What is computed stands in second buffers until every bucket is done.  Averaging divides by the
+        logical number of replicas (the group's size never changes), as if nobody were missing.  Where some
+        worker has the result from before a failure, the others get it from there.
         """
-        reduced = [(bucket, self.allreduce_bucket([p.grad for p in bucket], self.mpu.get_data_parallel_group())) for bucket in self._buckets()]
+        step, buckets = instruction.step, self._buckets()
+        reduced = [(bucket, self._reduce_bucket(bucket, step)) for bucket in buckets]
+        if step in self._reduced:
+            return  # here was what the others got
         for bucket, flat in reduced:
             for parameter, gradient in zip(bucket, self.unflatten(flat, bucket), strict=True):
+                parameter.grad = gradient
+        self._reduced[step] = [parameter.grad for parameter in self._parameters]
+        self._stage.summed()
+
+    def _reduce_bucket(self, bucket: list[torch.nn.Parameter], step: int) -> torch.Tensor:
+        group, holder = self.mpu.get_data_parallel_group(), self._program.holder
+        if holder is None:
+            return self.allreduce_bucket([parameter.grad for parameter in bucket], group)
+        gradients = [parameter.grad for parameter in bucket]
+        if step in self._reduced:
+            known = dict(zip(self._parameters, self._reduced[step], strict=True))
+            gradients = [known[parameter] for parameter in bucket]
+        flat = self.flatten(gradients).clone()
+        rank = next(member.rank for member in self._job.session.generation.members if member.seat == holder)
+        dist.broadcast(flat, rank, group)
+        return flat
+
+    @contextmanager
+    def _gradients_of(self, step: int) -> Iterator[None]:
+        """``parameter.grad`` is the reduced gradient of ``step``, also where the sums of the next step have begun."""
+        aside = [parameter.grad for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, self._reduced[step], strict=True):
+            parameter.grad = gradient
+        try:
+            yield
+        finally:
+            for parameter, gradient in zip(self._parameters, aside, strict=True):
                 parameter.grad = gradient
 
     def _buckets(self) -> list[list[torch.nn.Parameter]]:
@@ -331,7 +390,8 @@ class RecycleEngine(PipelineEngine):
     def _exec_validate(self, instruction: Instruction) -> None:
         """The gradient norm, from every stage's share; the stage's workers hold the same gradients and say the same."""
         kind = self._job.settings.norm
-        share = {str(self.stage_id): clipping.squared_norm(clipping.counted(self._parameters, self.stage_id, kind))}
+        with self._gradients_of(instruction.step):
+            share = {str(self.stage_id): clipping.squared_norm(clipping.counted(self._parameters, self.stage_id, kind))}
         self._contribute(instruction.step, "norm", share, self.num_stages)
         shares = self._job.session.wait_collected(instruction.step, "norm")
         self._norm = clipping.total_norm(shares, kind, self.topology_.replicas)
@@ -341,7 +401,11 @@ class RecycleEngine(PipelineEngine):
         clipping.clip(self._parameters, self._norm, self.gradient_clipping())
 
     def _exec_step(self, instruction: Instruction) -> None:
-        super()._exec_optimizer_step()
+        sums = [parameter.grad for parameter in self._parameters]
+        with self._gradients_of(instruction.step):
+            super()._exec_optimizer_step()
+        for parameter, reduced, gradient in zip(self._parameters, self._reduced[instruction.step], sums, strict=True):
+            parameter.grad = None if gradient is reduced else gradient
         self._loop.applied(instruction.step)
 
     def _contribute(self, step: int, name: str, values: dict[str, float], expected: int) -> None:
@@ -399,6 +463,10 @@ class RecycleEngine(PipelineEngine):
             print(f"steps: {self.global_steps} loss: {self.agg_train_loss:0.4f}", flush=True)
         if self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/train_loss", self.agg_train_loss.item(), self.global_samples)])
+
+
+def _key(instruction: Instruction) -> tuple[int, MicroBatch]:
+    return instruction.step, instruction.micro_batch
 
 
 def _split(module: torch.nn.Module) -> DeferredWeights:

@@ -6,10 +6,8 @@ from typing import Iterator
 
 from deepspeed.runtime.pipe import schedule as stock
 
-from recycle_plugin import planner
-from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.plan import Plan
+from recycle_plugin.runtime.loop import Program
 
 
 class Load(stock.PipeInstruction):
@@ -77,14 +75,14 @@ COMMANDS: dict[Op, type[stock.PipeInstruction]] = {
 
 
 class PlanSchedule(stock.PipeSchedule):
-    """``seat``'s program of ``step``.  Each yielded command carries its instruction as ``command.instruction``."""
+    """A worker's program.  Each yielded command carries its instruction as ``command.instruction``."""
 
-    def __init__(self, plan: Plan, seat: Seat, step: int) -> None:
-        super().__init__(plan.view.topology.micro_batches, plan.stages, seat.stage)
-        self._program = planner.lower(plan, seat, step)
+    def __init__(self, program: Program, micro_batches: int, stages: int, stage: int) -> None:
+        super().__init__(micro_batches, stages, stage)
+        self.program = program
 
     def steps(self) -> Iterator[list[stock.PipeInstruction]]:
-        for instruction in self._program:
+        for instruction in self.program.instructions:
             yield [COMMANDS[instruction.op](instruction=instruction)]
 
     def instructions(self) -> Iterator[Instruction]:

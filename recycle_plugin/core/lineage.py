@@ -1,0 +1,223 @@
+"""What has to run again after a failure, and nothing else: recovery is lineage.
+
+To finish a step every live worker needs its stage's reduced gradient, and that needs every micro-batch's weight
+gradient.  What of these survived, on whichever live worker, stays as it is.  What has to run is the *backward
+closure* of what is missing, through ``core.dataflow``: a weight gradient needs what its input gradient left, that
+needs the stash and the gradient from one stage down, and so on, until something is met that a live worker holds.
+Boundary tensors are kept by who made them until the step is committed, and sent once more.
+
+Nothing surviving, this is the restart of the step; more surviving (a log), it is SWIFT's replay (PPoPP'23).
+
+Where the closure runs through a worker that has already stepped, that worker takes its step back first and steps
+again from the reduced gradient, which it keeps.  Where some live worker of a stage holds the whole reduced gradient,
+the others get it from there (the stage rolls forward); otherwise it is summed again from untouched contributions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import AbstractSet, Mapping
+
+from recycle_plugin.core.dataflow import Datum, provides, requires
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.plan import Plan
+
+Held = Mapping[Seat, AbstractSet[Datum]]
+"""What each live worker still has."""
+
+
+class Torn(Exception):
+    """What the survivors hold contradicts itself: going on would train with a wrong gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A boundary tensor's way in a rest; ``kept``: the source has it from before, and sends it before anything else."""
+
+    source: Seat
+    target: Seat
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What is left of ``step``, for every live seat, in no particular order.
+
+    ``compute``: F, I, W and B.  ``bare``: those F and I that make a boundary tensor only, because the micro-batch's weight
+    gradient has been counted already.  ``closing``: REDUCE, VALIDATE and STEP, in this order.  ``holders``: from whom the
+    others of a stage get the reduced gradient, where somebody has it.  ``moves``: how boundary tensors that are not on their
+    consumer's worker get there.  ``undo``: who has to take the step back before that.
+    """
+
+    step: int
+    compute: Mapping[Seat, tuple[Instruction, ...]]
+    bare: frozenset[Instruction]
+    closing: Mapping[Seat, tuple[Instruction, ...]]
+    holders: Mapping[int, Seat]
+    moves: Mapping[Datum, Move]
+    undo: frozenset[Seat]
+
+
+def unfinished(plan: Plan, committed: int, held: Held) -> tuple[Rest, ...]:
+    """What is left of the steps after ``committed`` that somebody has begun, two at most (core/step.py).
+
+    Stashes of the second step do not outlive a step that is taken back: their parameters are about to change.
+    """
+    rests: list[Rest] = []
+    for step in (committed + 1, committed + 2):
+        if any(datum.step == step and datum.kind != "params" for have in held.values() for datum in have):
+            rests.append(remainder(plan, step, held))
+            held = surviving(held, rests[-1])
+    return tuple(rests)
+
+
+def surviving(held: Held, rest: Rest) -> Held:
+    """What is still held once those who take ``rest.step`` back have done so."""
+    later = Datum("params", 0, None, rest.step + 1)
+
+    def stays(seat: Seat, datum: Datum) -> bool:
+        return datum.step <= rest.step or datum.kind != "stash" and datum != later._replace(stage=seat.stage)
+
+    return {seat: have if seat not in rest.undo else frozenset(d for d in have if stays(seat, d)) for seat, have in held.items()}
+
+
+def remainder(plan: Plan, step: int, held: Held) -> Rest:
+    """The least that finishes ``step`` for the live seats of ``plan``, given what each of them holds.
+
+    What has to start from its forward runs where ``plan`` routes it.  Raises :class:`Torn`.
+    """
+    closure = _Closure(plan, step, held)
+    for stage in range(plan.stages):
+        closure.finish(stage)
+    closure.close()
+    seats = sorted(plan.view.live)
+    return Rest(
+        step,
+        {seat: tuple(sorted(closure.compute[seat], key=str)) for seat in seats},
+        closure.bare(),
+        {seat: tuple(closure.closing[seat]) for seat in seats},
+        closure.holders,
+        closure.moves,
+        frozenset(closure.undo),
+    )
+
+
+class _Closure:
+    """Collects what is needed, depth first."""
+
+    def __init__(self, plan: Plan, step: int, held: Held) -> None:
+        self._plan, self._step, self._held = plan, step, held
+        self._seats = {stage: sorted(seat for seat in plan.view.live if seat.stage == stage) for stage in range(plan.stages)}
+        self._where = _index(held, step)
+        self._lacking: set[int] = set()  # stages in which somebody has no reduced gradient
+        self._whole: set[Instruction] = set()  # input gradients that leave their weights' half
+        self.holders: dict[int, Seat] = {}
+        self.compute: dict[Seat, set[Instruction]] = {seat: set() for seat in plan.view.live}
+        self.closing: dict[Seat, list[Instruction]] = {seat: [] for seat in plan.view.live}
+        self.moves: dict[Datum, Move] = {}
+        self.undo: set[Seat] = set()
+
+    # --- a stage ------------------------------------------------------------------------------------
+
+    def finish(self, stage: int) -> None:
+        """Every live worker of ``stage`` is to have the reduced gradient."""
+        reduced = Datum("reduced", stage, None, self._step)
+        holders = [seat for seat in self._seats[stage] if reduced in self._held[seat]]
+        if len(holders) == len(self._seats[stage]):
+            return
+        self._lacking.add(stage)
+        if holders:
+            self.holders[stage] = holders[0]
+            return
+        for micro_batch in self._plan.view.topology.batch:
+            found = [seat for seat in self._where.get(Datum("wgrad", stage, micro_batch, self._step), ()) if seat.stage == stage]
+            if len(found) > 1:
+                raise Torn(f"the weight gradient of micro-batch {micro_batch} on stage {stage}, step {self._step}, is in the sums of seats {_names(found)}")
+            if not found:
+                self._weight(stage, micro_batch)
+
+    def close(self) -> None:
+        """REDUCE where a stage lacks its result, then VALIDATE, by all or by nobody, and STEP."""
+        behind = {seat for seat in self._held if not self._stepped(seat)} | self.undo
+        for seat in sorted(self._held):
+            ops = [Op.REDUCE] * (seat.stage in self._lacking) + [Op.VALIDATE] * (self._plan.policy.validate and bool(behind))
+            self.closing[seat] = [Instruction(op, seat.stage, None, self._step) for op in (*ops, *[Op.STEP] * (seat in behind))]
+
+    def bare(self) -> frozenset[Instruction]:
+        found = set()
+        for work in self.compute.values():
+            backwards = {(one.stage, one.micro_batch) for one in work if one.op in (Op.I, Op.B)}
+            found |= {one for one in work if one.op is Op.F and (one.stage, one.micro_batch) not in backwards}
+            found |= {one for one in work if one.op is Op.I and one not in self._whole}
+        return frozenset(found)
+
+    def _stepped(self, seat: Seat) -> bool:
+        return Datum("params", seat.stage, None, self._step + 1) in self._held[seat]
+
+    # --- a micro-batch ------------------------------------------------------------------------------
+
+    def _weight(self, stage: int, micro_batch: MicroBatch) -> None:
+        seat = self._seat_of(stage, micro_batch)
+        if self._has(seat, "inner", stage, micro_batch):
+            self.compute[seat].add(Instruction(Op.W, stage, micro_batch, self._step))
+            return
+        split = self._plan.policy.split_backward
+        gradient = Instruction(Op.I, stage, micro_batch, self._step)
+        self.compute[seat].discard(gradient)  # one that makes the boundary tensor only
+        for op in (Op.I, Op.W) if split else (Op.B,):
+            self.compute[seat].add(Instruction(op, stage, micro_batch, self._step))
+        self._whole.add(gradient)
+        self._inputs_of(gradient, seat)
+
+    def _make(self, datum: Datum) -> Seat:
+        """Have a boundary tensor made (again); returns where."""
+        seat = self._seat_of(datum.stage, datum.micro_batch)
+        if datum.kind == "act":
+            self._forward(seat, datum.stage, datum.micro_batch)
+        elif not any(datum in provides(one) for one in self.compute[seat]):
+            one = Instruction(Op.I, datum.stage, datum.micro_batch, self._step)
+            self.compute[seat].add(one)
+            self._inputs_of(one, seat)
+        return seat
+
+    def _forward(self, seat: Seat, stage: int, micro_batch: MicroBatch) -> None:
+        one = Instruction(Op.F, stage, micro_batch, self._step)
+        if one not in self.compute[seat]:
+            self.compute[seat].add(one)
+            self._inputs_of(one, seat)
+
+    def _inputs_of(self, instruction: Instruction, seat: Seat) -> None:
+        for datum in requires(instruction, self._plan.stages):
+            if datum.kind == "stash" and datum not in self._held[seat]:
+                self._forward(seat, datum.stage, datum.micro_batch)
+            elif datum.kind == "params" and self._stepped(seat):
+                self.undo.add(seat)
+            elif datum.kind in ("act", "grad") and datum not in self._held[seat] and datum not in self.moves:
+                makers = [holder for holder in self._where.get(datum, ()) if holder.stage == datum.stage]
+                source = makers[0] if makers else self._make(datum)
+                self.moves[datum] = Move(source, seat, bool(makers))
+
+    def _seat_of(self, stage: int, micro_batch: MicroBatch) -> Seat:
+        """Who works on it: the worker that has most of it, or the one that the plan names."""
+        for kind in ("inner", "stash"):
+            found = [seat for seat in self._where.get(Datum(kind, stage, micro_batch, self._step), ()) if seat.stage == stage]
+            if found:
+                return found[0]
+        return self._plan.route[stage, micro_batch]
+
+    def _has(self, seat: Seat, kind: str, stage: int, micro_batch: MicroBatch) -> bool:
+        return Datum(kind, stage, micro_batch, self._step) in self._held[seat]
+
+
+def _index(held: Held, step: int) -> dict[Datum, list[Seat]]:
+    where: dict[Datum, list[Seat]] = {}
+    for seat in sorted(held):
+        for datum in held[seat]:
+            if datum.step == step and datum.kind != "params":
+                where.setdefault(datum, []).append(seat)
+    return where
+
+
+def _names(seats: list[Seat]) -> str:
+    return ", ".join(map(str, seats))

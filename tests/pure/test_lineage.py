@@ -1,0 +1,144 @@
+"""What is run again after a failure: all that is missing, and nothing that a live worker still has."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.dataflow import Datum, consumes, pack, provides, requires, unpack
+from recycle_plugin.core.faults import Fault
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.lineage import Torn, remainder, unfinished
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.planner import arrange, lower, plan
+from recycle_plugin.simulator.job import Job
+from recycle_plugin.simulator.machine import by_name
+
+from tests.pure.jobs import jobs
+
+SHAPE = Topology(3, 4, 6)
+COSTS = CostModel.uniform(4)
+STEP = 7
+
+data = st.builds(
+    Datum, st.sampled_from(["act", "grad", "stash", "inner", "wgrad"]), st.integers(0, 40), st.builds(MicroBatch, st.integers(0, 50), st.integers(0, 99)),
+    st.integers(0, 10**6),
+) | st.builds(Datum, st.sampled_from(["reduced", "params"]), st.integers(0, 40), st.none(), st.integers(0, 10**6))  # fmt: skip
+
+
+@given(st.frozensets(data, max_size=30))
+def test_what_a_worker_holds_travels_as_text(held) -> None:
+    assert unpack(pack(held)) == held
+
+
+def start(planned) -> dict[Seat, set[Datum]]:
+    return {seat: {Datum("params", seat.stage, None, STEP)} for seat in planned.programs}
+
+
+@given(jobs())
+@settings(max_examples=60)
+def test_where_nothing_has_survived_the_whole_step_is_left(job) -> None:
+    view, costs, policy = job
+    planned = plan(view, costs, policy)
+    assert unfinished(planned, STEP - 1, start(planned)) == ()
+    rest = remainder(planned, STEP, start(planned))
+    assert not rest.undo and not rest.holders and not rest.bare
+    split = lambda one: {one} if one.op is not Op.B or not policy.split_backward else {Instruction(op, one.stage, one.micro_batch, STEP) for op in (Op.I, Op.W)}  # noqa: E731
+    for seat, program in planned.programs.items():
+        expected = {part for one in program if one.op in COMPUTE for part in split(one.at(STEP))}
+        assert set(rest.compute[seat]) == expected
+        assert [one.op for one in rest.closing[seat]] == [one.op for one in program if one.op not in COMPUTE]
+
+
+@given(jobs(), st.data())
+@settings(max_examples=60)
+def test_every_program_of_a_rest_finds_what_it_needs(job, drawn) -> None:
+    """All workers stop at any instruction; in any order that their waits allow, what is left ends with every gradient once."""
+    view, costs, policy = job
+    planned = plan(view, costs, policy)
+    stages, held = view.topology.stages, start(planned)
+    programs = {seat: list(lower(planned, seat, STEP)) for seat in planned.programs}
+    wanted = {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()}
+    counted = _run(programs, held, stages, wanted, defaultdict(int))
+    rest = remainder(planned, STEP, held)
+    _run({seat: list(program) for seat, program in arrange(rest, planned, costs, held).items()}, held, stages, None, counted)
+    assert all(Datum("params", seat.stage, None, STEP + 1) in have for seat, have in held.items())
+    assert set(counted.values()) == {1} and len(counted) == stages * len(view.topology.batch)
+
+
+def _run(programs, held, stages, wanted, counted):
+    """Let workers run until nobody can, each at most ``wanted`` instructions; REDUCE waits for its stage."""
+    done = dict.fromkeys(programs, 0)
+    moved = True
+    while moved:
+        moved = False
+        for seat, program in programs.items():
+            while done[seat] < len(program) and (wanted is None or done[seat] < wanted[seat]) and _able(seat, program[done[seat]], programs, done, held, stages):
+                _perform(seat, program[done[seat]], programs, held, stages, counted)
+                done[seat] += 1
+                moved = True
+    if wanted is None:
+        assert all(done[seat] == len(program) for seat, program in programs.items()), "somebody waits for ever"
+    return counted
+
+
+def _able(seat, one, programs, done, held, stages) -> bool:
+    if one.op is Op.REDUCE:
+        peers = [peer for peer in programs if peer.stage == seat.stage]
+        return all(one in programs[peer][: done[peer] + 1] for peer in peers)
+    return one.op is Op.VALIDATE or all(datum in held[seat] for datum in requires(one, stages))
+
+
+def _perform(seat, one, programs, held, stages, counted) -> None:
+    if one.op in (Op.SEND_ACT, Op.SEND_GRAD):
+        held[one.peer] |= set(requires(one, stages))
+        return
+    own = tuple(datum.micro_batch for datum in held[seat] if datum.kind == "wgrad")
+    held[seat] -= set(consumes(one, stages, own))
+    held[seat] |= set(provides(one))
+    if one.op in (Op.W, Op.B):
+        counted[one.stage, one.micro_batch] += 1
+    if one.op is Op.STEP:
+        held[seat].discard(Datum("params", seat.stage, None, STEP))
+
+
+def test_the_same_gradient_in_two_sums_is_refused() -> None:
+    planned = plan(SHAPE.full(), COSTS, Policy())
+    held = start(planned)
+    for seat in (Seat(0, 2), Seat(1, 2)):
+        held[seat].add(Datum("wgrad", 2, MicroBatch(0, 3), STEP))
+    with pytest.raises(Torn, match=r"micro-batch 0\.3 on stage 2, step 7, is in the sums of seats 0\.2, 1\.2"):
+        remainder(planned, STEP, held)
+
+
+def test_a_stage_rolls_forward_from_who_holds_its_sum() -> None:
+    planned = plan(SHAPE.full().without(Seat(0, 1)), COSTS, Policy())
+    held = {seat: {Datum("reduced", seat.stage, None, STEP), Datum("params", seat.stage, None, STEP + 1)} for seat in planned.programs}
+    held[Seat(1, 1)] = {Datum("params", 1, None, STEP)}
+    rest = remainder(planned, STEP, held)
+    assert rest.holders == {1: Seat(2, 1)} and not rest.undo
+    assert not any(rest.compute.values()) and [one.op for one in rest.closing[Seat(1, 1)]] == [Op.REDUCE, Op.STEP]
+    assert [one.op for one in rest.closing[Seat(2, 1)]] == [Op.REDUCE]
+
+
+def test_what_the_lost_worker_had_done_is_run_again_and_nothing_else() -> None:
+    """One loss at any instruction of a step: its peers repeat its finished work, from what its neighbours have kept."""
+    job = Job(SHAPE.full(), CostModel.uniform(4, 10, 10, 10, 2, 5, 5), Policy(activation_cap=8), by_name("free"))
+    victim = Seat(1, 2)
+    shares = []
+    for one in lower(plan(job.view, job.costs, job.policy), victim, 1)[::5]:
+        ran = job.run(3, [Fault("kill", victim, "before", str(one))])
+        runs: dict[Instruction, list[Seat]] = defaultdict(list)
+        for span in ran.spans:
+            if span.instruction.op in COMPUTE:
+                runs[span.instruction].append(span.seat)
+        again = {instruction: seats for instruction, seats in runs.items() if len(seats) > 1}
+        assert all(seats[0] == victim and len(seats) == 2 for seats in again.values())
+        shares.append(len(again) / (3 * len(SHAPE.batch) * SHAPE.stages))
+    assert max(shares) <= 1 / len(SHAPE.seats) and sum(shares) / len(shares) < 0.06
