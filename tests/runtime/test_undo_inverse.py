@@ -160,24 +160,50 @@ def test_momentums_first_step_leaves_no_buffer(name):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def after_a_first_touch() -> torch.Tensor:
-    """A parameter, like rows of an embedding, whose v is 0 until a step that is taken back; then a step that does not touch it."""
-    subject = Subject(INVERTIBLE["adamw"], "inverse", [torch.nn.Parameter(torch.ones(1000))])
+RATE = 0.01  # of Adam in INVERTIBLE
+
+
+def moved_after_a_first_touch() -> torch.Tensor:
+    """How far a parameter goes that, like rows of an embedding, has v = 0 until a step that is taken back, and then no gradient.
+
+    In units of the learning rate, and without weight decay's share.
+    """
+    subject = Subject(INVERTIBLE["adam"], "inverse", [torch.nn.Parameter(torch.ones(1000))])
     untouched = [torch.zeros(1000)]
     subject.step(untouched)
     subject.step(subject.random(1))
     subject.undo.restore()
     subject.step(untouched)
-    return subject.parameters[0].detach()
+    return (subject.parameters[0].detach() - 1).abs() / RATE
 
 
-def test_where_v_was_zero_it_does_not_come_back_negative():
-    assert torch.isfinite(after_a_first_touch()).all()
+def test_where_v_was_zero_the_next_step_is_harmless():
+    assert (moved_after_a_first_touch() < 0.01).all()
 
 
-def test_without_the_clamp_it_would(monkeypatch):
+def test_without_a_clamp_it_would_not_be_a_number(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "clamp_", lambda self, **limits: self)
-    assert torch.isnan(after_a_first_touch()).sum() > 100
+    assert torch.isnan(moved_after_a_first_touch()).sum() > 100
+
+
+def test_with_a_clamp_at_zero_it_would_be_as_large_as_any(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "clamp_", lambda self, **limits: torch.clamp(self, min=0, out=self))
+    moved = moved_after_a_first_touch()
+    assert torch.isfinite(moved).all() and moved.max() > 0.5
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "lamb"])
+def test_after_a_spike_is_taken_back_another_gradient_moves_no_parameter_far(name):
+    """What v was is lost beside the spike's square; it must not come back too small."""
+    subject, straight = (Subject(INVERTIBLE[name], "inverse", [torch.nn.Parameter(torch.ones(10000))]) for _ in range(2))
+    for seed in range(5):
+        subject.step(subject.random(seed, 0.01))
+        straight.step(straight.random(seed, 0.01))
+    subject.step(subject.random(50, 1e4))
+    subject.undo.restore()
+    for each in (subject, straight):
+        each.step(each.random(51, 0.01))
+    assert ((subject.parameters[0] - straight.parameters[0]).abs() <= RATE).all()
 
 
 def test_the_trust_ratio_of_the_applied_step_is_used():

@@ -7,7 +7,8 @@ Two ways behind one interface:
   for Adam in fp32, copied before every step.
 * ``inverse`` keeps the applied gradient and turns the update rule round, after SWIFT (Zhong et al.,
   PPoPP'23, arXiv 2302.06173, update-undo).  4 bytes a parameter in fp32, for the optimizers in
-  :mod:`~recycle_plugin.runtime.undo.rules`; rounding is not taken back.
+  :mod:`~recycle_plugin.runtime.undo.rules`; rounding is not taken back.  It gains nothing over a snapshot
+  for SGD without momentum, whose only state is the parameter.
 
 In both ways hyper-parameters, step counts, learning-rate schedulers and counters come back exactly.
 """

@@ -1,9 +1,11 @@
 """Optimizers' update rules turned round: from what a step left to what it found.
 
 ``p``, ``m``, ``v``, ``b`` are the values after the step, ``g`` the applied gradient.  The formulas are those of
-SWIFT's update-undo (Zhong et al., PPoPP'23, arXiv 2302.06173), and besides: second moments are clamped at
-zero (where v was 0, rounding leaves half of them negative, and the next step's square root makes them
-NaN), Nesterov, dampening, and LAMB after You et al., ICLR'20, arXiv 1904.00962, algorithm 2.
+SWIFT's update-undo (Zhong et al., PPoPP'23, arXiv 2302.06173); besides Nesterov, dampening, LAMB (You et al.,
+ICLR'20, arXiv 1904.00962, algorithm 2), and a clamp of second moments.  Where v was 0 or small beside
+(1 − β2)·g², rounding decides what comes back: without a clamp half of it is negative, and the next step's
+square root makes NaN.  Clamped at zero, the next step divides what rounding has left in m by eps alone, and
+throws the parameter away.  So v is clamped at the rounding of what it comes from.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ class Sgd:
             p.add_(g.add(b, alpha=momentum), alpha=lr).div_(1 - step.decay)
         else:
             p.add_(b, alpha=lr)
-        _take_out(b, g.add(p, alpha=group["weight_decay"]), momentum, 1 - group["dampening"])
+        _take_out(b, _with_decay(g, p, group), momentum, 1 - group["dampening"])
 
 
 class Adam:
@@ -91,7 +93,7 @@ class Adam:
         p = step.parameter.addcdiv_(m, denominator, value=step_size)
         if decoupled:
             p.div_(1 - step.decay)
-        _invert_moments(step, step.gradient if decoupled else step.gradient.add(p, alpha=step.group["weight_decay"]))
+        _invert_moments(step, step.gradient if decoupled else _with_decay(step.gradient, p, step.group))
 
 
 class FusedAdam(Adam):
@@ -152,19 +154,26 @@ def _adam(step: Step, v: torch.Tensor) -> tuple[float, torch.Tensor]:
     beta1, beta2 = step.group["betas"]
     corrected = step.group.get("bias_correction", True)
     correction1, correction2 = (1 - beta**step.count if corrected else 1.0 for beta in (beta1, beta2))
-    return float(step.group["lr"]) / correction1, (v.sqrt() / correction2**0.5).add_(step.group["eps"])
+    return float(step.group["lr"]) / correction1, v.sqrt().div_(correction2**0.5).add_(step.group["eps"])
 
 
 def _invert_moments(step: Step, gradient: torch.Tensor) -> None:
     (beta1, beta2), (m, v) = step.group["betas"], (step.state[name] for name in Adam.moments)
+    rounding = v * torch.finfo(v.dtype).eps
     _take_out(m, gradient, beta1, 1 - beta1)
-    _take_out(v, gradient * gradient, beta2, 1 - beta2)
-    v.clamp_(min=0)
+    _take_out(v, gradient, beta2, 1 - beta2, square=True)
+    v.clamp_(min=rounding)
 
 
-def _take_out(average: torch.Tensor, new: torch.Tensor, kept: float, share: float) -> None:
-    """``average`` was kept · old + share · new, and becomes the old; 0 where nothing of it was kept, and nothing will be read."""
+def _with_decay(gradient: torch.Tensor, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    return gradient.add(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else gradient
+
+
+def _take_out(average: torch.Tensor, new: torch.Tensor, kept: float, share: float, square: bool = False) -> None:
+    """``average`` was kept · old + share · new (or its square), and becomes the old; 0 where nothing was kept: it will not be read."""
     if kept == 0:
         average.zero_()
+    elif square:
+        average.addcmul_(new, new, value=-share).div_(kept)
     else:
         average.sub_(new, alpha=share).div_(kept)
