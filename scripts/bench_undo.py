@@ -5,9 +5,10 @@
 
 Without names all optimizers.  Costs are medians of CPU seconds on one thread, in units of the optimizer's own
 step (torch's default implementation for the CPU).  Errors are the largest over all elements, in fp32: of
-parameters and moments after a step and its undo; and of parameters one step later, against a run in which
-the undone step never was: done again with the same gradient (what recovery does), or with another one.
-A spike is a gradient a million times as large.
+parameters and moments after a step and its undo (p, m, v); of parameters after the step was done again with
+the same gradient, against its first try (p redone: what recovery does); and after a step with an ordinary
+gradient instead, against a run in which the undone step never was (p with another).  A spike is a gradient a
+million times as large.
 """
 
 from __future__ import annotations
