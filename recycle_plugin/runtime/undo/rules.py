@@ -33,7 +33,7 @@ class Step:
 
     @property
     def decay(self) -> float:
-        """What decoupled weight decay has subtracted of the parameter."""
+        """The share of the parameter that weight decay has subtracted from it (of LAMB: times the trust ratio)."""
         return float(self.group["lr"]) * float(self.group["weight_decay"])
 
 
