@@ -28,7 +28,7 @@ PR_SET_PDEATHSIG = 1
 def main(command: list[str]) -> int:
     """Run the script; returns the exit code."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody would watch an orphan
-    session = connect_from_environment(dict(os.environ))
+    session = connect_from_environment(dict(os.environ), _end_early)
     leave = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_leave(session, leave))
     signal.signal(signal.SIGINT, lambda *_: _interrupt(session))
@@ -66,6 +66,14 @@ def run_script(command: list[str]) -> int:
             raise RecycleError(ending.code) from None
         return ending.code or 0
     return 0
+
+
+def _end_early(session: Session) -> None:
+    """The job has failed before its first step: go, whatever the script waits for (torch's store waits for minutes, deaf to signals)."""
+    session.leave()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _ask_to_leave(session: Session, asked: threading.Event) -> None:

@@ -16,6 +16,7 @@ from recycle_plugin.core.protocol import Exited, Fatal, Hello, Left, Over, Ready
 
 
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
+CLOSING_S = 5.0  # how long closed connections may take to be noticed
 
 
 class Coordinator:
@@ -24,6 +25,8 @@ class Coordinator:
     def __init__(self, ranks: int, store_port: int, say: Callable[[Event, float], None]) -> None:
         self._gone = asyncio.Event()
         self._over = asyncio.Event()
+        self._last_word: Over | None = None
+        self._serving: dict[asyncio.Task, asyncio.StreamWriter] = {}
         self._membership = Membership(ranks)
         self._welcome = Welcome(store_port, time.strftime("recycle-%Y%m%d-%H%M%S"))
         self._say = say
@@ -51,17 +54,31 @@ class Coordinator:
         self._act(self._membership.receive(Fatal(0, text), time.time()))
 
     async def close(self) -> None:
+        """Close every connection and wait for those that serve them: cancelled later, they would say so."""
         if self._server is not None:
             self._server.close()
-        for writer in (*self._workers.values(), *self._supervisors.values()):
+        for writer in self._serving.values():
             writer.close()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=CLOSING_S)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self._serving[task] = writer
+        try:
+            await self._converse(reader, writer)
+        finally:
+            del self._serving[task]
+            writer.close()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello = decode(await reader.readline())
         if not isinstance(hello, Hello):
-            writer.close()
             return
         writer.write(encode(self._welcome))
+        end = self._membership.ended if hello.role == "worker" else self._last_word
+        if end is not None:  # it comes too late: the job has ended meanwhile
+            writer.write(encode(end))
         connections = self._workers if hello.role == "worker" else self._supervisors
         connections[hello.rank] = writer
         if hello.role == "worker":
@@ -75,7 +92,6 @@ class Coordinator:
             self.fail(f"the coordinator met an error of its own ({error!r})")
             raise
         connections.pop(hello.rank, None)
-        writer.close()
         self._closed(hello)
 
     def _take(self, message: object) -> None:
@@ -90,6 +106,8 @@ class Coordinator:
             self._workers.pop(message.rank, None)
 
     def _closed(self, hello: Hello) -> None:
+        if not self._server.is_serving():
+            return  # it was this side that closed
         if hello.role == "supervisor":
             if not self._supervisors:
                 self._gone.set()
@@ -117,6 +135,7 @@ class Coordinator:
         for writer in list((self._workers if whom == WORKERS else self._supervisors).values()):
             writer.write(line)
         if isinstance(message, Over):
+            self._last_word = message
             self._over.set()
 
     def _watch_regrouping(self) -> None:

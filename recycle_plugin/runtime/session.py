@@ -31,9 +31,14 @@ class Session:
     start), ``pending`` a newer one that this worker has not adopted, ``committed`` the last step said
     to be committed.  ``between_steps`` recovers from a membership change that the training script
     meets outside a step, in a collective of its own.
+
+    ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
+    be blocked where no exception gets in.
     """
 
-    def __init__(self, address: tuple[str, int], rank: int, wait_timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, address: tuple[str, int], rank: int, wait_timeout_s: float = 300.0, ended_early: Callable[[Session], None] | None = None
+    ) -> None:
         self.rank = rank
         self.host = socket.gethostname()
         self.wait_timeout_s = wait_timeout_s
@@ -46,6 +51,7 @@ class Session:
         self._resume: Resume | None = None
         self._collected: dict[tuple[int, str], dict] = {}
         self._closed = False
+        self._ended_early = ended_early
         self._socket = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         os.register_at_fork(after_in_child=self._socket.close)  # a data loader's process must not keep the line open after a death
@@ -99,11 +105,18 @@ class Session:
                 with self.changed:
                     self._take(decode(line))
                     self.changed.notify_all()
+                self._leave_early()
         except OSError:
             pass
         with self.changed:
             self._coordinator_gone()
             self.changed.notify_all()
+        self._leave_early()
+
+    def _leave_early(self) -> None:
+        if self._ended_early is not None and self.generation is None and self.end is not None and self.end.failed:
+            tell, self._ended_early = self._ended_early, None
+            tell(self)
 
     def _take(self, message: object) -> None:
         match message:
@@ -211,7 +224,7 @@ class Session:
         return value
 
 
-def connect_from_environment(environment: dict[str, str]) -> Session:
+def connect_from_environment(environment: dict[str, str], ended_early: Callable[[Session], None] | None = None) -> Session:
     """The session of the worker that a supervisor has started; RecycleError if none has."""
     address = environment.get("RECYCLE_COORDINATOR")
     if not address:
@@ -219,4 +232,4 @@ def connect_from_environment(environment: dict[str, str]) -> Session:
             "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py …`"
         )
     host, _, port = address.rpartition(":")
-    return Session((host, int(port)), int(environment["RANK"]))
+    return Session((host, int(port)), int(environment["RANK"]), ended_early=ended_early)

@@ -153,7 +153,8 @@ class Hosted:
         """Without the store workers could not even find each other, and would wait for it."""
         code = await self._store.wait()
         if not self._closing:
-            self._coordinator.fail(f"the key-value store's process ended with code {code}")
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+            self._coordinator.fail(f"the key-value store's process {how}; without it workers can't find each other")
 
 
 async def _connect(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

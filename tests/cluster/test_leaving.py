@@ -10,11 +10,7 @@ import psutil
 import pytest
 
 from recycle_plugin.runtime.trace import read_traces
-from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, assert_one_line, assert_same_training, faults
-
-
-def after_step(run, step: int) -> None:
-    run.wait_for(lambda: any(event["event"] == "committed" and event["step"] >= step for event in run.events()), f"commit of step {step}")
+from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, faults
 
 
 def test_ends_at_different_times_are_no_deaths(launch, reference):

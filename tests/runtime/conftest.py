@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from typing import Callable
 
 import pytest
 
@@ -22,10 +23,10 @@ class FakeCoordinator:
         self.heard: list[object] = []
         self.news = threading.Condition()
 
-    def session(self, rank: int, wait_timeout_s: float = 10.0) -> Session:
+    def session(self, rank: int, wait_timeout_s: float = 10.0, ended_early: Callable[[Session], None] | None = None) -> Session:
         """A session of this process."""
         made: list[Session] = []
-        thread = threading.Thread(target=lambda: made.append(Session(self.address, rank, wait_timeout_s)))
+        thread = threading.Thread(target=lambda: made.append(Session(self.address, rank, wait_timeout_s, ended_early)))
         thread.start()
         self.accept()
         thread.join(10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
@@ -53,6 +54,19 @@ def test_the_end_of_the_job_ends_every_wait(coordinator):
     with pytest.raises(JobEnded, match="stage 1 is gone") as ended:
         session.wait("nothing", lambda: None, interruptible=False)
     assert ended.value.failed
+
+
+def test_a_job_that_fails_before_its_start_is_left_at_once(coordinator):
+    """... from wherever the worker is blocked; a job that has started ends at the worker's next wait."""
+    told: queue.Queue = queue.Queue()
+    early, late = (coordinator.session(rank, ended_early=told.put) for rank in (0, 1))
+    late.adopt(generation(1, [1]))
+    coordinator.tell(End(0, "the store is gone", True))
+    assert told.get(timeout=10) is early
+    coordinator.tell(Committed(1))  # when that is read, the end has been dealt with
+    with late.changed:
+        assert late.changed.wait_for(lambda: late.committed == 1, 10) and late.end is not None
+    assert told.empty()
 
 
 def test_a_planned_end_lets_the_present_step_go_on(coordinator):

@@ -46,9 +46,20 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
 
+    def forked(self) -> set[int]:
+        """Processes that it has forked and that still run."""
+        return {process.pid for process in psutil.Process(self._process.pid).children()}
+
     def sockets(self) -> list[str]:
         """TCP sockets that it has kept from a job: there should be none."""
         return [f"socket {each.laddr} of the fork server" for each in psutil.Process(self._process.pid).net_connections("tcp")]
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    try:
+        return module in process.cmdline()
+    except psutil.NoSuchProcess:
+        return False
 
 
 class WarmLauncher:
@@ -138,6 +149,7 @@ class Run:
         self.port = port or free_port()
         folder.mkdir(parents=True, exist_ok=True)
         self._server = server
+        self._cold_run = cold
         self._output = folder / "output.txt"
         variables = environment(**{MARK: self.mark} | ({} if cold else {"RECYCLE_FORK_SERVER": server.path}) | more)
         program = [*(["--module", "recycle_plugin.launch"] if plugin else []), script, *arguments]
@@ -164,6 +176,13 @@ class Run:
 
     def pids(self) -> dict[int, int]:
         return {event["rank"]: event["pid"] for event in self.events() if event["event"] == "worker"}
+
+    def store_pid(self) -> int | None:
+        """The process of the job's key-value store, once it runs; of a warm run, once all workers have said who they are."""
+        if self._cold_run:
+            return next((process.pid for process in processes_with(self.mark) if _runs(process, "recycle_plugin.runtime.store")), None)
+        (pid,) = self._server.forked() - {self.launcher.pid, *self.pids().values()}
+        return pid
 
     def wait_for(self, found: Callable[[], object], what: str, timeout_s: float = 150.0) -> object:
         """Poll until ``found()`` is true and return it; fails when the run ends or the deadline passes first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.cluster import Result
+from tests.support.cluster import Result, Run
 
 TRAIN = "scripts/train_gpt.py"
 WRAPPED = "tests/jobs/gpt.py"  # the same, changed from outside: see tests/jobs/wrappers.py
@@ -43,6 +43,11 @@ NOBODY: frozenset[str] = frozenset()
 def faults(*texts: str) -> str:
     """The override that injects ``texts``."""
     return "recycle.faults=[" + ",".join(f'"{text}"' for text in texts) + "]"
+
+
+def after_step(run: Run, step: int) -> None:
+    """Return when ``step`` is committed."""
+    run.wait_for(lambda: any(event["event"] == "committed" and event["step"] >= step for event in run.events()), f"commit of step {step}")
 
 
 @dataclass(frozen=True)
