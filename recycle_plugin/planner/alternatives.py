@@ -42,7 +42,7 @@ def options(view: ClusterView, costs: CostModel, policy: Policy, layers: int = 0
     """
     topology, found = view.topology, []
     try:
-        found.append(Option("reroute", bound(prepare(view, costs, policy)[1]), 0, 0))
+        found.append(Option("reroute", bound(prepare(view, costs, policy)), 0, 0))
     except PlanError:
         pass  # a stage has nobody left: the others may still help
     whole = topology.replicas - len({seat.replica for seat in view.lost})
@@ -61,7 +61,7 @@ def options(view: ClusterView, costs: CostModel, policy: Policy, layers: int = 0
 def _even(topology: Topology, replicas: int, costs: CostModel, policy: Policy) -> int:
     """The bound with the batch shared by so many whole replicas."""
     each = -(-topology.replicas * topology.micro_batches // replicas)
-    return bound(prepare(Topology(1, topology.stages, each).full(), costs, policy)[1])
+    return bound(prepare(Topology(1, topology.stages, each).full(), costs, policy))
 
 
 def _cut_anew(view: ClusterView, costs: CostModel, policy: Policy, layers: int) -> Option:
@@ -71,7 +71,7 @@ def _cut_anew(view: ClusterView, costs: CostModel, policy: Policy, layers: int) 
 
     @lru_cache(maxsize=None)
     def period(depth: int, micro_batches: int) -> int:
-        return bound(prepare(Topology(1, depth, micro_batches).full(), _spread(costs, depth, layers), _roomy(policy, topology))[1])
+        return bound(prepare(Topology(1, depth, micro_batches).full(), _spread(costs, depth, layers), _roomy(policy, topology)))
 
     def most(depth: int, time_us: int) -> int:
         """Micro-batches that a pipeline of ``depth`` runs in ``time_us``."""

@@ -9,15 +9,15 @@ from recycle_plugin.core.executor import Span
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.program import OP_SHIFT, OPS, Packed, Programs, Route
+from recycle_plugin.core.program import OP_SHIFT, OPS, Packed, Programs
 from recycle_plugin.core.topology import ClusterView
-from recycle_plugin.planner.flat import KINDS, Array, Problem
+from recycle_plugin.planner.flat import KINDS, Array, Problem, routing_of
 from recycle_plugin.planner.schedule import Solution, windows_of
 from recycle_plugin.planner.timing import project
 
 
 def assemble(
-    view: ClusterView, costs: CostModel, policy: Policy, route: Route, problem: Problem, solution: Solution, bound_us: int
+    view: ClusterView, costs: CostModel, policy: Policy, problem: Problem, solution: Solution, bound_us: int
 ) -> Plan:
     """The plan that the solution's order projects to, each program closed by its stage's reduce and step."""
     seats, row, ends = _rows(view, problem, solution.order, 3 if policy.validate else 2)
@@ -32,7 +32,7 @@ def assemble(
     return Plan(
         view,
         policy,
-        route,
+        routing_of(problem).named(view),
         Programs(seats, edges, codes.tobytes()),
         Packed(seats, edges, times.tobytes()),
         solution.period,

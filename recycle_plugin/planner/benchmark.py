@@ -203,9 +203,9 @@ def against_exact(cases: int, budget_s: float, exact_s: float, seed: int = 1, mo
     random, rows = Random(seed), []
     while len(rows) < cases:
         view, costs, policy = small_case(random, most)
-        _, problem = prepare(view, costs, policy)
+        problem = prepare(view, costs, policy)
         solution, least = solve(problem)
-        refined = search(problem, solution, least, budget_s)
+        problem, refined = search(problem, solution, least, budget_s)
         best = exact(problem, refined, exact_s, threads=2, use_bound=True) if refined.period > least else None
         optimum = best.period if best else refined.period
         rows.append(
@@ -230,7 +230,7 @@ def bounds_hold(cases: int, seed: int = 2, exact_s: float = 1.0, most: int = 36)
     """CP-SAT, not told our bound, looks for a schedule that is shorter."""
     random, found, met = Random(seed), {True: 0, False: 0, None: 0}, 0
     for _ in range(cases):
-        _, problem = prepare(*small_case(random, most))
+        problem = prepare(*small_case(random, most))
         solution, least = solve(problem)
         found[exists(problem, solution, least - 1, exact_s)] += 1
         met += solution.period == least
@@ -247,9 +247,9 @@ def blame(costs_name: str, budget_s: float, exact_s: float, most: int = 8, opera
     jobs = [one for one in grid() if 3 * one[0] * one[1] * one[2] <= operations]
     for stages, replicas, micro_batches, lost, cap in sorted(jobs, key=lambda one: (one[0] * one[1] * one[2], str(one))):
         view = Topology(replicas, stages, micro_batches).full().without(*lost)
-        _, problem = prepare(view, COSTS[costs_name](stages), Policy(activation_cap=int(cap * stages)))
+        problem = prepare(view, COSTS[costs_name](stages), Policy(activation_cap=int(cap * stages)))
         solution, least = solve(problem)
-        solution = search(problem, solution, least, budget_s)
+        problem, solution = search(problem, solution, least, budget_s)
         if solution.period <= 1.01 * least:
             continue
         best = exact(problem, solution, exact_s, threads=2, use_bound=True)

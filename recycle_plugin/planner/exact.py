@@ -1,6 +1,6 @@
-"""Exact schedules by constraint programming: the oracle of tests and benchmarks, useful up to some 800 operations.
+"""Exact schedules by constraint programming: the oracle of tests and benchmarks, and the last stage of ``planner.refine``.
 
-Needs the extra ``exact`` (ortools).  The model is the problem's own statement and shares nothing with
+Useful up to some 800 operations.  Needs the extra ``exact`` (ortools).  The model is the problem's own statement and shares nothing with
 the scheduler but the :class:`Problem`: one start per operation, one operation at a time per worker,
 memory as a cumulative resource, and a period no shorter than each stage's window with reduce and step.
 Routes are as given; no backward is coupled unless all are.
@@ -8,13 +8,18 @@ Routes are as given; no backward is coupled unless all are.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
 
 from recycle_plugin.planner.bounds import bound
+from recycle_plugin.planner.errors import PlanError
 from recycle_plugin.planner.flat import Problem
 from recycle_plugin.planner.schedule import Solution, timed
+
+
+MOST = 800  # operations that ``check`` lets pass
 
 
 class Exact(NamedTuple):
@@ -27,6 +32,17 @@ class Exact(NamedTuple):
     @property
     def optimal(self) -> bool:
         return self.period <= self.least
+
+
+def check(problem: Problem) -> None:
+    """Raises PlanError where an exact search can't be made, or would find nothing in any time worth waiting for."""
+    if find_spec("ortools") is None:
+        raise PlanError("the exact search needs ortools: pip install 'recycle_plugin[exact]'")
+    operations = problem.records * (3 if problem.split else 2)
+    if operations > MOST:
+        raise PlanError(f"the exact search takes up to {MOST} operations, this job has {operations}: refine it without")
+    if problem.couple:
+        raise PlanError("the exact search has no mixed backwards: leave `couple` off")
 
 
 def exact(problem: Problem, start: Solution, budget_s: float, threads: int = 1, use_bound: bool = False) -> Exact:

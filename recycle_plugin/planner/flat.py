@@ -47,6 +47,7 @@ class Problem:
     backward_lag: Array  # [record] between the end of I one stage down and the earliest start here
     loads: Array  # [worker] micro-batches
     live: Array  # [worker] 1 or 0
+    alike: bool  # the workers of a stage are equally fast, and so are all links
 
     @property
     def ranks(self) -> int:
@@ -97,7 +98,13 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
         backward_lag,
         np.bincount(worker, minlength=stages * ranks),
         live,
+        len({costs.percent(seat) for seat in view.live}) == 1 and _transfers(costs) == (costs.communication,) * 2,
     )
+
+
+def routing_of(problem: Problem) -> Routing:
+    """Who runs what in ``problem``: what it was made from, or what a search has made of that."""
+    return Routing(problem.replicas, (problem.worker % problem.ranks).reshape(problem.stages, problem.ranks, problem.micro_batches))
 
 
 def _transfers(costs: CostModel) -> tuple[int, int]:

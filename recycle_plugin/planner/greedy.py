@@ -6,14 +6,45 @@ failure can pay for it.  Everything is int64, so that there is one compiled vers
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
-from numba import njit
+from numpy.typing import NDArray
+
+from recycle_plugin.planner.compiled import compiled, inner
+
+Array = NDArray[np.int64]
 
 BURST, PAUSE, AHEAD, LEAD, EAGER, COUPLE, WAIT_W, WAIT_F = range(8)
 """Fields of a rule's array; ``schedule.Rule`` explains them."""
+F, I, W, B, ACTIVATION, GRADIENT, WAKE = range(7)  # noqa: E741
+"""Events: the end of an operation, the arrival of what F or I needs, a worker's beginning.  The first four are kinds of operation."""
+FORWARDS, BACKWARDS, WEIGHTS, WEIGHTS_DONE, COMING, IDLE, HELD, LEAD_NOW, REMAINING, GATE = range(10)
+"""Rows of ``tally``, per worker: sizes of its queues (of W: all ever queued, and taken), whether it is idle, memory held, F less I
+begun, F to come, and whether F waits for several free places: 0 open, 1 its last burst has begun, 2 waiting."""
 
 
-@njit(cache=True, nogil=True)
+class Job(NamedTuple):
+    """What stays as it is; arrays are int64."""
+
+    stages: int
+    ranks: int
+    split: int
+    worker: Array  # [record]
+    spend: Array  # [kind, worker]
+    forward_lag: Array  # [record]
+    backward_lag: Array  # [record]
+    loads: Array  # [worker] records
+    cap: Array  # [stage] what a worker may hold
+    activation: Array  # [stage] what an F takes
+    pending: Array  # [stage] what a pending W keeps
+    forward_key: Array  # [record] least first, -1: in order of arrival
+    backward_key: Array  # [record] likewise
+    wake: Array  # [stage] when its workers begin
+    rule: Array
+
+
+@inner
 def push(heap, base, size, key):
     """Add ``key`` to the binary heap of ``size`` entries that stands at ``base``."""
     place = size
@@ -26,7 +57,7 @@ def push(heap, base, size, key):
     heap[base + place] = key
 
 
-@njit(cache=True, nogil=True)
+@inner
 def pop(heap, base, size):
     """Take the least key out of the heap of ``size`` entries that stands at ``base``."""
     top, last = heap[base], heap[base + size - 1]
@@ -46,178 +77,187 @@ def pop(heap, base, size):
     return top
 
 
-@njit(cache=True, nogil=True)
-def blocked(here, held, cap, need, rule, remaining, state):
-    """Whether ``here`` waits for several free places before its next F (``need``: what one F takes).
-
-    ``state``: 0 open, 1 its last burst has begun, 2 waiting for free places.
-    """
-    burst, pause = rule[BURST], rule[PAUSE]
-    if burst and state[here] != 1 and remaining[here] <= burst:
-        if held + min(remaining[here] * need, cap) > cap:
+@inner
+def blocked(job, tally, here, need, cap):
+    """Whether ``here`` waits for several free places before its next F (``need``: what one F takes)."""
+    burst, pause = job.rule[BURST], job.rule[PAUSE]
+    held, remaining = tally[HELD, here], tally[REMAINING, here]
+    if burst and tally[GATE, here] != 1 and remaining <= burst:
+        if held + min(remaining * need, cap) > cap:
             return True
-        state[here] = 1
-    if pause and state[here] != 1:
+        tally[GATE, here] = 1
+    if pause and tally[GATE, here] != 1:
         if held + need > cap:
-            state[here] = 2
-        if state[here] == 2:
-            if held > cap - min(min(pause, remaining[here]) * need, cap):
+            tally[GATE, here] = 2
+        if tally[GATE, here] == 2:
+            if held > cap - min(min(pause, remaining) * need, cap):
                 return True
-            state[here] = 0
+            tally[GATE, here] = 0
     return False
 
 
-@njit(cache=True, nogil=True)
-def greedy(stages, ranks, split, worker, spend, forward_lag, backward_lag, loads, cap, activation, pending,
-           forward_key, backward_key, wake, rule, order):  # fmt: skip
-    """Write all operations into ``order`` by their starts; returns how many there are.
+@inner
+def finished(job, tally, queue, base, kind, record, now):
+    """Settle the memory at the end of an operation; (event, record, time) of the arrival that it causes, record -1: none."""
+    here, width = job.worker[record], job.worker.size // job.stages
+    stage = record // width
+    tally[IDLE, here] = 1
+    if kind == F:
+        if record >= job.worker.size - width:
+            return GRADIENT, record, now
+        return ACTIVATION, record + width, now + job.forward_lag[record + width]
+    if kind == W:
+        tally[HELD, here] -= job.pending[stage]
+        return GRADIENT, -1, now
+    if kind == I:
+        queue[base[WEIGHTS, here] + tally[WEIGHTS, here]] = record
+        tally[WEIGHTS, here] += 1
+        tally[HELD, here] += min(0, job.pending[stage] - job.activation[stage])
+    else:
+        tally[HELD, here] -= job.activation[stage]
+    if record < width:
+        return GRADIENT, -1, now
+    return GRADIENT, record - width, now + job.backward_lag[record - width]
 
-    ``cap``: what a worker may hold, ``activation`` and ``pending``: what an F takes and a pending W keeps, per stage.  Keys per record:
-    least first, -1: in order of arrival.  ``wake``: when each stage's workers begin.
-    """
-    records, workers = worker.size, stages * ranks
-    width = records // stages
-    last = records - width
-    base = np.zeros(workers + 1, np.int64)
-    base[1:] = np.cumsum(loads)
-    forward, backward, weight = np.empty(records + 1, np.int64), np.empty(records + 1, np.int64), np.empty(records + 1, np.int64)
-    forwards, backwards = np.zeros(workers, np.int64), np.zeros(workers, np.int64)
-    weight_in, weight_out = base[:-1].copy(), base[:-1].copy()
-    coming, comings = np.empty(records + 1, np.int64), np.zeros(workers, np.int64)  # when known gradients will be there
-    idle, held, ahead = np.zeros(workers, np.int64), np.zeros(workers, np.int64), np.zeros(workers, np.int64)
-    waits = rule[WAIT_W] or rule[WAIT_F]
-    remaining, state = loads.copy(), np.zeros(workers, np.int64)
-    size = 6 * records + workers  # event: time * size + code; codes: end of F, I, W, B; arrival of F, I's inputs; a worker wakes
+
+@inner
+def arrive(job, tally, queue, base, event, record, now):
+    """Put an F, or an I or B, whose inputs are there into its worker's queue."""
+    here = job.worker[record]
+    if event == GRADIENT:
+        key, kind = job.backward_key[record], BACKWARDS
+    else:
+        key, kind = job.forward_key[record], FORWARDS
+    push(queue, base[kind, here], tally[kind, here], (now if key < 0 else key) * job.worker.size + record)
+    tally[kind, here] += 1
+
+
+@inner
+def choose(job, tally, here):
+    """The kind of operation that an idle worker begins, or -1: what it has ready, its memory and the rule decide."""
+    rule, stage = job.rule, here // job.ranks
+    ready_f, ready_i, ready_w = tally[FORWARDS, here], tally[BACKWARDS, here], tally[WEIGHTS, here] - tally[WEIGHTS_DONE, here]
+    depth = job.stages - stage
+    need, room = job.activation[stage], job.cap[stage] - tally[HELD, here]
+    grows = max(0, job.pending[stage] - job.activation[stage]) if job.split else 0
+    may_forward = ready_f > 0 and need <= room
+    may_split = job.split and grows <= room
+    may_backward = ready_i > 0 and (may_split or not job.split or rule[COUPLE] > 0)
+    if may_forward and grows > 0 and rule[COUPLE] == 0 and need + grows > room:
+        may_forward = False  # keep room in which one I can end
+    if may_forward and rule[AHEAD] and tally[LEAD_NOW, here] >= depth + rule[AHEAD] - 1:
+        may_forward = False
+    if may_forward and rule[EAGER] and ready_w >= rule[EAGER]:
+        may_forward = False
+    leads = rule[LEAD] and tally[LEAD_NOW, here] < depth + rule[LEAD] - 1
+    if ready_f > 0 and (ready_i == 0 or leads):
+        holds = blocked(job, tally, here, need, job.cap[stage])
+        if may_forward and not (holds and (may_backward or ready_w > 0)):
+            return F
+    if may_backward:
+        if not job.split or (rule[COUPLE] > 1 and stage < rule[COUPLE] - 1):
+            return B
+        if may_split:
+            return I
+        return W if ready_w and rule[COUPLE] == 1 else B
+    return W if ready_w else -1
+
+
+@inner
+def patient(job, tally, queue, base, here, kind, now):
+    """Whether an idle worker rather waits for a gradient than begin an F or a W."""
+    first, soon = base[COMING, here], now + job.spend[kind, here] * job.rule[WAIT_F if kind == F else WAIT_W] // 100
+    while tally[COMING, here] and queue[first] <= now:
+        pop(queue, first, tally[COMING, here])
+        tally[COMING, here] -= 1
+    return tally[COMING, here] > 0 and queue[first] < soon
+
+
+@inner
+def begin(job, tally, queue, base, here, kind):
+    """Take the next record of ``kind`` out of its queue."""
+    stage = here // job.ranks
+    tally[IDLE, here] = 0
+    if kind == W:
+        tally[WEIGHTS_DONE, here] += 1
+        return queue[base[WEIGHTS, here] + tally[WEIGHTS_DONE, here] - 1]
+    waiting = FORWARDS if kind == F else BACKWARDS
+    record = pop(queue, base[waiting, here], tally[waiting, here]) % job.worker.size
+    tally[waiting, here] -= 1
+    if kind == F:
+        tally[REMAINING, here] -= 1
+        tally[HELD, here] += job.activation[stage]
+        tally[LEAD_NOW, here] += 1
+    else:
+        tally[LEAD_NOW, here] -= 1
+        if kind == I:
+            tally[HELD, here] += max(0, job.pending[stage] - job.activation[stage])
+    return record
+
+
+@inner
+def announce(job, tally, queue, base, record, end):
+    """Tell the worker one stage up when the gradient of a ``record`` whose I or B ends at ``end`` will be there."""
+    above = job.worker[record - job.worker.size // job.stages]
+    arrival = end + job.backward_lag[record - job.worker.size // job.stages]
+    push(queue, base[COMING, above], tally[COMING, above], arrival)
+    tally[COMING, above] += 1
+
+
+@compiled
+def greedy(job, order):
+    """Write all operations into ``order`` by their starts; returns how many there are."""
+    records, workers, rule = job.worker.size, job.loads.size, job.rule
+    width = records // job.stages
+    tally, queue, base = np.zeros((10, workers), np.int64), np.empty(5 * records, np.int64), np.empty((5, workers), np.int64)
+    for number in range(5):
+        base[number] = number * records + np.cumsum(job.loads) - job.loads
+    tally[REMAINING] = job.loads
+    codes = WAKE * records + workers  # an event is time * codes + its number * records + record; of WAKE the worker
     events, agenda = np.empty(2 * records + 2 * workers + 1, np.int64), 0
     touched = np.empty(2 * records + 2 * workers + 1, np.int64)
     for here in range(workers):
-        push(events, 0, agenda, wake[here // ranks] * size + 6 * records + here)
+        push(events, 0, agenda, job.wake[here // job.ranks] * codes + WAKE * records + here)
         agenda += 1
     for record in range(width):
-        here = worker[record]
-        push(forward, base[here], forwards[here], max(0, forward_key[record]) * records + record)
-        forwards[here] += 1
+        arrive(job, tally, queue, base, ACTIVATION, record, 0)
     count = 0
     while agenda:
-        now = events[0] // size
-        touches = 0
-        while agenda and events[0] // size == now:
-            code = pop(events, 0, agenda) % size
+        now, touches = events[0] // codes, 0
+        while agenda and events[0] // codes == now:
+            code = pop(events, 0, agenda) % codes
             agenda -= 1
-            if code >= 6 * records:  # a worker wakes
-                here = code - 6 * records
-                idle[here] = 1
-                touched[touches] = here
+            if code >= WAKE * records:
+                touched[touches] = code - WAKE * records
+                tally[IDLE, touched[touches]] = 1
                 touches += 1
                 continue
-            kind, record = code // records, code % records
-            here = worker[record]
-            if kind < 4:
-                idle[here] = 1
-                touched[touches] = here
+            event, record, at = code // records, code % records, now
+            if event < ACTIVATION:
+                touched[touches] = job.worker[record]
                 touches += 1
-            stage = record // width
-            arrives, gradient, at = -1, False, now
-            if kind == 0:
-                gradient = record >= last
-                arrives = record if gradient else record + width
-                at += 0 if gradient else forward_lag[arrives]
-            elif kind == 1 or kind == 3:
-                if kind == 1:
-                    weight[weight_in[here]] = record
-                    weight_in[here] += 1
-                    held[here] += min(0, pending[stage] - activation[stage])
-                else:
-                    held[here] -= activation[stage]
-                gradient = True
-                if record >= width:
-                    arrives = record - width
-                    at += backward_lag[arrives]
-            elif kind == 2:
-                held[here] -= pending[stage]
-            else:
-                arrives, gradient = record, kind == 5
-            if arrives < 0:
-                continue
+                event, record, at = finished(job, tally, queue, base, event, record, now)
+                if record < 0:
+                    continue
             if at > now:
-                push(events, 0, agenda, at * size + (5 if gradient else 4) * records + arrives)
+                push(events, 0, agenda, at * codes + event * records + record)
                 agenda += 1
                 continue
-            here = worker[arrives]
-            touched[touches] = here
+            arrive(job, tally, queue, base, event, record, now)
+            touched[touches] = job.worker[record]
             touches += 1
-            if gradient:
-                key = now if backward_key[arrives] < 0 else backward_key[arrives]
-                push(backward, base[here], backwards[here], key * records + arrives)
-                backwards[here] += 1
-            else:
-                key = now if forward_key[arrives] < 0 else forward_key[arrives]
-                push(forward, base[here], forwards[here], key * records + arrives)
-                forwards[here] += 1
         for touch in range(touches):
             here = touched[touch]
-            if not idle[here]:
-                continue
-            stage = here // ranks
-            waiting = weight_in[here] - weight_out[here]
-            depth = stages - stage
-            kind = -1
-            need, room = activation[stage], cap[stage] - held[here]
-            grows = max(0, pending[stage] - activation[stage]) if split else 0
-            may_forward = forwards[here] > 0 and need <= room
-            may_split = split and grows <= room
-            may_backward = backwards[here] > 0 and (may_split or not split or rule[COUPLE] > 0)
-            if may_forward and grows > 0 and rule[COUPLE] == 0 and need + grows > room:
-                may_forward = False  # keep room in which one I can end
-            if may_forward and rule[AHEAD] and ahead[here] >= depth + rule[AHEAD] - 1:
-                may_forward = False
-            if may_forward and rule[EAGER] and waiting >= rule[EAGER]:
-                may_forward = False
-            leads = rule[LEAD] and ahead[here] < depth + rule[LEAD] - 1
-            if forwards[here] > 0 and (backwards[here] == 0 or leads):
-                busy = may_backward or waiting > 0
-                holds = blocked(here, held[here], cap[stage], need, rule, remaining, state)
-                if may_forward and not (holds and busy):
-                    kind = 0
-            if kind < 0 and may_backward:
-                kind = 1 if may_split else 3
-                if not split or (rule[COUPLE] > 1 and stage < rule[COUPLE] - 1):
-                    kind = 3
-                elif kind == 3 and waiting and rule[COUPLE] == 1:
-                    kind = 2
-            if kind < 0 and waiting:
-                kind = 2
-            if (kind == 0 and rule[WAIT_F]) or (kind == 2 and rule[WAIT_W]):
-                while comings[here] and coming[base[here]] <= now:
-                    pop(coming, base[here], comings[here])
-                    comings[here] -= 1
-                patience = spend[kind, here] * rule[WAIT_F if kind == 0 else WAIT_W] // 100
-                if comings[here] and coming[base[here]] < now + patience:
-                    kind = -1
+            kind = choose(job, tally, here) if tally[IDLE, here] else -1
+            if (kind == F and rule[WAIT_F]) or (kind == W and rule[WAIT_W]):
+                kind = -1 if patient(job, tally, queue, base, here, kind, now) else kind
             if kind < 0:
                 continue
-            if kind == 0:
-                record = pop(forward, base[here], forwards[here]) % records
-                forwards[here] -= 1
-                remaining[here] -= 1
-                held[here] += need
-                ahead[here] += 1
-            elif kind == 2:
-                record = weight[weight_out[here]]
-                weight_out[here] += 1
-            else:
-                record = pop(backward, base[here], backwards[here]) % records
-                backwards[here] -= 1
-                ahead[here] -= 1
-                if kind == 1:
-                    held[here] += grows
-            if (kind == 1 or kind == 3) and stage > 0 and waits:
-                above = worker[record - width]
-                push(coming, base[above], comings[above], now + spend[kind, here] + backward_lag[record - width])
-                comings[above] += 1
-            idle[here] = 0
+            record, end = begin(job, tally, queue, base, here, kind), now + job.spend[kind, here]
+            if (kind == I or kind == B) and record >= width and (rule[WAIT_W] or rule[WAIT_F]):
+                announce(job, tally, queue, base, record, end)
             order[count] = kind * records + record
             count += 1
-            push(events, 0, agenda, (now + spend[kind, here]) * size + kind * records + record)
+            push(events, 0, agenda, end * codes + order[count - 1])
             agenda += 1
     return count

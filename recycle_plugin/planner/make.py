@@ -9,15 +9,13 @@ from recycle_plugin.core.plan import Plan, Policy
 from recycle_plugin.core.topology import ClusterView
 from recycle_plugin.planner.assemble import assemble
 from recycle_plugin.planner.bounds import bound
+from recycle_plugin.planner.exact import check, exact
 from recycle_plugin.planner.flat import Problem, flatten
 from recycle_plugin.planner.one_f_one_b import fits, one_f_one_b
-from recycle_plugin.planner.reroute import Routing, route
+from recycle_plugin.planner.reroute import route
 from recycle_plugin.planner.schedule import Solution, best_order, timed
 from recycle_plugin.planner.search import fused, polish, search
 from recycle_plugin.planner.verify import verify
-
-
-TURNS = 3  # ways of dealing that ``refine`` tries
 
 
 def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
@@ -27,40 +25,41 @@ def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
     cap allows it.  Raises PlanError where there is no plan: a stage without a live worker, a loss
     with rerouting off, costs for another number of stages, memory for less than one micro-batch.
     """
-    routing, problem = prepare(view, costs, policy)
-    return finish(view, costs, policy, routing, problem, *solve(problem))
+    problem = prepare(view, costs, policy)
+    return finish(view, costs, policy, problem, *solve(problem))
 
 
-def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0) -> Plan:
+def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0, exact_s: float = 0.0) -> Plan:
     """A better plan for the same view and policy, or ``planned``; searches until the bound is met or ``budget_s`` seconds of CPU are spent.
 
-    Also deals rerouted micro-batches out in other ways.  Because it goes by a clock, only one process may
-    decide to use it, and has to hand the plan to the others.
+    May deal rerouted micro-batches out in other ways.  ``exact_s``: seconds that constraint programming
+    (``planner.exact``) then gets, beginning with the best found; it can prove that there is no better one for the same
+    routes.  For a plan that stays long enough to pay for the seconds, in the background or ahead of the run.  Because it
+    goes by a clock, only one process may decide to use it, and has to hand the plan to the others.  Raises PlanError
+    where ``exact_s`` is given and the exact search can't be made: without the extra ``exact``, for more than
+    ``exact.MOST`` operations, or where backwards may be coupled.
     """
-    until, best = time.thread_time() + budget_s, planned
-    for turn in range(TURNS):
-        routing = route(planned.view, planned.policy, costs, turn)
-        problem = flatten(planned.view, costs, planned.policy, routing)
-        solution, least = solve(problem)
-        if best.period_us <= least:
-            break
-        solution = search(problem, solution, least, max(0.0, until - time.thread_time()) / (TURNS - turn), seed)
-        if solution.period < best.period_us:
-            best = finish(planned.view, costs, planned.policy, routing, problem, solution, least)
-    return best
+    until = time.thread_time() + budget_s
+    problem = prepare(planned.view, costs, planned.policy)
+    if exact_s:
+        check(problem)
+    solution, least = solve(problem)
+    problem, solution = search(problem, solution, least, until - time.thread_time(), seed)
+    if exact_s and solution.period > least:
+        solution = exact(problem, solution, exact_s, use_bound=True).solution
+    if solution.period >= planned.period_us:
+        return planned
+    return finish(planned.view, costs, planned.policy, problem, solution, bound(problem))
 
 
-def prepare(view: ClusterView, costs: CostModel, policy: Policy) -> tuple[Routing, Problem]:
+def prepare(view: ClusterView, costs: CostModel, policy: Policy) -> Problem:
     """The problem to be scheduled.  Raises PlanError."""
-    routing = route(view, policy, costs)
-    return routing, flatten(view, costs, policy, routing)
+    return flatten(view, costs, policy, route(view, policy, costs))
 
 
-def finish(
-    view: ClusterView, costs: CostModel, policy: Policy, routing: Routing, problem: Problem, solution: Solution, least: int
-) -> Plan:
+def finish(view: ClusterView, costs: CostModel, policy: Policy, problem: Problem, solution: Solution, least: int) -> Plan:
     """The verified plan of a solution."""
-    planned = assemble(view, costs, policy, routing.named(view), problem, solution, least)
+    planned = assemble(view, costs, policy, problem, solution, least)
     verify(planned, costs)
     return planned
 

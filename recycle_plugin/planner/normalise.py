@@ -110,5 +110,5 @@ def _copies(start: ClusterView, moves: Sequence[Move], copy_us: Sequence[int]) -
 
 
 def _period(view: ClusterView, costs: CostModel, policy: Policy) -> int:
-    solution, _ = solve(prepare(view, costs, policy)[1])
+    solution, _ = solve(prepare(view, costs, policy))
     return solution.period

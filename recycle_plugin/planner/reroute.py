@@ -55,10 +55,8 @@ def canonical_replicas(view: ClusterView, costs: CostModel | None = None) -> tup
     return tuple(sorted(marks, key=lambda replica: (marks[replica], replica)))
 
 
-def route(view: ClusterView, policy: Policy, costs: CostModel | None = None, turn: int = 0) -> Routing:
-    """``turn``: every round of dealing begins so many workers further; see ``_deal``.
-
-    Raises PlanError where a stage has no live worker, or where one is lost and ``policy.reroute`` is off."""
+def route(view: ClusterView, policy: Policy, costs: CostModel | None = None) -> Routing:
+    """Raises PlanError where a stage has no live worker, or where one is lost and ``policy.reroute`` is off."""
     _check(view, policy)
     topology = view.topology
     replicas = canonical_replicas(view, costs)
@@ -71,19 +69,15 @@ def route(view: ClusterView, policy: Policy, costs: CostModel | None = None, tur
         if len(set(percents)) > 1 and policy.reroute:
             _share(rank[stage], workers, percents)
         elif len(workers) < len(replicas):
-            _deal(rank[stage], workers, turn)
+            _deal(rank[stage], workers)
     return Routing(replicas, rank)
 
 
-def _deal(rank: NDArray[np.int64], workers: list[int], turn: int = 0) -> None:
-    """Give the lost workers' micro-batches to ``workers`` in turn.
-
-    Where there are more than one round, ``turn`` decides how far apart the ones are that a worker gets.
-    """
+def _deal(rank: NDArray[np.int64], workers: list[int]) -> None:
+    """Give the lost workers' micro-batches to ``workers`` in turn."""
     lost = np.setdiff1d(np.arange(len(rank)), workers)
     number = np.arange(rank.shape[1] * len(lost)).reshape(rank.shape[1], len(lost))
-    dealt = (number + turn * (number // len(workers))) % len(workers)
-    rank[lost] = np.array(workers)[dealt].T
+    rank[lost] = np.array(workers)[number % len(workers)].T
 
 
 def shares(total: int, percents: list[int]) -> list[int]:

@@ -9,12 +9,14 @@ the period meets the lower bound.  No clock decides how many, so that all worker
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import islice, product
 from typing import NamedTuple
 
 import numpy as np
 
 from recycle_plugin.planner.flat import Array, Problem
-from recycle_plugin.planner.greedy import greedy
+from recycle_plugin.planner.greedy import Job, greedy
 from recycle_plugin.planner.timing import evaluate, extent
 
 
@@ -58,7 +60,7 @@ class Solution(NamedTuple):
 
 
 TRIALS_AT_LEAST = 2
-OPERATIONS_TRIED = 40_000  # in all trials together: bounds the time of planning without looking at a clock
+OPERATIONS_TRIED = 20_000  # in all trials together: bounds the time of planning without looking at a clock
 NEVER = 1 << 60
 
 
@@ -100,43 +102,46 @@ def further(stages: int) -> tuple[Rule, ...]:
 
 
 def best_order(problem: Problem, least: int) -> Solution:
-    """The best order that the portfolio finds; stops at ``least``, the lower bound."""
+    """The best order that the portfolio finds; stops at ``least``, the lower bound.
+
+    Where tensors take time on the way, each rule is also tried as if they didn't: a worker that is greedy while a tensor is
+    on its way begins what it has, and the tensor then waits longer than the worker would have.
+    """
     trials = max(TRIALS_AT_LEAST, OPERATIONS_TRIED // (3 * problem.records))
-    best = None
-    rules = portfolio(problem.stages)[:trials]
+    rules, best = portfolio(problem.stages)[:trials], None
     if problem.couple:
         rules += (rules[0]._replace(couple=2), rules[1]._replace(couple=2), rules[0]._replace(couple=2 + problem.stages))
-    for rule in rules:
-        best = better(problem, rule, least, best)
+        trials += 3
+    views = (problem,) if not problem.forward_lag.any() else (problem, _at_once(problem))
+    for rule, seen in islice(product(rules, views), trials):
+        best = better(problem, rule, least, best, seen)
         if best.period <= least:
             break
     assert best is not None
     return best
 
 
-def better(problem: Problem, rule: Rule, least: int, best: Solution | None) -> Solution:
-    """``best``, or what ``rule`` finds if that is shorter."""
+def _at_once(problem: Problem) -> Problem:
+    """The same without time on the way."""
+    return replace(problem, forward_lag=np.zeros_like(problem.forward_lag), backward_lag=np.zeros_like(problem.backward_lag))
+
+
+def better(problem: Problem, rule: Rule, least: int, best: Solution | None, seen: Problem | None = None) -> Solution:
+    """``best``, or what ``rule`` finds if that is shorter.  ``seen``: the problem as the rule sees it."""
     wake = beginnings(problem, best) if rule.settled and best else np.zeros(problem.stages, np.int64)
-    return improve(problem, rule, least, best, *keys(problem, rule), wake, problem.memory.cap)
-
-
-def improve(
-    problem: Problem, rule: Rule, least: int, best: Solution | None, forward: Array, backward: Array, wake: Array, cap: Array
-) -> Solution:
-    """``best``, or the order that ``rule`` gives with these keys per record, stages' beginnings and caps, if that is shorter."""
-    order = greedy_order(problem, rule, forward, backward, wake, cap)
+    order = greedy_order(seen or problem, rule, *keys(problem, rule), wake)
     return timed(problem, order, least, best)
 
 
-def greedy_order(problem: Problem, rule: Rule, forward: Array, backward: Array, wake: Array, cap: Array) -> Array:
+def greedy_order(problem: Problem, rule: Rule, forward: Array, backward: Array, wake: Array) -> Array:
     """All operations in the order of their starts."""
     order = np.empty(3 * problem.records, np.int64)
     rule = rule._replace(couple=max(1, rule.couple) if problem.couple else 0)
-    count = greedy(
+    job = Job(
         problem.stages, problem.ranks, int(problem.split), problem.worker, problem.spend, problem.forward_lag, problem.backward_lag,
-        problem.loads, cap, problem.memory.activation, problem.memory.pending, forward, backward, wake, np.array(rule[:8], np.int64), order,
+        problem.loads, problem.memory.cap, problem.memory.activation, problem.memory.pending, forward, backward, wake, np.array(rule[:8], np.int64),
     )  # fmt: skip
-    return order[:count]
+    return order[: greedy(job, order)]
 
 
 def timed(problem: Problem, order: Array, least: int, best: Solution | None = None) -> Solution:

@@ -6,76 +6,59 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from random import Random
-from typing import NamedTuple
 
 import numpy as np
 
 from recycle_plugin.planner.climb import climb
 from recycle_plugin.planner.flat import Array, Problem
+from recycle_plugin.planner.moves import Net
 from recycle_plugin.planner.schedule import Rule, Solution, beginnings, better, further, greedy_order, keys, timed
 
 
-class Net(NamedTuple):
-    """Operations as nodes, for ``planner.climb``; all arrays but two are over operations, int64."""
-
-    source: Array  # the slot of the result that it needs, -1: none
-    lag: Array  # from that result to its earliest start
-    slot: Array  # where its own result's time stands; then, per slot, the operation that fills it
-    who: Array
-    spend: Array
-    change: Array  # of the memory held
-    cap: Array  # [worker]
-    stage_of: Array  # [worker]
-    follows: Array  # [2, operation]: who needs its result, -1: nobody
-
-
-def net(problem: Problem, order: Array) -> Net:
-    """``order`` tells which backwards are coupled."""
+def net(problem: Problem, order: Array, release: Array, closing: Array, deal: bool) -> Net:
+    """What ``planner.climb`` reads.  ``order`` tells which backwards are coupled.  ``deal``: rerouted micro-batches may change their worker."""
     records, width = problem.records, problem.width
     operation = np.arange(4 * records)
     kind, record = operation // records, operation % records
-    here = problem.worker[record]
     stage = record // width
     backward = (kind == 1) | (kind == 3)
+    joint = order[order >= 3 * records] - 3 * records
+    gradient = np.arange(records, 2 * records)  # the I or the B of each record
+    gradient[joint] += 2 * records
     source = np.full(4 * records, -1)
     source[width:records] = np.arange(records - width)
-    to_gradient = np.where(record >= records - width, record, records + record + width)
-    source[backward] = to_gradient[backward]
+    source[backward] = np.concatenate([gradient[width:], np.arange(records - width, records)])[record[backward]]
     source[kind == 2] = records + record[kind == 2]
     lag = np.where(kind == 0, problem.forward_lag[record], np.where(backward & (stage < problem.stages - 1), problem.backward_lag[record], 0))
-    slot = np.where(kind == 3, records + record, operation)
-    maker = operation.copy()
-    joint = order[order >= 3 * records] - 3 * records
-    maker[records + joint] = 3 * records + joint
-    gradient = maker[records : 2 * records]
     follows = np.full((2, 4 * records), -1)
     follows[0, : records - width] = np.arange(width, records)
     follows[0, records - width : records] = gradient[records - width :]
     for kind_of in (1, 3):
         follows[0, kind_of * records + width : (kind_of + 1) * records] = gradient[: records - width]
     follows[1, records : 2 * records] = 2 * records + np.arange(records)
+    spend = np.concatenate([problem.spend[kind, problem.worker[record]], np.zeros(problem.workers, np.int64)])
     activation, pending = problem.memory.activation[stage], problem.memory.pending[stage]
     change = np.choose(kind, [activation, pending - activation, -pending, -activation])
     stage_of = np.arange(problem.workers) // problem.ranks
+    may_deal = (problem.worker != np.arange(records) // problem.micro_batches) & deal
     return Net(
-        source, lag, np.concatenate([slot, maker]), here, problem.spend[kind, here], change, problem.memory.cap[stage_of], stage_of, follows
+        source, lag, spend, change, follows, problem.memory.cap[stage_of], stage_of, release, closing, int(problem.synchronous),
+        np.flatnonzero(may_deal), may_deal.astype(np.int64),
     )  # fmt: skip
 
 
-OPERATIONS_CLIMBED = 450_000  # in all moves of a polish together: bounds its time without looking at a clock
-LEGS = 3  # of a polish; after each, the stages' beginnings are taken from the best order again
+OPERATIONS_CLIMBED = 1_000_000  # in all moves of a polish together: bounds its time without looking at a clock
 WORTH_CLIMBING = 40  # moves; a polish of fewer finds nothing
+OPERATIONS_A_LEG = 40_000_000  # in all moves of one climb of a search
+RESTARTS = 0.3  # of a search's climbs: the share that begins with another rule's order
 
 
 def polish(problem: Problem, best: Solution, least: int) -> Solution:
     """``best`` after a fixed number of moves."""
-    rounds = OPERATIONS_CLIMBED // best.order.size // LEGS
-    for leg in range(LEGS if rounds >= WORTH_CLIMBING else 0):
-        if best.period <= least:
-            break
-        best = climbed(problem, best, least, rounds, _typical(problem) // 2, leg)
-    return best
+    rounds = OPERATIONS_CLIMBED // best.order.size
+    return best if rounds < WORTH_CLIMBING else climbed(problem, best, least, rounds, _typical(problem) // 2, seed=0)[1]
 
 
 def fused(problem: Problem, best: Solution, least: int) -> Solution:
@@ -98,22 +81,27 @@ def fused(problem: Problem, best: Solution, least: int) -> Solution:
     return best
 
 
-def search(problem: Problem, best: Solution, least: int, budget_s: float, seed: int = 0) -> Solution:
-    """The best that ``budget_s`` seconds of one core find by restarts and local search; stops at ``least``."""
-    random, until, rounds = Random(seed), time.thread_time() + budget_s, max(300, 3_000_000 // best.order.size)
+def search(problem: Problem, best: Solution, least: int, budget_s: float, seed: int = 0) -> tuple[Problem, Solution]:
+    """The best that ``budget_s`` seconds of one core find by restarts and local search; stops at ``least``.
+
+    The problem is the one given, or where its workers are alike perhaps one with other routes of the rerouted micro-batches.
+    """
+    random, until, rounds = Random(seed), time.thread_time() + budget_s, max(300, OPERATIONS_A_LEG // best.order.size)
     for rule in further(problem.stages):
         if best.period > least and time.thread_time() < until:
             best = better(problem, rule, least, best)
     while best.period > least and time.thread_time() < until:
-        start = best if random.random() < 0.6 else timed(problem, _any_order(problem, best, random), least)
-        heat = int(_typical(problem) * random.choice((0.25, 0.5, 1, 2)))
-        legs = random.choice((1, 2, 4))
-        for _ in range(legs):
-            start = climbed(problem, start, least, rounds, heat, random.getrandbits(30))
+        here, start = problem, best
+        if random.random() < RESTARTS:
+            start = timed(problem, _any_order(problem, best, random), least)
+        heat = int(_typical(problem) * random.choice((0.25, 0.5, 0.5, 1)))
+        for _ in range(random.choice((1, 2, 4))):
+            here, start = climbed(here, start, least, rounds, heat, random.getrandbits(30), deal=problem.alike)
             if start.period <= least or time.thread_time() > until:
                 break
-        best = min(start, best, key=lambda solution: solution.period)
-    return best
+        if start.period <= best.period:
+            problem, best = here, start
+    return problem, best
 
 
 def _typical(problem: Problem) -> int:
@@ -141,15 +129,23 @@ def _any_order(problem: Problem, best: Solution, random: Random) -> Array:
         key if key[0] < 0 else key * 16 + noise.integers(0, random.choice((1, 8, 24, 64)), problem.records) for key in keys(problem, rule)
     )
     wake = beginnings(problem, best) if random.random() < 0.5 else np.zeros(stages, np.int64)
-    return greedy_order(problem, rule, forward, backward, wake, problem.memory.cap)
+    return greedy_order(problem, rule, forward, backward, wake)
 
 
-def climbed(problem: Problem, best: Solution, least: int, rounds: int, heat: int, seed: int) -> Solution:
-    """``best``, or a shorter order found from it in ``rounds`` moves."""
-    graph, order = net(problem, best.order), best.order[np.argsort(best.starts, kind="stable")]
+def climbed(
+    problem: Problem, best: Solution, least: int, rounds: int, heat: int, seed: int, deal: bool = False
+) -> tuple[Problem, Solution]:
+    """``best``, or a shorter order found from it in ``rounds`` moves.
+
+    ``deal``: rerouted micro-batches may change their worker, which makes it another problem; only where workers are alike.
+    """
     if problem.synchronous:
         release, closing = np.zeros(problem.stages, np.int64), np.full(problem.stages, problem.joint_closing)
     else:
         release, closing = beginnings(problem, best), problem.closing
-    climb(order, *graph, release, closing, int(problem.synchronous), least, rounds, heat, seed)
-    return timed(problem, order, least, best)
+    order, who = best.order[np.argsort(best.starts, kind="stable")], problem.worker[np.arange(4 * problem.records) % problem.records]
+    climb(net(problem, order, release, closing, deal), order, who, least, rounds, heat, seed)
+    worker = who[: problem.records]
+    found = replace(problem, worker=worker, loads=np.bincount(worker, minlength=problem.workers)) if deal else problem
+    solution = timed(found, order, least, best._replace(period=best.period + 1))
+    return (found, solution) if solution.period <= best.period else (problem, best)

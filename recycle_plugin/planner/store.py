@@ -68,7 +68,7 @@ class PlanStore:
 
     def plan(self, view: ClusterView) -> Plan:
         """The verified plan of ``view``, as ``planner.plan`` makes it.  Raises PlanError."""
-        routing, problem = prepare(view, self.costs, self.policy)
+        problem = prepare(view, self.costs, self.policy)
         shape = pattern(view, self.costs)
         if shape not in self._solutions:
             self._solutions[shape] = solve(problem)
@@ -76,7 +76,7 @@ class PlanStore:
                 self._solutions.popitem(last=False)
         self._solutions.move_to_end(shape)
         solution, least = self._solutions[shape]
-        return finish(view, self.costs, self.policy, routing, problem, solution, least)
+        return finish(view, self.costs, self.policy, problem, solution, least)
 
     def prepare(self, view: ClusterView, hosts: Iterable[Iterable[Seat]] = ()) -> Iterator[ClusterView]:
         """Plan for the likeliest next failures of ``view``, one at each step of the iterator, so that the caller

@@ -10,12 +10,13 @@ later, until nothing moves (T is valid) or it goes on for ever (T is too short).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from recycle_plugin.planner.compiled import compiled
 
 OPERATIONS_SETTLED = 4_000_000  # in one evaluation: bounds its time
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends):
     """Start every operation as soon as inputs, worker and its stage's ``release`` allow.
 
@@ -50,7 +51,7 @@ def run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release,
     return firsts, lasts
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, period, release, starts, ends, left):
     """The period of a template no longer than ``period``, with its ``starts``; -1 if there is none.
 
@@ -75,7 +76,7 @@ def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closi
     return -1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def evaluate(order, stages, ranks, synchronous, worker, spend, forward_lag, backward_lag, closing, joint, least, below, starts):
     """The order's least period (to half a per mille of ``least``), with its ``starts``; -1 if it isn't less than ``below``.
 
@@ -107,7 +108,7 @@ def evaluate(order, stages, ranks, synchronous, worker, spend, forward_lag, back
     return best
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def extent(order, starts, stages, ranks, worker, spend):
     """The first start and the last end per stage."""
     records = worker.size
@@ -121,7 +122,7 @@ def extent(order, starts, stages, ranks, worker, spend):
     return firsts, lasts
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def project(order, starts, stages, ranks, worker, spend, row, ends, step_at, reduce_at, tail, codes, times, names, micro_batches):
     """Write each worker's program into its row of ``codes`` and planned starts into ``times``.
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from recycle_plugin.core import program
+from recycle_plugin.planner.compiled import compiled
 
 OP, STAGE_AT, REPLICA_AT = program.OP_SHIFT, program.STAGE_SHIFT, program.REPLICA_SHIFT
 STAGES, PLACES = program.STAGE_MASK, program.PLACE_MASK
 FINE, TAIL, EARLY, STAGE, ROUTE, ORDER = range(6)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def ending(codes, begins, ends, stages, compute, tail):
     """The program's last ops, computation before them, and one stage all through: (rule, row, place)."""
     for row in range(ends.size):
@@ -31,7 +31,7 @@ def ending(codes, begins, ends, stages, compute, tail):
     return FINE, -1, np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def once(codes, begins, ends, replicas, stages, route, after, state):
     """Each op where the route says and after what it has to follow; leaves in ``state`` how far each micro-batch is."""
     for row in range(ends.size):
@@ -49,7 +49,7 @@ def once(codes, begins, ends, replicas, stages, route, after, state):
     return FINE, -1, np.int64(-1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def memory(codes, begins, ends, stages, change, cap):
     """Whether any prefix holds more than its stage's cap: (row, place, held), row -1 if none does."""
     for row in range(ends.size):
@@ -61,13 +61,13 @@ def memory(codes, begins, ends, stages, change, cap):
     return -1, np.int64(-1), 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def number_of(kind_stage, wide, stages, width, micro_batch):
     """The place of a datum: kinds by stage by micro-batch; one for a whole stage stands at micro-batch 0."""
     return kind_stage * width + (0 if wide[kind_stage // stages] else micro_batch)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def progress(codes, place, ends, replicas, seat_stage, route, micro_batches, live, needs, gives, wide, given, joint):
     """Advance ``place`` of every row as far as data allow; a row that ends before ``ends`` waits for ever."""
     stages, width = route.shape

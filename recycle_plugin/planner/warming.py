@@ -42,7 +42,7 @@ def _run() -> None:
     view = Topology(2, 2, 2).full().without(Seat(0, 1))
     costs = CostModel.uniform(2, communication=1)
     _ = plan(view, costs, Policy()).digest
-    _, problem = prepare(view, costs, Policy())
+    problem = prepare(view, costs, Policy())
     climbed(problem, solve(problem)[0], bound(problem) - 1, 1, 1, 0)
 
 
