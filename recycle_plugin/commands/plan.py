@@ -34,6 +34,8 @@ def add(commands: argparse._SubParsersAction) -> None:
                                formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     add_job(made)
     made.add_argument("--json", action="store_true", help="print figures as JSON instead of the grid; plan_ms: from membership to verified and hashed plan, in a warm process")
+    made.add_argument("--refine", type=float, default=0.0, metavar="SECONDS", help="search on for so long, or until the lower bound is met; for a plan that many steps will follow")
+    made.add_argument("--exact", action="store_true", help="with --refine: then as long again by constraint programming (extra: exact), for up to some 800 instructions")
     made.add_argument("--programs", metavar="FILE", type=Path, help="write every worker's program with planned starts")
     made.add_argument("--png", metavar="FILE", type=Path, help="write the schedule as a picture (.png, .svg, .pdf)")
     made.set_defaults(run=run)
@@ -43,9 +45,10 @@ def run(found: argparse.Namespace) -> int:
     from recycle_plugin.planner.assemble import timeline
 
     given = job(found)
-    planned, plan_ms = timed(given)
+    first, plan_ms = timed(given)
+    planned = refined(given, first, found.refine, found.exact)
     spans = timeline(planned, given.costs)
-    figures = summary(given, planned, spans, plan_ms)
+    figures = summary(given, planned, spans, plan_ms) | {"period_unrefined": given.shown(first.period_us)}
     if found.programs is not None:
         found.programs.write_text("\n".join(program_lines(given, planned, figures)) + "\n")
     if found.png is not None:
@@ -63,6 +66,20 @@ def timed(given: Given) -> tuple[Plan, float]:
     planned = given.plan()
     _ = planned.digest
     return planned, 1000 * (time.perf_counter() - start)
+
+
+def refined(given: Given, planned: Plan, seconds: float, exactly: bool) -> Plan:
+    """``planned`` or a better one.  Raises ValueError where the search asked for can't be made."""
+    from recycle_plugin import planner
+
+    if seconds < 0 or (exactly and not seconds):
+        raise ValueError(f"--refine {seconds:g}: write how many seconds to search{', also for --exact' if exactly else ''}")
+    if not seconds:
+        return planned
+    try:
+        return planner.refine(planned, given.costs, seconds, exact_s=seconds if exactly else 0.0)
+    except planner.PlanError as error:
+        raise ValueError(f"--exact: {error}") from None
 
 
 def summary(given: Given, planned: Plan, spans: list[Span], plan_ms: float) -> dict:
@@ -131,10 +148,11 @@ def program_lines(given: Given, planned: Plan, figures: dict) -> Iterator[str]:
 def report(given: Given, planned: Plan, figures: dict, spans: list[Span]) -> str:
     from recycle_plugin.render import grid
 
-    unit = figures["unit"]
+    unit, before = figures["unit"], figures["period_unrefined"]
+    better = f", refined from {before} {unit}" if before != figures["period"] else ""
     lines = [
         f"period {figures['period']} {unit}, span {figures['span']}, lower bound {figures['lower_bound']}: "
-        f"{planned.gap:.1%} above it; planned in {figures['plan_ms']:.1f} ms",
+        f"{planned.gap:.1%} above it; planned in {figures['plan_ms']:.1f} ms{better}",
         f"micro-batches held at most, by stage: {' '.join(map(str, figures['peak_micro_batches']))} (cap: {cap_text(planned.policy)}); "
         f"digest {figures['digest']}",
     ]
