@@ -55,11 +55,21 @@ def _checked_cap(value: Any) -> Any:
     return text
 
 
+def _checked_size(value: Any) -> Any:
+    """A size in words becomes bytes."""
+    if not isinstance(value, str):
+        return value
+    if (size := cap.size(value)) is None:
+        raise PydanticCustomError("no_size", "no size")
+    return size
+
+
 _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 _as_true = BeforeValidator(lambda value: True if value == "true" else value)
 _Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
 _Cap = Annotated[_Count | Annotated[tuple[_Count, ...], Field(min_length=1)] | str | None, _as_tuple, AfterValidator(_checked_cap)]
+_Bytes = Annotated[_Count | str | None, AfterValidator(_checked_size)]
 _PerStage = Annotated[_Milliseconds | tuple[_Milliseconds, ...], _as_tuple]
 _PER_STAGE = "a number of milliseconds, not negative, or a list of one for each stage"
 _ONE = "a number of milliseconds, not negative"
@@ -111,6 +121,12 @@ class Settings(BaseModel):
         "snapshot",
         '"snapshot" or "inverse"',
         "what takes an uncommitted step back: an exact copy made before each step, or the optimizer's rule turned round",
+    )
+    keep_bytes: _Bytes = _setting(
+        None,
+        'a whole number of at least 1, a size such as "2GiB", or null',
+        "what one worker may keep, until a step is committed, of what it has sent to peers: a number of bytes or a size; null for all of "
+        "it; what is not there any more after a failure is run again",
     )
     rng: Literal["keyed", "stream"] = _setting(
         "keyed",

@@ -42,7 +42,9 @@ class Kept:
             self._remove(next(iter(self._sent)))
             self.dropped += 1
 
-    def held(self) -> set[Datum]:
+    def promise(self) -> set[Datum]:
+        """What is here.  Peers plan with that: it stays, whatever the budget, until it is sent once more or its step is committed."""
+        self._sent.clear()
         return set(self._tensors)
 
     def drop(self, step: int) -> None:

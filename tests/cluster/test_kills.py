@@ -132,6 +132,23 @@ def test_another_loss_when_a_step_has_just_been_taken_back(launch, reference, tm
     assert struck(result) == set(kills)
 
 
+def test_what_was_not_kept_is_run_again(launch, reference):
+    """Nothing of what was sent stays: the lost worker's micro-batches start from their data, by whoever is left of their stages."""
+    kill = "kill 0.1 before 1W0.1@6"
+    result = launch(faults(kill), "recycle.keep_bytes=1").finish()
+    assert_same_training(result, reference(), {"0.1"})
+    assert struck(result) == {kill}
+    senders = {event["seat"]: event for event in result.of("peak")}
+    assert all(event["dropped"] and event["kept_bytes"] for event in senders.values()), senders
+    kept = launch(faults(kill)).finish()
+    assert not any(event["dropped"] for event in kept.of("peak"))
+    assert left_to_compute(result) > left_to_compute(kept), "otherwise nothing had to be made again"
+
+
+def left_to_compute(result) -> int:
+    return sum(event["compute"] for event in result.of("rest"))
+
+
 # --- more replicas ----------------------------------------------------------------------------------
 
 WIDE = Shape(replicas=4)

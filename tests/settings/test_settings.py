@@ -32,6 +32,7 @@ def message(section) -> str:
 OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
 FAULT_LIST = 'write a list of faults such as ["kill 0.1 before 1F0.2@5"]'
 CAP = 'write a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
+SIZE = 'write a whole number of at least 1, a size such as "2GiB", or null'
 NO_PROFILE = (
     "and without a profile nobody knows those of a micro-batch; "
     'set recycle.costs to {"profile": "path/to/profile.json"}, or write a number of micro-batches'
@@ -60,6 +61,9 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ({"activation_cap": "0GiB"}, f'recycle.activation_cap: "0GiB" is not possible; {CAP}'),
         ({"activation_cap": "12GiB", "costs": {"forward_ms": 2}}, f'recycle.activation_cap: "12GiB" counts bytes, {NO_PROFILE}'),
         ({"activation_cap": "auto"}, f'recycle.activation_cap: "auto" counts bytes, {NO_PROFILE}'),
+        ({"keep_bytes": 0}, f"recycle.keep_bytes: 0 is not possible; {SIZE}"),
+        ({"keep_bytes": 1.5}, f"recycle.keep_bytes: 1.5 is a number; {SIZE}"),
+        ({"keep_bytes": "all"}, f'recycle.keep_bytes: "all" is not possible; {SIZE}'),
         ({"norm": False}, 'recycle.norm: false is not possible; write true or "deepspeed"'),
         ({"rng": "x"}, 'recycle.rng: "x" is not possible; write "keyed" or "stream"'),
         (
@@ -149,6 +153,11 @@ def test_settings_are_frozen_and_compared_by_value():
 def test_norm_may_be_written_as_a_string():
     assert Settings.from_section({"norm": "true"}).norm is True
     assert Settings.from_section({"norm": "deepspeed"}).norm == "deepspeed"
+
+
+@pytest.mark.parametrize("written, size", [(None, None), (4096, 4096), ("2GiB", 2 << 30), (" 1.5 kb ", 1500)])
+def test_what_may_be_kept_is_a_number_of_bytes(written, size):
+    assert Settings.from_section({"keep_bytes": written}).keep_bytes == size
 
 
 def test_stream_is_allowed_where_nothing_is_rerouted():

@@ -75,7 +75,7 @@ class RecycleEngine(PipelineEngine):
         self._stage = Stage(self._stage_model(), self._deferred, self._randomness)
         self._undo = self._undo_record()
         self._transport = Transport(job.session)
-        self._kept = Kept(None)
+        self._kept = Kept(settings.keep_bytes)
         self._reduced: dict[int, list[torch.Tensor]] = {}  # by step, until it is committed: a peer of the stage may lack it
         self._loop: Loop | None = None
         self._trace: TraceFile | None = None
@@ -148,7 +148,11 @@ class RecycleEngine(PipelineEngine):
     def finish(self) -> None:
         """Everybody's last step is committed and this worker may go."""
         self.settle()
-        self._job.session.note("peak", f"seat {self.seat} held at most {self._stage.peak} micro-batches", seat=str(self.seat), held=self._stage.peak)
+        kept = self._kept
+        self._job.session.note(
+            "peak", f"seat {self.seat} held at most {self._stage.peak} micro-batches, and {kept.peak_bytes} bytes of boundary tensors for its peers",
+            seat=str(self.seat), held=self._stage.peak, kept_bytes=kept.peak_bytes, dropped=kept.dropped,
+        )  # fmt: skip
         if self._trace is not None:
             self._trace.close()
         self._transport.close()
@@ -183,7 +187,7 @@ class RecycleEngine(PipelineEngine):
             "regroup_timeout_s": settings.regroup_timeout_s, "strict_placement": settings.strict_placement,
             "split_backward": settings.split_backward, "stagger_optimizer": settings.stagger_optimizer, "reroute": settings.reroute,
             "activation_cap": settings.activation_cap, "clipping": self.gradient_clipping() if validate else 0.0,
-            "norm": str(settings.norm), "undo": settings.undo, "rng": settings.rng, "seed": settings.seed,
+            "norm": str(settings.norm), "undo": settings.undo, "keep_bytes": settings.keep_bytes, "rng": settings.rng, "seed": settings.seed,
         }  # fmt: skip
 
     def _undo_record(self) -> Undo:
@@ -237,7 +241,7 @@ class RecycleEngine(PipelineEngine):
         """What is here of steps that are not committed (runtime.loop.Replica)."""
         self._forget_committed()
         reduced = {Datum("reduced", self.stage_id, None, step) for step in self._reduced}
-        return self._stage.held(self.stage_id) | self._transport.held() | self._kept.held() | reduced
+        return self._stage.held(self.stage_id) | self._transport.held() | self._kept.promise() | reduced
 
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back (runtime.loop.Replica)."""
