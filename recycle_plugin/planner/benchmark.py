@@ -199,7 +199,7 @@ def _small_costs(random: Random, stages: int) -> CostModel:
 
 
 def against_exact(cases: int, budget_s: float, exact_s: float, seed: int = 1, most: int = 96) -> list[dict]:
-    """Plans of random small cases beside CP-SAT's best with the same routes."""
+    """Plans of random small cases beside CP-SAT's best with the routes of the refined ones."""
     random, rows = Random(seed), []
     while len(rows) < cases:
         view, costs, policy = small_case(random, most)

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import ClusterView

@@ -10,7 +10,7 @@ the period meets the lower bound.  No clock decides how many, so that all worker
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice, product
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -107,13 +107,13 @@ def best_order(problem: Problem, least: int) -> Solution:
     Where tensors take time on the way, each rule is also tried as if they didn't: a worker that is greedy while a tensor is
     on its way begins what it has, and the tensor then waits longer than the worker would have.
     """
+    views = (problem, _at_once(problem)) if problem.forward_lag.any() else (problem,)
     trials = max(TRIALS_AT_LEAST, OPERATIONS_TRIED // (3 * problem.records))
-    rules, best = portfolio(problem.stages)[:trials], None
+    known, best = portfolio(problem.stages), None
+    rules = known[: -(-trials // len(views))]
     if problem.couple:
-        rules += (rules[0]._replace(couple=2), rules[1]._replace(couple=2), rules[0]._replace(couple=2 + problem.stages))
-        trials += 3
-    views = (problem,) if not problem.forward_lag.any() else (problem, _at_once(problem))
-    for rule, seen in islice(product(rules, views), trials):
+        rules += (known[0]._replace(couple=2), known[1]._replace(couple=2), known[0]._replace(couple=2 + problem.stages))
+    for rule, seen in product(rules, views):
         best = better(problem, rule, least, best, seen)
         if best.period <= least:
             break

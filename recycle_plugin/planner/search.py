@@ -105,7 +105,7 @@ def search(problem: Problem, best: Solution, least: int, budget_s: float, seed: 
 
 
 def _typical(problem: Problem) -> int:
-    """A usual duration of an operation, at least 1."""
+    """A usual duration of an operation, at least 2."""
     return max(2, int(problem.cost[:3].mean()))
 
 
