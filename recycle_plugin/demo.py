@@ -87,7 +87,7 @@ class Failure:
         return {
             "seat": str(self.seat), "instruction": self.instruction, "when": self.when, "pid": self.pid, "step": self.step,
             "detection_s": round(self.seen_at - self.struck_at, 4), "regroup_s": round(self.resumed_at - self.seen_at, 4),
-            "redo_s": round(self.committed_at - self.resumed_at, 4), "stall_s": round(self.stall_s, 4),
+            "rest_s": round(self.committed_at - self.resumed_at, 4), "stall_s": round(self.stall_s, 4),
         }  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def report(fault_free: Outcome, failed: Outcome, spans: Sequence[Span], steps: i
         "tolerance": TOLERANCE,
         "survivors": live,
         "survivors_restarted": sum(one["pid_at_end"] not in (None, one["pid"]) for one in live),
-        **{key: worst[key] for key in ("stall_s", "detection_s", "regroup_s", "redo_s")},
+        **{key: worst[key] for key in ("stall_s", "detection_s", "regroup_s", "rest_s")},
         "step_s_before": round(before, 4),
         "step_s_after": round(after, 4),
         "step_s_fault_free": round(step_times(fault_free.commits, WARM_UP + 1, steps), 4),
@@ -236,12 +236,11 @@ def panels(spans: Sequence[Span], failure: Failure) -> list[gantt.Panel]:
     last = min(step + 2, max(ends))
     cuts = [begins[step - 2], begins[step], ends[step], ends[last]]
     windows = [_window(spans, start, end) for start, end in zip(cuts, cuts[1:])]
-    void = frozenset(span for span in windows[1] if span.instruction.step == step and span.start_us < resumed)
     pause = gantt.Pause(f"{1000 * (failure.resumed_at - failure.struck_at):.0f} ms to notice and regroup", struck, resumed)
     dead = {failure.seat: struck}
     return [
         gantt.Panel(f"steps {step - 2} and {step - 1}", windows[0], origin_us=struck),
-        gantt.Panel(f"step {step}, interrupted and run again", windows[1], dead, None, struck, void, (pause,)),
+        gantt.Panel(f"step {step}, interrupted", windows[1], dead, None, struck, gantt.superseded(windows[1]), (pause,)),
         gantt.Panel(f"steps {step + 1} and {last}", windows[2], dead, None, struck),
     ]
 
@@ -331,7 +330,7 @@ def summary(found: Mapping, out: Path) -> str:
     rows = [("killed", f"seat {one['seat']}, process {one['pid']}, by SIGKILL {one['when']} {one['instruction']}") for one in killed]
     rows += [
         ("stall", f"{found['stall_s']:.3f} s from SIGKILL to the next committed step: {found['detection_s']:.3f} s to notice, "
-                  f"{found['regroup_s']:.3f} s to regroup, {found['redo_s']:.3f} s to run the step again"),
+                  f"{found['regroup_s']:.3f} s to regroup, {found['rest_s']:.3f} s to finish the step"),
         ("step time", f"{found['step_s_before']:.3f} s before, {found['step_s_after']:.3f} s after: ratio {found['measured_ratio']:.2f}, "
                       f"planned {found['predicted_ratio']:.2f}{shared}"),
         ("survivors", ", ".join(f"{one['seat']} is process {one['pid_at_end']}" for one in live) + f"; {found['survivors_restarted']} restarted"),

@@ -73,6 +73,5 @@ def draw_png(found: argparse.Namespace, spans: list[Span], ran: Any) -> None:
 
     origin = ran.losses[0].died_us if ran.losses else None
     deaths = {seat: loss.died_us for loss in ran.losses for seat in loss.seats}
-    void = frozenset(s for s in spans for loss in ran.losses if s.instruction.step > loss.committed and s.start_us < loss.resumed_us)
     pauses = tuple(gantt.Pause(f"{(loss.resumed_us - loss.died_us) / 1000:g} ms to notice and regroup", loss.died_us, loss.resumed_us) for loss in ran.losses)
-    gantt.draw(found.png, gantt.Panel(f"simulated: {'; '.join(found.fault)}", spans, deaths, None, origin, void, pauses))
+    gantt.draw(found.png, gantt.Panel(f"simulated: {'; '.join(found.fault)}", spans, deaths, None, origin, gantt.superseded(spans), pauses))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterable, Mapping, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Hashable, Iterable, Mapping, NamedTuple, Sequence
 
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.ids import Seat
@@ -54,7 +54,7 @@ class Panel(NamedTuple):
     ``deaths``: when a seat was killed, on the spans' clock; one from before the first span has no cross.
     ``unit``: microseconds and name of what the time axis counts; None: chosen from the length.
     ``origin_us``: where the time axis has its 0; None: at the panel's first span.
-    ``void``: spans whose work was lost and done again, drawn pale.
+    ``void``: spans whose work was lost and done again (:func:`superseded`), drawn pale.
     """
 
     title: str
@@ -98,6 +98,18 @@ def idle_share(spans: Iterable[Span], until: Mapping[Seat, int] | None = None) -
     room = sum(max(0, min((until or {}).get(seat, end), end) - begin) for seat in seats)
     busy = sum(span.end_us - span.start_us for span in spans if span.instruction.op in COLOURS)
     return 1 - busy / room if room else 0.0
+
+
+def superseded(spans: Iterable[Span]) -> frozenset[Span]:
+    """Spans whose instruction was run once more later, by whomever: what they had made was lost or taken back."""
+    last: dict[Hashable, Span] = {}
+    found = set()
+    for span in sorted(spans, key=lambda span: span.start_us):
+        key = span.instruction if span.instruction.micro_batch else (span.seat, span.instruction)  # everybody has a STEP of his own
+        if key in last:
+            found.add(last[key])
+        last[key] = span
+    return frozenset(found)
 
 
 def is_rerouted(span: Span) -> bool:

@@ -49,7 +49,7 @@ def test_what_the_failure_cost():
     (failure,) = demo.failures(FAILED)
     assert failure.as_report() == {
         "seat": "0.1", "instruction": "1F0.1@6", "when": "before", "pid": 1002, "step": 6,
-        "detection_s": 0.05, "regroup_s": 0.05, "redo_s": 0.3, "stall_s": 0.4,
+        "detection_s": 0.05, "regroup_s": 0.05, "rest_s": 0.3, "stall_s": 0.4,
     }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def test_the_report():
     found = demo.report(FAULT_FREE, FAILED, spans(), STEPS)
     assert found["passed"] and found["problems"] == []
     assert found["topology"] == {"replicas": 2, "stages": 2, "micro_batches": 4} and found["steps"] == STEPS
-    assert (found["stall_s"], found["detection_s"], found["regroup_s"], found["redo_s"]) == (0.4, 0.05, 0.05, 0.3)
+    assert (found["stall_s"], found["detection_s"], found["regroup_s"], found["rest_s"]) == (0.4, 0.05, 0.05, 0.3)
     assert found["step_s_before"] == 0.23  # steps 4 and 5: 0.2 and 0.26; warm-up and step 6 are left out
     assert found["step_s_after"] == 0.4  # steps 7 to 9: 0.3, 0.5, 0.4
     assert found["measured_ratio"] == 1.739
@@ -114,11 +114,12 @@ def test_a_run_without_its_failure_is_no_demo():
 
 def test_the_picture_shows_consecutive_windows():
     (failure,) = demo.failures(FAILED)
-    before, interrupted, after = demo.panels(spans(), failure)
-    assert [panel.title for panel in (before, interrupted, after)] == ["steps 4 and 5", "step 6, interrupted and run again", "steps 7 and 8"]
+    lost, again = (Span(seat, Instruction.parse("1F0.0@6"), at, at + 10_000) for seat, at in ((Seat(0, 1), 102_740_000), (Seat(1, 1), 102_900_000)))
+    before, interrupted, after = demo.panels([*spans(), lost, again], failure)
+    assert [panel.title for panel in (before, interrupted, after)] == ["steps 4 and 5", "step 6, interrupted", "steps 7 and 8"]
     assert {span.instruction.step for span in before.spans} == {4, 5} and not before.deaths
     assert interrupted.deaths == {Seat(0, 1): 102_750_000} and interrupted.pauses[0].text == "100 ms to notice and regroup"
-    assert {span.instruction.step for span in interrupted.void} == {6}
+    assert interrupted.void == {lost} and not before.void | after.void
     assert max(span.end_us for span in before.spans) <= min(span.start_us for span in interrupted.spans)
 
 
