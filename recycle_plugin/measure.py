@@ -31,11 +31,13 @@ class Kill:
 class RecoveryCost:
     """What one kill cost, in seconds.
 
-    Had nothing been lost but the worker, the kill at fraction f of a step would have left (1 - f) of
-    that step and two more at the degraded speed; ``cost_s`` is what the third commit came later
-    than that.  Its shares: ``detection_s`` until the coordinator knows, ``regroup_s`` until everybody
-    goes on (``plan_s`` of it for planning), ``redone_s`` for the part of the step that is run again,
-    at the degraded speed, and ``rest_s``.  ``stall_s`` is the cost without the redone part.
+    Had nothing been lost but the worker, and none of what it had done, the kill at fraction f of a step would
+    have left (1 - f) of that step and two more at the degraded speed; ``cost_s`` is what the third commit came
+    later than that.  Its shares: ``detection_s`` until the coordinator knows, ``regroup_s`` until everybody goes
+    on (``plan_s`` of it for planning), ``redone_s`` of compute that was run a second time, and ``rest_s``, which is
+    negative where survivors had work to go on with while all that went on.  ``redone_s`` is that of the survivor
+    that had most of it: the step is longer by that at least.  ``redone_share``: what was run a second time, by all
+    of them, in the time that the whole step's compute took.  ``stall_s`` is the cost without the redone part.
     """
 
     seat: str
@@ -44,6 +46,7 @@ class RecoveryCost:
     regroup_s: float
     plan_s: float
     redone_s: float
+    redone_share: float
     rest_s: float
     cost_s: float
     stall_s: float
@@ -68,15 +71,28 @@ def _cost(kill: Kill, resume: Mapping, events: Sequence[Mapping], spans: Sequenc
     step, lost = resume["committed"] + 1, _lost(kill, events)
     before = _interval(commits, first, step - 1)
     after = _interval(commits, step + REPLACED - 1, last if last is not None else max(commits))
-    begun = min((s.start_us / 1e6 for s in spans if s.instruction.step == step and s.start_us / 1e6 < kill.at), default=kill.at)
+    redone, share = _redone(spans, kill, step)
     phase = min(max(kill.at - commits[step - 1], 0.0) / before, 1.0)
     cost = commits[step + REPLACED - 1] - kill.at - (REPLACED - phase) * after
-    redone = (kill.at - begun) / before * after
     detection, regroup = lost["time"] - kill.at, resume["time"] - lost["time"]
     return RecoveryCost(
-        str(kill.seat), phase, detection, regroup, resume["timings"]["plan_s"], redone, cost - redone - detection - regroup,
+        str(kill.seat), phase, detection, regroup, resume["timings"]["plan_s"], redone, share, cost - redone - detection - regroup,
         cost, cost - redone, before, after, resume["ahead"],
     )  # fmt: skip
+
+
+def _redone(spans: Sequence[Span], kill: Kill, step: int) -> tuple[float, float]:
+    """Computations of the interrupted ``step`` and the next that had been run before ``kill`` and were run after it:
+    seconds of the survivor that had most of them, and of all of them as a share of the step's compute."""
+    compute = sorted((s for s in spans if s.instruction.op in COMPUTE and s.instruction.step in (step, step + 1)), key=lambda s: s.start_us)
+    killed_us = kill.at * 1e6
+    before = {span.instruction for span in compute if span.start_us < killed_us}
+    by_seat: dict[Seat, int] = {}
+    for span in compute:
+        if span.start_us >= killed_us and span.instruction in before:
+            by_seat[span.seat] = by_seat.get(span.seat, 0) + span.end_us - span.start_us
+    once = {span.instruction: span.end_us - span.start_us for span in compute if span.instruction.step == step}
+    return max(by_seat.values(), default=0) / 1e6, sum(by_seat.values()) / sum(once.values()) if once else 0.0
 
 
 def _lost(kill: Kill, events: Sequence[Mapping]) -> Mapping:

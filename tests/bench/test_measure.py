@@ -18,36 +18,64 @@ LOST = Seat(0, 1)
 
 
 def events(stall_s: float, before_s: float = 1.0, after_s: float = 2.0) -> list[dict]:
-    """Steps 1 to 6, a kill half-way through step 7 that adds ``stall_s`` to its repetition, and six degraded steps."""
+    """Steps 1 to 6, a kill half-way through step 7 that costs ``stall_s``, and degraded steps up to 13."""
     log = [{"event": "committed", "step": step, "time": step * before_s} for step in range(1, 7)]
     killed = 6.5 * before_s
     log.append({"event": "lost", "seat": str(LOST), "time": killed + 0.03})
     log.append({"event": "resume", "committed": 6, "ahead": 0, "time": killed + 0.05, "timings": {"plan_s": 0.01, "notice_s": 0.0}})
-    return log + [{"event": "committed", "step": 6 + n, "time": killed + stall_s + n * after_s} for n in range(1, 8)]
+    return log + [{"event": "committed", "step": 6 + n, "time": killed + stall_s + (n - 0.5) * after_s} for n in range(1, 8)]
 
 
-def started(step: int, seconds: float) -> Span:
-    return Span(Seat(0, 0), Instruction.parse(f"0F0.0@{step}"), round(1e6 * seconds), round(1e6 * seconds) + 1)
+def ran(seat: str, text: str, at_s: float, took_s: float) -> Span:
+    return Span(Seat.parse(seat), Instruction.parse(text), round(1e6 * at_s), round(1e6 * (at_s + took_s)))
 
 
-def test_what_a_kill_cost_is_the_repetition_at_the_degraded_speed_and_the_stall():
-    (cost,) = recovery_costs([Kill(LOST, 6.5)], events(stall_s=0.25), [started(7, 6.0), started(7, 6.6)])
+def step_7() -> list[Span]:
+    """Two micro-batches of each replica, F 0.1 s, I 0.1 s, W 0.05 s.  0.1 had two F and an I behind it when it was killed, and
+    was at the next I, which has left no trace; 1.1 runs both micro-batches.  0.0 makes an activation once more, a little slower."""
+    before = [ran("0.0", "0F0.0@7", 6.0, 0.1), ran("0.0", "0F0.1@7", 6.1, 0.1), ran("0.1", "1F0.0@7", 6.1, 0.1), ran("0.1", "1F0.1@7", 6.2, 0.1),
+              ran("0.1", "1I0.0@7", 6.3, 0.1), ran("1.0", "0F1.0@7", 6.0, 0.1), ran("1.1", "1F1.0@7", 6.45, 0.1)]  # fmt: skip
+    again = [ran("1.1", "1F0.0@7", 6.6, 0.1), ran("1.1", "1F0.1@7", 6.7, 0.1), ran("1.1", "1I0.0@7", 6.8, 0.1), ran("0.0", "0F0.1@7", 6.6, 0.15)]
+    rest = [ran("1.1", "1I0.1@7", 6.9, 0.1), ran("1.1", "1W0.0@7", 7.0, 0.05), ran("1.1", "1REDUCE@7", 7.05, 0.1), ran("0.0", "0F0.0@8", 7.2, 0.1)]
+    return before + again + rest
+
+
+def test_what_is_run_again_is_what_has_two_spans():
+    (cost,) = recovery_costs([Kill(LOST, 6.5)], events(stall_s=0.55), step_7())
     assert (cost.before_s, cost.after_s, cost.phase) == pytest.approx((1.0, 2.0, 0.5))
-    assert cost.redone_s == pytest.approx(0.5 * 2.0)  # half a step, run again at half the speed
-    assert cost.stall_s == pytest.approx(0.25)
-    assert cost.cost_s == pytest.approx(1.25)
+    assert cost.redone_s == pytest.approx(0.3), "of 1.1; 0.0 had less, and nobody ran it after the other"
+    assert cost.redone_share == pytest.approx(0.45 / (0.1 + 0.15 + 0.1 + 0.1 + 0.1 + 0.1 + 0.1 + 0.1 + 0.05))
+    assert cost.cost_s == pytest.approx(0.55) and cost.stall_s == pytest.approx(0.25)
+
+
+def events_of_two_kills() -> list[dict]:
+    """Another worker dies half-way through the step after 12."""
+    log = [event for event in events(0.55) if event.get("step", 0) <= 12]
+    killed = log[-1]["time"] + 1.0
+    log.append({"event": "lost", "seat": "1.0", "time": killed + 0.02})
+    log.append({"event": "resume", "committed": 12, "ahead": 1, "time": killed + 0.06, "timings": {"plan_s": 0.02, "notice_s": 0.0}})
+    return log + [{"event": "committed", "step": 12 + n, "time": killed + 0.1 + n * 4.0} for n in range(1, 8)]
+
+
+def test_of_two_kills_each_has_its_own():
+    log = events_of_two_kills()
+    second = next(event["time"] for event in log if event.get("seat") == "1.0") - 0.02
+    later = [ran("1.0", "0F1.0@13", second - 0.3, 0.1), ran("0.0", "0F1.0@13", second + 0.2, 0.2)]
+    first, other = recovery_costs([Kill(LOST, 6.5), Kill(Seat(1, 0), second)], log, step_7() + later)
+    assert first.redone_s == pytest.approx(0.3)
+    assert (other.redone_s, other.redone_share) == pytest.approx((0.2, 1.0)) and other.ahead == 1
 
 
 def test_the_shares_add_up_to_the_cost():
-    (cost,) = recovery_costs([Kill(LOST, 6.5)], events(stall_s=0.4), [started(7, 5.9)])
+    (cost,) = recovery_costs([Kill(LOST, 6.5)], events(stall_s=0.4), step_7())
     assert cost.detection_s + cost.regroup_s + cost.redone_s + cost.rest_s == pytest.approx(cost.cost_s)
     assert cost.detection_s == pytest.approx(0.03) and cost.regroup_s == pytest.approx(0.02)
 
 
-def test_work_on_the_step_from_before_its_predecessors_commit_is_redone_too():
-    early, late = (recovery_costs([Kill(LOST, 6.5)], events(0.3), [started(7, at)])[0] for at in (5.8, 6.0))
-    assert early.cost_s == pytest.approx(late.cost_s)
-    assert early.redone_s - late.redone_s == pytest.approx(0.2 * 2.0)
+def test_where_the_survivors_had_it_all_nothing_is_run_again():
+    """The worker died with its gradients in its stage's sum."""
+    (cost,) = recovery_costs([Kill(LOST, 6.5)], events(0.3), [span for span in step_7() if span.start_us < 6.5e6])
+    assert (cost.redone_s, cost.redone_share) == (0, 0) and cost.stall_s == cost.cost_s == pytest.approx(0.3)
 
 
 def test_a_run_that_ends_too_early_is_no_measurement():
@@ -67,4 +95,4 @@ def test_calibration_finds_the_constants_that_a_trace_was_made_with(constants):
 
 def test_a_trace_without_what_is_to_be_measured_says_so():
     with pytest.raises(TooShort, match="nowhere shows a worker that waits for a tensor"):
-        calibrate([started(step, step) for step in range(1, 8)], 10)
+        calibrate([ran("0.0", f"0F0.0@{step}", step, 1e-6) for step in range(1, 8)], 10)
