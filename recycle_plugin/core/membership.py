@@ -10,20 +10,27 @@ The rules it keeps:
   up to the smallest count are committed, and the rest is finished from what is held (core/lineage.py).
 * A step is committed when every live worker has applied it.
 * What belongs to an older generation is dropped, so a late message can't count twice.
+* Who is stopped or stuck (core/watch.py) is lost as whoever dies, and *fenced*: its supervisor kills it, and it hears so
+  itself, should it wake up.
+* Of the seats that are not known to be dead a new generation has a majority, or half with this coordinator among them;
+  else this is the wrong side of a partition, and it ends.  A death is known when a supervisor saw the process end.  The
+  broken connection mostly comes first, so there is a grace before deciding, in which nothing is committed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Iterable
 
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.placement import stages_at_risk
 from recycle_plugin.core.protocol import (
-    Collected, Committed, Contribution, End, Exited, Fatal, Generation, Leaving, Left, Member, Note, Over, Ready, Report,
-    Resume, Stepped, Terminate,
+    Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Generation, Leaving, Left, Member, Note, Over,
+    Pulse, Ready, Report, Resume, Stepped, Terminate,
 )  # fmt: skip
 from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.watch import Watch
 
 WORKERS, SUPERVISORS = "workers", "supervisors"
 
@@ -65,11 +72,14 @@ class Membership:
         self.checkpoint = ""
         self.left: set[int] = set()
         self.lost: set[int] = set()
+        self.dead: set[int] = set()  # of the lost ones, those known to be
+        self.watch = Watch()
         self._topology: Topology | None = None
         self._ready: dict[int, Ready] = {}
         self._stepped: dict[int, int] = {}
         self._reports: dict[int, Report] = {}
         self._awaiting: Generation | None = None
+        self._outnumbered_at: float | None = None  # by the watch's clock: since then too few are left to go on
         self._finishing = False
         self._leaving: dict[int, str] = {}
         self._collections: dict[tuple[int, str], dict] = {}
@@ -94,6 +104,12 @@ class Membership:
                 self._goodbye(message.rank, out)
             case Exited():
                 self._exit(message, now, out)
+            case Beat():
+                heard = self.watch.beat(message)
+                if message.rank not in self.lost:
+                    out.tell(message.rank, heard)
+            case Pulse():
+                self.watch.pulse(message)
             case Terminate():
                 out.say("terminate", f"{message.reason}: the job ends at the next commit")
                 self._end_planned(message.reason, out)
@@ -107,6 +123,16 @@ class Membership:
         """The worker's connection broke without a goodbye: it is gone, or cut off, which is the same to its peers."""
         out = Output()
         self._lose(rank, "its connection broke", now, now, out)
+        return out
+
+    def tick(self, now: float) -> Output:
+        """Time passes; to be told every ``core.watch.TICK_S``."""
+        out = Output()
+        for rank, why in self.watch.tick(now).items() if not (self.ended and self.ended.failed) else ():
+            self._give_up(rank, why, now, out)
+        since = self._outnumbered_at
+        if since is not None and self.watch.clock - since > self.watch.progress_s:
+            self._end(self._cut_off(), out)
         return out
 
     def regroup_overdue(self, seconds: float) -> Output:
@@ -127,6 +153,11 @@ class Membership:
         """The generation that members are reporting for at once, if any."""
         return self._awaiting.number if self._awaiting and not self._awaiting.from_step else None
 
+    @property
+    def _halted(self) -> bool:
+        """The membership in force has lost somebody."""
+        return self.regrouping is not None or self._outnumbered_at is not None
+
     # --- joining ---------------------------------------------------------------------------------
 
     def _enrol(self, ready: Ready, now: float, out: Output) -> None:
@@ -145,6 +176,8 @@ class Membership:
         self.members = {rank: r.member for rank, r in sorted(self._ready.items())}
         self.committed = stepped
         self.started = True
+        self.watch = Watch(job.get("progress_timeout_s", inf), job.get("idle_timeout_s", inf), self.watch.clock)
+        self.watch.admit(self.members)
         shape = self._topology
         out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job['run_dir']}",
                 job=job, seats={str(m.seat): rank for rank, m in self.members.items()}, hosts=sorted({m.host for m in self.members.values()}))
@@ -214,7 +247,7 @@ class Membership:
     # --- steps -----------------------------------------------------------------------------------
 
     def _step(self, stepped: Stepped, now: float, out: Output) -> None:
-        if stepped.rank not in self.members or self.regrouping is not None:
+        if stepped.rank not in self.members or self._halted:
             return
         self._stepped[stepped.rank] = max(stepped.step, self._stepped.get(stepped.rank, 0))
         done = min(self._stepped.get(rank, 0) for rank in self.members)
@@ -223,12 +256,13 @@ class Membership:
 
     def _commit(self, step: int, now: float, out: Output) -> None:
         self.committed = step
+        self.watch.committed(now)
         self._collections = {key: values for key, values in self._collections.items() if key[0] > step}
         out.tell(WORKERS, Committed(step))
         out.say("committed", f"step {step} committed", step=step, workers=len(self.members))
 
     def _contribute(self, message: Contribution, out: Output) -> None:
-        stale = message.generation != self._in_force or self.regrouping is not None
+        stale = message.generation != self._in_force or self._halted
         if stale and message.name != "loss":
             return  # of a step that is run again; its losses come out the same, so those may stay
         values = self._collections.setdefault((message.step, message.name), {})
@@ -251,7 +285,7 @@ class Membership:
             return
         self._leaving[message.rank] = message.reason
         out.say("leaving", f"seat {member.seat} leaves at the next commit: {message.reason}", seat=str(member.seat))
-        if self.regrouping is None:
+        if not self._halted:
             self._plan_leave(now, out)
 
     def _plan_leave(self, now: float, out: Output) -> None:
@@ -273,6 +307,7 @@ class Membership:
         planned = self._leaving.pop(rank, None) is not None or self.ended is not None
         member = self.members.pop(rank, None)
         self._stepped.pop(rank, None)
+        self.watch.dismiss(rank)
         self._finishing |= member is not None and not planned
         if self.started and not (self.ended and self.ended.failed):
             out.say("left", f"worker {rank} has left after step {self.committed}" + " as planned" * planned, rank=rank)
@@ -280,9 +315,18 @@ class Membership:
 
     def _exit(self, message: Exited, now: float, out: Output) -> None:
         how = f"was killed by signal {-message.code}" if message.code < 0 else f"exited with code {message.code}"
+        self.dead.add(message.rank)
         if message.rank in self.lost:
             out.say("confirmed", f"rank {message.rank} {how}, says its supervisor", rank=message.rank, code=message.code)
+            if self._outnumbered_at is not None and self.ended is None:
+                self._go_on_without(f"death of rank {message.rank}", now, out)
         self._lose(message.rank, how, now, message.at, out)
+
+    def _give_up(self, rank: int, why: str, now: float, out: Output) -> None:
+        """Lose a worker that may be alive, and see to it that it does nothing more."""
+        for whom in (SUPERVISORS, rank):
+            out.tell(whom, Fence(rank, why))
+        self._lose(rank, why, now, now, out)
 
     def _lose(self, rank: int, how: str, now: float, at: float, out: Output) -> None:
         if rank in self.lost or rank in self.left or self.ended and self.ended.failed:
@@ -294,6 +338,7 @@ class Membership:
         member = self.members.pop(rank)
         self._leaving.pop(rank, None)
         self._stepped.pop(rank, None)
+        self.watch.dismiss(rank)
         view = self.view(self.members.values())
         out.say("lost", f"seat {member.seat} (rank {rank}) lost: {how}. {self._left_over(view, member.seat)}",
                 seat=str(member.seat), rank=rank, how=how, seen_at=at)
@@ -302,7 +347,19 @@ class Membership:
         elif view.empty_stages():
             self._end(f"stage {member.seat.stage} has no live worker left. {self._safe_point()}", out)
         elif self.members:
-            self._regroup(f"loss of {member.seat}", now, out)
+            self._go_on_without(f"loss of {member.seat}", now, out)
+
+    def _go_on_without(self, cause: str, now: float, out: Output) -> None:
+        """... if those left are enough, which the news of a death that is known can make them."""
+        if len(self.lost - self.dead) <= len(self.members):
+            self._outnumbered_at = None
+            self._regroup(cause, now, out)
+        elif self._outnumbered_at is None:
+            self._outnumbered_at, self._awaiting = self.watch.clock, None
+
+    def _cut_off(self) -> str:
+        return (f"{len(self.lost - self.dead)} workers can't be reached and aren't known to be dead, and only {len(self.members)} are left here: "
+                f"this may be the smaller side of a broken network. {self._safe_point()}")
 
     @staticmethod
     def _left_over(view: ClusterView, seat: Seat) -> str:

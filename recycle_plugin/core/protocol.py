@@ -112,6 +112,28 @@ class Exited:
 
 
 @dataclass(frozen=True)
+class Beat:
+    """From a thread of the worker's, every so often: it has finished ``done`` instructions and is ``at`` ``what`` (core.watch).
+
+    ``number`` comes back in :class:`Heard`.
+    """
+
+    rank: int
+    number: int
+    done: int
+    at: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """From the supervisor, every so often: its worker's process is there, and whether it is stopped."""
+
+    rank: int
+    stopped: bool
+
+
+@dataclass(frozen=True)
 class Terminate:
     """The supervisor was told to end the job."""
 
@@ -176,6 +198,22 @@ class Resume:
 
 
 @dataclass(frozen=True)
+class Heard:
+    """The beat ``number`` has come: until ``for_s`` after it was sent, this worker is not given up for its silence."""
+
+    number: int
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The worker of ``rank`` was given up.  Its supervisor kills it; where it gets this itself, it ends without doing anything more."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Committed:
     """All stages have applied ``step``: its effects stay."""
 
@@ -211,8 +249,8 @@ class Over:
 MESSAGES = {
     kind.__name__: kind
     for kind in (
-        Hello, Ready, Report, Stepped, Contribution, Leaving, Left, Exited, Terminate, Fatal, Note,
-        Welcome, Generation, Resume, Committed, Collected, End, Over,
+        Hello, Ready, Report, Stepped, Contribution, Leaving, Left, Exited, Beat, Pulse, Terminate, Fatal, Note,
+        Welcome, Generation, Resume, Heard, Fence, Committed, Collected, End, Over,
     )
 }  # fmt: skip
 

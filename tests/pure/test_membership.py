@@ -14,49 +14,7 @@ from recycle_plugin.core.protocol import (
     Resume, Stepped, Terminate, decode, encode,
 )  # fmt: skip
 from recycle_plugin.core.step import StepMachine
-
-REPLICAS, STAGES = 2, 2
-
-
-def member(rank: int, host: str = "h") -> Member:
-    return Member(rank, Seat(rank % REPLICAS, rank // REPLICAS), f"tcp://a:{rank}", host)
-
-
-def job(**more: object) -> dict:
-    return {
-        "replicas": REPLICAS, "stages": STAGES, "micro_batches": 1, "run_dir": "r", "regroup_timeout_s": 1.0,
-        "strict_placement": False, "clipping": 0.0, "stagger_optimizer": True,
-    } | more  # fmt: skip
-
-
-def started(**more: object) -> Membership:
-    membership = Membership(REPLICAS * STAGES)
-    for rank in range(4):
-        membership.receive(Ready(member(rank), 0, job(**more)), 0.0)
-    agree(membership, 0, dict.fromkeys(range(4), 0))
-    return membership
-
-
-def agree(membership: Membership, generation: int, stepped: dict[int, int]) -> Output:
-    """All of ``stepped`` report; the output of the last report."""
-    for rank, count in stepped.items():
-        out = membership.receive(Report(rank, generation, count, "plan", {"params": f"of rank {rank}"}), 0.0)
-    return out
-
-
-def resumed(out: Output) -> list[tuple[int, int]]:
-    """Generation and committed step of every Resume, which also carries what all members have reported."""
-    found = said(out, Resume)
-    assert all(value["params"].startswith("of rank") for one in found for value in one.held.values())
-    return [(one.generation, one.committed) for one in found]
-
-
-def step(membership: Membership, generation: int, number: int, ranks: range | list = range(4)) -> list[object]:
-    return [m for rank in ranks for _, m in membership.receive(Stepped(rank, generation, number), 0.0).messages]
-
-
-def said(out: Output, kind: type) -> list:
-    return [message for _, message in out.messages if isinstance(message, kind)]
+from tests.support.membership import agree, job, member, resumed, said, started, step
 
 
 def test_a_step_is_committed_when_every_live_worker_has_applied_it():

@@ -1,0 +1,114 @@
+"""Who is stopped or stuck: deadlines on what workers are at, as a state machine without clock or sockets.
+
+A worker's *beat* comes from a thread of its own and says what the worker is at and how many instructions it has
+finished; its supervisor's *pulse* says that the process is there and whether it is stopped.  To evict a healthy worker is
+as bad as to miss a dead one, hence:
+
+* Whoever waits for somebody else is not to blame, however long that takes.
+* Whoever computes one and the same instruction beyond the deadline is; an instruction computes only once its inputs are
+  there.  The deadline is the larger of the setting and three median steps.
+* What may take long (the script's own code, data, a checkpoint, the first step, which may compile) has the long deadline,
+  and that only counts while somebody waits.
+* A process that is stopped, or whose host is gone, is lost after the deadline, whatever it was at.  That is the
+  supervisor's word: a worker whose interpreter is held up, say by a large pickle, sends no beats, and is healthy.
+
+Time passes here by ticks, and a late tick counts as little more than one in time: while the coordinator itself was
+stopped or starved, nobody else could be heard.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import inf
+from statistics import median
+from typing import Iterable
+
+from recycle_plugin.core.protocol import Beat, Heard, Pulse
+
+TICK_S = 0.25  # how often time is to be told
+LATE_S = 2 * TICK_S  # no more than this is taken to have passed between two ticks
+COMPUTES, WAITS, ELSEWHERE = "computes", "waits", "is in"
+STEPS = 3  # times the median step: the deadline of slow jobs
+REMEMBERED = 20  # steps that the median is over
+
+
+@dataclass
+class Sign:
+    """The last that was heard of a worker, by :attr:`Watch.clock`."""
+
+    pulse: float  # its process was seen running
+    beat: float
+    since: float  # it is at the same
+    promised: float = 0.0  # not to be given up for its silence before
+    stopped: bool = False
+    last: Beat | None = None
+
+
+@dataclass
+class Watch:
+    """``progress_s``: the deadline of an instruction; ``idle_s``: of what may take long.  Of nobody before ``admit``."""
+
+    progress_s: float = inf
+    idle_s: float = inf
+    clock: float = 0.0
+    _ticked: float | None = None
+    _signs: dict[int, Sign] = field(default_factory=dict)
+    _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _committed_at: float | None = None
+
+    def admit(self, ranks: Iterable[int]) -> None:
+        self._signs = {rank: Sign(self.clock, self.clock, self.clock) for rank in ranks}
+
+    def dismiss(self, rank: int) -> None:
+        self._signs.pop(rank, None)
+
+    def pulse(self, message: Pulse) -> None:
+        sign = self._signs.get(message.rank)
+        if sign is not None:
+            sign.stopped = message.stopped
+            if not message.stopped:
+                sign.pulse = self.clock
+
+    def beat(self, message: Beat) -> Heard:
+        """The answer.  Its promise holds also where the deadline shrinks, and where this clock, told the time now and then, lags."""
+        sign, answer = self._signs.get(message.rank), Heard(message.number, self.deadline_s)
+        if sign is not None:
+            if sign.last is None or (message.done, message.at, message.what) != (sign.last.done, sign.last.at, sign.last.what):
+                sign.since = self.clock
+            sign.last, sign.beat, sign.promised = message, self.clock, self.clock + LATE_S + answer.for_s
+        return answer
+
+    def committed(self, now: float) -> None:
+        """One more step is."""
+        if self._committed_at is not None:
+            self._intervals.append(now - self._committed_at)
+        self._committed_at = now
+
+    @property
+    def deadline_s(self) -> float:
+        """Of an instruction, now."""
+        return max(self.progress_s, STEPS * median(self._intervals)) if self._intervals else self.progress_s
+
+    def tick(self, now: float) -> dict[int, str]:
+        """``now``: seconds.  Ranks that are overdue, and what they have done."""
+        if self._ticked is not None:
+            self.clock += min(max(now - self._ticked, 0.0), LATE_S)
+        self._ticked = now
+        found = {rank: self._blame(rank, sign) for rank, sign in self._signs.items()}
+        return {rank: why for rank, why in found.items() if why}
+
+    def _blame(self, rank: int, sign: Sign) -> str:
+        silent, deadline = self.clock - max(sign.pulse, sign.beat), self.deadline_s
+        if silent > deadline and self.clock > sign.promised:
+            what = "its process is stopped" if sign.stopped else "nothing was heard of its supervisor"
+            return f"{what} for {silent:.1f} s (deadline {deadline:.1f} s)"
+        if sign.last is None:
+            return ""
+        same = self.clock - (sign.beat if sign.last.at == WAITS else sign.since)
+        if sign.last.at == COMPUTES and self._committed_at is not None and same > deadline:
+            return f"it computes {sign.last.what} for {same:.1f} s (deadline {deadline:.1f} s)"
+        if same > self.idle_s and any(other.last is not None and other.last.at == WAITS for each, other in self._signs.items() if each != rank):
+            what = "it says nothing" if sign.last.at == WAITS else f"it {sign.last.at} {sign.last.what}"
+            return f"{what} for {same:.1f} s, and others wait (deadline {self.idle_s:.1f} s)"
+        return ""

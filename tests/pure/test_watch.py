@@ -1,0 +1,339 @@
+"""Who is given up for stopped or stuck, and above all who is not; and what becomes of a membership that is broken apart."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from recycle_plugin.core.membership import SUPERVISORS, Event, Membership, Output
+from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Generation, Heard, Leaving, Pulse, Report, Resume, Stepped, decode, encode
+from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, LATE_S, TICK_S, WAITS
+from tests.support.membership import agree, said, started, step
+
+DEADLINE_S, IDLE_S = 5.0, 60.0  # tests.support.membership.job
+
+
+@dataclass
+class Played:
+    """A membership whose workers beat, and whose supervisors pulse, as ``at`` says; ``None``: not at all."""
+
+    membership: Membership = field(default_factory=started)
+    now: float = 1000.0
+    at: dict[int, tuple[str, str] | None] = field(default_factory=lambda: dict.fromkeys(range(4), (WAITS, "")))
+    done: dict[int, int] = field(default_factory=lambda: dict.fromkeys(range(4), 0))
+    stopped: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)  # hosts that nothing comes from
+    outs: list[Output] = field(default_factory=list)
+
+    def live_for(self, seconds: float, instructions: tuple[int, ...] = ()) -> None:
+        """Let time pass; ``instructions``: ranks that finish one with each tick."""
+        for _ in range(round(seconds / TICK_S)):
+            for rank in instructions:
+                self.done[rank] += 1
+            for rank in range(4):
+                self.signs(rank)
+            self.tick(TICK_S)
+
+    def signs(self, rank: int) -> None:
+        if rank in self.gone:
+            return
+        self.membership.receive(Pulse(rank, rank in self.stopped), self.now)
+        if self.at[rank] is not None and rank not in self.stopped:
+            self.membership.receive(Beat(rank, 1, self.done[rank], *self.at[rank]), self.now)
+
+    def tick(self, seconds: float) -> Output:
+        self.now += seconds
+        self.outs.append(self.membership.tick(self.now))
+        return self.outs[-1]
+
+    def first_step(self) -> None:
+        """Done: everybody has compiled what there is to compile."""
+        step(self.membership, 0, 1)
+
+    @property
+    def events(self) -> list[Event]:
+        return [event for out in self.outs for event in out.events]
+
+    def given_up(self) -> list[str]:
+        return [event.text.partition(" lost: ")[2].partition(" for ")[0] for event in self.events if event.kind == "lost"]
+
+    def fenced(self) -> list[tuple[object, int]]:
+        return [(whom, one.rank) for out in self.outs for whom, one in out.messages if isinstance(one, Fence)]
+
+
+def test_who_computes_the_same_instruction_for_too_long_is_given_up_and_fenced():
+    played = Played()
+    played.first_step()
+    played.at[2] = (COMPUTES, "1F0.1@2")
+    played.live_for(DEADLINE_S - 0.5)
+    assert played.events == []
+    played.live_for(1.0)
+    assert played.given_up() == ["it computes 1F0.1@2"] and played.fenced() == [(SUPERVISORS, 2), (2, 2)]
+    (generation,) = [one for out in played.outs for one in said(out, Generation)]
+    assert [m.rank for m in generation.members] == [0, 1, 3] and generation.from_step == 0
+
+
+def test_a_long_step_of_many_instructions_is_progress():
+    played = Played()
+    played.first_step()
+    played.at[2] = (COMPUTES, "1F0.1@2")
+    for _ in range(20):
+        played.live_for(DEADLINE_S - 0.5)
+        played.done[2] += 1
+    assert played.events == []
+
+
+def test_whoever_waits_for_a_slow_peer_is_not_to_blame():
+    played = Played()
+    played.first_step()
+    played.at[0] = (COMPUTES, "0F0.0@2")
+    played.live_for(10 * IDLE_S, instructions=(0,))
+    assert played.events == []
+
+
+def test_the_deadline_of_slow_steps_is_three_of_them():
+    played = Played()
+    for number in range(1, 6):
+        for rank in range(4):
+            played.membership.receive(Stepped(rank, 0, number), played.now + 4.0 * number)
+    played.at[2] = (COMPUTES, "1F0.1@6")
+    played.live_for(11.5)
+    assert played.events == []
+    played.live_for(1.0)
+    assert len(played.given_up()) == 1
+
+
+@pytest.mark.parametrize("at", [(WAITS, "0F0.0@2 from 0.0"), (COMPUTES, "1F0.1@2"), (ELSEWHERE, "the training script")], ids=lambda at: at[0])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_stopped_process_is_given_up_whatever_it_was_at(at, first):
+    played = Played()
+    if not first:
+        played.first_step()
+    played.at[2] = at
+    played.live_for(3.0)
+    played.stopped = {2}
+    played.live_for(DEADLINE_S - 0.5 if at[0] != COMPUTES or first else 0.0)
+    assert played.events == []
+    played.live_for(DEADLINE_S)
+    (why,) = played.given_up()
+    assert why in ("its process is stopped", f"it computes {at[1]}") and played.fenced() == [(SUPERVISORS, 2), (2, 2)]
+
+
+def test_a_short_stop_is_nothing():
+    played = Played()
+    played.first_step()
+    for _ in range(5):
+        played.stopped = {0, 2}
+        played.live_for(DEADLINE_S - 1)
+        played.stopped = set()
+        played.live_for(1.0)
+    assert played.events == []
+
+
+def test_a_host_that_nothing_comes_from_is_given_up():
+    played = Played()
+    played.first_step()
+    played.gone = {3}
+    played.live_for(DEADLINE_S + 1.5)
+    assert played.given_up() == ["nothing was heard of its supervisor"]
+
+
+def test_no_beats_while_the_interpreter_is_held_up_is_no_death():
+    """A large pickle, say: the supervisor sees the process run."""
+    played = Played()
+    played.first_step()
+    played.at[1] = (ELSEWHERE, "a checkpoint")
+    played.live_for(1.0)
+    played.at[1] = None
+    played.live_for(IDLE_S - 2)
+    assert played.events == []
+
+
+@pytest.mark.parametrize("at", [(ELSEWHERE, "the training script"), (COMPUTES, "0F0.0@1")], ids=["script", "first step"])
+def test_what_may_take_long_has_the_long_deadline_while_somebody_waits(at):
+    played = Played()
+    if at[0] == ELSEWHERE:
+        played.first_step()
+    played.at[0] = at
+    played.live_for(IDLE_S - 1)
+    assert played.events == []
+    played.live_for(2)
+    assert played.given_up() == [f"it {at[0]} {at[1]}"]
+
+
+def test_the_script_may_take_as_long_as_it_likes_where_nobody_waits():
+    played = Played(at=dict.fromkeys(range(4), (ELSEWHERE, "the training script")))
+    played.first_step()
+    played.live_for(10 * IDLE_S)
+    assert played.events == []
+
+
+def test_who_waits_and_says_nothing_any_more_is_given_up_in_the_end():
+    played = Played()
+    played.first_step()
+    played.live_for(1.0)
+    played.at[1] = None
+    played.live_for(IDLE_S - 1)
+    assert played.events == []
+    played.live_for(3.0)
+    assert played.given_up() == ["it says nothing"]
+
+
+def test_while_the_coordinator_itself_is_stopped_nobody_is_to_blame():
+    played = Played(at=dict.fromkeys(range(4), (COMPUTES, "0F0.0@2")))
+    played.first_step()
+    played.live_for(1.0)
+    for _ in range(5):
+        assert played.tick(1000.0).messages == []
+        assert played.tick(-500.0).messages == []  # nor does a clock that is set change anything
+
+
+def test_the_promise_to_a_worker_ends_before_it_is_given_up_for_silence():
+    """It may rely on what it was told last, although the deadline has shrunk since."""
+    played = Played()
+    for number in range(1, 4):
+        for rank in range(4):
+            played.membership.receive(Stepped(rank, 0, number), played.now + 10.0 * number)
+    (heard,) = said(played.membership.receive(Beat(3, 7, 0, WAITS, ""), played.now), Heard)
+    assert heard == Heard(7, 30.0)
+    for number in range(4, 14):
+        for rank in range(4):
+            played.membership.receive(Stepped(rank, 0, number), played.now + 30.0 + 0.1 * number)
+    played.gone = {3}
+    played.live_for(heard.for_s)
+    assert played.events == []
+    played.live_for(2 * LATE_S)
+    assert played.given_up() == ["nothing was heard of its supervisor"]
+
+
+def test_a_worker_that_wakes_up_is_not_heard():
+    played = Played()
+    played.first_step()
+    played.stopped = {2}
+    played.live_for(DEADLINE_S + 1)
+    agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
+    for late in (Beat(2, 1, 0, COMPUTES, "1F0.1@2"), Stepped(2, 1, 2), Report(2, 1, 9, "plan"), Leaving(2, "SIGTERM")):
+        assert played.membership.receive(late, played.now).messages == []
+    out = played.membership.receive(Exited(2, -9, played.now), played.now)
+    assert [event.kind for event in out.events] == ["confirmed"] and not out.messages
+
+
+def test_nobody_is_given_up_after_the_end():
+    played = Played()
+    played.first_step()
+    played.membership.receive(Exited(0, -9, 0.0), 0.0)
+    played.membership.receive(Exited(1, -9, 0.0), 0.0)
+    played.stopped = {2, 3}
+    played.live_for(DEADLINE_S + 2)
+    assert played.events == [] and played.fenced() == []
+
+
+@pytest.mark.parametrize("message", [Beat(1, 2, 3, WAITS, "x"), Pulse(1, True), Heard(3, 5.0), Fence(2, "why")])
+def test_the_messages_survive_the_wire(message):
+    assert decode(encode(message)) == message
+
+
+# --- partitions -----------------------------------------------------------------------------------------
+
+
+def broken(*ranks: int) -> Played:
+    """Connections have broken; nobody knows more."""
+    played = Played()
+    played.first_step()
+    for rank in ranks:
+        played.outs.append(played.membership.connection_lost(rank, played.now))
+    return played
+
+
+def generations(played: Played) -> list[list[int]]:
+    return [[member.rank for member in one.members] for out in played.outs for one in said(out, Generation)]
+
+
+def ends(played: Played) -> list[End]:
+    return [one for out in played.outs for one in said(out, End)]
+
+
+def test_half_of_the_seats_with_the_coordinator_go_on():
+    played = broken(0, 3)
+    assert generations(played)[-1] == [1, 2] and not ends(played)
+
+
+def test_three_of_four_dead_go_on_once_their_deaths_are_known():
+    """... of a job with one stage, and in whatever order the news arrive."""
+    membership = started(replicas=4, stages=1)
+    played = Played(membership)
+    played.first_step()
+    for rank in (1, 2, 3):
+        played.outs.append(membership.connection_lost(rank, played.now))
+    assert generations(played) == [[0, 2, 3], [0, 3]]
+    played.outs.append(membership.receive(Exited(1, -9, played.now), played.now))
+    assert generations(played)[2:] == []  # one of three is known to be dead: of the other three one is left
+    played.outs.append(membership.receive(Exited(3, -9, played.now), played.now))
+    assert generations(played)[2:] == [[0]] and not ends(played)
+    assert agree(membership, membership.generation, {0: 1}).events[-1].kind == "resume"
+
+
+def test_the_smaller_side_commits_nothing_and_ends_with_a_line():
+    played = Played(started(replicas=4, stages=1))
+    played.first_step()
+    for rank in (1, 2, 3):
+        played.outs.append(played.membership.connection_lost(rank, played.now))
+    assert not any(said(played.membership.receive(Stepped(0, number, 2), played.now), Committed) for number in range(4))
+    for rank in range(4):  # also where the report of a lost one was still under way
+        assert not said(played.membership.receive(Report(rank, played.membership.generation, 1, "plan"), played.now), Resume)
+    played.live_for(DEADLINE_S - 0.5)
+    assert not ends(played)
+    played.live_for(1.0)
+    (end,) = ends(played)
+    assert end.failed and end.reason.startswith("3 workers can't be reached and aren't known to be dead, and only 1 are left here")
+
+
+def test_a_planned_leave_is_no_loss():
+    played = Played(started(replicas=4, stages=1))
+    played.first_step()
+    played.membership.receive(Leaving(3, "SIGTERM"), played.now)
+    played.outs.append(played.membership.connection_lost(1, played.now))
+    assert generations(played)[-1] == [0, 2, 3]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_histories_never_go_on_with_less_than_half(seed):
+    """Workers step, stop, die and are cut off in random order, and deaths are confirmed late or never: whatever is
+    committed or published is so with at least half of the seats that aren't known to be dead."""
+    rng = random.Random(seed)
+    played = Played(started(replicas=4, stages=1))
+    membership, stepped, lost, dead = played.membership, 0, set(), set()
+    for _ in range(60):
+        rank, chance = rng.randrange(4), rng.random()
+        if chance < 0.05 and rank not in lost:
+            lost.add(rank)
+            out = membership.connection_lost(rank, played.now)
+        elif chance < 0.1:
+            lost.add(rank)
+            dead.add(rank)
+            out = membership.receive(Exited(rank, -9, played.now), played.now)
+        elif chance < 0.15:
+            played.stopped ^= {rank}
+            continue
+        elif chance < 0.7:
+            stepped = membership.committed + 1
+            out = membership.receive(Stepped(rank, membership.generation, stepped), played.now)
+        else:
+            for each in set(range(4)) - lost:
+                played.signs(each)
+            out = played.tick(rng.choice((TICK_S, 4 * TICK_S)))
+        pending = [out]
+        while pending:
+            out = pending.pop()
+            for _, message in out.messages:
+                if isinstance(message, Fence):
+                    lost.add(message.rank)
+                if isinstance(message, (Committed, Generation)):
+                    assert 2 * (4 - len(lost)) >= 4 - len(dead)
+                if isinstance(message, Generation) and rng.random() < 0.8:
+                    members = rng.sample(message.members, len(message.members))
+                    pending += [membership.receive(Report(m.rank, message.number, membership.committed, "plan"), played.now) for m in members]
+                if isinstance(message, End):
+                    return

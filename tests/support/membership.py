@@ -1,0 +1,51 @@
+"""A membership of 2 replicas x 2 stages, whose workers the test plays."""
+
+from __future__ import annotations
+
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.membership import Membership, Output
+from recycle_plugin.core.protocol import Member, Ready, Report, Resume, Stepped
+
+REPLICAS, STAGES = 2, 2
+
+
+def member(rank: int, host: str = "h", replicas: int = REPLICAS) -> Member:
+    return Member(rank, Seat(rank % replicas, rank // replicas), f"tcp://a:{rank}", host)
+
+
+def job(**more: object) -> dict:
+    return {
+        "replicas": REPLICAS, "stages": STAGES, "micro_batches": 1, "run_dir": "r", "regroup_timeout_s": 1.0,
+        "strict_placement": False, "clipping": 0.0, "stagger_optimizer": True, "progress_timeout_s": 5.0, "idle_timeout_s": 60.0,
+    } | more  # fmt: skip
+
+
+def started(**more: object) -> Membership:
+    """Of four workers, by default 2 x 2."""
+    membership = Membership(REPLICAS * STAGES)
+    for rank in range(4):
+        membership.receive(Ready(member(rank, replicas=job(**more)["replicas"]), 0, job(**more)), 0.0)
+    agree(membership, 0, dict.fromkeys(range(4), 0))
+    return membership
+
+
+def agree(membership: Membership, generation: int, stepped: dict[int, int]) -> Output:
+    """All of ``stepped`` report; the output of the last report."""
+    for rank, count in stepped.items():
+        out = membership.receive(Report(rank, generation, count, "plan", {"params": f"of rank {rank}"}), 0.0)
+    return out
+
+
+def resumed(out: Output) -> list[tuple[int, int]]:
+    """Generation and committed step of every Resume, which also carries what all members have reported."""
+    found = said(out, Resume)
+    assert all(value["params"].startswith("of rank") for one in found for value in one.held.values())
+    return [(one.generation, one.committed) for one in found]
+
+
+def step(membership: Membership, generation: int, number: int, ranks: range | list = range(4)) -> list[object]:
+    return [m for rank in ranks for _, m in membership.receive(Stepped(rank, generation, number), 0.0).messages]
+
+
+def said(out: Output, kind: type) -> list:
+    return [message for _, message in out.messages if isinstance(message, kind)]
