@@ -1,0 +1,195 @@
+"""What a stage makes, holds and counts, instruction by instruction, and what it makes once more for a peer."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from recycle_plugin.core.dataflow import Datum, consumes, provides, requires
+from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.runtime.randomness import key as random_key
+from recycle_plugin.runtime.randomness import keyed
+from recycle_plugin.runtime.split_backward import DeferredWeights
+from recycle_plugin.runtime.stage import Key, Stage, StageModel
+
+WIDTH, STEP = 8, 7
+FIRST, SECOND = MicroBatch(0, 0), MicroBatch(1, 2)
+PLACES = {"first": (3, 0), "middle": (3, 1), "last": (3, 2), "only": (1, 0)}  # number of stages, stage
+
+
+def stage_at(stages: int, stage: int, split: bool) -> tuple[Stage, nn.Module]:
+    """Linears, which are converted, with a LayerNorm, which is not, and dropout between them."""
+    torch.manual_seed(stage)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+    model = StageModel(module, nn.functional.mse_loss, 2, stage == 0, stage == stages - 1, torch.device("cpu"))
+    deferred = DeferredWeights(module) if split else None
+    return Stage(model, deferred, lambda micro_batch, step: keyed(random_key(1, step, micro_batch, stage))), module
+
+
+def tensor(seed: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def feed(stage: Stage, key: Key, wanted: Iterable[Datum]) -> None:
+    """Give ``stage`` of these data what comes from outside; the same for the same micro-batch."""
+    seed = 10 * key[1].replica + key[1].index
+    for datum in wanted:
+        match datum.kind:
+            case "data":
+                stage.load(key, (tensor(seed), tensor(seed + 100)))
+            case "act":
+                stage.receive_activation(key, (tensor(seed + 200),))
+            case "grad":
+                stage.receive_grad(key, (tensor(seed + 300),))
+
+
+class Runner:
+    """A stage at one of PLACES that gets the inputs of each instruction when that runs."""
+
+    def __init__(self, place: str, split: bool = True) -> None:
+        self.stages, self.number = PLACES[place]
+        self.stage, module = stage_at(self.stages, self.number, split)
+        self.parameters = list(module.parameters())
+
+    def instruction(self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP) -> Instruction:
+        return Instruction(op, self.number, micro_batch, step)
+
+    def run(self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP, bare: bool = False) -> tuple[torch.Tensor, ...] | None:
+        key = step, micro_batch
+        feed(self.stage, key, requires(self.instruction(op, micro_batch, step), self.stages))
+        return self.perform(op, key, bare)
+
+    def perform(self, op: Op, key: Key, bare: bool = False) -> tuple[torch.Tensor, ...] | None:
+        match op:
+            case Op.F:
+                return self.stage.forward(key, bare)
+            case Op.I:
+                return self.stage.backward_input_bare(key) if bare else self.stage.backward_input(key)
+            case Op.W:
+                return self.stage.backward_weight(key)
+            case Op.B:
+                return self.stage.backward(key)
+
+    def held(self) -> set[Datum]:
+        return self.stage.held(self.number)
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        return [None if parameter.grad is None else parameter.grad.clone() for parameter in self.parameters]
+
+
+def same(mine: Iterable[torch.Tensor | None], theirs: Iterable[torch.Tensor | None]) -> bool:
+    return all(one is other is None or torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+@contextmanager
+def no_gradient_changes(runner: Runner):
+    before = runner.gradients()
+    yield
+    assert same(runner.gradients(), before)
+
+
+# --- what is here -----------------------------------------------------------------------------------
+
+HERE = {"stash", "inner", "wgrad"}  # made and kept by a stage; act and grad go out, data and params are nobody's to report
+SPLIT, FUSED = (Op.F, Op.I, Op.W), (Op.F, Op.B)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("ops", (SPLIT, FUSED), ids=("F, I, W", "F, B"))
+def test_held_is_what_the_dataflow_says(place, ops):
+    """With another micro-batch of the same step in every stage of its life beside it."""
+    for beside in range(len(ops) + 1):
+        runner = Runner(place)
+        for op in ops[:beside]:
+            runner.run(op, SECOND)
+        expected = runner.held()
+        for op in ops:
+            one = runner.instruction(op)
+            needed = {datum for datum in requires(one, runner.stages) if datum.kind not in ("data", "params")}
+            feed(runner.stage, (STEP, FIRST), needed | {datum for datum in requires(one, runner.stages) if datum.kind == "data"})
+            expected |= {datum for datum in needed if datum.kind in ("act", "grad")}
+            assert runner.held() == expected and needed <= expected, f"before {one}"
+            runner.perform(op, (STEP, FIRST))
+            expected = expected - set(consumes(one, runner.stages)) | {datum for datum in provides(one) if datum.kind in HERE}
+            assert runner.held() == expected, f"after {one}"
+        own = tuple(datum.micro_batch for datum in expected if datum.kind == "wgrad")
+        runner.stage.summed()
+        assert runner.held() == expected - set(consumes(Instruction(Op.REDUCE, runner.number, None, STEP), runner.stages, own))
+
+
+def test_whose_parameters_change_loses_the_later_stashes_only():
+    runner = Runner("middle")
+    for step in (STEP, STEP + 1):
+        runner.run(Op.F, FIRST, step)
+        runner.run(Op.F, SECOND, step)
+        runner.run(Op.I, SECOND, step)
+        feed(runner.stage, (step, FIRST), requires(runner.instruction(Op.I, FIRST, step), runner.stages))
+    before = runner.held()
+    runner.stage.drop_stashes(STEP)
+    assert before - runner.held() == {Datum("stash", 1, FIRST, STEP + 1)} and runner.held() < before
+
+
+# --- once more, for a peer --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", (True, False))
+@pytest.mark.parametrize("place", ("first", "middle"))
+def test_a_bare_forward_makes_the_same_activation_and_leaves_nothing(place, split):
+    full, bare = Runner(place, split), Runner(place, split)
+    for runner in (full, bare):
+        runner.run(Op.F, SECOND), runner.run(Op.B, SECOND)
+    with no_gradient_changes(bare):
+        made = bare.run(Op.F, bare=True)
+    assert same(made, full.run(Op.F)) and not any(tensor.requires_grad for tensor in made)
+    assert bare.held() == {Datum("wgrad", bare.number, SECOND, STEP)}
+
+
+@pytest.mark.parametrize("split", (True, False))
+@pytest.mark.parametrize("place", ("middle", "last"))
+def test_a_bare_input_gradient_is_the_same_and_leaves_nothing(place, split):
+    full, bare = Runner(place, split), Runner(place, split)
+    for runner in (full, bare):
+        runner.run(Op.F, SECOND), runner.run(Op.B, SECOND)
+        runner.run(Op.F)
+    with no_gradient_changes(bare):
+        made = bare.run(Op.I, bare=True)
+    before = full.gradients()
+    assert same(made, full.run(Op.I))
+    assert not same(full.gradients(), before), "the LayerNorm's are not split, so the full one does change gradients"
+    assert bare.held() == {Datum("wgrad", bare.number, SECOND, STEP)}
+
+
+@pytest.mark.parametrize("split", (True, False))
+@pytest.mark.parametrize("place", ("middle", "last"))
+def test_a_pending_weight_gradient_waits_while_its_micro_batch_is_run_once_more(place, split):
+    """Its gradient is taken once, whatever was made of it for others in between."""
+    calm, runner = Runner(place, split), Runner(place, split)
+    for one in (calm, runner):
+        one.run(Op.F), one.run(Op.I)
+    with no_gradient_changes(runner):
+        runner.run(Op.F, bare=True)
+        runner.run(Op.F)
+        assert runner.held() == {Datum(kind, runner.number, FIRST, STEP) for kind in ("stash", "inner")}
+        runner.run(Op.I, bare=True)
+    assert runner.held() == {Datum("inner", runner.number, FIRST, STEP)}
+    calm.run(Op.W), runner.run(Op.W)
+    assert same(runner.gradients(), calm.gradients()) and all(gradient is not None for gradient in runner.gradients())
+    assert runner.held() == {Datum("wgrad", runner.number, FIRST, STEP)}
+
+
+@pytest.mark.parametrize("ops", (SPLIT, FUSED), ids=("F, I, W", "F, B"))
+def test_a_micro_batch_that_is_counted_twice_is_refused(ops):
+    runner = Runner("last")
+    for op in ops:
+        runner.run(op)
+        runner.run(op, SECOND)
+        runner.run(op, step=STEP + 1)
+    for op in ops[:-1]:
+        runner.run(op)
+    with pytest.raises(AssertionError, match=r"micro-batch 0\.0, step 7, would be counted twice"):
+        runner.run(ops[-1])
