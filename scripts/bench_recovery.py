@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """What a failure costs: workers are killed from outside at uniformly random times, in real jobs under the launcher.
 
 scripts/bench_recovery.py                                       # 2x2 and 4x2, steps of 0.3 s and 3 s, ten kills each

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """How well the simulator predicts the runtime, and how fast it is.
 
 scripts/bench_simulator.py accuracy        # real processes with emulated stage times; targets: mean error 3%, max 6%

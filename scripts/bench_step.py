@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """What the plugin costs while nothing fails, what its schedule gains, and whether its predictions hold.
 
 scripts/bench_step.py overhead     # gpt_tiny, 2x2, real compute: step time against the stock engine's
