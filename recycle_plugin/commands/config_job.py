@@ -1,0 +1,194 @@
+"""The job that a DeepSpeed config, a shape and a hostfile describe, without torch and DeepSpeed.  Raises ValueError with one line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from recycle_plugin import cap as caps
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.placement import stages_at_risk
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.profile import Profile, read
+from recycle_plugin.core.protocol import Member
+from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.settings import SECTION, Settings, shown
+
+TOTAL, SAMPLES, COUNT = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+CLIPPING, DEFAULT_CLIPPING = "gradient_clipping", 1.0  # DeepSpeed's default
+ONE_HOST = "this host"  # without a hostfile
+_SLOTS = re.compile(r"(\S+)\s+slots=(\d+)")
+
+
+@dataclass(frozen=True)
+class Job:
+    """``hosts``: the seats of each, rank 0's first.  ``origin``: of ``costs``.  ``mismatch``: of the batch sizes, one line or ""."""
+
+    config: dict[str, Any]
+    settings: Settings
+    shape: Topology
+    policy: Policy
+    costs: CostModel
+    origin: str
+    profile: Profile | None
+    hosts: dict[str, tuple[Seat, ...]]
+    spare_slots: int
+    mismatch: str
+
+    @property
+    def replicas(self) -> int:
+        return self.shape.replicas
+
+    @property
+    def stages(self) -> int:
+        return self.shape.stages
+
+    @property
+    def survives(self) -> bool:
+        """Any loss at all, once the plugin is enabled."""
+        return self.settings.reroute and self.replicas > 1
+
+    @property
+    def busiest(self) -> int:
+        """Micro-batches of the busiest worker after one loss."""
+        return -(-self.replicas * self.shape.micro_batches // max(1, self.replicas - 1))
+
+    def planned(self, lost: tuple[Seat, ...] = (), **changed: Any) -> tuple[int, int]:
+        """Period and its lower bound in microseconds.  ``changed``: fields of the policy.  Raises PlanError."""
+        return _planned(self.shape.full().without(*lost), self.costs, replace(self.policy, **changed))
+
+    def one_lost(self, **changed: Any) -> int:
+        """The period after the one loss that costs most; without a loss where none is survived."""
+        if not self.survives:
+            return self.planned(**changed)[0]
+        return max(self.planned((Seat(0, stage),), **changed)[0] for stage in range(self.stages))
+
+
+@lru_cache(maxsize=None)
+def _planned(view: ClusterView, costs: CostModel, policy: Policy) -> tuple[int, int]:
+    from recycle_plugin import planner
+
+    made = planner.plan(view, costs, policy)
+    return made.period_us, made.bound_us
+
+
+def job_of(found: argparse.Namespace) -> Job:
+    """What the arguments say.  Raises ValueError with one line."""
+    for name in ("pp", "dp", "micro_batches"):
+        value = getattr(found, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: write a whole number of at least 1")
+    config = config_of(found.config)
+    settings = Settings.from_section(config.get(SECTION))
+    count, samples, mismatch = batch(config, found.micro_batches, found.dp, found.config)
+    shape = Topology(found.dp, found.pp, count)
+    policy = settings.policy(clipping(config) > 0, found.pp)
+    costs, origin, taken = costs_of(found, settings, shape, samples)
+    if taken is not None and settings.activation_cap == caps.AUTO:
+        policy = replace(policy, memory_bytes=caps.memory_bytes(caps.AUTO, taken, found.pp, settings.undo))
+    hosts, spare = placement(found.hostfile, shape)
+    return Job(config, settings, shape, policy, costs, origin, taken, hosts, spare, mismatch)
+
+
+def config_of(path: str) -> dict[str, Any]:
+    advice = f'give the path of DeepSpeed\'s JSON with a "{SECTION}" section'
+    try:
+        config = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; {advice}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error}; {advice}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds {shown(config)}: {advice}")
+    return config
+
+
+def batch(config: dict[str, Any], given: int | None, replicas: int, path: str) -> tuple[int, int, str]:
+    """Micro-batches of a replica, samples of a micro-batch, and what does not fit together, as DeepSpeed takes them."""
+    total, samples, count = (_whole(config, key, path) for key in (TOTAL, SAMPLES, COUNT))
+    count = given or count
+    if total is None and samples is None:
+        raise ValueError(f"{path} has neither {TOTAL} nor {SAMPLES}: write one of the two, with {COUNT}")
+    if count is None:
+        count = max(1, total // (samples * replicas)) if total and samples else 1
+    if samples is None:
+        samples = max(1, total // (count * replicas))
+    product = samples * count * replicas
+    if total in (None, product):
+        return count, samples, ""
+    return count, samples, f"{TOTAL} {total} is not {samples} samples x {count} micro-batches x {replicas} replicas; set it to {product}"
+
+
+def _whole(config: dict[str, Any], key: str, path: str) -> int | None:
+    value = config.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{path}: {key} is {shown(value)}; write a whole number of at least 1")
+    return value
+
+
+def clipping(config: dict[str, Any]) -> float:
+    value = config.get(CLIPPING, DEFAULT_CLIPPING)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise ValueError(f"{CLIPPING} is {shown(value)}; write a number, 0 for none")
+    return value
+
+
+def costs_of(found: argparse.Namespace, settings: Settings, shape: Topology, samples: int) -> tuple[CostModel, str, Profile | None]:
+    """The cost model, where it comes from, and the profile behind it.  The command line goes before the config."""
+    if found.profile is None and found.preset is None:
+        costs, named = settings.cost_model(shape, samples), settings.costs.profile if settings.costs else None
+        taken = read(named) if named else None
+        origin = taken.title if taken else "as in the config" if settings.costs else "equal, F = I = W = 1 ms: no profile given"
+        return costs, origin, taken
+    from recycle_plugin.simulator import analytic
+
+    taken = read(found.profile) if found.profile is not None else analytic.preset(found.preset)
+    if found.profile is not None and taken.micro_batch != samples:
+        raise ValueError(f"--profile {found.profile}: measured with micro-batches of {taken.micro_batch}, and the job's have {samples}; "
+                         f"measure again with recycle profile --micro-batch {samples}")  # fmt: skip
+    return taken.costs(shape.stages, shape.replicas, not settings.split_backward), taken.title, taken
+
+
+def placement(path: str | None, shape: Topology) -> tuple[dict[str, tuple[Seat, ...]], int]:
+    """The seats of each host that has any, and the number of slots left over.  Raises ValueError."""
+    ranks = [Seat(rank % shape.replicas, rank // shape.replicas) for rank in range(len(shape.seats))]
+    if path is None:
+        return {ONE_HOST: tuple(ranks)}, 0
+    slots = slots_of(path)
+    if sum(slots.values()) < len(ranks):
+        raise ValueError(f"--hostfile {path}: {sum(slots.values())} slots for {shape.stages} stages x {shape.replicas} replicas; "
+                         f"write hosts with {len(ranks)} slots together, or lower --pp or --dp")  # fmt: skip
+    hosts, next_rank = {}, 0
+    for host, count in slots.items():
+        hosts[host] = tuple(ranks[next_rank : next_rank + count])
+        next_rank += count
+    return {host: seats for host, seats in hosts.items() if seats}, next_rank - len(ranks)
+
+
+def slots_of(path: str) -> dict[str, int]:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--hostfile {path}: {getattr(error, 'strerror', None) or 'no text'}; give the path of DeepSpeed's hostfile") from None
+    slots: dict[str, int] = {}
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line or line.startswith("#"):
+            continue
+        match = _SLOTS.match(line)
+        if match is None:
+            raise ValueError(f"--hostfile {path}, line {number}: {shown(line)}; write lines such as worker-1 slots=4")
+        if match[1] in slots:
+            raise ValueError(f"--hostfile {path}, line {number}: {match[1]} stands there twice; write one line for each host")
+        slots[match[1]] = int(match[2])
+    return slots
+
+
+def at_risk(hosts: dict[str, tuple[Seat, ...]]) -> dict[str, tuple[int, ...]]:
+    """The stages that a host alone holds."""
+    return stages_at_risk(Member(0, seat, "", host) for host, seats in hosts.items() for seat in seats)

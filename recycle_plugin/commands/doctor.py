@@ -1,0 +1,377 @@
+"""``recycle doctor``: what a job survives, what each loss costs, and what to change, before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import textwrap
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Iterator
+
+from recycle_plugin.commands.config_job import CLIPPING, COUNT, ONE_HOST, Job, at_risk, clipping, job_of
+from recycle_plugin.commands.losses import NAMED, clipped, host_cases, stages_text, worker_cases
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.profile import UNDO_BYTES
+from recycle_plugin.settings import SECTION, shown
+
+DESCRIPTION = """\
+Say which failures a job survives, how much slower each makes it, what its settings cost, what is refused, and whether it
+fits into memory.  Nothing is started, and neither torch nor DeepSpeed is imported.
+
+recycle doctor ds_config.json --pp 4 --dp 3 --hostfile hosts.txt --profile profile.json
+
+Ranks sit as DeepSpeed puts them: hosts in the hostfile's order, and PipeDataParallelTopology, so that the replicas of a
+stage have neighbouring ranks.  Slowdowns are the planner's, of steps that follow each other, under the config's settings
+and costs; "bound" is the least that any schedule with this routing and memory could reach.
+
+Exit code: 0 where nothing has to change; 1 where something has to, in lines that begin with "!"; 2 for bad input.
+"""
+WIDTH = 100
+OPTIONS_UP_TO = 128  # workers; what else could be done takes seconds to predict for each loss in larger jobs
+ROWS = 8  # hosts in a table: --json has all
+CHECKED = ("torch", "deepspeed", "megatron-core")
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    made = commands.add_parser("doctor", help="what a job survives, what each loss costs, and what to change", description=DESCRIPTION,
+                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    made.add_argument("config", metavar="CONFIG", help='DeepSpeed\'s JSON, with its "recycle" section')
+    made.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
+    made.add_argument("--dp", type=int, required=True, metavar="D", help="replicas of the pipeline (data parallelism)")
+    made.add_argument("--micro-batches", type=int, metavar="M", help=f"micro-batches of each replica in a step (default: {COUNT})")
+    made.add_argument("--hostfile", metavar="FILE", help="DeepSpeed's: lines such as worker-1 slots=4 (default: all ranks on one host)")
+    source = made.add_mutually_exclusive_group()
+    source.add_argument("--profile", metavar="FILE", help="costs and bytes from the JSON file that recycle profile wrote (default: the config's)")
+    source.add_argument("--preset", metavar="NAME", help="costs and bytes of a named model, an analytic A100: see recycle simulate --help")
+    made.add_argument("--json", action="store_true", help='the same as data; "change" has the lines that begin with "!"')
+    made.set_defaults(run=run)
+
+
+def run(found: argparse.Namespace) -> int:
+    from recycle_plugin.planner import PlanError
+
+    job = job_of(found)
+    try:
+        sections = [survival(job), slowdown(job), costly(job), refused(job), versions(), memory(job)]
+    except PlanError as error:
+        raise ValueError(str(error)) from None
+    wrong = [line for section in sections for line in section.wrong]
+    if found.json:
+        print(json.dumps({"job": described(job), **{section.key: section.data for section in sections}, "change": wrong}, indent=1))
+    else:
+        print("\n".join([*head(job), *(line for section in sections for line in section.text()), "", verdict(len(wrong))]))
+    return int(bool(wrong))
+
+
+def head(job: Job) -> Iterator[str]:
+    yield f"--pp {job.stages} --dp {job.replicas}: {len(job.shape.seats)} workers, {job.shape.micro_batches} micro-batches of each replica in a step"
+    yield from textwrap.wrap(f"costs: {job.origin}", WIDTH, subsequent_indent="    ")
+
+
+def described(job: Job) -> dict:
+    return {"stages": job.stages, "replicas": job.replicas, "micro_batches": job.shape.micro_batches, "costs": job.origin}
+
+
+def verdict(wrong: int) -> str:
+    return f"{wrong} thing{'s' * (wrong > 1)} to change, marked with !" if wrong else "Nothing has to change."
+
+
+@dataclass(frozen=True)
+class Section:
+    """``wrong``: what has to change.  ``table``: lines that are aligned already, behind ``lines``."""
+
+    key: str
+    title: str
+    data: Any
+    lines: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    table: tuple[str, ...] = ()
+
+    def text(self) -> Iterator[str]:
+        yield from ("", self.title)
+        for mark, lines in ("! ", self.wrong), ("  ", self.lines):
+            for line in lines:
+                yield from textwrap.wrap(line, WIDTH, initial_indent=mark, subsequent_indent="    ", break_on_hyphens=False)
+        yield from ("  " + line.rstrip() for line in self.table)
+
+
+# --- what it survives ------------------------------------------------------------------------------------
+
+
+def survival(job: Job) -> Section:
+    risky = at_risk(job.hosts)
+    rows = [_host(job, host, risky.get(host, ())) for host in job.hosts]
+    each, workers = (job.replicas - 1) * job.survives, len(job.shape.seats)
+    lines = ["workers: none"]
+    if job.survives:
+        lines = [
+            f"workers: any {each}; at best {each * job.stages} of {workers}, if one is left in every stage",
+            "ends it: a stage's last worker; the host of rank 0, which runs the coordinator and the store",
+        ]
+    if len(rows) == 1:
+        lines.append("hosts: none, all ranks are on one" + " (no --hostfile given)" * (ONE_HOST in job.hosts))
+    if job.spare_slots:
+        lines.append(f"slots: {job.spare_slots} more than workers; launch with --num_nodes or --num_gpus to leave them out")
+    data = {"any_workers": each, "at_best_workers": each * job.stages, "workers": workers, "hosts": rows}
+    table = tuple(_host_table(rows)) if len(rows) > 1 else ()
+    return Section("survives", "What it survives", data, tuple(lines), tuple(_weak(job, risky)), table)
+
+
+def _host(job: Job, host: str, risky: tuple[int, ...]) -> dict:
+    """``ends``: why the host's loss ends the job, "" where it does not."""
+    seats = job.hosts[host]
+    first = seats[0].stage * job.replicas + seats[0].replica
+    reasons = ["coordinator and store"] * (first == 0) + [f"every replica of {stages_text(risky)}"] * bool(risky)
+    if not (reasons or job.survives):
+        reasons = ["no rerouting"]
+    return {"host": host, "ranks": [first, first + len(seats) - 1], "seats": list(map(str, seats)), "ends": "; ".join(reasons)}
+
+
+def _host_table(rows: list[dict]) -> Iterator[str]:
+    table = [("host", "ranks", "seats", "its loss")]
+    for row in rows[: ROWS]:
+        seats, (first, last) = row["seats"], row["ranks"]
+        named = " ".join(seats) if len(seats) <= NAMED else f"{seats[0]} ... {seats[-1]}"
+        table.append((clipped(row["host"]), f"{first}-{last}", named, f"ends the job: {row['ends']}" if row["ends"] else "is survived"))
+    yield from aligned(table)
+    if len(rows) > ROWS:
+        yield f"and {len(rows) - ROWS} hosts more: --json has them all"
+
+
+def _weak(job: Job, risky: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    if not job.settings.enabled:
+        yield f"{SECTION}.enabled is false: the stock engine runs, and any loss ends the job; set it to true"
+    if not job.settings.reroute:
+        yield f"{SECTION}.reroute is false: any loss ends the job; set it to true"
+    if job.replicas == 1:
+        yield "--dp 1: a lost worker has no peer to take its micro-batches, and the plugin refuses it; use two replicas or more"
+    elif risky and (len(job.hosts) > 1 or job.settings.strict_placement):
+        refuses = f"; {SECTION}.strict_placement refuses to start" if job.settings.strict_placement else ""
+        held = "; ".join(f"{clipped(host)} holds every replica of {stages_text(stages)}" for host, stages in list(risky.items())[:NAMED])
+        more = f"; so do {len(risky) - NAMED} hosts more with other stages" if len(risky) > NAMED else ""
+        yield f"{held}{more}{refuses}: {_mend(job)}"
+
+
+def _mend(job: Job) -> str:
+    """What gives the replicas of each stage to different hosts."""
+    seats = iter(job.shape.seats)  # the order of ranks where whole replicas are neighbours
+    if at_risk({host: tuple(next(seats) for _ in old) for host, old in job.hosts.items()}):
+        return "spread the replicas over more hosts"
+    return f"give PipelineModule topology=ProcessTopology(axes=['data', 'pipe'], dims=[{job.replicas}, {job.stages}])"
+
+
+def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
+    """Columns of equal width; ``right``: those that end at the same place."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(w) if at in right else cell.ljust(w) for at, (cell, w) in enumerate(zip(row, widths))) for row in rows]
+
+
+# --- what each loss costs --------------------------------------------------------------------------------
+
+
+def slowdown(job: Job) -> Section:
+    free, bound = job.planned()
+    nobody = {"lost": "nobody", "seats": [], "period_us": free, "bound_us": bound, "slowdown": 1.0, "bound": round(bound / free, 4), "faster": None}
+    rows, hosts, each = [nobody], [], []
+    if job.survives:
+        rows += [_row(job, name, lost, free) for name, lost in worker_cases(job)]
+        hosts = [_row(job, name, job.hosts[alike[0]], free) | {"hosts": alike} for name, alike in host_cases(job)]
+        hosts.sort(key=lambda row: -row["slowdown"])
+        each = [round(job.planned((Seat(0, stage),))[0] / free, 4) for stage in range(job.stages)]
+    lines = []
+    if len(job.shape.seats) > OPTIONS_UP_TO:
+        lines.append(f"what would be faster than rerouting is predicted for up to {OPTIONS_UP_TO} workers only")
+    if len(hosts) > ROWS:
+        lines.append(f"of {len(hosts)} kinds of host the {ROWS} worst are shown: --json has all")
+    table = tuple(_slowdown_table([*rows, *hosts[:ROWS]]))
+    return Section("slowdown", "Predicted slowdown", {"each_stage": each, "cases": [*rows, *hosts]}, tuple(lines), table=table)
+
+
+def _slowdown_table(rows: list[dict]) -> list[str]:
+    table = [("lost", "step", "slower", "bound", "faster, at best")]
+    for row in rows:
+        other = row["faster"]
+        faster = f"{other['name']}: {times(other['slowdown'])}" if other else ""
+        table.append((row["lost"], ms(row["period_us"]), times(row["slowdown"]), times(row["bound"]), faster))
+    if not any(row["faster"] for row in rows):
+        table = [row[:-1] for row in table]
+    return aligned(table, (1, 2, 3))
+
+
+def _row(job: Job, name: str, lost: tuple[Seat, ...], free: int) -> dict:
+    period, bound = job.planned(lost)
+    return {
+        "lost": name, "seats": list(map(str, lost)), "period_us": period, "bound_us": bound, "slowdown": round(period / free, 4),
+        "bound": round(bound / free, 4), "faster": _faster(job, lost, period, free),
+    }  # fmt: skip
+
+
+def _faster(job: Job, lost: tuple[Seat, ...], period: int, free: int) -> dict | None:
+    """What would be faster than rerouting, bound against bound."""
+    from recycle_plugin import planner
+
+    if period <= free or len(job.shape.seats) > OPTIONS_UP_TO:
+        return None
+    layers = job.profile.layers if job.profile else 0
+    best = planner.options(job.shape.full().without(*lost), job.costs, job.policy, layers)[0]
+    return None if best.name == "reroute" else {"name": best.name, "period_us": best.period_us, "slowdown": round(best.period_us / free, 4)}
+
+
+def ms(microseconds: int) -> str:
+    return f"{microseconds / 1000:.4g} ms"
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.2f}x"
+
+
+# --- what the settings cost ------------------------------------------------------------------------------
+
+
+def costly(job: Job) -> Section:
+    settings, rows = job.settings, []
+    if (clip := clipping(job.config)) > 0:
+        said = "" if CLIPPING in job.config else " (DeepSpeed's default)"
+        rows.append(_switch(job, CLIPPING, f"{clip:g}{said}: steps wait for the norm over all stages", "0, where the model allows it", validate=False))
+    for name, why in ("split_backward", "weight gradients fill no bubbles"), ("stagger_optimizer", "all stages step together"):
+        if not getattr(settings, name):
+            rows.append(_switch(job, f"{SECTION}.{name}", f"false: {why}", "true", **{name: True}))
+    if job.survives:
+        rows.append(_cap(job))
+    rows.append({"setting": f"{SECTION}.undo", "bytes_a_parameter": UNDO_BYTES[settings.undo], "text": _undo(settings.undo)})
+    lines = tuple(f"{row['setting']} {row.pop('text')}" for row in rows)
+    return Section("settings", "What settings cost", rows, lines)
+
+
+def _undo(way: str) -> str:
+    other, of_it = ("inverse", "not exact") if way == "snapshot" else ("snapshot", "exact")
+    return f'"{way}": {UNDO_BYTES[way]} bytes a parameter (Adam in fp32); "{other}": {UNDO_BYTES[other]}, {of_it}'
+
+
+def _switch(job: Job, setting: str, now: str, instead: str, **changed: Any) -> dict:
+    """A setting that takes away one of the planner's techniques.  Where memory hides what that costs, more memory shows it."""
+    from recycle_plugin.planner import PlanError
+
+    row = {"setting": setting, "period_us": job.planned()[0], "period_one_lost_us": job.one_lost()}
+    roomy = {"activation_cap": job.busiest, "memory_bytes": None}
+    for more, said in ({}, f"{instead}: "), (roomy, f"{instead}, and {SECTION}.activation_cap {job.busiest}: "):
+        try:
+            after = (job.planned(**changed, **more)[0], job.one_lost(**changed, **more))
+        except PlanError:  # bytes that hold an activation, but not what a split backward keeps
+            continue
+        befores = row["period_us"], row["period_one_lost_us"]
+        gained = [f"{what} {ms(old)} -> {ms(new)}" for what, old, new in zip(("the step", "after one loss"), befores, after) if new < old]
+        if gained:
+            changes = {"activation_cap": more.get("activation_cap"), "period_us_changed": after[0], "period_one_lost_us_changed": after[1]}
+            return row | changes | {"text": f"{now}; {said}{', '.join(gained)}"}
+    return row | {"text": f"{now}, which costs nothing here"}
+
+
+def _cap(job: Job) -> dict:
+    """The least memory at which one loss, whichever, costs as little as it can."""
+    free, now, most = job.planned()[0], job.one_lost(), job.busiest
+
+    def period(held: int) -> int:
+        return job.one_lost(activation_cap=held, memory_bytes=None)
+
+    goal = max(free, period(most))
+    low, high = 1, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if period(middle) <= goal else (middle + 1, high)
+    cost = "nothing" if goal == free else times(goal / free)
+    size = f", {gib(max(row['each'] for row in held_bytes(job)) * high)} of activations" if job.profile else ""
+    row = {"setting": f"{SECTION}.activation_cap", "least": high, "period_one_lost_us": now, "period_one_lost_us_changed": goal}
+    held = shown(job.settings.activation_cap)
+    if now <= goal:
+        return row | {"text": f"{held} is enough: from {high} micro-batches{size} on one loss costs {cost}"}
+    return row | {"text": f"{held}: one loss costs {times(now / free)}; {high} micro-batches{size}: {cost}"}
+
+
+# --- what is refused, and versions -----------------------------------------------------------------------
+
+
+def refused(job: Job) -> Section:
+    from recycle_plugin.adapters.deepspeed.refusals import refusals
+
+    wrong = [*refusals(job.config), *([job.mismatch] if job.mismatch else [])]
+    accelerator = os.environ.get("DS_ACCELERATOR")
+    if accelerator not in (None, "cpu"):
+        wrong.append(f"DS_ACCELERATOR is {accelerator}: only the CPU is supported yet; set it to cpu")
+    lines = [] if wrong else ["nothing that the config asks for"]
+    if accelerator is None:
+        lines.append("only the CPU is supported yet: set DS_ACCELERATOR=cpu where the job runs")
+    lines.append("seen at the start only: tied layers, tensor parallelism, running statistics, plain iterators")
+    return Section("refused", "What is refused", wrong, tuple(lines), tuple(wrong))
+
+
+def versions() -> Section:
+    """What is installed here against what setup.cfg declares."""
+    from packaging.requirements import Requirement
+
+    try:
+        declared = {one.name: one.specifier for one in map(Requirement, metadata.requires("recycle_plugin") or ())}
+    except metadata.PackageNotFoundError:
+        return Section("versions", "Versions here", [], ("recycle_plugin is not installed, so that what it needs is not known: pip install it",))
+    rows = []
+    for name in CHECKED:
+        try:
+            installed = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            installed = None
+        fits = installed is None or declared[name].contains(installed, prereleases=True)
+        rows.append({"name": name, "installed": installed, "needs": str(declared[name]), "fits": fits})
+    wrong = tuple(f"{row['name']} {row['installed']}: pip install '{row['name']}{row['needs']}'" for row in rows if not row["fits"])
+    table = aligned([(row["name"], row["installed"] or "not installed", f"needs {row['needs']}") for row in rows])
+    return Section("versions", "Versions here", rows, (), wrong, tuple(table))
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+
+PARTS = {"state": "state", "undo": "undo", "kept": "kept", "activations": "activations", "working": "running", "sum": "sum"}
+
+
+def memory(job: Job) -> Section:
+    title = "Memory of a worker"
+    if job.profile is None:
+        return Section("memory", title, None, ("not known without a profile: recycle profile --out FILE measures one, --profile FILE takes it",))
+    rows, device = held_bytes(job), job.profile.device_bytes
+    table = [("stage", *PARTS.values()), *((str(stage), *(gib(row[part]) for part in PARTS)) for stage, row in enumerate(rows))]
+    has = "the profile does not say how much the device has" if device is None else f"the device has {gib(device)}"
+    lines = (f"{has}; kept: boundary tensors of two steps, after one loss", "activations: at the cap; running: what an instruction needs, an estimate")
+    wrong = tuple(
+        f"stage {stage} needs {gib(row['sum'])} of {gib(device)}: use more stages{_smaller(job, row, device)}"
+        for stage, row in enumerate(rows) if device is not None and row["sum"] > device
+    )  # fmt: skip
+    return Section("memory", title, {"device": device, "stages": rows}, lines, wrong, tuple(aligned(table, tuple(range(1, len(table[0]))))))
+
+
+def _smaller(job: Job, row: dict, device: int) -> str:
+    """The cap that would do, where one does."""
+    held = (device - row["sum"] + row["activations"]) // row["each"] if row["each"] else 0
+    return f", or set {SECTION}.activation_cap to {held}" if held >= 1 else ""
+
+
+def held_bytes(job: Job) -> list[dict]:
+    """Per stage.  ``each``: of one micro-batch.  ``kept``: boundary tensors stay until their step is committed, and two may be under way."""
+    profile, stages, policy = job.profile, job.stages, job.policy
+    state, working = profile.state_bytes(stages), profile.working_bytes(stages)
+    both = profile.state_bytes(stages, job.settings.undo)
+    rows = []
+    for stage in range(stages):
+        each = max(job.costs.activation_bytes[stage], job.costs.pending_bytes[stage] * policy.split_backward)
+        room = policy.memory_bytes[stage] if isinstance(policy.memory_bytes, tuple) else policy.memory_bytes
+        most = each * (job.busiest if room is not None else min(job.busiest, policy.cap(stage, stages)))
+        made = (stage > 0) + (stage < stages - 1)
+        row = {
+            "each": each, "state": state[stage], "undo": both[stage] - state[stage], "kept": 2 * made * job.busiest * profile.boundary_bytes,
+            "activations": most if room is None else min(most, room), "working": working[stage],
+        }  # fmt: skip
+        rows.append(row | {"sum": sum(row[part] for part in PARTS if part != "sum")})
+    return rows
+
+
+def gib(size: int) -> str:
+    return f"{size / (1 << 30):.2f} GiB"

@@ -1,0 +1,64 @@
+"""The losses of a job that are worth looking at: each kind once, with its name."""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+from recycle_plugin.commands.config_job import Job, at_risk
+from recycle_plugin.core.ids import Seat
+
+NAMED, NAME_WIDTH = 4, 20  # stages in a name, a host's name
+
+
+def worker_cases(job: Job) -> Iterator[tuple[str, tuple[Seat, ...]]]:
+    """Losses that are survived.  Replicas that lost the same stages are interchangeable, so each kind comes once."""
+    seen = set()
+    for name, lost in _worker_losses(job):
+        if (alike := _alike(lost)) not in seen:
+            seen.add(alike)
+            yield name, lost
+
+
+def _worker_losses(job: Job) -> Iterator[tuple[str, tuple[Seat, ...]]]:
+    periods = [job.planned((Seat(0, stage),))[0] for stage in range(job.stages)]
+    ranked = sorted(range(job.stages), key=lambda stage: (-periods[stage], stage))
+    worst, best = ranked[0], ranked[-1]
+    same = periods[worst] == periods[best]
+    yield "one worker of any stage" if same else f"one worker, at worst: stage {worst}", (Seat(0, worst),)
+    if not same:
+        yield f"one worker, at best: stage {best}", (Seat(0, best),)
+    for count in sorted({2, 3, job.replicas - 1} & set(range(2, job.replicas))):
+        yield f"{count} workers of stage {worst}", tuple(Seat(replica, worst) for replica in range(count))
+        if count <= job.stages:
+            spread = sorted(ranked[:count])
+            where = stages_text(spread) if count <= NAMED else f"{count} stages"
+            yield f"{count} workers, spread: {where}", tuple(Seat(replica, stage) for replica, stage in enumerate(spread))
+    yield "any whole replica", tuple(Seat(0, stage) for stage in range(job.stages))
+    yield "all replicas but one", tuple(seat for seat in job.shape.seats if seat.replica)
+
+
+def host_cases(job: Job) -> Iterator[tuple[str, list[str]]]:
+    """Hosts whose loss is survived, those together that are alike.  The first has rank 0."""
+    risky = at_risk(job.hosts)
+    groups: dict[tuple, list[str]] = {}
+    for host, seats in list(job.hosts.items())[1:]:
+        if host not in risky:
+            groups.setdefault(_alike(seats), []).append(host)
+    for names in groups.values():
+        yield f"host {clipped(names[0])}" + f" (or {len(names) - 1} alike)" * (len(names) > 1), names
+
+
+def _alike(lost: tuple[Seat, ...]) -> tuple[tuple[int, ...], ...]:
+    """The stages that each replica lost, whatever the replicas' names."""
+    by_replica: dict[int, list[int]] = {}
+    for replica, stage in sorted(lost):
+        by_replica.setdefault(replica, []).append(stage)
+    return tuple(sorted(map(tuple, by_replica.values())))
+
+
+def stages_text(stages: tuple[int, ...] | list[int]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
+def clipped(host: str) -> str:
+    return host if len(host) <= NAME_WIDTH else f"{host[: NAME_WIDTH - 3]}..."
