@@ -16,9 +16,10 @@ import threading
 import traceback
 
 from recycle_plugin.adapters.deepspeed import Plugin
+from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.protocol import Fatal
 from recycle_plugin.planner import PlanError
-from recycle_plugin.runtime.errors import JobEnded, RecycleError
+from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.session import Session, connect_from_environment
 from recycle_plugin.settings import SettingsError
 

@@ -1,8 +1,4 @@
-"""What can go wrong, as types that say who has to act.
-
-A user's own ``except Exception`` must neither swallow the end of the job nor a membership change,
-so those derive from BaseException.
-"""
+"""What can go wrong, as types that say who has to act."""
 
 from __future__ import annotations
 
@@ -15,9 +11,5 @@ class WaitTimeout(RecycleError):
     """A wait passed its deadline; the message names what was waited for."""
 
 
-class JobEnded(BaseException):
-    """The coordinator has ended the job: leave the training script now."""
-
-    def __init__(self, reason: str, failed: bool) -> None:
-        super().__init__(reason)
-        self.failed = failed
+class CutOff(RecycleError):
+    """The coordinator can't be heard, so this worker may be on the smaller side of a broken network."""

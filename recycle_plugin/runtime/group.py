@@ -212,6 +212,9 @@ class Link:
     Which sockets are Gloo's nobody tells.  They are those opened while it connected that lead to a
     port on which some member's Gloo listens; members tell each other those ports through the store,
     so that no connection of anybody else's is ever shut.
+
+    Gloo gets a connection to the store of its own: while it waits there for a peer, and it may do so long after its
+    generation has passed, nobody else can use that connection.
     """
 
     def __init__(self, generation: int, store: dist.Store, position: int, members: int, timeout: timedelta) -> None:
@@ -233,7 +236,7 @@ class Link:
         with self._lock:
             if self._group is None:
                 before = set(_sockets())
-                self._group = dist.ProcessGroupGloo(self._store, self._position, self._members, self._timeout)
+                self._group = dist.ProcessGroupGloo(self._store.clone(), self._position, self._members, self._timeout)
                 opened = _sockets()
                 self._opened = set(opened) - before
                 self._store.set(f"listening{self._position}", ",".join(str(opened[inode]) for inode in self._opened if opened[inode]))

@@ -14,22 +14,18 @@ import threading
 import time
 from typing import Callable, TypeVar
 
-from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.core.protocol import (
-    Collected, Committed, End, Generation, Hello, Leaving, Left, Note, Resume, Welcome, decode, encode,
-)  # fmt: skip
-from recycle_plugin.runtime.errors import JobEnded, RecycleError, WaitTimeout
+from recycle_plugin.core.line import Line
+from recycle_plugin.core.protocol import End, Generation, Hello, Leaving, Left, Note, Welcome, decode, encode
+from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 60.0
 
 
-class Session:
+class Session(Line):
     """Connected to the coordinator at ``address`` (host, port) as the worker of ``rank``.
 
-    Attributes read under :attr:`changed`: ``generation`` the membership in force (None before the
-    start), ``pending`` a newer one that this worker has not adopted, ``committed`` the last step said
-    to be committed.  ``between_steps`` recovers from a membership change that the training script
+    What the line says is read under :attr:`changed`.  ``between_steps`` recovers from a membership change that the training script
     meets outside a step, in a collective of its own.
 
     ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
@@ -39,17 +35,11 @@ class Session:
     def __init__(
         self, address: tuple[str, int], rank: int, wait_timeout_s: float = 300.0, ended_early: Callable[[Session], None] | None = None
     ) -> None:
-        self.rank = rank
+        super().__init__(rank)
         self.host = socket.gethostname()
         self.wait_timeout_s = wait_timeout_s
         self.changed = threading.Condition()
-        self.generation: Generation | None = None
-        self.pending: Generation | None = None
-        self.committed = 0
-        self.end: End | None = None
         self.between_steps: Callable[[], None] | None = None
-        self._resume: Resume | None = None
-        self._collected: dict[tuple[int, str], dict] = {}
         self._closed = False
         self._ended_early = ended_early
         self._socket = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
@@ -68,11 +58,6 @@ class Session:
     def own_address(self) -> str:
         """This worker's address on the interface that reaches the coordinator."""
         return self._socket.getsockname()[0]
-
-    @property
-    def number(self) -> int:
-        """The generation in force; 0 before the start, when everybody is a member."""
-        return self.generation.number if self.generation else 0
 
     # --- talking -----------------------------------------------------------------------------------
 
@@ -103,7 +88,7 @@ class Session:
         try:
             for line in self._lines:
                 with self.changed:
-                    self._take(decode(line))
+                    self.take(decode(line))
                     self.changed.notify_all()
                 self._leave_early()
         except OSError:
@@ -118,38 +103,11 @@ class Session:
             tell, self._ended_early = self._ended_early, None
             tell(self)
 
-    def _take(self, message: object) -> None:
-        match message:
-            case Generation():
-                self.pending, self._resume = message, None
-            case Resume():
-                self._resume = message
-            case Committed():
-                self.committed = max(self.committed, message.step)
-                self._collected = {key: values for key, values in self._collected.items() if key[0] >= message.step}
-            case Collected():
-                self._collected[message.step, message.name] = message.values
-            case End():
-                self.end = message
-
     def _coordinator_gone(self) -> None:
         if not self._closed and self.end is None:
             self.end = End(0, "the coordinator's host is gone (it is still a single point of failure)", failed=True)
 
     # --- waiting -----------------------------------------------------------------------------------
-
-    def interruption(self) -> Generation | None:
-        """A membership change that holds at once, if there is one."""
-        pending = self.pending
-        return pending if pending is not None and not pending.from_step else None
-
-    def check(self) -> None:
-        """Raise if the membership has changed (:class:`Interrupted`) or the job is over (:class:`JobEnded`)."""
-        if self.end is not None and not self.end.step:
-            raise JobEnded(self.end.reason, self.end.failed)
-        change = self.interruption()
-        if change is not None:
-            raise Interrupted(f"generation {change.number}: {change.cause}")
 
     def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True, timeout_s: float = 0) -> T:
         """Block until ``ready()`` is not None and return it.
@@ -162,8 +120,7 @@ class Session:
         deadline = time.monotonic() + timeout_s
         with self.changed:
             while True:
-                if self.end is not None and not self.end.step:
-                    raise JobEnded(self.end.reason, self.end.failed)
+                self.check_end()
                 if interruptible:
                     self.check()
                 result = ready()
@@ -176,29 +133,15 @@ class Session:
                 self.changed.wait(left)
 
     def wait_committed(self, step: int, interruptible: bool = True) -> None:
-        self.wait(f"the commit of step {step}", lambda: True if self.committed >= step else None, interruptible)
+        self.wait(f"the commit of step {step}", lambda: self.is_committed(step), interruptible)
 
     def wait_collected(self, step: int, name: str) -> dict:
         """The complete set of contributions ``name`` of ``step``; each is handed out once."""
-        return self.wait(f"all contributions to the {name} of step {step}", lambda: self._collected.pop((step, name), None))
-
-    def wait_resume(self, generation: Generation) -> Resume | None:
-        """Where ``generation`` goes on, or None when a newer one has replaced it."""
-
-        def ready() -> Resume | bool | None:
-            if self.pending is not generation:
-                return False
-            return self._resume if self._resume and self._resume.generation == generation.number else None
-
-        what = f"the other members' reports for generation {generation.number} ({generation.cause})"
-        return self.wait(what, ready, interruptible=False) or None
+        return self.wait(f"all contributions to the {name} of step {step}", lambda: self.collected(step, name))
 
     def adopt(self, generation: Generation) -> None:
-        """From now on ``generation`` is the membership in force."""
         with self.changed:
-            self.generation = generation
-            if self.pending is generation:
-                self.pending = None
+            super().adopt(generation)
 
     def run_interruptibly(self, what: str, function: Callable[[], T]) -> T:
         """Run a blocking ``function`` in a thread of its own and wait for it as for anything else.

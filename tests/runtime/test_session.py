@@ -8,8 +8,9 @@ import threading
 import pytest
 
 from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.protocol import Collected, Committed, End, Left, Resume
-from recycle_plugin.runtime.errors import JobEnded, RecycleError, WaitTimeout
+from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.session import connect_from_environment
 
 from .conftest import generation
@@ -89,9 +90,9 @@ def test_a_newer_generation_replaces_the_one_that_is_waited_for(coordinator):
     coordinator.tell(generation(1, [0, 1]))
     first = session.wait("one", lambda: session.pending, interruptible=False)
     coordinator.tell(generation(2, [0]))
-    assert session.wait_resume(first) is None
+    assert session.wait("where to go on", lambda: session.resume_of(first), interruptible=False) is False
     coordinator.tell(Resume(2, 4))
-    assert session.wait_resume(session.pending) == Resume(2, 4)
+    assert session.wait("where to go on", lambda: session.resume_of(session.pending), interruptible=False) == Resume(2, 4)
     session.adopt(session.pending)
     assert session.number == 2 and session.pending is None
 

@@ -23,15 +23,16 @@ from recycle_plugin.adapters.deepspeed import schedule as commands
 from recycle_plugin.adapters.deepspeed.checkpoint import stand_in
 from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
 from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.executor import Interrupted, drain, execute
+from recycle_plugin.core.executor import drain, execute
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.loop import Program
 from recycle_plugin.core.protocol import Contribution, Member, Ready
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.kept import Kept
-from recycle_plugin.runtime.loop import Loop, Program
+from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.randomness import key, keyed
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
@@ -42,6 +43,7 @@ from recycle_plugin.runtime.undo import KINDS, Undo
 from recycle_plugin.runtime.world import TorchWorld
 from recycle_plugin.settings import Settings
 
+READ_ONLY = (torch.optim.Adam, torch.optim.AdamW)  # known to leave gradients as they are; Nesterov's foreach form does not
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
@@ -106,7 +108,7 @@ class RecycleEngine(PipelineEngine):
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         self._start()
         self.module.train()
-        losses = self._advance(self._loop.machine.stepped + 1)
+        losses = self._loop.train(self._loop.machine.stepped + 1)
         self.agg_train_loss = torch.tensor(sum(losses.values()) / len(losses), device=self.device)
         self._report_loss()
         return self.agg_train_loss
@@ -143,7 +145,7 @@ class RecycleEngine(PipelineEngine):
     def settle(self) -> None:
         """Return when every step that ``train_batch`` has returned for is committed, whoever dies meanwhile."""
         if self._loop is not None:
-            self._loop.settle(self)
+            self._loop.settle()
 
     def finish(self) -> None:
         """Everybody's last step is committed and this worker may go."""
@@ -173,10 +175,10 @@ class RecycleEngine(PipelineEngine):
         if settings.trace:
             self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
         costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(validate, self.num_stages)
-        loop = Loop(session, self._transport, self.topology_, costs, policy, self.seat, machine, self._world.reach_point)
+        loop = Loop(session, self._transport, self, self.topology_, costs, policy, self.seat, machine, self._world.reach_point)
         member = Member(self.global_rank, self.seat, self._transport.address, session.host)
         session.send(Ready(member, machine.stepped, self._job_record(run_dir, validate)))
-        loop.start(self)
+        loop.start()
         self._loop = loop
         session.between_steps = self._between_steps
 
@@ -215,14 +217,6 @@ class RecycleEngine(PipelineEngine):
 
     # --- a step ------------------------------------------------------------------------------------
 
-    def _advance(self, step: int) -> dict:
-        while True:
-            self._loop.advance(self, step)
-            try:
-                return self._job.session.wait_collected(step, "loss")
-            except Interrupted:
-                self._loop.recover(self)
-
     def execute(self, program: Program) -> None:
         """Run a worker's program (runtime.loop.Replica)."""
         self._program = program
@@ -258,8 +252,8 @@ class RecycleEngine(PipelineEngine):
     def _between_steps(self) -> None:
         """A membership change has broken a collective of the user's script: recover, then it is tried again."""
         stepped = self._loop.machine.stepped
-        self._loop.recover(self)
-        self._loop.advance(self, stepped)
+        self._loop.recover()
+        self._loop.advance(stepped)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """Plans go through the one executor; stock schedules (evaluation) through stock code."""
@@ -405,11 +399,16 @@ class RecycleEngine(PipelineEngine):
         clipping.clip(self._parameters, self._norm, self.gradient_clipping())
 
     def _exec_step(self, instruction: Instruction) -> None:
-        sums = [parameter.grad for parameter in self._parameters]
+        reduced, sums = self._reduced[instruction.step], [parameter.grad for parameter in self._parameters]
         with self._gradients_of(instruction.step):
+            if type(self.basic_optimizer) not in READ_ONLY and not self.gradient_clipping():
+                for parameter in self._parameters:
+                    parameter.grad = parameter.grad.clone()
+            versions = [gradient._version for gradient in reduced]
             super()._exec_optimizer_step()
-        for parameter, reduced, gradient in zip(self._parameters, self._reduced[instruction.step], sums, strict=True):
-            parameter.grad = None if gradient is reduced else gradient
+        assert versions == [gradient._version for gradient in reduced], "the optimizer has changed gradients that a peer may still need"
+        for parameter, whole, gradient in zip(self._parameters, reduced, sums, strict=True):
+            parameter.grad = None if gradient is whole else gradient
         self._loop.applied(instruction.step)
 
     def _contribute(self, step: int, name: str, values: dict[str, float], expected: int) -> None:

@@ -7,7 +7,7 @@ from typing import Iterator
 from deepspeed.runtime.pipe import schedule as stock
 
 from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.runtime.loop import Program
+from recycle_plugin.core.loop import Program
 
 
 class Load(stock.PipeInstruction):

@@ -1,0 +1,91 @@
+"""What a worker knows from the coordinator, and what follows from that; carried by ``runtime.session`` or simulated."""
+
+from __future__ import annotations
+
+from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.protocol import Collected, Committed, End, Generation, Resume
+
+
+class JobEnded(BaseException):
+    """The coordinator has ended the job: leave the training script now.
+
+    No Exception, and neither is Interrupted: a user's own ``except Exception`` must not swallow it.
+    """
+
+    def __init__(self, reason: str, failed: bool) -> None:
+        super().__init__(reason)
+        self.failed = failed
+
+
+class Line:
+    """Of the worker of ``rank``.
+
+    ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
+    adopted, ``committed`` the last step said to be committed, ``end`` the job's.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.generation: Generation | None = None
+        self.pending: Generation | None = None
+        self.committed = 0
+        self.end: End | None = None
+        self._resume: Resume | None = None
+        self._collected: dict[tuple[int, str], dict] = {}
+
+    @property
+    def number(self) -> int:
+        """The generation in force; 0 before the start, when everybody is a member."""
+        return self.generation.number if self.generation else 0
+
+    def take(self, message: object) -> None:
+        """One message of the coordinator's."""
+        match message:
+            case Generation():
+                self.pending, self._resume = message, None
+            case Resume():
+                self._resume = message
+            case Committed():
+                self.committed = max(self.committed, message.step)
+                self._collected = {key: values for key, values in self._collected.items() if key[0] >= message.step}
+            case Collected():
+                self._collected[message.step, message.name] = message.values
+            case End():
+                self.end = message
+
+    def interruption(self) -> Generation | None:
+        """A membership change that holds at once, if there is one."""
+        pending = self.pending
+        return pending if pending is not None and not pending.from_step else None
+
+    def check_end(self) -> None:
+        """Raise :class:`JobEnded` if the job is over."""
+        if self.end is not None and not self.end.step:
+            raise JobEnded(self.end.reason, self.end.failed)
+
+    def check(self) -> None:
+        """Raise if the membership has changed (:class:`Interrupted`) or the job is over (:class:`JobEnded`)."""
+        self.check_end()
+        change = self.interruption()
+        if change is not None:
+            raise Interrupted(f"generation {change.number}: {change.cause}")
+
+    def is_committed(self, step: int) -> bool | None:
+        """True, or None as long as it is not known."""
+        return True if self.committed >= step else None
+
+    def collected(self, step: int, name: str) -> dict | None:
+        """The complete set of contributions ``name`` of ``step``; each is handed out once."""
+        return self._collected.pop((step, name), None)
+
+    def resume_of(self, generation: Generation) -> Resume | bool | None:
+        """Where ``generation`` goes on, False when a newer one has replaced it, None as long as neither is known."""
+        if self.pending is not generation:
+            return False
+        return self._resume if self._resume and self._resume.generation == generation.number else None
+
+    def adopt(self, generation: Generation) -> None:
+        """From now on ``generation`` is the membership in force."""
+        self.generation = generation
+        if self.pending is generation:
+            self.pending = None

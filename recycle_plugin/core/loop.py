@@ -1,0 +1,217 @@
+"""A worker's training loop: run the program of each step, and recover when the membership changes.
+
+Recovery: stop at the instruction boundary, plan for the survivors, report how many steps are applied here and what
+this worker holds of unfinished ones; once everybody knows that of all, run what is left of them (core/lineage.py), and
+go on with the new plan.  A worker whose last step stands in the way takes it back first.  Further failures while
+this goes on just make another generation.
+
+As the executor's, its waits are yielded: one process drives every worker of a simulated cluster, and a real worker, whose
+waits block, drains it (runtime/loop.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol, TypeVar
+
+from recycle_plugin.core.dataflow import Datum, pack, unpack
+from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import COMPUTE, Instruction
+from recycle_plugin.core.lineage import Held, Rest, surviving, unfinished
+from recycle_plugin.core.line import JobEnded, Line
+from recycle_plugin.core.plan import Plan
+from recycle_plugin.core.protocol import Generation, Note, Report, Resume, Stepped
+from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.topology import ClusterView, Topology
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a worker runs of ``step``.  ``bare``, ``holder``: see core.lineage.Rest; nothing of them in a plan's own program."""
+
+    step: int
+    instructions: tuple[Instruction, ...]
+    bare: frozenset[Instruction] = frozenset()
+    holder: Seat | None = None
+    resumed: bool = False
+
+
+class Replica(Protocol):
+    """What the loop asks of whoever computes."""
+
+    def execute(self, program: Program) -> Iterator[Any]:
+        """Run it; raises Interrupted."""
+
+    def held(self) -> Iterable[Datum]:
+        """What this worker has of steps that are not committed, but parameters."""
+
+    def undo(self, step: int) -> None:
+        """Take ``step``, the last applied one, back."""
+
+    def leave(self, members: Iterable[str]) -> None:
+        """Only the workers at these addresses are left."""
+
+
+class Planner(Protocol):
+    """What the loop asks of the planner; the same arguments give the same result on every worker."""
+
+    def plan(self, view: ClusterView) -> Plan: ...
+
+    def lower(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]: ...
+
+    def arrange(self, rest: Rest, plan: Plan, held: Held) -> Mapping[Seat, tuple[Instruction, ...]]: ...
+
+
+class Port(Protocol):
+    """How the loop waits and talks.  ``clock``: seconds."""
+
+    line: Line
+
+    def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True) -> Iterator[Any]:
+        """Yield until ``ready()`` is not None; that is the value.  Raises as ``Line.check``; if not ``interruptible``, as ``check_end``."""
+
+    def send(self, message: object) -> None: ...
+
+    def clock(self) -> float: ...
+
+    def reach(self, point: str) -> None:
+        """Where injected faults strike during recovery."""
+
+
+class Loop:
+    """Of the worker at ``seat``."""
+
+    def __init__(self, port: Port, replica: Replica, planner: Planner, topology: Topology, seat: Seat, machine: StepMachine) -> None:
+        self._port, self._line = port, port.line
+        self._replica = replica
+        self._planner = planner
+        self._topology = topology
+        self._plans: dict[frozenset[Seat], Plan] = {}
+        self._rests: dict[int, Program] = {}  # of steps that a failure has interrupted
+        self.seat = seat
+        self.machine = machine
+        self.plan: Plan | None = None
+
+    def start(self) -> Iterator[Any]:
+        """Wait for everybody and agree on the first plan."""
+        yield from self._port.wait("all workers to be ready", lambda: self._line.pending, interruptible=False)
+        yield from self.recover()
+
+    def train(self, step: int) -> Iterator[Any]:
+        """Apply ``step``; the value is the loss of each of its micro-batches.  It may be committed later."""
+        while True:
+            yield from self.advance(step)
+            try:
+                what = f"all contributions to the loss of step {step}"
+                return (yield from self._port.wait(what, lambda: self._line.collected(step, "loss")))
+            except Interrupted:
+                yield from self.recover()
+
+    def advance(self, step: int) -> Iterator[Any]:
+        """Return when ``step`` is applied here, and what peers need for it is done."""
+        while (coming := min([*self._rests, self.machine.stepped + 1])) <= step:
+            try:
+                yield from self._change_at(coming)
+                yield from self._replica.execute(self._rests.get(coming) or self._program(coming))
+                self._rests.pop(coming, None)
+            except Interrupted:
+                yield from self.recover()
+
+    def _program(self, step: int) -> Program:
+        return Program(step, self._planner.lower(self.plan, self.seat, step))
+
+    def applied(self, step: int) -> None:
+        """The replica has applied ``step``."""
+        self.machine.applied(step)
+        self._port.send(Stepped(self._line.rank, self._line.number, step))
+
+    def settle(self) -> Iterator[Any]:
+        """Return when all steps applied here are committed: only then may their effects be shown or saved."""
+        step = self.machine.stepped
+        while self.machine.committed < step:
+            try:
+                yield from self.advance(step)
+                yield from self._await_commit(step)
+                self.machine.commit(step)
+            except Interrupted:
+                yield from self.recover()
+
+    def recover(self) -> Iterator[Any]:
+        """Return when every member of the newest generation has agreed where to go on."""
+        self._port.reach("recovery.start")
+        while (generation := self._line.interruption()) is not None:
+            yield from self._enter(generation)
+
+    def _await_commit(self, step: int) -> Iterator[Any]:
+        yield from self._port.wait(f"the commit of step {step}", lambda: self._line.is_committed(step))
+
+    # --- membership changes ------------------------------------------------------------------------
+
+    def _change_at(self, step: int) -> Iterator[Any]:
+        """Enter a planned change, or the planned end, that holds from ``step`` on."""
+        while True:
+            end, planned = self._line.end, self._line.pending
+            if end is not None and end.step and step >= end.step:
+                yield from self._await_commit(step - 1)
+                raise JobEnded(end.reason, end.failed)
+            if planned is None or not planned.from_step or step < planned.from_step:
+                return
+            if self._line.rank not in {member.rank for member in planned.members}:
+                yield from self._await_commit(step - 1)
+                if self._line.pending is planned:
+                    raise JobEnded("planned leave", failed=False)
+            else:
+                yield from self._enter(planned)
+
+    def _enter(self, generation: Generation) -> Iterator[Any]:
+        """Report for ``generation`` and adopt it, unless a newer one replaces it meanwhile."""
+        stopped = self._port.clock()
+        plan = self._plan_for(generation)
+        planned = self._port.clock()
+        self._port.reach("recovery.report")
+        timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
+        held = pack({*self._replica.held(), Datum("params", self.seat.stage, None, self.machine.stepped + 1)})
+        self._port.send(Report(self._line.rank, generation.number, self.machine.stepped, plan.digest, held, timings))
+        what = f"the other members' reports for generation {generation.number} ({generation.cause})"
+        resume = yield from self._port.wait(what, lambda: self._line.resume_of(generation), interruptible=False)
+        if not resume:
+            return
+        self._port.reach("recovery.resume")
+        self._take_up(plan, resume)
+        self._replica.leave({member.address for member in generation.members})
+        self._line.adopt(generation)
+        if self.machine.stepped > self.machine.committed:
+            self._port.send(Stepped(self._line.rank, generation.number, self.machine.stepped))
+        self.plan = plan
+
+    def _take_up(self, plan: Plan, resume: Resume) -> None:
+        """Work out what is left of the unfinished steps, and take the last one back where that is in the way."""
+        started = self._port.clock()
+        held = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
+        self._rests, undo = {}, False
+        for rest in unfinished(plan, resume.committed, held):
+            program = self._planner.arrange(rest, plan, held)[self.seat]
+            self._rests[rest.step] = Program(rest.step, program, rest.bare, rest.holders.get(self.seat.stage), resumed=True)
+            undo |= self.seat in rest.undo
+            held = surviving(held, rest)
+        self.machine.resume(resume.committed, undo)
+        if undo:
+            self._replica.undo(resume.committed + 1)
+            self._port.reach("recovery.undone")
+        if self._rests:
+            self._say_rest(undo, self._port.clock() - started)
+
+    def _say_rest(self, undone: bool, spent_s: float) -> None:
+        first, also = min(self._rests), " and the next" * (len(self._rests) > 1)
+        compute = sum(one.op in COMPUTE for program in self._rests.values() for one in program.instructions)
+        details = {"seat": str(self.seat), "step": first, "compute": compute, "undone": undone, "work_out_s": round(spent_s, 4)}
+        self._port.send(Note(self._line.rank, "rest", f"seat {self.seat} has {compute} instructions left to compute of step {first}{also}", details))
+
+    def _plan_for(self, generation: Generation) -> Plan:
+        live = frozenset(member.seat for member in generation.members)
+        if live not in self._plans:
+            self._plans[live] = self._planner.plan(ClusterView(self._topology, live))
+        return self._plans[live]
