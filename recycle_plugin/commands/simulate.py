@@ -15,7 +15,7 @@ DESCRIPTION = """\
 Simulate hours of training under a failure trace: throughput over time, averages, and what every change cost.
 
 recycle simulate --preset gpt3_6_7b-ckpt --pp 4 --dp 6 --micro-batches 12 --cap 2.0 --trace gcp
-recycle simulate --costs F=20,I=20,W=20,step=5 --pp 4 --dp 3 --micro-batches 6 --mtbf 30m --hours 6
+recycle simulate --costs F=20,I=20,W=20,step=5 --pp 4 --dp 3 --micro-batches 6 --mtbf 30m --back 2h --hours 6
 
 --costs are in milliseconds here.  Presets are analytic A100s: gpt3_medium, gpt3_3_35b, gpt3_6_7b, gpt_18_4b, gpt_39_1b,
 gpt_76_1b, gpt_145_6b, each also with -ckpt for activation checkpointing.
