@@ -1,9 +1,19 @@
 """Hours of training under failures and returns, from the step times of each membership.
 
 Between two changes nothing happens that a step time does not tell, so hours cost no more than the
-memberships that occur; those that differ in the numbering of replicas only are one.  A loss costs
-detection, the longest instruction (some worker has just begun it), regrouping and planning, the copies of
-moved stages, and the unfinished step, which is run again from its start on an empty pipeline.
+memberships that occur; those that differ in the numbering of replicas only are one.
+
+A loss costs detection, stopping, regrouping and planning, the copies of moved stages, and what died with the worker.
+Survivors keep what they have (``core.lineage``), so the unfinished step goes on where it was, at the new pace: at
+fraction f of it, a stage that loses k of n workers has lost k/n of the fraction f of its work, and its peers run that
+again, f × k/n of a step at the new pace.  At a random instant that is half of the lost workers' share.
+Approximations, all against ``simulator.job``, instruction by instruction (tests/pure/test_simulator_history.py):
+
+* work is spread evenly over a step and stages end it together.  Who dies in a step's last few instructions may already
+  have summed its gradients, so that nothing of it is lost; here it costs its whole share.
+* stopping costs half of the longest instruction: so long does a survivor wait for those that finish theirs.
+* nobody works while a death is being noticed.  Survivors do, on what doesn't wait for the lost worker.
+
 A worker that returns gets ready and copies a stage's state while the others go on, not slowed by that (an
 assumption), and enters at a commit line: that costs regrouping, planning and the fill of an empty pipeline.
 """
@@ -15,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
-from typing import Callable, Iterable, Sequence
+from typing import Callable, Collection, Iterable, Sequence
 
 from recycle_plugin import planner
 from recycle_plugin.core.cost import CostModel
@@ -40,13 +50,10 @@ class Pace:
     period_us: int
     bound_us: int
 
-    def done(self, spent_us: float) -> int:
-        """Steps committed after ``spent_us``."""
-        return 0 if spent_us < self.first_us else 1 + int((spent_us - self.first_us) // self.period_us)
-
-    def until(self, steps: int) -> int:
-        """Microseconds until so many steps are committed."""
-        return self.first_us + (steps - 1) * self.period_us if steps else 0
+    @property
+    def fill_us(self) -> int:
+        """By how much a step on an empty pipeline is longer than those after it."""
+        return self.first_us - self.period_us
 
 
 class Paces:
@@ -89,6 +96,12 @@ def renumbered(view: ClusterView) -> ClusterView:
     return ClusterView(view.topology, frozenset(Seat(replica, stage) for replica, row in enumerate(pattern(view)) for stage in row))
 
 
+def lost_share(view: ClusterView, gone: Collection[Seat]) -> float:
+    """Of what a step's work so far has made, the part that is lost with the workers ``gone``, on the stage that loses most of it."""
+    counts = {stage: sum(seat.stage == stage for seat in gone) for stage in range(view.topology.stages)}
+    return max(count / len(view.live_replicas(stage)) for stage, count in counts.items())
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """``at_s``: ``lost`` or ``joined`` so many workers, drawn at random; or the named ``seats`` are lost."""
@@ -101,8 +114,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Transition:
-    """What a change cost, in seconds.  ``redone_s``: work of the unfinished step, thrown away; ``fill_s``: by how much the
-    first step, on an empty pipeline, is longer than the ones after it; ``copy_s``: states that training waited for."""
+    """What a change cost, in seconds.  ``redone_s``: work that died with the lost workers, run again by their peers; ``fill_s``:
+    by how much the pipeline takes longer to fill than before, after a return all of its filling; ``copy_s``: states that training
+    waited for."""
 
     at_s: float
     lost: tuple[Seat, ...]
@@ -116,15 +130,20 @@ class Transition:
     fill_s: float
 
     @property
+    def pause_s(self) -> float:
+        return self.detection_s + self.stop_s + self.regroup_s + self.copy_s
+
+    @property
     def cost_s(self) -> float:
-        return self.detection_s + self.stop_s + self.regroup_s + self.copy_s + self.redone_s + self.fill_s
+        return self.pause_s + self.redone_s + self.fill_s
 
 
 @dataclass(frozen=True)
 class Segment:
-    """From one change's end to the next change: ``steps`` committed with ``live`` workers at ``pace``."""
+    """From one change's end to the next change: ``steps`` committed with ``live`` workers at ``pace``, the first at ``first_s``."""
 
     start_s: float
+    first_s: float
     end_s: float
     live: int
     lost_by_stage: tuple[int, ...]
@@ -176,7 +195,8 @@ class Trainer:
         self._full = self.paces.of(self.view)
         self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self._ticket = count()
-        self._since, self._history = 0.0, History(self._full)
+        self._since, self._first = 0.0, self._full.first_us / 1e6  # when work began after the last change, and when it brings a commit
+        self._history = History(self._full)
         self._waiting = 0  # workers that wait for a commit line
         self._entry: object | None = None  # stands for that line
 
@@ -192,7 +212,7 @@ class Trainer:
         while self._agenda and self._agenda[0][0] < length_s:
             at, _, happen = heappop(self._agenda)
             happen(at)
-        self._close(length_s, count_all=False)
+        self._close(length_s)
         self._history.hours_s, self._history.memberships = length_s, len(self.paces)
         return self._history
 
@@ -210,13 +230,17 @@ class Trainer:
         for seat in lost:
             if seat not in self.view.live:
                 raise ValueError(f"at {now / 3600:.2f} h the trace loses seat {seat}, which no live worker holds")
-        kept = self._close(now, count_all=False)
-        after = self.view.without(*lost)
+        before, pace, left = self.view, self.paces.of(self.view), self._left(now)
+        after = before.without(*lost)
         if after.empty_stages():
             raise ValueError(f"at {now / 3600:.2f} h stage {after.empty_stages()[0]} loses its last worker: training can't go on from the survivors")
+        self._close(now)
         self.view, moves, copy = self._spread(after)
-        pauses = (self.machine.detection_us / 1e6, self.longest_us / 1e6, self.machine.pause_us / 1e6, copy)
-        self._note(now, lost, (), moves, pauses, max(0.0, now - kept))
+        slower = self.paces.of(self.view)
+        redone = max(0.0, 1 - left) * lost_share(before, {*lost, *(before.live - self.view.live)}) * slower.period_us
+        fill = max(0, slower.fill_us - pace.fill_us)
+        pauses = (self.machine.detection_us / 1e6, self.longest_us / 2e6, self.machine.pause_us / 1e6, copy)
+        self._go_on(Transition(now, lost, (), moves, *pauses, redone / 1e6, fill / 1e6), left)
         if self._waiting:
             self._await_line(self._since)
 
@@ -227,10 +251,8 @@ class Trainer:
             self._await_line(now)
 
     def _await_line(self, now: float) -> None:
-        pace = self.paces.of(self.view)
-        steps = pace.done(max(0.0, now - self._since) * 1e6) + 1
         self._entry = entry = object()
-        self._at(self._since + pace.until(steps) / 1e6, lambda line: self._enter(line, entry))
+        self._at(self._next_line(now), lambda line: self._enter(line, entry))
 
     def _enter(self, line: float, entry: object) -> None:
         """At a commit line, unless a loss has moved it meanwhile."""
@@ -238,27 +260,36 @@ class Trainer:
             return
         joined, self._waiting, self._entry = self._empty(self._waiting), 0, None
         if joined:
-            self._close(line, count_all=True)
+            self._close(line)
             self.view = ClusterView(self.view.topology, self.view.live | set(joined))
-            self._note(line, (), joined, (), (0.0, 0.0, self.machine.pause_us / 1e6, 0.0), 0.0)
+            fill = self.paces.of(self.view).fill_us / 1e6
+            self._go_on(Transition(line, (), joined, (), 0.0, 0.0, self.machine.pause_us / 1e6, 0.0, 0.0, fill), 1.0)
 
-    def _note(
-        self, now: float, lost: tuple[Seat, ...], joined: tuple[Seat, ...], moves: tuple[str, ...],
-        pauses: tuple[float, float, float, float], redone: float,
-    ) -> None:  # fmt: skip
-        pace = self.paces.of(self.view)
-        self._since = max(self._since, now + sum(pauses))
-        self._history.transitions.append(Transition(now, lost, joined, moves, *pauses, redone, (pace.first_us - pace.period_us) / 1e6))
+    def _go_on(self, transition: Transition, left: float) -> None:
+        """After ``transition``, with ``left`` of a step to do until the next commit."""
+        self._since = max(self._since, transition.at_s + transition.pause_s)
+        self._first = self._since + transition.redone_s + transition.fill_s + left * self.paces.of(self.view).period_us / 1e6
+        self._history.transitions.append(transition)
 
-    def _close(self, now: float, count_all: bool) -> float:
-        """End the running segment; when its last step was committed.  ``count_all``: ``now`` is a commit line."""
-        pace, spent = self.paces.of(self.view), max(0.0, now - self._since) * 1e6
-        steps = pace.done(spent + (0.5 if count_all else 0))
+    def _done(self, now: float) -> int:
+        """Steps committed since the last change; a step that ends ``now`` is one of them, whatever the rounding."""
+        period, spent = self.paces.of(self.view).period_us, (now - self._first) * 1e6 + 0.5
+        return 0 if spent < 0 else 1 + int(spent // period)
+
+    def _next_line(self, now: float) -> float:
+        """When the step that runs at ``now``, or at the end of a pause then, will be committed."""
+        return self._first + self._done(max(now, self._since)) * self.paces.of(self.view).period_us / 1e6
+
+    def _left(self, now: float) -> float:
+        """How much of that step is still to be done: 1 is a step of the running pace, and on an empty pipeline it is more."""
+        return (self._next_line(now) - max(now, self._since)) * 1e6 / self.paces.of(self.view).period_us
+
+    def _close(self, now: float) -> None:
+        """End the running segment."""
         topology = self.view.topology
         lost = tuple(topology.replicas - len(self.view.live_replicas(stage)) for stage in range(topology.stages))
-        if spent:
-            self._history.segments.append(Segment(self._since, now, len(self.view.live), lost, pace, steps))
-        return self._since + pace.until(steps) / 1e6
+        if now > self._since:
+            self._history.segments.append(Segment(self._since, self._first, now, len(self.view.live), lost, self.paces.of(self.view), self._done(now)))
 
     # --- who ---------------------------------------------------------------------------------------
 

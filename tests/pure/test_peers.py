@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.simulator.analytic import SHAPES, profile
 from recycle_plugin.simulator.peers import (
-    Bamboo, CheckFreq, ElasticBatching, ElasticHorovod, FaultScaled, Job, Oobleck, Recycle, RestartFromCheckpoint, changes_of, label,
-    published, regular_losses, replay,
+    Bamboo, Change, CheckFreq, ElasticBatching, ElasticHorovod, FaultScaled, Job, Oobleck, Recycle, RestartFromCheckpoint, changes_of,
+    label, published, regular_losses, replay,
 )  # fmt: skip
 from recycle_plugin.simulator.peers.bamboo import Nodes, fits_memory
 from recycle_plugin.simulator.peers.oobleck import Template, distribute, multisets, template
@@ -107,6 +107,13 @@ def test_every_run_accounts_for_all_its_time() -> None:
         assert 0 < run.average <= run.average_without_transitions * (1 + 1e-9), policy.name
         assert all(segment.samples >= 0 and segment.paused_s >= 0 for segment in run.segments)
         assert run.segments[-1].workers == 24
+
+
+def test_a_loss_costs_us_the_lost_workers_part_of_the_step() -> None:
+    own = Recycle(JOB, techniques(JOB), moves=False)
+    step_s = own.period_us(own.start()) / 1e6
+    _, transition = own.change(own.start(), Change(0.0, lost=(0.3,)), 2.5 * step_s)
+    assert transition.lost_s == pytest.approx(0.5 * step_s / JOB.topology.replicas)
 
 
 def test_who_has_no_check_is_called_unvalidated() -> None:

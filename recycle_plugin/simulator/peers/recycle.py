@@ -1,8 +1,8 @@
 """ReCycle, ours: the very planner that the runtime runs, under a trace.
 
 A loss reroutes; where it pays before the next change is expected, workers move to a stage that lost more
-(``planner.normalise``).  What a loss costs is what the runtime does today: detection, regrouping, the running
-step from its start, and the copies of the moves.  Workers that come back are not in the runtime yet; here
+(``planner.normalise``).  What a loss costs is what the runtime does today: detection, regrouping, what the lost
+workers had done of the running step (``simulator.history``), and the copies of the moves.  Workers that come back are not in the runtime yet; here
 they take the seat of the stage that lacks most and enter at a commit line, at the price of one
 regrouping and of no step, their state copied before that in the background: an assumption.
 """
@@ -15,6 +15,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy as Techniques
 from recycle_plugin.core.topology import ClusterView
 from recycle_plugin.planner import PlanError, PlanStore, normalise
+from recycle_plugin.simulator.history import lost_share
 from recycle_plugin.simulator.peers.job import Job
 from recycle_plugin.simulator.peers.machine import Transitions
 from recycle_plugin.simulator.peers.policy import Change, Transition
@@ -65,14 +66,15 @@ class Recycle:
         for draw in change.lost:
             live = sorted(view.live)
             view = view.without(live[int(draw * len(live))])
+        lost = state.live - view.live
         for _ in range(change.joined):
             view = joined(view)
         if view.empty_stages():
             empty = ", ".join(map(str, view.empty_stages()))
             return view, Transition(self.costs.restart_s, trained_s, f"stage {empty} lost: no live worker holds it")
         view, copy_s, text = self._normalised(view)
-        step_s = self.period_us(state) / 1e6 if not state.empty_stages() else 0.0
-        lost_s = trained_s % step_s if change.lost and step_s else 0.0
+        gone = lost | (state.live - view.live)  # what a worker that moves had done stays behind
+        lost_s = trained_s % (self.period_us(state) / 1e6) * lost_share(state, gone) if lost and not state.empty_stages() else 0.0
         return view, Transition(self.costs.own_s + copy_s, lost_s, "regroup" + text)
 
     def _normalised(self, view: ClusterView) -> tuple[ClusterView, float, str]:
