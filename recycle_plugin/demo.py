@@ -23,7 +23,7 @@ from rich.console import Console
 
 from recycle_plugin import planner
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.executor import Span
+from recycle_plugin.core.executor import Span, run_again
 from recycle_plugin.core.faults import Fault
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Op
@@ -240,7 +240,7 @@ def panels(spans: Sequence[Span], failure: Failure) -> list[gantt.Panel]:
     dead = {failure.seat: struck}
     return [
         gantt.Panel(f"steps {step - 2} and {step - 1}", windows[0], origin_us=struck),
-        gantt.Panel(f"step {step}, interrupted", windows[1], dead, None, struck, gantt.superseded(windows[1]), (pause,)),
+        gantt.Panel(f"step {step}, interrupted", windows[1], dead, None, struck, run_again(windows[1]), (pause,)),
         gantt.Panel(f"steps {step + 1} and {last}", windows[2], dead, None, struck),
     ]
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Iterator, Mapping, Sequence
 
-from recycle_plugin.core.executor import Span
+from recycle_plugin.core.executor import Span, run_again
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import COMPUTE, RECEIVES, Instruction, Op
 
@@ -84,13 +84,11 @@ def _cost(kill: Kill, resume: Mapping, events: Sequence[Mapping], spans: Sequenc
 def _redone(spans: Sequence[Span], kill: Kill, step: int) -> tuple[float, float]:
     """Computations of the interrupted ``step`` and the next that had been run before ``kill`` and were run after it:
     seconds of the survivor that had most of them, and of all of them as a share of the step's compute."""
-    compute = sorted((s for s in spans if s.instruction.op in COMPUTE and s.instruction.step in (step, step + 1)), key=lambda s: s.start_us)
-    killed_us = kill.at * 1e6
-    before = {span.instruction for span in compute if span.start_us < killed_us}
+    compute = [span for span in spans if span.instruction.op in COMPUTE and span.instruction.step in (step, step + 1)]
     by_seat: dict[Seat, int] = {}
-    for span in compute:
-        if span.start_us >= killed_us and span.instruction in before:
-            by_seat[span.seat] = by_seat.get(span.seat, 0) + span.end_us - span.start_us
+    for first, again in run_again(compute).items():
+        if first.start_us < kill.at * 1e6 <= again.start_us:
+            by_seat[again.seat] = by_seat.get(again.seat, 0) + again.end_us - again.start_us
     once = {span.instruction: span.end_us - span.start_us for span in compute if span.instruction.step == step}
     return max(by_seat.values(), default=0) / 1e6, sum(by_seat.values()) / sum(once.values()) if once else 0.0
 

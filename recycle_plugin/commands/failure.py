@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from recycle_plugin.commands.given import Given
-from recycle_plugin.core.executor import Span
+from recycle_plugin.core.executor import Span, run_again
 from recycle_plugin.core.faults import Fault
 from recycle_plugin.core.instruction import COMPUTE, Op
 
@@ -74,4 +74,4 @@ def draw_png(found: argparse.Namespace, spans: list[Span], ran: Any) -> None:
     origin = ran.losses[0].died_us if ran.losses else None
     deaths = {seat: loss.died_us for loss in ran.losses for seat in loss.seats}
     pauses = tuple(gantt.Pause(f"{(loss.resumed_us - loss.died_us) / 1000:g} ms to notice and regroup", loss.died_us, loss.resumed_us) for loss in ran.losses)
-    gantt.draw(found.png, gantt.Panel(f"simulated: {'; '.join(found.fault)}", spans, deaths, None, origin, gantt.superseded(spans), pauses))
+    gantt.draw(found.png, gantt.Panel(f"simulated: {'; '.join(found.fault)}", spans, deaths, None, origin, run_again(spans), pauses))

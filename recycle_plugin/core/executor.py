@@ -7,7 +7,7 @@ and degraded steps, real and simulated, all pass through here: there is no secon
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, NamedTuple, Protocol
+from typing import Any, Hashable, Iterable, Iterator, NamedTuple, Protocol
 
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction
@@ -24,6 +24,18 @@ class Span(NamedTuple):
     instruction: Instruction
     start_us: int
     end_us: int
+
+
+def run_again(spans: Iterable[Span]) -> dict[Span, Span]:
+    """Spans whose work was lost or taken back, each with the one in which its instruction was run once more, by whomever."""
+    last: dict[Hashable, Span] = {}
+    found = {}
+    for span in sorted(spans, key=lambda span: span.start_us):
+        key = span.instruction if span.instruction.micro_batch else (span.seat, span.instruction)  # everybody has a STEP of his own
+        if key in last:
+            found[last[key]] = span
+        last[key] = span
+    return found
 
 
 class World(Protocol):

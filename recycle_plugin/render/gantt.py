@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Hashable, Iterable, Mapping, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Iterable, Mapping, NamedTuple, Sequence
 
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.ids import Seat
@@ -35,7 +35,7 @@ NAMES = {
     Op.STEP: "optimizer step",
 }
 INK, DEATH, IDLE, MARK, PAUSE = "#22303c", "#c62828", "#f1f3f5", "#8e1b4f", "#fbe3e0"
-VOID_ALPHA = 0.35
+LOST_ALPHA, AGAIN_WIDTH = 0.35, 1.6
 ROW, GAP = 0.82, 0.55  # height of a row, extra space between replicas
 UNITS = ((1_000_000, "s"), (1_000, "ms"), (1, "µs"))
 
@@ -54,7 +54,7 @@ class Panel(NamedTuple):
     ``deaths``: when a seat was killed, on the spans' clock; one from before the first span has no cross.
     ``unit``: microseconds and name of what the time axis counts; None: chosen from the length.
     ``origin_us``: where the time axis has its 0; None: at the panel's first span.
-    ``void``: spans whose work was lost and done again (:func:`superseded`), drawn pale.
+    ``again``: spans whose work was lost, drawn pale, each with the one that did it again, drawn with a frame (``run_again``).
     """
 
     title: str
@@ -62,7 +62,7 @@ class Panel(NamedTuple):
     deaths: Mapping[Seat, int] = {}
     unit: tuple[int, str] | None = None
     origin_us: int | None = None
-    void: frozenset[Span] = frozenset()
+    again: Mapping[Span, Span] = {}
     pauses: Sequence[Pause] = ()
 
 
@@ -98,18 +98,6 @@ def idle_share(spans: Iterable[Span], until: Mapping[Seat, int] | None = None) -
     room = sum(max(0, min((until or {}).get(seat, end), end) - begin) for seat in seats)
     busy = sum(span.end_us - span.start_us for span in spans if span.instruction.op in COLOURS)
     return 1 - busy / room if room else 0.0
-
-
-def superseded(spans: Iterable[Span]) -> frozenset[Span]:
-    """Spans whose instruction was run once more later, by whomever: what they had made was lost or taken back."""
-    last: dict[Hashable, Span] = {}
-    found = set()
-    for span in sorted(spans, key=lambda span: span.start_us):
-        key = span.instruction if span.instruction.micro_batch else (span.seat, span.instruction)  # everybody has a STEP of his own
-        if key in last:
-            found.add(last[key])
-        last[key] = span
-    return frozenset(found)
 
 
 def is_rerouted(span: Span) -> bool:
@@ -148,8 +136,9 @@ def _draw_panel(axes: Axes, panel: Panel, length: int) -> None:
         axes.broken_barh([(at.left, (until - begin) / scale)], (row, ROW), facecolors=IDLE, zorder=0)
     for pause in panel.pauses:
         _draw_pause(axes, pause, at, height)
+    repeats = set(panel.again.values())
     for span in panel.spans:
-        _draw_span(axes, span, rows[span.seat], at, span in panel.void)
+        _draw_span(axes, span, rows[span.seat], at, span in panel.again, span in repeats)
     for seat, when in panel.deaths.items():
         _draw_death(axes, rows[seat], at(max(when, begin)), at, when >= begin)
     _frame(axes, rows, height + (0.45 if panel.pauses else 0), at, at(end))
@@ -182,21 +171,23 @@ def _title(panel: Panel, length: float, unit: str) -> str:
     return f"{panel.title}: {took} {unit}, waiting {idle_share(panel.spans, panel.deaths):.0%} of the time{moved}{lost}"
 
 
-def _draw_span(axes: Axes, span: Span, row: float, at: _Scale, void: bool) -> None:
+def _draw_span(axes: Axes, span: Span, row: float, at: _Scale, lost: bool, again: bool) -> None:
     took = span.end_us - span.start_us
     if span.instruction.op not in COLOURS or not took:
         return
     start, width, rerouted = at(span.start_us), took / at.unit_us, is_rerouted(span)
+    bar, colour = ([(start, width)], (row, ROW)), COLOURS[span.instruction.op]
     axes.broken_barh(
-        [(start, width)],
-        (row, ROW),
-        facecolors=COLOURS[span.instruction.op],
+        *bar,
+        facecolors=colour,
         edgecolors=MARK if rerouted else "white",
         linewidth=0.9 if rerouted else 0.6,
         hatch="////" if rerouted else None,
-        alpha=VOID_ALPHA if void else None,
+        alpha=LOST_ALPHA if lost else None,
         zorder=3 if rerouted else 2,
     )
+    if again:
+        axes.broken_barh(*bar, facecolors="none", edgecolors=INK, linewidth=AGAIN_WIDTH, zorder=3.5)
     text = label(span.instruction, rerouted)
     if text and at.share(took) * 165 > len(text):
         axes.text(
@@ -207,9 +198,9 @@ def _draw_span(axes: Axes, span: Span, row: float, at: _Scale, void: bool) -> No
             va="center",
             fontsize=7.5,
             color=INK,
-            alpha=0.6 if void else None,
+            alpha=0.6 if lost else None,
             zorder=4,
-            bbox={"boxstyle": "round,pad=0.12", "facecolor": COLOURS[span.instruction.op], "edgecolor": "none"} if rerouted else None,
+            bbox={"boxstyle": "round,pad=0.12", "facecolor": colour, "edgecolor": "none"} if rerouted else None,
         )
 
 
@@ -275,8 +266,9 @@ def _legend(figure, panels: Sequence[Panel]) -> None:
     entries: list = [Patch(facecolor=colour, edgecolor="white", label=NAMES[op]) for op, colour in COLOURS.items() if used[op]]
     if any(is_rerouted(span) for panel in panels for span in panel.spans):
         entries.append(Patch(facecolor="white", edgecolor=MARK, hatch="////", label="rerouted (replica.index)"))
-    if any(panel.void for panel in panels):
-        entries.append(Patch(facecolor=COLOURS[Op.F], alpha=VOID_ALPHA, label="lost, run again"))
+    if any(panel.again for panel in panels):
+        entries.append(Patch(facecolor=COLOURS[Op.F], alpha=LOST_ALPHA, label="lost"))
+        entries.append(Patch(facecolor="white", edgecolor=INK, linewidth=AGAIN_WIDTH, label="run again"))
     entries.append(Patch(facecolor=IDLE, edgecolor="#d5dbe1", label="waiting"))
     if any(panel.deaths for panel in panels):
         entries.append(Line2D([], [], marker="X", color=DEATH, linestyle="none", markersize=9, label="worker killed"))

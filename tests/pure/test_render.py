@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.executor import Span
+from recycle_plugin.core.executor import Span, run_again
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Policy
@@ -55,12 +55,12 @@ def test_pictures_are_written(tmp_path, ending: str, magic: bytes) -> None:
     assert path.read_bytes().startswith(magic)
 
 
-def test_what_was_run_once_more_is_superseded() -> None:
+def test_what_was_run_once_more() -> None:
     """A forward that a peer repeats; not the reductions and steps that everybody has."""
     made = spans()
     first = next(span for span in made if span.seat == Seat(0, 1) and span.instruction.op is Op.F)
     again = first._replace(seat=Seat(1, 1), start_us=10**6, end_us=10**6 + 1)
-    assert not gantt.superseded(made) and gantt.superseded([again, *made]) == {first}
+    assert not run_again(made) and run_again([again, *made]) == {first: again}
 
 
 def test_a_picture_of_nothing_is_refused(tmp_path) -> None:
