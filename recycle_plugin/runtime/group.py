@@ -115,7 +115,7 @@ class MemberGroup(dist.ProcessGroup):
     def _run(self, what: str, start: Start, tensors: Sequence[torch.Tensor] = (), check: Callable[[], object] = bool) -> Finished:
         """Carry the operation out among the live members; ``tensors`` are what it writes to.
 
-        A membership change inside a training step breaks it, and the step starts again.  Between
+        A membership change inside a training step breaks it, and recovery deals with that.  Between
         steps, in the script's own collectives, the members that are left try again, once ``check``
         has seen that they can.  There each try has copies of its own: an operation that was left
         behind may go on writing.

@@ -119,7 +119,7 @@ def test_a_step_is_applied_only_once_the_one_before_is_committed() -> None:
 
 
 def test_grid_of_a_kill(golden) -> None:
-    """Worker 0.1 dies within its second backward; 3 ticks to detect and regroup, then step 1 from its start."""
+    """Worker 0.1 dies within its second backward; 3 ticks to detect and regroup, then 1.1 does what died with it."""
     machine = replace(FREE, detection_us=10, regroup_us=20)
     costs = CostModel.uniform(2, 10, 10, 10)
     ran = Job(Topology(2, 2, 2).full(), costs, Policy(), machine).run(2, [Fault.parse("kill 0.1 before 1I0.1@1")])

@@ -49,7 +49,7 @@ def _check_module(model: PipelineModule) -> None:
     tracking = [name for name, module in model.named_modules() if getattr(module, "track_running_stats", False)]
     if tracking:
         raise RecycleError(
-            f"{tracking[0]} keeps running statistics, which a step that is run again would count twice; "
+            f"{tracking[0]} keeps running statistics, which a forward that is run again would count twice; "
             "use a normalisation without them (LayerNorm, GroupNorm), or track_running_stats=False"
         )
     grid = model._grid
