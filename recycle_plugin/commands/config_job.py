@@ -39,6 +39,7 @@ class Job:
     profile: Profile | None
     hosts: dict[str, tuple[Seat, ...]]
     spare_slots: int
+    clipping: float
     mismatch: str
 
     @property
@@ -88,12 +89,15 @@ def job_of(found: argparse.Namespace) -> Job:
     settings = Settings.from_section(config.get(SECTION))
     count, samples, mismatch = batch(config, found.micro_batches, found.dp, found.config)
     shape = Topology(found.dp, found.pp, count)
-    policy = settings.policy(clipping(config) > 0, found.pp)
+    clip = clipping(config, found.config)
+    policy = settings.policy(clip > 0, found.pp)
     costs, origin, taken = costs_of(found, settings, shape, samples)
+    if not any((*costs.forward, *costs.input, *costs.weight)):
+        raise ValueError(f"{found.config}: {SECTION}.costs are 0 for every micro-batch; write at least one that is more")
     if taken is not None and settings.activation_cap == caps.AUTO:
         policy = replace(policy, memory_bytes=caps.memory_bytes(caps.AUTO, taken, found.pp, settings.undo))
     hosts, spare = placement(found.hostfile, shape)
-    return Job(config, settings, shape, policy, costs, origin, taken, hosts, spare, mismatch)
+    return Job(config, settings, shape, policy, costs, origin, taken, hosts, spare, clip, mismatch)
 
 
 def config_of(path: str) -> dict[str, Any]:
@@ -132,10 +136,10 @@ def _whole(config: dict[str, Any], key: str, path: str) -> int | None:
     return value
 
 
-def clipping(config: dict[str, Any]) -> float:
+def clipping(config: dict[str, Any], path: str) -> float:
     value = config.get(CLIPPING, DEFAULT_CLIPPING)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise ValueError(f"{CLIPPING} is {shown(value)}; write a number, 0 for none")
+        raise ValueError(f"{path}: {CLIPPING} is {shown(value)}; write a number, 0 for none")
     return value
 
 
@@ -148,11 +152,22 @@ def costs_of(found: argparse.Namespace, settings: Settings, shape: Topology, sam
         return costs, origin, taken
     from recycle_plugin.simulator import analytic
 
-    taken = read(found.profile) if found.profile is not None else analytic.preset(found.preset)
+    taken = profile_of(found.profile) if found.profile is not None else analytic.preset(found.preset)
     if found.profile is not None and taken.micro_batch != samples:
         raise ValueError(f"--profile {found.profile}: measured with micro-batches of {taken.micro_batch}, and the job's have {samples}; "
                          f"measure again with recycle profile --micro-batch {samples}")  # fmt: skip
-    return taken.costs(shape.stages, shape.replicas, not settings.split_backward), taken.title, taken
+    try:
+        return taken.costs(shape.stages, shape.replicas, not settings.split_backward), taken.title, taken
+    except ValueError as error:
+        raise ValueError(f"--pp {shape.stages}: {error}; lower --pp") from None
+
+
+def profile_of(path: str) -> Profile:
+    try:
+        return read(path)
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path} is ")
+        raise ValueError(f"--profile {path}: {said}; give the path of a file that recycle profile --out wrote") from None
 
 
 def placement(path: str | None, shape: Topology) -> tuple[dict[str, tuple[Seat, ...]], int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Iterator
 
-from recycle_plugin.commands.config_job import CLIPPING, COUNT, ONE_HOST, Job, at_risk, clipping, job_of
+from recycle_plugin.commands.config_job import CLIPPING, COUNT, ONE_HOST, Job, at_risk, job_of
 from recycle_plugin.commands.losses import NAMED, clipped, host_cases, stages_text, worker_cases
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.profile import UNDO_BYTES
@@ -123,7 +123,7 @@ def _host(job: Job, host: str, risky: tuple[int, ...]) -> dict:
     """``ends``: why the host's loss ends the job, "" where it does not."""
     seats = job.hosts[host]
     first = seats[0].stage * job.replicas + seats[0].replica
-    reasons = ["coordinator and store"] * (first == 0) + [f"every replica of {stages_text(risky)}"] * bool(risky)
+    reasons = ["coordinator"] * (first == 0) + [f"all of {stages_text(risky)}"] * bool(risky)
     if not (reasons or job.survives):
         reasons = ["no rerouting"]
     return {"host": host, "ranks": [first, first + len(seats) - 1], "seats": list(map(str, seats)), "ends": "; ".join(reasons)}
@@ -232,9 +232,9 @@ def times(ratio: float) -> str:
 
 def costly(job: Job) -> Section:
     settings, rows = job.settings, []
-    if (clip := clipping(job.config)) > 0:
+    if job.clipping > 0:
         said = "" if CLIPPING in job.config else " (DeepSpeed's default)"
-        rows.append(_switch(job, CLIPPING, f"{clip:g}{said}: steps wait for the norm over all stages", "0, where the model allows it", validate=False))
+        rows.append(_switch(job, CLIPPING, f"{job.clipping:g}{said}: steps wait for the norm over all stages", "0, where the model allows it", validate=False))
     for name, why in ("split_backward", "weight gradients fill no bubbles"), ("stagger_optimizer", "all stages step together"):
         if not getattr(settings, name):
             rows.append(_switch(job, f"{SECTION}.{name}", f"false: {why}", "true", **{name: True}))
@@ -281,9 +281,10 @@ def _cap(job: Job) -> dict:
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if period(middle) <= goal else (middle + 1, high)
-    cost = "nothing" if goal == free else times(goal / free)
-    size = f", {gib(max(row['each'] for row in held_bytes(job)) * high)} of activations" if job.profile else ""
-    row = {"setting": f"{SECTION}.activation_cap", "least": high, "period_one_lost_us": now, "period_one_lost_us_changed": goal}
+    least = period(high)
+    cost = "nothing" if least <= free else times(least / free)
+    size = f" ({gib(max(row['each'] for row in held_bytes(job)) * high)})" if job.profile else ""
+    row = {"setting": f"{SECTION}.activation_cap", "least": high, "period_one_lost_us": now, "period_one_lost_us_changed": least}
     held = shown(job.settings.activation_cap)
     if now <= goal:
         return row | {"text": f"{held} is enough: from {high} micro-batches{size} on one loss costs {cost}"}

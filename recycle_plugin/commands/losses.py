@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Iterator
+from typing import Iterator, Sequence
 
 from recycle_plugin.commands.config_job import Job, at_risk
 from recycle_plugin.core.ids import Seat
 
-NAMED, NAME_WIDTH = 4, 20  # stages in a name, a host's name
+NAMED, NAME_WIDTH = 4, 16  # stages in a name, a host's name
 
 
 def worker_cases(job: Job) -> Iterator[tuple[str, tuple[Seat, ...]]]:
@@ -45,7 +45,7 @@ def host_cases(job: Job) -> Iterator[tuple[str, list[str]]]:
         if host not in risky:
             groups.setdefault(_alike(seats), []).append(host)
     for names in groups.values():
-        yield f"host {clipped(names[0])}" + f" (or {len(names) - 1} alike)" * (len(names) > 1), names
+        yield f"host {clipped(names[0])}" + f" (+{len(names) - 1} alike)" * (len(names) > 1), names
 
 
 def _alike(lost: tuple[Seat, ...]) -> tuple[tuple[int, ...], ...]:
@@ -56,8 +56,15 @@ def _alike(lost: tuple[Seat, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(map(tuple, by_replica.values())))
 
 
-def stages_text(stages: tuple[int, ...] | list[int]) -> str:
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+def stages_text(stages: Sequence[int]) -> str:
+    """``stage 2``, ``stages 0-3, 7``; ``stages`` in order."""
+    runs: list[list[int]] = []
+    for stage in stages:
+        if runs and stage == runs[-1][-1] + 1:
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    return f"stage{'s' * (len(stages) > 1)} " + ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def clipped(host: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.settings import shown
 
 
 def refusals(config: dict[str, Any]) -> Iterator[str]:
@@ -23,7 +24,7 @@ def refusals(config: dict[str, Any]) -> Iterator[str]:
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
     found = config.get(name) or {}
     if not isinstance(found, dict):
-        raise RecycleError(f"{name} is {found!r}: write an object, or leave it out")
+        raise RecycleError(f"{name} is {shown(found)}; write an object, or leave it out")
     return found
 
 

@@ -1,0 +1,497 @@
+"""``recycle doctor``: its text in full for two jobs, its figures against the planner's, what it refuses, bad input in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from recycle_plugin import planner
+from recycle_plugin.cli import main
+from recycle_plugin.core import profile
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.profile import Link, Part, Profile
+from recycle_plugin.core.topology import Topology
+
+SIZES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6}
+ON = {"recycle": {"enabled": True}}
+HEALTHY = {**SIZES, **ON, "gradient_clipping": 0}
+MIB = 1 << 20
+INSTALLED = {"torch": "2.6.0", "deepspeed": "0.19.1", "megatron-core": "0.16.0"}
+DECLARED = ["torch>=2.6", "deepspeed<0.20,>=0.19", "megatron-core<0.17,>=0.16", 'pytest>=8; extra == "test"']
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch) -> dict[str, str]:
+    """The same on every machine; tests may change what is installed."""
+    installed = dict(INSTALLED)
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "requires", lambda name: DECLARED)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    return installed
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, monkeypatch, capsys):
+    """``doctor(config, arguments, hosts)``: exit code and what was printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(config: object, arguments: str, hosts: dict[str, int] | None = None) -> tuple[int, str]:
+        Path("ds.json").write_text(json.dumps(config))
+        if hosts is not None:
+            Path("hosts").write_text("# the cluster\n\n" + "".join(f"{name} slots={slots}\n" for name, slots in hosts.items()))
+            arguments += " --hostfile hosts"
+        code = main(["doctor", "ds.json", *arguments.split()])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+def data(doctor, config: dict, arguments: str, hosts: dict[str, int] | None = None) -> dict:
+    code, text = doctor(config, f"{arguments} --json", hosts)
+    found = json.loads(text)
+    assert code == bool(found["change"])
+    return found
+
+
+def small_profile(device_bytes: int | None) -> Profile:
+    part = Part(10_000, 10_000, 10_000, 19_000, 500, MIB, 100 * MIB, 40 * MIB)
+    nothing = Part(0, 0, 0, 0, 0, 0, 0, 0)
+    return Profile("small", "measured", "a device", "2026-01-01", "by hand", "fp32", 1, 8, False, 4, nothing, part, nothing, MIB, 4, Link(1, 1e5), Link(1, 1e5), 1, device_bytes)
+
+
+# --- the text --------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_needs_no_change(doctor) -> None:
+    assert doctor({**HEALTHY, "gradient_accumulation_steps": 4}, "--pp 2 --dp 2") == (0, FINE)
+
+
+def test_a_job_with_much_to_change(doctor, surroundings) -> None:
+    surroundings["deepspeed"] = "0.18.2"
+    del surroundings["megatron-core"]
+    profile.write(small_profile(600 * MIB), "small.json")
+    config = {**SIZES, "fp16": {"enabled": True}, "recycle": {"activation_cap": 6}}
+    assert doctor(config, "--pp 2 --dp 3 --profile small.json", {"a": 2, "b": 2, "c": 4}) == (1, MUCH)
+
+
+@pytest.mark.parametrize("more", ["", "--preset gpt3_medium"])
+@pytest.mark.parametrize("config", [HEALTHY, {**SIZES, "zero_optimization": {"stage": 1}, "recycle": {"split_backward": False, "activation_cap": 8}}])
+def test_text_fits_a_page_whatever_the_names(doctor, config, more) -> None:
+    hosts = {f"a-very-long-name-of-a-host-{number}.in.a.cluster.example.org": 6 for number in range(9)}
+    _, text = doctor(config, f"--pp 6 --dp 9 {more}", hosts)
+    assert max(map(len, text.splitlines())) <= 100 and "--json has" in text
+
+
+# --- figures ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", [{"enabled": True}, {"enabled": True, "activation_cap": "1f1b", "costs": {"forward_ms": [1, 2, 1, 1], "communication_ms": 0.5}}])
+def test_slowdowns_are_the_planners(doctor, section) -> None:
+    found = data(doctor, {**HEALTHY, "recycle": section}, "--pp 4 --dp 3", {"a": 3, "b": 4, "c": 5})
+    costs, policy = CostModel.uniform(4, 1000, 1000, 1000), Policy()
+    if "costs" in section:
+        costs, policy = replace(costs, forward=(1000, 2000, 1000, 1000), communication=500), Policy(activation_cap="1f1b")
+    full = Topology(3, 4, 6).full()
+    free = planner.plan(full, costs, policy).period_us
+    for case in found["slowdown"]["cases"]:
+        view = full.without(*map(Seat.parse, case["seats"]))
+        planned = planner.plan(view, costs, policy)
+        assert (case["period_us"], case["bound_us"]) == (planned.period_us, planned.bound_us)
+        assert (case["slowdown"], case["bound"]) == (round(planned.period_us / free, 4), round(planned.bound_us / free, 4))
+        best = planner.options(view, costs, policy)[0]
+        hurt = planned.period_us > free and best.name != "reroute"
+        assert case["faster"] == ({"name": best.name, "period_us": best.period_us, "slowdown": round(best.period_us / free, 4)} if hurt else None)
+    each = [planner.plan(full.without(Seat(0, stage)), costs, policy).period_us for stage in range(4)]
+    assert found["slowdown"]["each_stage"] == [round(period / free, 4) for period in each]
+    worst = next(case for case in found["slowdown"]["cases"] if "at worst" in case["lost"])
+    assert worst["period_us"] == max(each)
+    assert any(case["faster"] for case in found["slowdown"]["cases"])
+
+
+def test_each_kind_of_loss_comes_once(doctor) -> None:
+    cases = data(doctor, HEALTHY, "--pp 4 --dp 5")["slowdown"]["cases"]
+    assert [case["lost"] for case in cases][:1] == ["nobody"]
+    assert [len(case["seats"]) for case in cases] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 16]
+    kinds = [tuple(sorted(case["seats"])) for case in cases]
+    assert len(set(kinds)) == len(kinds)
+    assert [case["lost"] for case in data(doctor, HEALTHY, "--pp 1 --dp 2")["slowdown"]["cases"]] == ["nobody", "one worker of any stage"]
+
+
+def test_hosts_that_lose_the_same_are_told_together(doctor) -> None:
+    """Of six hosts with half a stage each, three stages: the first has the coordinator, the others are alike by stage."""
+    cases = data(doctor, HEALTHY, "--pp 3 --dp 4", {name: 2 for name in "abcdef"})["slowdown"]["cases"]
+    assert {case["lost"]: case["hosts"] for case in cases if "hosts" in case} == {
+        "host b": ["b"], "host c (+1 alike)": ["c", "d"], "host e (+1 alike)": ["e", "f"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("cap, says", [(2, "one loss costs 1.48x; 4 micro-batches: nothing"), (4, "one loss costs 1.43x; 7 micro-batches: 1.29x"), (7, "7 is enough: from 7")])
+def test_the_least_cap_is_the_least(doctor, cap, says) -> None:
+    """In memory for 2 micro-batches the step is slow as it is, so that little memory makes up for a loss."""
+    config = {**HEALTHY, "recycle": {"enabled": True, "activation_cap": cap}}
+    row = next(row for row in data(doctor, config, "--pp 4 --dp 3")["settings"] if row["setting"] == "recycle.activation_cap")
+    free = planner.plan(Topology(3, 4, 6).full(), CostModel.uniform(4, 1000, 1000, 1000), Policy(activation_cap=cap)).period_us
+    goal = max(free, one_loss(18))
+    assert row["period_one_lost_us"] == one_loss(cap) and row["period_one_lost_us_changed"] == one_loss(row["least"])
+    assert one_loss(row["least"]) <= goal < one_loss(row["least"] - 1)
+    assert says in doctor(config, "--pp 4 --dp 3")[1]
+
+
+def one_loss(cap: int, **changed: bool) -> int:
+    full, costs = Topology(3, 4, 6).full(), CostModel.uniform(4, 1000, 1000, 1000)
+    return max(planner.plan(full.without(Seat(0, stage)), costs, Policy(activation_cap=cap, **changed)).period_us for stage in range(4))
+
+
+@pytest.mark.parametrize("off, changed", [("split_backward", {"split_backward": False}), ("gradient_clipping", {"validate": True})])
+def test_a_setting_that_costs_says_how_much(doctor, off, changed) -> None:
+    clipped = off == "gradient_clipping"
+    section = {"enabled": True, "activation_cap": 9} | ({} if clipped else {off: False})
+    rows = data(doctor, {**SIZES, "gradient_clipping": float(clipped), "recycle": section}, "--pp 4 --dp 3")["settings"]
+    row = next(row for row in rows if row["setting"].endswith(off))
+    assert row["period_one_lost_us"] == one_loss(9, **changed) > one_loss(9) == row["period_one_lost_us_changed"]
+
+
+def test_where_memory_hides_a_cost_more_memory_is_named(doctor) -> None:
+    rows = data(doctor, {**SIZES, **ON}, "--pp 4 --dp 3")["settings"]
+    row = next(row for row in rows if row["setting"] == "gradient_clipping")
+    assert row["activation_cap"] == 9 and row["period_one_lost_us_changed"] == one_loss(9) < row["period_one_lost_us"]
+    assert "DeepSpeed's default" in doctor({**SIZES, **ON}, "--pp 4 --dp 3")[1]
+
+
+def test_stagger_off_is_told(doctor) -> None:
+    _, text = doctor({**HEALTHY, "recycle": {"enabled": True, "stagger_optimizer": False, "undo": "inverse"}}, "--pp 4 --dp 3")
+    assert "recycle.stagger_optimizer false: all stages step together; true" in text
+    assert 'recycle.undo "inverse": 4 bytes a parameter (Adam in fp32); "snapshot": 12, exact' in text
+
+
+# --- hosts -----------------------------------------------------------------------------------------------
+
+
+def test_ranks_sit_as_deepspeed_puts_them(doctor) -> None:
+    hosts = {"a": 3, "b": 4, "c": 0, "d": 5}
+    rows = data(doctor, HEALTHY, "--pp 4 --dp 3", hosts)["survives"]["hosts"]
+    from deepspeed.launcher.runner import _parse_hostfile
+    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+    topology, first, wanted = PipeDataParallelTopology(4, 3), 0, []
+    for host, slots in _parse_hostfile(Path("hosts").read_text().splitlines()).items():
+        coordinates = [topology.get_coord(rank) for rank in range(first, first + slots)]
+        wanted += [(host, [f"{at.data}.{at.pipe}" for at in coordinates])] if slots else []
+        first += slots
+    assert [(row["host"], row["seats"]) for row in rows] == wanted
+
+
+def test_a_host_with_all_of_a_stage_is_told_and_mended(doctor) -> None:
+    code, text = doctor(HEALTHY, "--pp 2 --dp 2", {"a": 2, "b": 2})
+    assert code == 1 and "! a holds every replica of stage 0; b holds every replica of stage 1: give PipelineModule" in text
+    assert "topology=ProcessTopology(axes=['data', 'pipe'], dims=[2, 2])" in text
+    code, text = doctor(HEALTHY, "--pp 2 --dp 2", {"a": 1, "b": 3})
+    assert code == 1 and "! b holds every replica of stage 1: spread the replicas over more hosts" in text
+
+
+def test_hosts_that_may_go(doctor) -> None:
+    found = data(doctor, HEALTHY, "--pp 2 --dp 2", {"a": 1, "b": 1, "c": 1, "d": 1})
+    assert found["change"] == [] and [row["ends"] for row in found["survives"]["hosts"]] == ["coordinator", "", "", ""]
+    assert (found["survives"]["any_workers"], found["survives"]["at_best_workers"]) == (1, 2)
+
+
+def test_slots_to_spare_are_told(doctor) -> None:
+    code, text = doctor(HEALTHY, "--pp 2 --dp 2", {"a": 1, "b": 1, "c": 1, "d": 3})
+    assert code == 0 and "slots: 2 more than workers; launch with --num_nodes" in text
+
+
+# --- what has to change ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage 1 shards the optimizer state"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 does not work with pipelines"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled: only fp32 is supported yet"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled: only fp32 is supported yet"),
+        ({"train_batch_size": 24}, "train_batch_size 24 is not 1 samples x 6 micro-batches x 2 replicas; set it to 12"),
+        ({"recycle": {}}, "recycle.enabled is false"),
+        ({"recycle": {"enabled": True, "reroute": False}}, "recycle.reroute is false: any loss ends the job"),
+        ({"recycle": {"enabled": True, "strict_placement": True}}, "recycle.strict_placement refuses to start"),
+    ],
+)
+def test_what_has_to_change(doctor, config, says) -> None:
+    (line,) = data(doctor, {**HEALTHY, **config}, "--pp 2 --dp 2")["change"]
+    assert says in line
+
+
+def test_all_refusals_at_once(doctor) -> None:
+    config = {**HEALTHY, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "amp": {"enabled": True}}
+    assert [line.split(":")[0].split()[0] for line in data(doctor, config, "--pp 2 --dp 2")["refused"]] == ["bf16.enabled", "amp.enabled", "zero_optimization.stage"]
+
+
+def test_an_optimizer_that_has_to_be_compiled(doctor, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    (line,) = data(doctor, {**HEALTHY, "optimizer": {"type": "Adam"}}, "--pp 2 --dp 2")["change"]
+    assert "there is no C++ compiler; set optimizer.params.torch_adam to true" in line
+    assert data(doctor, {**HEALTHY, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, "--pp 2 --dp 2")["change"] == []
+
+
+def test_one_replica_survives_nothing(doctor) -> None:
+    found = data(doctor, HEALTHY, "--pp 2 --dp 1")
+    assert found["survives"]["any_workers"] == 0 and [case["lost"] for case in found["slowdown"]["cases"]] == ["nobody"]
+    assert found["change"] == ["--dp 1: a lost worker has no peer to take its micro-batches, and the plugin refuses it; use two replicas or more"]
+
+
+def test_another_accelerator(doctor, monkeypatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    assert data(doctor, HEALTHY, "--pp 2 --dp 2")["change"] == ["DS_ACCELERATOR is cuda: only the CPU is supported yet; set it to cpu"]
+
+
+@pytest.mark.parametrize("name, version", [("torch", "2.5.1+cpu"), ("deepspeed", "0.20.0"), ("megatron-core", "0.15.2")])
+def test_versions_out_of_range(doctor, surroundings, name, version) -> None:
+    surroundings[name] = version
+    (line,) = data(doctor, HEALTHY, "--pp 2 --dp 2")["change"]
+    assert line.startswith(f"{name} {version}: pip install '{name}")
+
+
+def test_versions_of_what_is_not_there(doctor, surroundings) -> None:
+    surroundings.clear()
+    assert [row["installed"] for row in data(doctor, HEALTHY, "--pp 2 --dp 2")["versions"]] == [None] * 3
+
+
+def test_a_checkout_that_is_not_installed(doctor, monkeypatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", requires)
+    code, text = doctor(HEALTHY, "--pp 2 --dp 2")
+    assert code == 0 and "recycle_plugin is not installed" in text
+
+
+# --- batch sizes and memory ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes, more, count",
+    [
+        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, "", 4),
+        ({"train_batch_size": 18, "gradient_accumulation_steps": 3}, "", 3),
+        ({"train_batch_size": 24}, "", 1),
+        ({"train_micro_batch_size_per_gpu": 2}, "", 1),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5}, "--micro-batches 7", 7),
+    ],
+)
+def test_micro_batches_as_deepspeed_counts_them(doctor, sizes, more, count) -> None:
+    found = data(doctor, {**sizes, **ON}, f"--pp 2 --dp 3 {more}")
+    assert found["job"]["micro_batches"] == count and found["change"] == []
+
+
+@pytest.mark.parametrize("where", ["config", "command line"])
+def test_bytes_come_from_the_profile(doctor, tmp_path, where) -> None:
+    profile.write(small_profile(2048 * MIB), tmp_path / "small.json")
+    section, more = ({"costs": {"profile": "small.json"}}, "") if where == "config" else ({}, "--profile small.json")
+    found = data(doctor, {**HEALTHY, "recycle": {"enabled": True, "activation_cap": 3, **section}}, f"--pp 2 --dp 3 {more}")
+    row = found["memory"]["stages"][1]
+    assert row == {
+        "each": 200 * MIB, "state": 32 * MIB, "undo": 24 * MIB, "kept": 2 * 9 * MIB, "activations": 600 * MIB, "working": 142 * MIB,
+        "sum": 816 * MIB,
+    }  # fmt: skip
+    assert found["memory"]["device"] == 2048 * MIB and found["change"] == []
+
+
+def test_a_cap_in_bytes_is_what_activations_take(doctor, tmp_path) -> None:
+    profile.write(small_profile(1024 * MIB), tmp_path / "small.json")
+    config = {**HEALTHY, "recycle": {"enabled": True, "activation_cap": "auto", "costs": {"profile": "small.json"}}}
+    found = data(doctor, config, "--pp 2 --dp 3")
+    assert [row["activations"] for row in found["memory"]["stages"]] == [int(1024 * MIB * 0.95) - (32 + 24 + 142) * MIB] * 2
+    profile.write(small_profile(512 * MIB), tmp_path / "other.json")
+    found = data(doctor, config, "--pp 2 --dp 3 --profile other.json")
+    assert [row["activations"] for row in found["memory"]["stages"]] == [int(512 * MIB * 0.95) - (32 + 24 + 142) * MIB] * 2
+
+
+def test_a_profile_without_the_devices_memory(doctor, tmp_path) -> None:
+    profile.write(small_profile(None), tmp_path / "small.json")
+    code, text = doctor(HEALTHY, "--pp 2 --dp 3 --profile small.json")
+    assert code == 0 and "the profile does not say how much the device has" in text
+
+
+# --- bad input -------------------------------------------------------------------------------------------
+
+SHAPE = "--pp 2 --dp 2"
+
+
+@pytest.mark.parametrize(
+    "config, arguments, says",
+    [
+        ([1], SHAPE, "ds.json holds [1]: give the path of DeepSpeed's JSON"),
+        ({}, SHAPE, "has neither train_batch_size nor train_micro_batch_size_per_gpu"),
+        ({**HEALTHY, "recycle": 3}, SHAPE, 'write an object such as {"enabled": true}'),
+        ({**HEALTHY, "recycle": {"enabeld": True}}, SHAPE, "recycle.enabeld: no such key; did you mean enabled?"),
+        ({**HEALTHY, "recycle": {"activation_cap": [1, 2, 3]}}, SHAPE, "3 entries for 2 stages"),
+        ({**HEALTHY, "recycle": {"activation_cap": "auto"}}, SHAPE, "without a profile nobody knows"),
+        ({**HEALTHY, "recycle": {"costs": {"forward_ms": 0, "input_ms": 0, "weight_ms": 0}}}, SHAPE, "recycle.costs are 0"),
+        ({**HEALTHY, "gradient_clipping": "auto"}, SHAPE, 'ds.json: gradient_clipping is "auto"; write a number'),
+        ({**HEALTHY, "gradient_accumulation_steps": 0}, SHAPE, "gradient_accumulation_steps is 0; write a whole number"),
+        ({**HEALTHY, "train_batch_size": True}, SHAPE, "train_batch_size is true; write a whole number"),
+        ({**HEALTHY, "fp16": True}, SHAPE, "fp16 is true; write an object"),
+        (HEALTHY, "--pp 0 --dp 2", "--pp 0: write a whole number of at least 1"),
+        (HEALTHY, "--pp 2 --dp -1", "--dp -1: write a whole number of at least 1"),
+        (HEALTHY, f"{SHAPE} --micro-batches 0", "--micro-batches 0: write a whole number of at least 1"),
+        (HEALTHY, f"{SHAPE} --hostfile nowhere", "--hostfile nowhere: No such file or directory; give the path"),
+        (HEALTHY, f"{SHAPE} --hostfile few", "--hostfile few: 3 slots for 2 stages x 2 replicas; write hosts with 4 slots together"),
+        (HEALTHY, f"{SHAPE} --hostfile twice", "--hostfile twice, line 2: a stands there twice; write one line for each host"),
+        (HEALTHY, f"{SHAPE} --hostfile bad", '--hostfile bad, line 1: "a 4"; write lines such as worker-1 slots=4'),
+        (HEALTHY, f"{SHAPE} --hostfile binary", "--hostfile binary: no text; give the path"),
+        (HEALTHY, f"{SHAPE} --profile nowhere", "--profile nowhere: No such file or directory; give the path"),
+        (HEALTHY, f"{SHAPE} --profile ds.json", "--profile ds.json: no profile: unknown keys"),
+        (HEALTHY, f"{SHAPE} --profile binary", "--profile binary: 'utf-8' codec"),
+        ({**HEALTHY, "train_micro_batch_size_per_gpu": 4}, f"{SHAPE} --profile small.json", "measure again with recycle profile --micro-batch 4"),
+        (HEALTHY, "--pp 8 --dp 2 --profile small.json", "--pp 8: 4 layers for 8 stages: a stage needs at least one layer; lower --pp"),
+        (HEALTHY, f"{SHAPE} --preset gpt4", "gpt3_medium"),
+        ({**HEALTHY, "recycle": {"activation_cap": "1MiB", "costs": {"profile": "small.json"}}}, SHAPE, "may hold 1048576 bytes"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, config, arguments, says) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps(config))
+    for name, text in {"few": "a slots=3", "twice": "a slots=2\na slots=2", "bad": "a 4"}.items():
+        Path(name).write_text(text)
+    Path("binary").write_bytes(b"\xff\xfe\xff")
+    profile.write(small_profile(None), "small.json")
+    assert_refused(capsys, ["doctor", "ds.json", *arguments.split()], says)
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [(None, "No such file or directory"), ("{'a': 1}", "is no JSON: Expecting property name"), ("[" * 100_000, "is no JSON"), (b"\xff", "is no JSON")],
+)
+def test_what_is_no_config_is_one_line(tmp_path, capsys, content, says) -> None:
+    path = tmp_path / "ds.json"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert_refused(capsys, ["doctor", str(path), *SHAPE.split()], says, 'give the path of DeepSpeed\'s JSON with a "recycle" section')
+
+
+def assert_refused(capsys, arguments: list[str], *says: str) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert all(part in said.err for part in says), said.err
+    assert said.err.startswith("recycle: ") and said.err.count("\n") == 1 and said.out == ""
+
+
+def test_no_framework_is_imported(tmp_path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({**HEALTHY, "optimizer": {"type": "Adam"}}))
+    script = f"""
+import sys
+from recycle_plugin.cli import main
+main(["doctor", {str(tmp_path / 'ds.json')!r}, "--pp", "2", "--dp", "2", "--preset", "gpt3_medium", "--json"])
+print(sorted({{"torch", "deepspeed", "megatron"}} & set(sys.modules)), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert done.stderr.strip() == "[]" and json.loads(done.stdout)["job"]["stages"] == 2
+
+
+# --- the two texts ---------------------------------------------------------------------------------------
+
+FINE = """\
+--pp 2 --dp 2: 4 workers, 4 micro-batches of each replica in a step
+costs: equal, F = I = W = 1 ms: no profile given
+
+What it survives
+  workers: any 1; at best 2 of 4, if one is left in every stage
+  ends it: a stage's last worker; the host of rank 0, which runs the coordinator and the store
+  hosts: none, all ranks are on one (no --hostfile given)
+
+Predicted slowdown
+  lost                      step  slower  bound  faster, at best
+  nobody                   13 ms   1.00x  1.00x
+  one worker of any stage  25 ms   1.92x  1.92x  cut the layers anew: 1.67x
+  any whole replica        25 ms   1.92x  1.92x
+
+What settings cost
+  recycle.activation_cap null: one loss costs 1.92x; 3 micro-batches: 1.85x
+  recycle.undo "snapshot": 12 bytes a parameter (Adam in fp32); "inverse": 4, not exact
+
+What is refused
+  nothing that the config asks for
+  only the CPU is supported yet: set DS_ACCELERATOR=cpu where the job runs
+  seen at the start only: tied layers, tensor parallelism, running statistics, plain iterators
+
+Versions here
+  torch          2.6.0   needs >=2.6
+  deepspeed      0.19.1  needs <0.20,>=0.19
+  megatron-core  0.16.0  needs <0.17,>=0.16
+
+Memory of a worker
+  not known without a profile: recycle profile --out FILE measures one, --profile FILE takes it
+
+Nothing has to change.
+"""
+
+MUCH = """\
+--pp 2 --dp 3: 6 workers, 6 micro-batches of each replica in a step
+costs: small, fp32, micro-batch 1; MEASURED: a device, 2026-01-01
+
+What it survives
+! recycle.enabled is false: the stock engine runs, and any loss ends the job; set it to true
+  workers: any 2; at best 4 of 6, if one is left in every stage
+  ends it: a stage's last worker; the host of rank 0, which runs the coordinator and the store
+  slots: 2 more than workers; launch with --num_nodes or --num_gpus to leave them out
+  host  ranks  seats    its loss
+  a     0-1    0.0 1.0  ends the job: coordinator
+  b     2-3    2.0 0.1  is survived
+  c     4-5    1.1 2.1  is survived
+
+Predicted slowdown
+  lost                               step  slower  bound  faster, at best
+  nobody                         381.1 ms   1.00x  1.00x
+  one worker, at worst: stage 1  561.1 ms   1.47x  1.47x
+  one worker, at best: stage 0   541.1 ms   1.42x  1.42x
+  2 workers of stage 1            1101 ms   2.89x  2.89x  move workers into whole replicas: 1.47x
+  2 workers, spread: stages 0-1  561.1 ms   1.47x  1.47x
+  any whole replica              561.1 ms   1.47x  1.47x
+  all replicas but one            1101 ms   2.89x  2.89x
+  host c                          1101 ms   2.89x  2.89x  move workers into whole replicas: 1.47x
+  host b                         561.1 ms   1.47x  1.47x
+
+What settings cost
+  gradient_clipping 1 (DeepSpeed's default): steps wait for the norm over all stages; 0, where the
+    model allows it: the step 381.1 ms -> 361.1 ms, after one loss 561.1 ms -> 541.1 ms
+  recycle.activation_cap 6 is enough: from 3 micro-batches (0.59 GiB) on one loss costs 1.47x
+  recycle.undo "snapshot": 12 bytes a parameter (Adam in fp32); "inverse": 4, not exact
+
+What is refused
+! fp16.enabled: only fp32 is supported yet (bf16 comes next); remove the fp16 section or set enabled
+    to false
+  only the CPU is supported yet: set DS_ACCELERATOR=cpu where the job runs
+  seen at the start only: tied layers, tensor parallelism, running statistics, plain iterators
+
+Versions here
+! deepspeed 0.18.2: pip install 'deepspeed<0.20,>=0.19'
+  torch          2.6.0          needs >=2.6
+  deepspeed      0.18.2         needs <0.20,>=0.19
+  megatron-core  not installed  needs <0.17,>=0.16
+
+Memory of a worker
+! stage 0 needs 1.38 GiB of 0.59 GiB: use more stages, or set recycle.activation_cap to 1
+! stage 1 needs 1.38 GiB of 0.59 GiB: use more stages, or set recycle.activation_cap to 1
+  the device has 0.59 GiB; kept: boundary tensors of two steps, after one loss
+  activations: at the cap; running: what an instruction needs, an estimate
+  stage     state      undo      kept  activations   running       sum
+  0      0.03 GiB  0.02 GiB  0.02 GiB     1.17 GiB  0.14 GiB  1.38 GiB
+  1      0.03 GiB  0.02 GiB  0.02 GiB     1.17 GiB  0.14 GiB  1.38 GiB
+
+5 things to change, marked with !
+"""
