@@ -142,8 +142,23 @@ class Settings(BaseModel):
     faults: Annotated[tuple[Annotated[str, AfterValidator(_checked_fault)], ...], _as_tuple] = _setting(
         (), f"a list of faults such as [{_FAULT}]", "faults to inject, each at a named instruction or point"
     )
+    progress_timeout_s: float = _setting(
+        5.0,
+        "a number of seconds, at least 1",
+        "a worker that computes one instruction for longer than this, and than three steps take, is given up as if it had died; so is one "
+        "whose process is stopped, or whose host is silent, for that long",
+        ge=1,
+        allow_inf_nan=False,
+    )
+    idle_timeout_s: float = _setting(
+        600.0,
+        "a number of seconds, more than 0",
+        "the same for what may take long, while others wait for it: the script's own code, data, a checkpoint, the first step",
+        gt=0,
+        allow_inf_nan=False,
+    )
     wait_timeout_s: float = _setting(
-        300.0, "a number of seconds, more than 0", "longest wait for a live peer before it is suspected", gt=0, allow_inf_nan=False
+        900.0, "a number of seconds, more than 0", "longest wait of a worker for anything; then the job ends", gt=0, allow_inf_nan=False
     )
     regroup_timeout_s: float = _setting(
         120.0, "a number of seconds, more than 0", "longest wait for the survivors to agree after a failure", gt=0, allow_inf_nan=False
@@ -182,6 +197,13 @@ class Settings(BaseModel):
                 "regroup_timeout_s",
                 f"{self.regroup_timeout_s:g} s is no less than recycle.wait_timeout_s = {self.wait_timeout_s:g} s",
                 f"write less than {self.wait_timeout_s:g}, or raise recycle.wait_timeout_s",
+            )
+        if not self.progress_timeout_s <= self.idle_timeout_s < self.wait_timeout_s:
+            raise SettingsError(
+                "idle_timeout_s",
+                f"{self.idle_timeout_s:g} s is not between recycle.progress_timeout_s = {self.progress_timeout_s:g} s and "
+                f"recycle.wait_timeout_s = {self.wait_timeout_s:g} s",
+                "write a number between them",
             )
         if self.faults and not self.enabled:
             raise SettingsError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import os
 import runpy
 import signal
@@ -19,17 +20,19 @@ from recycle_plugin.adapters.deepspeed import Plugin
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.protocol import Fatal
 from recycle_plugin.planner import PlanError
-from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.errors import CutOff, RecycleError
 from recycle_plugin.runtime.session import Session, connect_from_environment
 from recycle_plugin.settings import SettingsError
 
 PR_SET_PDEATHSIG = 1
+GIVEN_UP = 3  # exit code
 
 
 def main(command: list[str]) -> int:
     """Run the script; returns the exit code."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody would watch an orphan
     session = connect_from_environment(dict(os.environ), _end_early)
+    session.given_up = functools.partial(_end_given_up, session)
     leave = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_leave(session, leave))
     signal.signal(signal.SIGINT, lambda *_: _interrupt(session))
@@ -44,8 +47,13 @@ def main(command: list[str]) -> int:
     except JobEnded as end:
         if not end.failed:
             plugin.finish()
+        if session.coordinator_is_gone:
+            print(f"recycle: the job ends: {end}", file=sys.stderr, flush=True)
         session.leave()
         return int(end.failed)
+    except CutOff as error:
+        print(f"recycle: error: {error}", file=sys.stderr, flush=True)
+        return 1
     except (RecycleError, SettingsError, PlanError) as error:
         if os.environ.get("RECYCLE_TRACEBACK"):
             traceback.print_exc()
@@ -75,6 +83,12 @@ def _end_early(session: Session) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def _end_given_up(session: Session, reason: str) -> None:
+    """Whatever the main thread is at, it must not do any more of it: no checkpoint that the others do not know, no message."""
+    print(f"recycle: worker {session.rank} was given up ({reason}), and the others go on without it: it ends", file=sys.stderr, flush=True)
+    os._exit(GIVEN_UP)
 
 
 def _ask_to_leave(session: Session, asked: threading.Event) -> None:

@@ -33,6 +33,7 @@ from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.watch import Watch
 
 WORKERS, SUPERVISORS = "workers", "supervisors"
+OF_MEMBERS = (Report, Stepped, Contribution, Leaving, Left, Beat, Fatal, Note)  # nothing of this counts from a lost worker
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Membership:
     def receive(self, message: object, now: float) -> Output:
         """Handle one message that arrived at ``now`` (seconds)."""
         out = Output()
+        if isinstance(message, OF_MEMBERS) and message.rank in self.lost:
+            return out  # it may have been stopped, or cut off
         match message:
             case Ready():
                 self._enrol(message, now, out)
@@ -105,9 +108,7 @@ class Membership:
             case Exited():
                 self._exit(message, now, out)
             case Beat():
-                heard = self.watch.beat(message)
-                if message.rank not in self.lost:
-                    out.tell(message.rank, heard)
+                out.tell(message.rank, self.watch.beat(message))
             case Pulse():
                 self.watch.pulse(message)
             case Terminate():

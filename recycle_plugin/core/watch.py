@@ -71,8 +71,9 @@ class Watch:
                 sign.pulse = self.clock
 
     def beat(self, message: Beat) -> Heard:
-        """The answer.  Its promise holds also where the deadline shrinks, and where this clock, told the time now and then, lags."""
-        sign, answer = self._signs.get(message.rank), Heard(message.number, self.deadline_s)
+        """The answer, without a promise before the start.  The promise holds also where the deadline shrinks, and where this clock, told the time now and then, lags."""
+        sign = self._signs.get(message.rank)
+        answer = Heard(message.number, self.deadline_s if sign is not None else 0.0)
         if sign is not None:
             if sign.last is None or (message.done, message.at, message.what) != (sign.last.done, sign.last.at, sign.last.what):
                 sign.since = self.clock

@@ -11,8 +11,9 @@ import asyncio
 import time
 from typing import Callable
 
-from recycle_plugin.core.membership import WORKERS, Event, Membership, Output
+from recycle_plugin.core.membership import SUPERVISORS, WORKERS, Event, Membership, Output
 from recycle_plugin.core.protocol import Exited, Fatal, Hello, Left, Over, Ready, Welcome, decode, encode
+from recycle_plugin.core.watch import TICK_S
 
 
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
@@ -36,10 +37,12 @@ class Coordinator:
         self._regroup_timeout_s = 120.0
         self._watched = -1
         self._server: asyncio.Server | None = None
+        self._ticking: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int) -> None:
         """Listen; OSError when the port is taken."""
         self._server = await asyncio.start_server(self._serve, host, port, limit=1 << 24)
+        self._tick()
 
     async def all_gone(self, goodbye_s: float) -> None:
         """Return when every supervisor has closed its connection, ``goodbye_s`` after the end of the job at the latest."""
@@ -57,6 +60,7 @@ class Coordinator:
         """Close every connection and wait for those that serve them: cancelled later, they would say so."""
         if self._server is not None:
             self._server.close()
+            self._ticking.cancel()
         for writer in self._serving.values():
             writer.close()
         if self._serving:
@@ -130,13 +134,24 @@ class Coordinator:
             self._say(event, now)
         self._watch_regrouping()
 
+    def _tick(self) -> None:
+        self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        self._act(self._membership.tick(time.time()))
+
     def _send(self, whom: str | int, message: object) -> None:
         line = encode(message)
-        for writer in list((self._workers if whom == WORKERS else self._supervisors).values()):
+        for writer in self._writers(whom):
             writer.write(line)
         if isinstance(message, Over):
             self._last_word = message
             self._over.set()
+
+    def _writers(self, whom: str | int) -> list[asyncio.StreamWriter]:
+        if whom == SUPERVISORS:
+            return list(self._supervisors.values())
+        if whom == WORKERS:  # what is for a lost one that does not read would pile up here
+            return [writer for rank, writer in self._workers.items() if rank not in self._membership.lost]
+        return [self._workers[whom]] if whom in self._workers else []
 
     def _watch_regrouping(self) -> None:
         number = self._membership.regrouping

@@ -3,7 +3,7 @@
 A thread reads the coordinator's messages into plain fields under one condition variable.  The
 transport announces arrivals on the same condition, so every wait of the worker (for a tensor, a
 commit, a collective) wakes at once when the membership changes, and every wait has a deadline and
-names what it waited for.
+names what it waited for.  Another thread beats (runtime/heart.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import time
 from typing import Callable, TypeVar
 
 from recycle_plugin.core.line import Line
-from recycle_plugin.core.protocol import End, Generation, Hello, Leaving, Left, Note, Welcome, decode, encode
-from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
+from recycle_plugin.core.protocol import End, Fence, Generation, Heard, Hello, Leaving, Left, Note, Welcome, decode, encode
+from recycle_plugin.core.watch import WAITS
+from recycle_plugin.runtime.errors import CutOff, RecycleError, WaitTimeout
+from recycle_plugin.runtime.heart import Heart
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 60.0
@@ -29,7 +31,8 @@ class Session(Line):
     meets outside a step, in a collective of its own.
 
     ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
-    be blocked where no exception gets in.
+    be blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without this
+    worker: nothing that it might still do is wanted.
     """
 
     def __init__(
@@ -40,6 +43,10 @@ class Session(Line):
         self.wait_timeout_s = wait_timeout_s
         self.changed = threading.Condition()
         self.between_steps: Callable[[], None] | None = None
+        self.regroup_timeout_s = 120.0
+        self.heart = Heart(rank, self.send)
+        self.given_up: Callable[[str], None] | None = None
+        self.coordinator_is_gone = False  # so nobody but this worker can tell the user
         self._closed = False
         self._ended_early = ended_early
         self._socket = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
@@ -87,8 +94,10 @@ class Session(Line):
     def _listen(self) -> None:
         try:
             for line in self._lines:
+                message = decode(line)
+                self._leave_if_given_up(message)
                 with self.changed:
-                    self.take(decode(line))
+                    self.heart.heard(message) if isinstance(message, Heard) else self.take(message)
                     self.changed.notify_all()
                 self._leave_early()
         except OSError:
@@ -103,8 +112,15 @@ class Session(Line):
             tell, self._ended_early = self._ended_early, None
             tell(self)
 
+    def _leave_if_given_up(self, message: object) -> None:
+        fenced = isinstance(message, Fence) and message.rank == self.rank
+        outside = isinstance(message, Generation) and not message.from_step and self.rank not in {member.rank for member in message.members}
+        if self.given_up is not None and (fenced or outside and not self._closed):
+            self.given_up(message.reason if fenced else message.cause)
+
     def _coordinator_gone(self) -> None:
         if not self._closed and self.end is None:
+            self.coordinator_is_gone = True
             self.end = End(0, "the coordinator's host is gone (it is still a single point of failure)", failed=True)
 
     # --- waiting -----------------------------------------------------------------------------------
@@ -114,11 +130,11 @@ class Session(Line):
 
         ``interruptible``: a membership change raises :class:`Interrupted`; the end of the job always
         raises :class:`JobEnded`.  Past the deadline (``timeout_s``, by default ``wait_timeout_s``):
-        :class:`WaitTimeout` with ``what``.
+        :class:`WaitTimeout` with ``what``.  :class:`CutOff` when the coordinator is not heard any more.
         """
         timeout_s = timeout_s or self.wait_timeout_s
         deadline = time.monotonic() + timeout_s
-        with self.changed:
+        with self.heart.at(WAITS, ""), self.changed:
             while True:
                 self.check_end()
                 if interruptible:
@@ -126,11 +142,25 @@ class Session(Line):
                 result = ready()
                 if result is not None:
                     return result
-                left = deadline - time.monotonic()
-                if left <= 0:
+                now, cut_off = time.monotonic(), self.heart.fresh_until + self.regroup_timeout_s
+                if now >= min(deadline, cut_off):
                     name = what if isinstance(what, str) else what()
+                    if cut_off < deadline:
+                        self._raise_cut_off(name)
                     raise WaitTimeout(f"waited {timeout_s:.0f} s for {name}; raise recycle.wait_timeout_s if it may take longer")
-                self.changed.wait(left)
+                self.changed.wait(min(deadline, cut_off) - now)
+
+    def assure(self, what: object, interruptible: bool = True) -> None:
+        """Return once it is sure that nobody goes on without this worker: to be called before ``what``, which others would see."""
+        if not self.heart.is_fresh:
+            self.heart.beat()
+            self.wait(lambda: f"the coordinator's word before {what}", lambda: self.heart.is_fresh or None, interruptible)
+
+    def _raise_cut_off(self, name: str) -> None:
+        raise CutOff(
+            f"worker {self.rank} has heard nothing of the coordinator for {self.regroup_timeout_s:.0f} s, so the others may have gone on "
+            f"without it; it stops waiting for {name}"
+        )
 
     def wait_committed(self, step: int, interruptible: bool = True) -> None:
         self.wait(f"the commit of step {step}", lambda: self.is_committed(step), interruptible)

@@ -14,8 +14,9 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
-from recycle_plugin.core.protocol import Exited, Hello, Over, Terminate, Welcome, decode, encode
+from recycle_plugin.core.protocol import Exited, Fence, Hello, Over, Pulse, Terminate, Welcome, decode, encode
 from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.coordinator import Coordinator
 from recycle_plugin.runtime.spawn import Process, spawn
@@ -23,6 +24,7 @@ from recycle_plugin.runtime.spawn import Process, spawn
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RETRY_S = 0.05
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
+PULSE_S = 0.5  # between two signs of the worker's life
 END_S = 15.0  # how long a worker that was told to end may take
 
 
@@ -40,6 +42,7 @@ class Supervisor:
         self._address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
         self._over: asyncio.Future[int] | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._worker: Process | None = None
 
     async def run(self) -> int:
         """The exit code for the launcher: 0 also when the worker was killed and the job went on."""
@@ -60,11 +63,13 @@ class Supervisor:
         assert isinstance(welcome, Welcome)
         self._over = asyncio.get_running_loop().create_future()
         listening = asyncio.create_task(self._listen(reader))
-        worker = await spawn("recycle_plugin.worker", self._command, self._worker_environment(welcome.store_port))
+        self._worker = await spawn("recycle_plugin.worker", self._command, self._worker_environment(welcome.store_port))
+        pulse = asyncio.create_task(self._pulse())
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._tell, Terminate(self._rank, f"a supervisor got {number.name}"))
-        code = await self._until_both_ended(worker)
+        code = await self._until_both_ended(self._worker)
         listening.cancel()
+        pulse.cancel()
         self._writer.close()
         return code
 
@@ -86,7 +91,7 @@ class Supervisor:
         await asyncio.wait({exit_code, self._over}, return_when=asyncio.FIRST_COMPLETED)
         if not exit_code.done():
             await self._end_worker(worker, exit_code)
-        code = exit_code.result()
+        code, self._worker = exit_code.result(), None
         self._tell(Exited(self._rank, code, time.time()))
         if code == 0:
             return await self._over if self._over.done() else 0
@@ -101,9 +106,25 @@ class Supervisor:
             worker.send_signal(number)
         await exit_code
 
+    async def _pulse(self) -> None:
+        """Say now and then that the worker's process is there, and whether it runs."""
+        while self._worker is not None and not self._over.done():
+            self._tell(Pulse(self._rank, is_stopped(self._worker.pid)))
+            await asyncio.sleep(PULSE_S)
+
+    def _fence(self) -> None:
+        """The others go on without the worker: it must not wake up."""
+        try:
+            if self._worker is not None:
+                self._worker.send_signal(signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it has ended by itself
+
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             message = decode(line)
+            if isinstance(message, Fence) and message.rank == self._rank:
+                self._fence()
             if isinstance(message, Over) and not self._over.done():
                 self._over.set_result(message.code)
         if not self._over.done():
@@ -166,6 +187,14 @@ async def _connect(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyn
             if time.monotonic() > deadline:
                 raise ConnectionError(f"no coordinator at {address[0]}:{address[1]} within {CONNECT_S:.0f} s ({error})") from error
             await asyncio.sleep(RETRY_S)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process has got SIGSTOP or the like."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has just ended
+        return False
 
 
 def main(command: list[str]) -> int:

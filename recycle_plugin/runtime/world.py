@@ -15,9 +15,12 @@ from typing import Callable, Iterator, Mapping
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.faults import Fault, FaultScript
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.instruction import SENDS, STAGE_WIDE, Instruction, Op
 from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.watch import COMPUTES, ELSEWHERE
 from recycle_plugin.runtime.session import Session
+
+OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must not do
 
 
 class TorchWorld:
@@ -56,7 +59,11 @@ class TorchWorld:
         return iter(())
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[None]:
-        self._perform(instruction)
+        if instruction.op in OUTWARD:
+            self._session.assure(instruction)
+        with self._session.heart.at(ELSEWHERE if instruction.op is Op.LOAD else COMPUTES, instruction):
+            self._perform(instruction)
+        self._session.heart.finished()
         return iter(())
 
     def record(self, span: Span) -> None:

@@ -25,7 +25,7 @@ def assert_bitwise(result: Result, stock: Result) -> None:
 
 def test_unclipped_against_the_script_without_the_plugin(launch):
     """The stock run starts from the ``deepspeed`` command, and nothing of the plugin but the script's model is in it."""
-    stock = launch("recycle.enabled=false", plugin=False, cold=True).finish()
+    stock = launch("recycle.enabled=false", plugin=None, cold=True).finish()
     assert "recycle_plugin.launch" not in stock.output
     assert_bitwise(launch(*OFF).finish(), stock)
 

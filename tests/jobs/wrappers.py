@@ -10,6 +10,7 @@ import torch
 
 from recycle_plugin.adapters.deepspeed import engine as engine_module
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
+from recycle_plugin.core.instruction import COMPUTE
 from recycle_plugin.runtime.stage import Stage
 from recycle_plugin.runtime.world import TorchWorld
 
@@ -87,6 +88,21 @@ def _wait(ready, what: str) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"no {what} within {DEADLINE_S:.0f} s")
         time.sleep(POLL_S)
+
+
+# --- slow and stuck workers --------------------------------------------------------------------------
+
+
+def linger(seat: str, seconds: float, step: int, only: str = "") -> None:
+    """The worker at ``seat`` spends ``seconds`` in each compute instruction of ``step``, or in the instruction ``only``."""
+    perform = RecycleEngine._perform
+
+    def changed(self: RecycleEngine, instruction) -> None:
+        if str(self.seat) == seat and instruction.step == step and instruction.op in COMPUTE and only in ("", str(instruction)):
+            time.sleep(seconds)
+        perform(self, instruction)
+
+    RecycleEngine._perform = changed
 
 
 # --- what the engine knows --------------------------------------------------------------------------

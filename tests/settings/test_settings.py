@@ -76,6 +76,18 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
             "recycle.regroup_timeout_s: 120 s is no less than recycle.wait_timeout_s = 20 s; "
             "write less than 20, or raise recycle.wait_timeout_s",
         ),
+        (
+            {"wait_timeout_s": 500},
+            "recycle.idle_timeout_s: 600 s is not between recycle.progress_timeout_s = 5 s and recycle.wait_timeout_s = 500 s; "
+            "write a number between them",
+        ),
+        (
+            {"progress_timeout_s": 20, "idle_timeout_s": 10},
+            "recycle.idle_timeout_s: 10 s is not between recycle.progress_timeout_s = 20 s and recycle.wait_timeout_s = 900 s; "
+            "write a number between them",
+        ),
+        ({"progress_timeout_s": 0.5}, "recycle.progress_timeout_s: 0.5 is not possible; write a number of seconds, at least 1"),
+        ({"idle_timeout_s": 0}, "recycle.idle_timeout_s: 0 is not possible; write a number of seconds, more than 0"),
         ({"wait_timeout_s": True}, "recycle.wait_timeout_s: true is a boolean; write a number of seconds, more than 0"),
         ({"wait_timeout_s": 0}, "recycle.wait_timeout_s: 0 is not possible; write a number of seconds, more than 0"),
         ({"wait_timeout_s": float("inf")}, "recycle.wait_timeout_s: Infinity is not possible; write a number of seconds, more than 0"),

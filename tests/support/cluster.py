@@ -137,12 +137,12 @@ class Run:
     """One job under the launcher.  ``finish`` waits for its end; ``clean`` ends whatever is left, and is called always.
 
     ``cold``: everything is started as a user starts it, from the ``deepspeed`` command on, workers included.
-    ``plugin=False``: the script runs without recycle_plugin.launch.  ``more``: environment variables.
+    ``plugin``: the module under which the script runs, None for the script alone.  ``more``: environment variables.
     """
 
     def __init__(
         self, server: ForkServer, folder: Path, ranks: int, script: str, arguments: list[str],
-        plugin: bool = True, cold: bool = False, port: int | None = None, **more: str,
+        plugin: str | None = "recycle_plugin.launch", cold: bool = False, port: int | None = None, **more: str,
     ) -> None:  # fmt: skip
         self.folder = folder
         self.mark = uuid.uuid4().hex
@@ -152,7 +152,7 @@ class Run:
         self._cold_run = cold
         self._output = folder / "output.txt"
         variables = environment(**{MARK: self.mark} | ({} if cold else {"RECYCLE_FORK_SERVER": server.path}) | more)
-        program = [*(["--module", "recycle_plugin.launch"] if plugin else []), script, *arguments]
+        program = [*(["--module", plugin] if plugin else []), script, *arguments]
         with self._output.open("w") as output:
             self.launcher = self._cold(ranks, program, variables, output) if cold else self._warm(ranks, program, variables, output)
 

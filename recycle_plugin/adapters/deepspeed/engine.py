@@ -30,6 +30,7 @@ from recycle_plugin.core.loop import Program
 from recycle_plugin.core.protocol import Contribution, Member, Ready
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.kept import Kept
 from recycle_plugin.runtime.loop import Loop
@@ -129,7 +130,9 @@ class RecycleEngine(PipelineEngine):
         if self._loop is None:
             return super().save_checkpoint(save_dir, tag, *arguments, **named)
         Path(save_dir).mkdir(parents=True, exist_ok=True)
-        with stand_in(self, self.seat, self._job.session.generation):
+        session = self._job.session
+        session.assure("a checkpoint", interruptible=False)
+        with session.heart.at(ELSEWHERE, "a checkpoint"), stand_in(self, self.seat, session.generation):
             saved = super().save_checkpoint(save_dir, tag, *arguments, **named)
         path = str(Path(save_dir) / str(tag if tag is not None else f"global_step{self.global_steps}"))
         if self._is_first():
@@ -177,6 +180,7 @@ class RecycleEngine(PipelineEngine):
         costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(validate, self.num_stages)
         loop = Loop(session, self._transport, self, self.topology_, costs, policy, self.seat, machine, self._world.reach_point)
         member = Member(self.global_rank, self.seat, self._transport.address, session.host)
+        session.heart.start(settings.progress_timeout_s)
         session.send(Ready(member, machine.stepped, self._job_record(run_dir, validate)))
         loop.start()
         self._loop = loop
@@ -186,7 +190,8 @@ class RecycleEngine(PipelineEngine):
         settings, shape = self._job.settings, self.topology_
         return {
             "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "run_dir": run_dir,
-            "regroup_timeout_s": settings.regroup_timeout_s, "strict_placement": settings.strict_placement,
+            "regroup_timeout_s": settings.regroup_timeout_s, "progress_timeout_s": settings.progress_timeout_s,
+            "idle_timeout_s": settings.idle_timeout_s, "strict_placement": settings.strict_placement,
             "split_backward": settings.split_backward, "stagger_optimizer": settings.stagger_optimizer, "reroute": settings.reroute,
             "activation_cap": settings.activation_cap, "clipping": self.gradient_clipping() if validate else 0.0,
             "norm": str(settings.norm), "undo": settings.undo, "keep_bytes": settings.keep_bytes, "rng": settings.rng, "seed": settings.seed,

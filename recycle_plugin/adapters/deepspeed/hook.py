@@ -90,7 +90,7 @@ class Plugin:
             raise RecycleError("deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet")
         check_config(config, model)
         check_dataset(data)
-        self.session.wait_timeout_s = settings.wait_timeout_s
+        self.session.wait_timeout_s, self.session.regroup_timeout_s = settings.wait_timeout_s, settings.regroup_timeout_s
         stock, module.PipelineEngine = module.PipelineEngine, functools.partial(RecycleEngine, job=Job(self.session, settings))
         try:
             yield

@@ -1,0 +1,57 @@
+"""Workers that are stopped or stuck are given up, and training goes on as if they had died; slow ones are not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.jobs import WRAPPED, assert_same_training, faults
+
+SOON = "recycle.progress_timeout_s=2"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    (
+        "stop 0.1 before 1F0.1@6",
+        "stop 1.0 after 0REDUCE@6",
+        pytest.param("stop 0.0 before 0STEP@6", marks=pytest.mark.all_kills),
+        pytest.param("stop 1.1 after 1I1.0@6", marks=pytest.mark.all_kills),
+    ),
+)
+def test_a_stopped_worker_is_given_up(launch, reference, fault):
+    """Its supervisor kills it: at the end of every test nothing is left."""
+    result = launch(SOON, faults(fault)).finish()
+    assert_same_training(result, reference(), {fault.split()[1]})
+    (lost,), (confirmed,) = result.of("lost"), result.of("confirmed")
+    assert "its process is stopped for" in lost["how"] and confirmed["code"] == -9
+
+
+def test_a_worker_that_stops_while_it_recovers(launch, reference):
+    result = launch(SOON, faults("kill 0.1 before 1F0.1@6", "stop 1.0 at recovery.report:2")).finish()
+    assert_same_training(result, reference(), {"0.1", "1.0"})
+
+
+@pytest.mark.parametrize("fault", ("stop 0.1 before 1F0.1@6", "stop 0.1 before 1REDUCE@6"))
+def test_a_worker_that_wakes_up_later_changes_nothing_and_ends(launch, reference, fault):
+    """Its supervisor fails to kill it, and wakes it up instead."""
+    result = launch(SOON, faults(fault), plugin="tests.jobs.unfenced").finish()
+    assert_same_training(result, reference(), {"0.1"})
+    (confirmed,) = result.of("confirmed")
+    assert confirmed["code"] == 3 and result.output.count("was given up (its process is stopped for") == 1
+
+
+def test_a_worker_that_is_stuck_in_an_instruction_is_given_up(launch, reference):
+    wrap = json.dumps({"name": "linger", "seat": "1.1", "seconds": 1000, "step": 6, "only": "1I1.0@6"})
+    result = launch(SOON, script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
+    assert_same_training(result, reference(), {"1.1"})
+    (lost,) = result.of("lost")
+    assert "it computes 1I1.0@6 for" in lost["how"]
+
+
+def test_a_long_step_of_many_instructions_is_progress_and_who_waits_for_it_is_not_to_blame(launch, reference):
+    """Each instruction takes half of the deadline, the step three times as long."""
+    wrap = json.dumps({"name": "linger", "seat": "0.0", "seconds": 1.0, "step": 6})
+    result = launch(SOON, script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
+    assert_same_training(result, reference())
