@@ -24,7 +24,8 @@ recycle doctor ds_config.json --pp 4 --dp 3 --hostfile hosts.txt --profile profi
 
 Ranks sit as DeepSpeed puts them: hosts in the hostfile's order, and PipeDataParallelTopology, so that the replicas of a
 stage have neighbouring ranks.  Slowdowns are the planner's, of steps that follow each other, under the config's settings
-and costs; "bound" is the least that any schedule with this routing and memory could reach.
+and costs; "bound" is the least that any schedule with this routing and memory could reach.  What would be "faster, at best" is not
+done yet: other ways to go on than rerouting, by their own lower bounds and without the time to change over.
 
 Exit code: 0 where nothing has to change; 1 where something has to, in lines that begin with "!"; 2 for bad input.
 """
@@ -131,7 +132,7 @@ def _host(job: Job, host: str, risky: tuple[int, ...]) -> dict:
 
 def _host_table(rows: list[dict]) -> Iterator[str]:
     table = [("host", "ranks", "seats", "its loss")]
-    for row in rows[: ROWS]:
+    for row in rows[:ROWS]:
         seats, (first, last) = row["seats"], row["ranks"]
         named = " ".join(seats) if len(seats) <= NAMED else f"{seats[0]} ... {seats[-1]}"
         table.append((clipped(row["host"]), f"{first}-{last}", named, f"ends the job: {row['ends']}" if row["ends"] else "is survived"))
@@ -342,17 +343,18 @@ def memory(job: Job) -> Section:
     table = [("stage", *PARTS.values()), *((str(stage), *(gib(row[part]) for part in PARTS)) for stage, row in enumerate(rows))]
     has = "the profile does not say how much the device has" if device is None else f"the device has {gib(device)}"
     lines = (f"{has}; kept: boundary tensors of two steps, after one loss", "activations: at the cap; running: what an instruction needs, an estimate")
-    wrong = tuple(
-        f"stage {stage} needs {gib(row['sum'])} of {gib(device)}: use more stages{_smaller(job, row, device)}"
-        for stage, row in enumerate(rows) if device is not None and row["sum"] > device
-    )  # fmt: skip
+    wrong = _too_much(rows, device) if device is not None else ()
     return Section("memory", title, {"device": device, "stages": rows}, lines, wrong, tuple(aligned(table, tuple(range(1, len(table[0]))))))
 
 
-def _smaller(job: Job, row: dict, device: int) -> str:
-    """The cap that would do, where one does."""
-    held = (device - row["sum"] + row["activations"]) // row["each"] if row["each"] else 0
-    return f", or set {SECTION}.activation_cap to {held}" if held >= 1 else ""
+def _too_much(rows: list[dict], device: int) -> tuple[str, ...]:
+    """One line for all stages that don't fit, with the cap that would do, where one does."""
+    over = [stage for stage, row in enumerate(rows) if row["sum"] > device]
+    if not over:
+        return ()
+    held = min((device - rows[stage]["sum"] + rows[stage]["activations"]) // max(1, rows[stage]["each"]) for stage in over)
+    smaller = f", or set {SECTION}.activation_cap to {held}" if held >= 1 else ""
+    return (f"{stages_text(over)}: {gib(max(row['sum'] for row in rows))} of {gib(device)}; use more stages{smaller}",)
 
 
 def held_bytes(job: Job) -> list[dict]:

@@ -20,6 +20,7 @@ from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.profile import Link, Part, Profile
 from recycle_plugin.core.topology import Topology
 
+README = (Path(__file__).parents[2] / "README.md").read_text()
 SIZES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6}
 ON = {"recycle": {"enabled": True}}
 HEALTHY = {**SIZES, **ON, "gradient_clipping": 0}
@@ -86,6 +87,12 @@ def test_a_job_with_much_to_change(doctor, surroundings) -> None:
     profile.write(small_profile(600 * MIB), "small.json")
     config = {**SIZES, "fp16": {"enabled": True}, "recycle": {"activation_cap": 6}}
     assert doctor(config, "--pp 2 --dp 3 --profile small.json", {"a": 2, "b": 2, "c": 4}) == (1, MUCH)
+
+
+def test_the_readmes_example(doctor) -> None:
+    example = README.split("for three hosts with four slots each:\n\n```\n")[1].split("```")[0].splitlines()
+    _, text = doctor({**SIZES, **ON}, "--pp 4 --dp 3", dict.fromkeys("abc", 4))
+    assert len(example) > 10 and [line for line in example if line not in text.splitlines()] == []
 
 
 @pytest.mark.parametrize("more", ["", "--preset gpt3_medium"])
@@ -321,6 +328,18 @@ def test_a_cap_in_bytes_is_what_activations_take(doctor, tmp_path) -> None:
     assert [row["activations"] for row in found["memory"]["stages"]] == [int(512 * MIB * 0.95) - (32 + 24 + 142) * MIB] * 2
 
 
+def test_the_cap_that_would_fit_fits_and_one_more_does_not(doctor, tmp_path) -> None:
+    profile.write(small_profile(900 * MIB), tmp_path / "small.json")
+
+    def change(cap: int) -> list[str]:
+        return data(doctor, {**HEALTHY, "recycle": {"enabled": True, "activation_cap": cap}}, "--pp 2 --dp 3 --profile small.json")["change"]
+
+    assert change(5) == ["stages 0-1: 1.19 GiB of 0.88 GiB; use more stages, or set recycle.activation_cap to 3"]
+    assert change(3) == [] and change(4) != []
+    profile.write(small_profile(300 * MIB), tmp_path / "small.json")
+    assert change(1) == ["stages 0-1: 0.41 GiB of 0.29 GiB; use more stages"]
+
+
 def test_a_profile_without_the_devices_memory(doctor, tmp_path) -> None:
     profile.write(small_profile(None), tmp_path / "small.json")
     code, text = doctor(HEALTHY, "--pp 2 --dp 3 --profile small.json")
@@ -485,13 +504,12 @@ Versions here
   megatron-core  not installed  needs <0.17,>=0.16
 
 Memory of a worker
-! stage 0 needs 1.38 GiB of 0.59 GiB: use more stages, or set recycle.activation_cap to 1
-! stage 1 needs 1.38 GiB of 0.59 GiB: use more stages, or set recycle.activation_cap to 1
+! stages 0-1: 1.38 GiB of 0.59 GiB; use more stages, or set recycle.activation_cap to 1
   the device has 0.59 GiB; kept: boundary tensors of two steps, after one loss
   activations: at the cap; running: what an instruction needs, an estimate
   stage     state      undo      kept  activations   running       sum
   0      0.03 GiB  0.02 GiB  0.02 GiB     1.17 GiB  0.14 GiB  1.38 GiB
   1      0.03 GiB  0.02 GiB  0.02 GiB     1.17 GiB  0.14 GiB  1.38 GiB
 
-5 things to change, marked with !
+4 things to change, marked with !
 """
