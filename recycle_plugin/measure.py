@@ -35,8 +35,8 @@ class RecoveryCost:
     have left (1 - f) of that step and two more at the degraded speed; ``cost_s`` is what the third commit came
     later than that.  Its shares: ``detection_s`` until the coordinator knows, ``regroup_s`` until everybody goes
     on (``plan_s`` of it for planning), ``redone_s`` of compute that was run a second time, and ``rest_s``, which is
-    negative where survivors had work to go on with while all that went on.  ``redone_s`` is that of the survivor
-    that had most of it: the step is longer by that at least.  ``redone_share``: what was run a second time, by all
+    negative where survivors had work to go on with meanwhile.  ``redone_s`` is that of the survivor that had most
+    of it: the step is longer by that at least.  ``redone_share``: what was run a second time, by all
     of them, in the time that the whole step's compute took.  ``stall_s`` is the cost without the redone part.
     """
 
