@@ -179,6 +179,22 @@ def test_where_memory_hides_a_cost_more_memory_is_named(doctor) -> None:
     assert "DeepSpeed's default" in doctor({**SIZES, **ON}, "--pp 4 --dp 3")[1]
 
 
+def test_bytes_that_a_split_backward_would_not_fit_into(doctor, tmp_path) -> None:
+    """As with activation checkpointing, more is held for W than for I: only other memory shows what splitting gains."""
+    small = small_profile(None)
+    profile.write(replace(small, layer=replace(small.layer, pending_bytes=200 * MIB)), tmp_path / "small.json")
+    section = {"enabled": True, "split_backward": False, "activation_cap": "300MiB", "costs": {"profile": "small.json"}}
+    rows = data(doctor, {**HEALTHY, "recycle": section}, "--pp 2 --dp 3")["settings"]
+    row = next(row for row in rows if row["setting"] == "recycle.split_backward")
+    assert row["activation_cap"] == 9 and row["period_one_lost_us_changed"] < row["period_one_lost_us"]
+
+
+def test_clipping_costs_one_stage_nothing(doctor) -> None:
+    assert "gradient_clipping 2: steps wait for the norm over all stages, which costs nothing here" in doctor(
+        {**SIZES, **ON, "gradient_clipping": 2}, "--pp 1 --dp 2"
+    )[1].replace("\n    ", " ")
+
+
 def test_stagger_off_is_told(doctor) -> None:
     _, text = doctor({**HEALTHY, "recycle": {"enabled": True, "stagger_optimizer": False, "undo": "inverse"}}, "--pp 4 --dp 3")
     assert "recycle.stagger_optimizer false: all stages step together; true" in text
