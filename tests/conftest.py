@@ -7,6 +7,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-kills", action="store_true", help="the full matrix of kills, and 20 kills at random times")
+    parser.addoption("--campaign-seeds", type=int, default=60, metavar="N", help="simulated jobs with failures (default 60)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -26,14 +26,15 @@ from typing import Iterable
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.placement import stages_at_risk
 from recycle_plugin.core.protocol import (
-    Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Generation, Leaving, Left, Member, Note, Over,
+    Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Generation, Leaving, Left, Member, Missing, Note, Over,
     Pulse, Ready, Report, Resume, Stepped, Terminate,
 )  # fmt: skip
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.watch import Watch
 
 WORKERS, SUPERVISORS = "workers", "supervisors"
-OF_MEMBERS = (Report, Stepped, Contribution, Leaving, Left, Beat, Fatal, Note)  # nothing of this counts from a lost worker
+TRIES = 2  # to send something over a new line
+OF_MEMBERS = (Report, Stepped, Contribution, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Membership:
         self._outnumbered_at: float | None = None  # by the watch's clock: since then too few are left to go on
         self._finishing = False
         self._leaving: dict[int, str] = {}
+        self._missed: dict[tuple[int, int], int] = {}  # how often who has missed something from whom since the last commit
         self._collections: dict[tuple[int, str], dict] = {}
 
     # --- messages in -----------------------------------------------------------------------------
@@ -111,6 +113,8 @@ class Membership:
                 out.tell(message.rank, self.watch.beat(message))
             case Pulse():
                 self.watch.pulse(message)
+            case Missing():
+                self._send_again(message, now, out)
             case Terminate():
                 out.say("terminate", f"{message.reason}: the job ends at the next commit")
                 self._end_planned(message.reason, out)
@@ -257,6 +261,7 @@ class Membership:
 
     def _commit(self, step: int, now: float, out: Output) -> None:
         self.committed = step
+        self._missed.clear()
         self.watch.committed(now)
         self._collections = {key: values for key, values in self._collections.items() if key[0] > step}
         out.tell(WORKERS, Committed(step))
@@ -322,6 +327,23 @@ class Membership:
             if self._outnumbered_at is not None and self.ended is None:
                 self._go_on_without(f"death of rank {message.rank}", now, out)
         self._lose(message.rank, how, now, message.at, out)
+
+    def _send_again(self, missing: Missing, now: float, out: Output) -> None:
+        """A line between two live workers has lost something: all meet again, over new lines, and it is sent once more.
+
+        Where that does not help, the two can't work together, and the one that is not heard goes.
+        """
+        member = self.members.get(missing.rank)
+        source = next((rank for rank, other in self.members.items() if str(other.seat) == missing.source), None)
+        if member is None or source is None or missing.generation != self._in_force or self._halted:
+            return
+        pair = member.rank, source
+        self._missed[pair] = self._missed.get(pair, 0) + 1
+        why = f"seat {member.seat} misses {missing.what} from seat {missing.source}"
+        if self._missed[pair] > TRIES:
+            self._give_up(source, f"{why}, for the {self._missed[pair]}th time", now, out)
+        else:
+            self._regroup(why, now, out)
 
     def _give_up(self, rank: int, why: str, now: float, out: Output) -> None:
         """Lose a worker that may be alive, and see to it that it does nothing more."""

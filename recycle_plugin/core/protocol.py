@@ -126,6 +126,16 @@ class Beat:
 
 
 @dataclass(frozen=True)
+class Missing:
+    """``what`` has not come from seat ``source`` for long, and both are there: the line between them is broken."""
+
+    rank: int
+    generation: int
+    what: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Pulse:
     """From the supervisor, every so often: its worker's process is there, and whether it is stopped."""
 
@@ -199,7 +209,10 @@ class Resume:
 
 @dataclass(frozen=True)
 class Heard:
-    """The beat ``number`` has come: until ``for_s`` after it was sent, this worker is not given up for its silence."""
+    """The beat ``number`` has come: until ``for_s`` after it was sent, this worker is not given up for its silence.
+
+    To a supervisor: its :class:`Exited` has come.
+    """
 
     number: int
     for_s: float
@@ -249,7 +262,7 @@ class Over:
 MESSAGES = {
     kind.__name__: kind
     for kind in (
-        Hello, Ready, Report, Stepped, Contribution, Leaving, Left, Exited, Beat, Pulse, Terminate, Fatal, Note,
+        Hello, Ready, Report, Stepped, Contribution, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal, Note,
         Welcome, Generation, Resume, Heard, Fence, Committed, Collected, End, Over,
     )
 }  # fmt: skip

@@ -6,10 +6,10 @@ are not linear, so a wrong stash, stale parameters, a dropped or doubled micro-b
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Mapping
 
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.dataflow import Datum, provides
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Plan
@@ -24,6 +24,36 @@ def sample(micro_batch: MicroBatch, step: int, salt: int) -> int:
     return pow(1 + salt + 5 * micro_batch.index + 1009 * micro_batch.replica + 1_000_033 * step, 7, PRIME)
 
 
+def compute(instruction: Instruction, have: Mapping[Datum, Any], stages: int) -> dict[Datum, Any]:
+    """What ``instruction``, other than a REDUCE, makes of what a worker has."""
+    stage, micro_batch, step = instruction.stage, instruction.micro_batch, instruction.step
+    params = have.get(Datum("params", stage, None, step))
+
+    def here(kind: str) -> Datum:
+        return Datum(kind, stage, micro_batch, step)
+
+    match instruction.op:
+        case Op.LOAD:
+            return {here("data"): (sample(micro_batch, step, 1), sample(micro_batch, step, 2))}
+        case Op.F:
+            x = have[here("data")][0] if stage == 0 else have[Datum("act", stage - 1, micro_batch, step)]
+            made = (params * x + x * x) % PRIME
+            loss = (made - have[here("data")][1]) % PRIME if stage == stages - 1 else None
+            return {here("act"): made, here("stash"): (x, loss)}
+        case Op.I | Op.B:
+            x, loss = have[here("stash")]
+            incoming = loss if loss is not None else have[Datum("grad", stage + 1, micro_batch, step)]
+            grad = {here("grad"): incoming * (params + 2 * x) % PRIME}
+            return grad | ({here("inner"): (x, incoming)} if instruction.op is Op.I else {here("wgrad"): incoming * x % PRIME})
+        case Op.W:
+            x, incoming = have[here("inner")]
+            return {here("wgrad"): incoming * x % PRIME}
+        case Op.STEP:
+            return {Datum("params", stage, None, step + 1): (params - LEARNING_RATE * have[here("reduced")]) % PRIME}
+        case _:
+            return dict.fromkeys(provides(instruction))
+
+
 class ExactWorld(VirtualWorld):
     """Parameters are one number for each seat, equal within a stage."""
 
@@ -35,39 +65,12 @@ class ExactWorld(VirtualWorld):
         return False, sum(value for datum, value in self.store[seat].items() if datum.kind == "wgrad" and datum.step == instruction.step)
 
     def compute(self, seat: Seat, instruction: Instruction) -> dict[Datum, Any]:
-        stage, micro_batch, step = instruction.stage, instruction.micro_batch, instruction.step
-        have = self.store[seat]
-        params = have.get(Datum("params", stage, None, step))
-
-        def here(kind: str) -> Datum:
-            return Datum(kind, stage, micro_batch, step)
-
-        match instruction.op:
-            case Op.LOAD:
-                return {here("data"): (sample(micro_batch, step, 1), sample(micro_batch, step, 2))}
-            case Op.F:
-                x = have[here("data")][0] if stage == 0 else have[Datum("act", stage - 1, micro_batch, step)]
-                made = (params * x + x * x) % PRIME
-                loss = made - have[here("data")][1] if stage == self.plan.stages - 1 else None
-                return {here("act"): made, here("stash"): (x, loss)}
-            case Op.I | Op.B:
-                x, loss = have[here("stash")]
-                incoming = loss if loss is not None else have[Datum("grad", stage + 1, micro_batch, step)]
-                grad = {here("grad"): incoming * (params + 2 * x) % PRIME}
-                if instruction.op is Op.I:
-                    return grad | {here("inner"): (x, incoming)}
-                return grad | {here("wgrad"): incoming * x % PRIME}
-            case Op.W:
-                x, incoming = have[here("inner")]
-                return {here("wgrad"): incoming * x % PRIME}
-            case Op.REDUCE:
-                brought = [each for peer, each in self.contributions(self.joint(instruction)).items() if peer.stage == stage]
-                whole = [value for is_whole, value in brought if is_whole]
-                return {here("reduced"): whole[0] if whole else sum(value for _, value in brought) % PRIME}
-            case Op.STEP:
-                return {Datum("params", stage, None, step + 1): (params - LEARNING_RATE * have[here("reduced")]) % PRIME}
-            case _:
-                return super().compute(seat, instruction)
+        if instruction.op is not Op.REDUCE:
+            return compute(instruction, self.store[seat], self.plan.stages)
+        brought = [each for peer, each in self.contributions(self.joint(instruction)).items() if peer.stage == instruction.stage]
+        whole = [value for is_whole, value in brought if is_whole]
+        reduced = whole[0] if whole else sum(value for _, value in brought) % PRIME
+        return {Datum("reduced", instruction.stage, None, instruction.step): reduced}
 
     def final(self) -> dict[Seat, int]:
         """Every live seat's weight after the last step."""

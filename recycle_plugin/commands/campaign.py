@@ -1,0 +1,70 @@
+"""``recycle campaign``: seeded failures of a simulated cluster that runs the production code; says which instant breaks it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+
+DRAWN_TICKS = 120
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "campaign", help="look for a failure that recovery does not survive, in virtual time",
+        description="Runs jobs in virtual time through the production code of executor, loop, step machine, membership, commit and lineage, "
+        "with kills, stops, stuck and slow workers, lost and late messages, partitions, several at once and in recovery; weights are exact numbers. "
+        "Exits with 1 where something that must hold does not, and prints the line that runs it again.",
+    )  # fmt: skip
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--seeds", type=int, default=200, metavar="N", help="so many random jobs (default 200)")
+    what.add_argument("--seed", type=int, metavar="S", help="this one, with its story")
+    what.add_argument("--every-instant", action="store_true", help="4 stages x 3 replicas, 6 micro-batches: kill each worker before and after each instruction")
+    what.add_argument("--kill", metavar="FAULT", help="one of those of --every-instant, with its story")
+    parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
+    parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th instant of --every-instant (default 1)")
+    parser.add_argument("--json", action="store_true", help="the result as JSON: seeds, faults, violations, redone_share, seconds")
+    parser.set_defaults(run=run)
+
+
+def run(found: argparse.Namespace) -> int:
+    from recycle_plugin import planner
+    from recycle_plugin.simulator import campaign
+
+    if found.seeds < 1 or found.stride < 1 or found.first < 0 or (found.seed is not None and found.seed < 0):
+        raise ValueError("--seeds and --stride: at least 1; --first and --seed: not negative")
+    planner.warm()
+    if found.seed is not None:
+        return _story(campaign.run(f"--seed {found.seed}", campaign.scenario(found.seed)))
+    if found.kill is not None:
+        return _story(campaign.run(f"--kill '{found.kill}'", campaign.one_instant(found.kill)))
+    report = campaign.every_instant(every=found.stride) if found.every_instant else campaign.campaign(range(found.first, found.first + found.seeds))
+    if found.json:
+        wrong = [{"replay": f"recycle campaign {one.name}", "faults": one.faults, "what": one.violations} for one in report.violations]
+        print(json.dumps(asdict(report) | {"violations": wrong}, indent=1))
+    else:
+        print(f"{report.seeds} jobs, {report.faults} faults, {len(report.violations)} with violations; "
+              f"{100 * report.redone_share:.1f}% of the compute of a job was run again; {report.seconds:.1f} s")  # fmt: skip
+        for one in report.violations:
+            print(f"recycle campaign {one.name}  # {'; '.join(one.faults)}: {one.violations[0]}")
+        if report.violations:
+            print(_drawn(report.violations[0]))
+    return 1 if report.violations else 0
+
+
+def _story(outcome) -> int:
+    """What happened in one job, and what was wrong with it."""
+    print("\n".join(("faults: " + "; ".join(outcome.faults), *outcome.story)))
+    print(_drawn(outcome))
+    print("\n".join(f"VIOLATION: {text}" for text in outcome.violations) or "nothing was wrong")
+    return 1 if outcome.violations else 0
+
+
+def _drawn(outcome) -> str:
+    from recycle_plugin.core.instruction import COMPUTE
+    from recycle_plugin.render import grid
+
+    spans = [span for span in outcome.spans if span.instruction.op in COMPUTE]
+    if not spans:
+        return "nothing was computed"
+    return grid.draw(spans, max(1, max(span.end_us for span in spans) // DRAWN_TICKS))

@@ -1,0 +1,153 @@
+"""Seeded failures against the production code of executor, loop, step machine, membership, commit and lineage.
+
+A seed gives a job, its troubles and the instants of them; ``simulator.cluster`` runs it, ``simulator.checks`` says what
+was wrong.  First anything may happen, and safety is checked; after :data:`CALM_US` nothing new goes wrong, and progress is
+demanded.  :func:`every_instant` kills every worker of one job before and after each of its instructions.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from random import Random
+from typing import Iterable
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.executor import Span
+from recycle_plugin.core.faults import Fault
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.planner import lower, plan
+from recycle_plugin.simulator.checks import Watcher
+from recycle_plugin.simulator.cluster import MILLISECOND, Cluster, Scenario, Trouble, redone_share
+
+WEIGHTS = (3, 5, 7, 11)
+CALM_US = 2_000 * MILLISECOND  # no trouble begins later
+LIMIT_US = 90_000 * MILLISECOND  # everybody has ended by then: longer than all deadlines in a row
+KINDS = ("kill",) * 8 + ("named",) * 6 + ("recovery",) * 4 + ("stop", "unfenced", "stuck", "slow", "drop", "delay", "cut")
+POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recovery.undone")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one scenario.  ``redone``: compute run again, as a share of what was needed; ``story``: what the coordinator said."""
+
+    name: str
+    faults: tuple[str, ...]
+    violations: tuple[str, ...]
+    redone: float
+    spans: tuple[Span, ...]
+    story: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Of many.  ``violations``: the scenarios that had some; ``redone_share``: the mean."""
+
+    seeds: int
+    faults: int
+    violations: tuple[Outcome, ...]
+    redone_share: float
+    seconds: float
+
+
+def scenario(seed: int) -> Scenario:
+    """Two in five have two troubles or more."""
+    random = Random(seed)
+    shape = Topology(random.randint(2, 4), random.randint(2, 4), random.randint(2, 6))
+    policy = Policy(random.random() < 0.8, random.random() < 0.8, True, random.choice((None, 2 * shape.stages, "1f1b")))
+    costs = _costs(random, shape.stages)
+    steps = random.randint(4, 6)
+    troubles: list[Trouble] = []
+    faults: list[Fault] = []
+    for _ in range(1 if random.random() < 0.6 else random.choice((2, 2, 3))):
+        _add(random, shape, costs, policy, steps, troubles, faults)
+    budget = random.choice((None, None, 0, 2))
+    return Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget)
+
+
+def _costs(random: Random, stages: int) -> CostModel:
+    rows = [tuple(random.randint(3, 9) * MILLISECOND for _ in range(stages)) for _ in range(3)]
+    closing = random.choice((0, 5 * MILLISECOND))
+    return CostModel(*rows, communication=500, reduce=(closing,) * stages, step=(closing // 5,) * stages)
+
+
+def _add(
+    random: Random, shape: Topology, costs: CostModel, policy: Policy, steps: int, troubles: list[Trouble], faults: list[Fault]
+) -> None:
+    kind, seat = random.choice(KINDS), random.choice(shape.seats)
+    near = min((trouble.at_us for trouble in troubles), default=None)
+    at = random.randrange(CALM_US // 2) if near is None or random.random() < 0.5 else near + random.randrange(60 * MILLISECOND)
+    match kind:
+        case "named":
+            program = lower(plan(shape.full(), costs, policy), seat, random.randint(1, steps))
+            faults.append(Fault(random.choice(("kill", "kill", "stop")), seat, random.choice(("before", "after")), str(random.choice(program))))
+        case "recovery":
+            troubles.append(Trouble("kill", at, (seat,)))
+            point, _, number = random.choice(POINTS).partition(":")
+            faults.append(Fault("kill", random.choice(shape.seats), "at", point, int(number or 1)))
+        case "drop" | "delay":
+            peer = random.choice([other for other in shape.seats if abs(other.stage - seat.stage) == 1])
+            troubles.append(Trouble(kind, at, (seat,), peer, random.choice((20, 200, 900)) * MILLISECOND))
+        case "stop" | "unfenced":
+            troubles.append(Trouble(kind, at, (seat,), for_us=random.choice((50, 400, 5_000)) * MILLISECOND))
+        case "slow":
+            troubles.append(Trouble(kind, at, (seat,), percent=random.choice((130, 300))))
+        case "cut":
+            troubles.append(Trouble(kind, at, tuple(random.sample(shape.seats, random.randint(1, len(shape.seats) // 2 + 1)))))
+        case _:
+            troubles.append(Trouble(kind, at, (seat,)))
+
+
+def run(name: str, given: Scenario) -> Outcome:
+    """Run it and check it."""
+    weights = WEIGHTS[: given.shape.stages]
+    watcher = Watcher(given.shape, weights, given.steps, given.budget)
+    cluster = Cluster(given, weights, watcher)
+    try:
+        cluster.run(LIMIT_US)
+        watcher.finished(cluster, may_end(cluster))
+    except Exception as error:  # whatever the code under test raises is what is looked for
+        watcher.say(f"{type(error).__name__}: {error}")
+    faults = (*map(str, given.troubles), *map(str, given.faults))
+    story = tuple(f"{at / 1000:10.3f} ms  {event.kind}: {event.text}" for at, event in cluster.events)
+    return Outcome(name, faults, tuple(watcher.violations), redone_share(cluster), tuple(cluster.spans), story)
+
+
+def may_end(cluster: Cluster) -> bool:
+    """Whether what has been lost allows the end of the job: a stage without workers, or too few in touch with each other."""
+    members, lost = cluster.membership.members, cluster.membership.lost
+    left = {worker.seat.stage for rank, worker in cluster.workers.items() if rank not in lost}
+    return len(left) < cluster.scenario.shape.stages or len(lost - cluster.membership.dead) > len(members)
+
+
+def campaign(seeds: Iterable[int]) -> Report:
+    started = time.monotonic()
+    return _report((run(f"--seed {seed}", scenario(seed)) for seed in seeds), started)
+
+
+EVERY = Topology(3, 4, 6)  # of every_instant
+EVERY_COSTS = CostModel.uniform(EVERY.stages, 5_000, 5_000, 5_000, 500, 3_000, 2_000)
+EVERY_POLICY = Policy(activation_cap=2 * EVERY.stages)
+EVERY_STEP = 2  # of three
+
+
+def every_instant(every: int = 1) -> Report:
+    """Kill each seat before and after each (or each ``every``-th) of its instructions, REDUCE and STEP included."""
+    started = time.monotonic()
+    planned = plan(EVERY.full(), EVERY_COSTS, EVERY_POLICY)
+    moments = [f"kill {seat} {when} {one}" for seat in EVERY.seats for one in lower(planned, seat, EVERY_STEP) for when in ("before", "after")]
+    return _report((run(f"--kill '{moment}'", one_instant(moment)) for moment in moments[::every]), started)
+
+
+def one_instant(fault: str) -> Scenario:
+    return Scenario(EVERY, EVERY_COSTS, EVERY_POLICY, EVERY_STEP + 1, (), (Fault.parse(fault),), sum(map(ord, fault)))
+
+
+def _report(outcomes: Iterable[Outcome], started: float) -> Report:
+    count, faults, redone, wrong = 0, 0, 0.0, []
+    for outcome in outcomes:
+        count, faults, redone = count + 1, faults + len(outcome.faults), redone + outcome.redone
+        if outcome.violations:
+            wrong.append(outcome)
+    return Report(count, faults, tuple(wrong), redone / max(1, count), time.monotonic() - started)

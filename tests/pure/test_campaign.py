@@ -1,0 +1,151 @@
+"""Recovery under seeded failures: the production code in virtual time, with exact numbers, and checks that would notice."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from recycle_plugin import cli
+from recycle_plugin.core import lineage, loop, membership
+from recycle_plugin.core.instruction import Op
+from recycle_plugin.core.protocol import Stepped
+from recycle_plugin.simulator import campaign
+from recycle_plugin.simulator.checks import Reference
+
+from tests.pure.test_simulator import WEIGHTS
+
+FOUND_WITHIN = 400  # seeds, by every mistake below
+
+
+def test_random_failures(request) -> None:
+    seeds = request.config.getoption("--campaign-seeds")
+    report = campaign.campaign(range(seeds))
+    assert not report.violations, "\n".join(f"recycle campaign {one.name}: {one.violations}" for one in report.violations)
+    assert report.seeds == seeds and report.faults > seeds
+    several = sum(len(given.troubles) + len(given.faults) > 1 for given in map(campaign.scenario, range(seeds)))
+    assert several >= seeds / 3
+
+
+def test_every_worker_killed_around_its_instructions() -> None:
+    """A sample; all of them with ``recycle campaign --every-instant``.  What is run again is what the lost worker had done."""
+    report = campaign.every_instant(every=61)
+    assert not report.violations, "\n".join(f"recycle campaign {one.name}: {one.violations}" for one in report.violations)
+    assert report.seeds > 12 and 0 < report.redone_share < 1 / len(campaign.EVERY.seats) / 2
+
+
+def test_the_same_seed_is_the_same_story() -> None:
+    one, two = (campaign.run("x", campaign.scenario(14)) for _ in range(2))
+    assert one == two and one.story and one.spans
+
+
+def test_it_is_the_production_code_that_runs() -> None:
+    ran = set()
+
+    def note(frame, event, argument) -> None:
+        ran.add(frame.f_globals.get("__name__", ""))
+
+    sys.setprofile(note)
+    try:
+        campaign.campaign(range(12))
+    finally:
+        sys.setprofile(None)
+    core = {f"recycle_plugin.core.{name}" for name in ("dataflow", "executor", "lineage", "line", "loop", "membership", "plan", "step", "watch")}
+    assert core | {"recycle_plugin.planner.lower", "recycle_plugin.planner.rest", "recycle_plugin.planner.make"} <= ran
+    assert not any(name.startswith(("recycle_plugin.runtime", "recycle_plugin.adapters")) for name in ran)
+
+
+def test_the_reference_is_what_the_fault_free_run_computes() -> None:
+    from recycle_plugin.core.cost import CostModel
+    from recycle_plugin.core.plan import Policy
+    from recycle_plugin.core.topology import Topology
+    from recycle_plugin.planner import plan
+    from recycle_plugin.simulator import train
+
+    shape, costs = Topology(2, 3, 4), CostModel.uniform(3)
+    trained = train(plan(shape.full(), costs, Policy()), costs, WEIGHTS[:3], 2, step=1)
+    assert {seat.stage: value for seat, value in trained.items()} == dict(enumerate(Reference(shape, WEIGHTS[:3], 2).weights[3]))
+
+
+# --- mistakes that it has to find ---------------------------------------------------------------------
+
+
+def rests_changed(change):
+    """Every worker gets other rests of its unfinished steps."""
+
+    def patch(monkeypatch) -> None:
+        monkeypatch.setattr(loop, "unfinished", lambda plan, committed, held: tuple(map(change, lineage.unfinished(plan, committed, held))))
+
+    return patch
+
+
+def without(op: Op):
+    """One instruction of this kind is left out, on the first worker that has one."""
+
+    def change(rest):
+        seat = next((seat for seat, work in sorted(rest.compute.items()) if any(one.op is op for one in work)), None)
+        if seat is None:
+            return rest
+        dropped = next(one for one in rest.compute[seat] if one.op is op)
+        return replace(rest, compute=rest.compute | {seat: tuple(one for one in rest.compute[seat] if one != dropped)})
+
+    return change
+
+
+def finished_work_again(monkeypatch) -> None:
+    """Survivors' accumulated gradients are taken for lost."""
+
+    def forget(plan, committed, held):
+        return lineage.unfinished(plan, committed, {seat: frozenset(one for one in have if one.kind != "wgrad") for seat, have in held.items()})
+
+    monkeypatch.setattr(loop, "unfinished", forget)
+
+
+def committed_by_one(monkeypatch) -> None:
+    def step(self, stepped: Stepped, now, out) -> None:
+        for number in range(self.committed + 1, stepped.step + 1):
+            self._commit(number, now, out)
+
+    monkeypatch.setattr(membership.Membership, "_step", step)
+
+
+MISTAKES = {
+    "no step is taken back": rests_changed(lambda rest: replace(rest, undo=frozenset())),
+    "a weight gradient is left out": rests_changed(without(Op.W)),
+    "a stage does not roll forward": rests_changed(lambda rest: replace(rest, holders={})),
+    "finished work is counted again": finished_work_again,
+    "a step is committed when one worker has applied it": committed_by_one,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found(mistake, monkeypatch) -> None:
+    MISTAKES[mistake](monkeypatch)
+    assert any(campaign.run("x", campaign.scenario(seed)).violations for seed in range(FOUND_WITHIN))
+
+
+# --- the command ----------------------------------------------------------------------------------------
+
+
+def test_command(capsys) -> None:
+    assert cli.main(["campaign", "--seeds", "3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["seeds"] == 3 and found["faults"] >= 3 and found["violations"] == [] and found["seconds"] > 0 and found["redone_share"] >= 0
+
+
+def test_a_violation_prints_what_runs_it_again_and_the_grid(capsys, monkeypatch) -> None:
+    MISTAKES["a weight gradient is left out"](monkeypatch)
+    wrong = next(seed for seed in range(FOUND_WITHIN) if campaign.run("x", campaign.scenario(seed)).violations)
+    assert cli.main(["campaign", "--first", str(wrong), "--seeds", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert f"recycle campaign --seed {wrong}  #" in printed and "0.0 |" in printed
+    assert cli.main(["campaign", "--seed", str(wrong)]) == 1
+    assert "VIOLATION" in (story := capsys.readouterr().out) and "lost: seat" in story
+
+
+@pytest.mark.parametrize("wrong", (["--seeds", "0"], ["--stride", "0", "--every-instant"], ["--seed", "-1"], ["--kill", "kill nobody"]))
+def test_bad_input_is_one_line(capsys, wrong) -> None:
+    assert cli.main(["campaign", *wrong]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
