@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from typing import Any, Mapping
 
 DRAWN_TICKS = 120
 
@@ -41,12 +41,15 @@ def run(found: argparse.Namespace) -> int:
     report = campaign.every_instant(every=found.stride) if found.every_instant else campaign.campaign(range(found.first, found.first + found.seeds))
     if found.json:
         wrong = [{"replay": f"recycle campaign {one.name}", "faults": one.faults, "what": one.violations} for one in report.violations]
-        print(json.dumps(asdict(report) | {"violations": wrong}, indent=1))
+        hits = {kind: {op.value: count for (of, op), count in report.hits.items() if of == kind} for kind in sorted({kind for kind, _ in report.hits})}
+        figures = {name: getattr(report, name) for name in ("seeds", "faults", "redone_share", "seconds")}
+        print(json.dumps(figures | {"violations": wrong, "hits": hits}, indent=1))
     else:
         print(f"{report.seeds} jobs, {report.faults} faults, {len(report.violations)} with violations; "
               f"{100 * report.redone_share:.1f}% of the compute of a job was run again; {report.seconds:.1f} s")  # fmt: skip
         for one in report.violations:
             print(f"recycle campaign {one.name}  # {'; '.join(one.faults)}: {one.violations[0]}")
+        print(_table(report.hits))
         if report.violations:
             print(_drawn(report.violations[0]))
     return 1 if report.violations else 0
@@ -58,6 +61,16 @@ def _story(outcome) -> int:
     print(_drawn(outcome))
     print("\n".join(f"VIOLATION: {text}" for text in outcome.violations) or "nothing was wrong")
     return 1 if outcome.violations else 0
+
+
+def _table(hits: Mapping[tuple[str, Any], int]) -> str:
+    """How often which trouble has met a worker at which instruction."""
+    from recycle_plugin.core.instruction import Op
+
+    ops = [op for op in Op if any(of is op for _, of in hits)]
+    lines = [f"{'struck at':>10} " + " ".join(f"{op.value:>6}" for op in ops)]
+    lines += [f"{kind:>10} " + " ".join(f"{hits.get((kind, op), 0):6}" for op in ops) for kind in sorted({kind for kind, _ in hits})]
+    return "\n".join(lines)
 
 
 def _drawn(outcome) -> str:

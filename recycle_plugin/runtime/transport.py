@@ -7,6 +7,9 @@ does no harm.  Shapes and dtypes travel with it, so they may change from step to
 matching order of sends and receives to be free of deadlock.  Tensors of an accelerator pass through
 host memory.
 
+A connection that breaks between two live workers is news for the coordinator: all meet again, over new connections, and
+what was lost on the way is sent once more by who made it.
+
 On a machine whose cores are busy every change of thread costs milliseconds, so there are as few as
 can be: the worker itself writes to the socket what that takes at once (a thread has the rest), and
 each sender's thread reads straight into the tensor's memory.
@@ -19,17 +22,21 @@ import socket
 import threading
 import time
 from collections import deque
+from typing import Callable
 
 import torch
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.protocol import Missing
+from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.session import Session
 
 Tensors = tuple[torch.Tensor, ...]
 HEADER_BYTES = 4  # before the header, its length
 LONGEST_HEADER = 1 << 20  # what says more is none of ours
 CONNECT_S = 10.0  # how long a peer's listener may take to answer
+DEATH_S = 1.0  # how long the news may take that a peer whose connection broke is dead
 LINGER_S = 1.0  # how long what live peers still have to get may take
 
 
@@ -56,13 +63,21 @@ class Transport:
         header = json.dumps([datum.kind, datum.stage, *datum.micro_batch, datum.step, shapes]).encode()
         frames = [_bytes(tensor) for tensor in held if tensor.numel()]
         if address not in self._outboxes:
-            self._outboxes[address] = Outbox(address)
+            self._outboxes[address] = Outbox(address, self._broke)
         self._outboxes[address].send([memoryview(len(header).to_bytes(HEADER_BYTES, "big") + header), *frames])
         return held
 
     def wait(self, datum: Datum, sender: object) -> Tensors:
-        """The tensors of ``datum``, once they are here; each is handed out once.  Interruptible."""
-        return self._session.wait(lambda: f"{datum} from seat {sender}", lambda: self._inbox.pop(datum, None))
+        """The tensors of ``datum``, once they are here; each is handed out once.  Interruptible.
+
+        Past the deadline the coordinator hears of it, and has them sent again; where it does nothing about it, WaitTimeout.
+        """
+        session, ready = self._session, lambda: self._inbox.pop(datum, None)
+        try:
+            return session.wait(lambda: f"{datum} from seat {sender}", ready)
+        except WaitTimeout:
+            session.send(Missing(session.rank, session.number, str(datum), str(sender)))
+        return session.wait(lambda: f"{datum} from seat {sender}, once more", ready)
 
     def held(self) -> set[Datum]:
         """What has arrived and was not waited for yet."""
@@ -77,9 +92,22 @@ class Transport:
                 del self._inbox[datum]
 
     def leave(self, peers: set[str]) -> None:
-        """Close the outboxes to everybody but ``peers``."""
-        for address in set(self._outboxes) - peers:
+        """Close the outboxes to everybody but ``peers``, and those that are broken."""
+        for address in [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]:
             self._outboxes.pop(address).close(linger_s=0)
+
+    def _broke(self, address: str) -> None:
+        """The connection to a peer has.  Most often it is dead, and the coordinator says so within moments."""
+        timer = threading.Timer(DEATH_S, self._say_broken, (address, self._session.number))
+        timer.daemon = True
+        timer.start()
+
+    def _say_broken(self, address: str, generation: int) -> None:
+        session = self._session
+        live = session.generation.members if session.generation is not None else ()
+        peer = next((member.seat for member in live if member.address == address), None)
+        if peer is not None and not self._closed and session.number == generation and session.interruption() is None:
+            session.send(Missing(session.rank, generation, "a connection", str(peer)))
 
     def close(self) -> None:
         """Stop receiving; what is under way to live peers still gets there (within a second in all)."""
@@ -134,16 +162,18 @@ class Transport:
 class Outbox:
     """To one peer.  What the socket does not take at once waits for a thread, so that no sender ever does.
 
-    A peer that cannot be reached any more is the coordinator's business: what was for it is dropped.
+    A peer that cannot be reached any more is the coordinator's business: what was for it is dropped, and ``tell(address)``
+    is called, once.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tell: Callable[[str], None]) -> None:
+        self._address, self._tell = address, tell
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self._peer = (host, int(port))
         self._changed = threading.Condition()
         self._waiting: deque[memoryview] = deque()
         self._connection: socket.socket | None = None
-        self._broken = False
+        self.broken = False
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="recycle: transport", daemon=True)
         self._thread.start()
@@ -152,7 +182,7 @@ class Outbox:
         with self._changed:
             if self._connection is not None and not self._waiting:
                 parts = self._send_now(parts)
-            if parts and not self._broken:
+            if parts and not self.broken:
                 self._waiting.extend(parts)
                 self._changed.notify()
 
@@ -160,7 +190,7 @@ class Outbox:
         """Break off, after what is waiting has gone out if that takes no longer than ``linger_s``."""
         with self._changed:
             self._closing = True
-            self._changed.wait_for(lambda: self._broken or not self._waiting, linger_s)
+            self._changed.wait_for(lambda: self.broken or not self._waiting, linger_s)
             self._break_off()
             if self._connection is not None:
                 _end(self._connection)
@@ -205,11 +235,13 @@ class Outbox:
     def _next(self) -> memoryview | None:
         """The part to be sent next; it stays in the queue meanwhile, so that nothing overtakes it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._broken or self._waiting)
-            return None if self._broken else self._waiting[0]
+            self._changed.wait_for(lambda: self.broken or self._waiting)
+            return None if self.broken else self._waiting[0]
 
     def _break_off(self) -> None:
-        self._broken = True
+        if not self.broken and not self._closing:
+            self._tell(self._address)
+        self.broken = True
         self._waiting.clear()
         self._changed.notify_all()
 

@@ -8,13 +8,15 @@ demanded.  :func:`every_instant` kills every worker of one job before and after 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from random import Random
-from typing import Iterable
+from typing import Iterable, Mapping
 
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.faults import Fault
+from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.planner import lower, plan
@@ -30,7 +32,8 @@ POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recover
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one scenario.  ``redone``: compute run again, as a share of what was needed; ``story``: what the coordinator said."""
+    """Of one scenario.  ``redone``: compute run again, as a share of what was needed; ``story``: what the coordinator said;
+    ``hits``: which kind of trouble has met a worker at which kind of instruction, and how often."""
 
     name: str
     faults: tuple[str, ...]
@@ -38,6 +41,7 @@ class Outcome:
     redone: float
     spans: tuple[Span, ...]
     story: tuple[str, ...]
+    hits: Mapping[tuple[str, Op], int]
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Report:
     violations: tuple[Outcome, ...]
     redone_share: float
     seconds: float
+    hits: Mapping[tuple[str, Op], int]
 
 
 def scenario(seed: int) -> Scenario:
@@ -102,7 +107,8 @@ def _add(
 def run(name: str, given: Scenario) -> Outcome:
     """Run it and check it."""
     weights = WEIGHTS[: given.shape.stages]
-    watcher = Watcher(given.shape, weights, given.steps, given.budget)
+    late = any(trouble.kind != "kill" for trouble in given.troubles) or any(fault.kind != "kill" for fault in given.faults)
+    watcher = Watcher(given.shape, weights, given.steps, given.budget, late)
     cluster = Cluster(given, weights, watcher)
     try:
         cluster.run(LIMIT_US)
@@ -111,7 +117,7 @@ def run(name: str, given: Scenario) -> Outcome:
         watcher.say(f"{type(error).__name__}: {error}")
     faults = (*map(str, given.troubles), *map(str, given.faults))
     story = tuple(f"{at / 1000:10.3f} ms  {event.kind}: {event.text}" for at, event in cluster.events)
-    return Outcome(name, faults, tuple(watcher.violations), redone_share(cluster), tuple(cluster.spans), story)
+    return Outcome(name, faults, tuple(watcher.violations), redone_share(cluster), tuple(cluster.spans), story, cluster.hits)
 
 
 def may_end(cluster: Cluster) -> bool:
@@ -145,9 +151,10 @@ def one_instant(fault: str) -> Scenario:
 
 
 def _report(outcomes: Iterable[Outcome], started: float) -> Report:
-    count, faults, redone, wrong = 0, 0, 0.0, []
+    count, faults, redone, wrong, hits = 0, 0, 0.0, [], Counter()
     for outcome in outcomes:
+        hits.update(outcome.hits)
         count, faults, redone = count + 1, faults + len(outcome.faults), redone + outcome.redone
         if outcome.violations:
             wrong.append(outcome)
-    return Report(count, faults, tuple(wrong), redone / max(1, count), time.monotonic() - started)
+    return Report(count, faults, tuple(wrong), redone / max(1, count), time.monotonic() - started, hits)

@@ -45,8 +45,9 @@ class Reference:
 class Watcher:
     """Told by ``simulator.cluster`` what happens; ``violations`` in words."""
 
-    def __init__(self, shape: Topology, weights: tuple[int, ...], steps: int, budget: int | None) -> None:
-        self.shape, self.steps, self.budget = shape, steps, budget
+    def __init__(self, shape: Topology, weights: tuple[int, ...], steps: int, budget: int | None, late: bool) -> None:
+        """``late``: tensors may be lost or come late, since a line is broken or a worker is held up."""
+        self.shape, self.steps, self.budget, self.late = shape, steps, budget, late
         self.reference = Reference(shape, weights, steps)
         self.violations: list[str] = []
         self._counted: dict[Seat, Counter] = defaultdict(Counter)
@@ -75,6 +76,10 @@ class Watcher:
     @staticmethod
     def _how_often(found: Counter, wrong: list[str]) -> str:
         return ", ".join(f"micro-batch {name} {found[MicroBatch.parse(name)]} times" for name in wrong) or "strangers"
+
+    def missed(self, worker: Any, datum: Datum, source: Seat) -> None:
+        if not self.late:
+            self.say(f"seat {worker.seat} waits in vain for {datum} from seat {source}, and no line is broken")
 
     def committed(self, cluster: Any) -> None:
         now = cluster.membership.committed

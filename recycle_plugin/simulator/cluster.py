@@ -11,7 +11,7 @@ changes one by one, at any instant, so this answers whether anything can break.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -112,6 +112,7 @@ class Cluster:
         self.spans: list[Span] = []
         self.links: dict[tuple[int, int], tuple[str, int, int]] = {}  # kind, until, delay
         self.cut: set[int] = set()
+        self.hits: Counter[tuple[str, Op]] = Counter()  # kind of trouble, and what the worker was at
         self.over = False
         self._watched = -1
         self.planner = Planner(scenario.costs, scenario.policy)
@@ -198,6 +199,8 @@ class Cluster:
 
     def _strike(self, trouble: Trouble) -> None:
         ranks = [self.rank_of[seat] for seat in trouble.seats]
+        for rank in ranks:
+            self.hit(trouble.kind, rank)
         match trouble.kind:
             case "kill":
                 for rank in ranks:
@@ -210,6 +213,11 @@ class Cluster:
                 self.links[ranks[0], self.rank_of[trouble.peer]] = (trouble.kind, self.now + trouble.for_us, delay)
             case "cut":
                 self._cut_off(ranks)
+
+    def hit(self, kind: str, rank: int) -> None:
+        """Count it, for the table of what has been tried."""
+        if self.workers[rank].current is not None and self.workers[rank].alive:
+            self.hits[kind, self.workers[rank].current.op] += 1
 
     def trouble(self, rank: int, trouble: Trouble) -> None:
         worker = self.workers[rank]
@@ -302,6 +310,7 @@ class Worker:
         self.stopped = self.unfenced = self.stuck = self.waiting = self.busy = False
         self.percent, self.done, self.at = 100, 0, (WAITS, "the start")
         self.waits_for = ""
+        self.current: Instruction | None = None  # the one that it is at
         self.losses: dict[int, dict] = {}  # as the training script gets them, by step
         self.reason: str | None = None  # of its end before the last step
         self.life: Iterator[Any]
@@ -347,6 +356,8 @@ class Worker:
     def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
         """A point of recovery (one argument), or before and after an instruction: where named faults strike."""
         fault = self.script.due("at", when) if instruction is None else self.script.due(when, str(instruction))
+        if fault is not None:
+            self.cluster.hit(fault.kind, self.rank)
         if fault is not None and fault.kind == "kill":
             raise Died
         if fault is not None:
@@ -384,6 +395,7 @@ class Worker:
         return self.cluster.now
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
+        self.current = instruction
         if instruction.op in RECEIVES:
             (datum,) = requires(instruction, self.cluster.scenario.shape.stages)
             self.cluster.later(RESEND_US, partial(self._complain, self.line.number, datum, instruction.peer))
@@ -473,6 +485,7 @@ class Worker:
         """Where the same wait lasts too long."""
         waits = self.alive and self.waiting and self.line.number == generation and self.at == (WAITS, f"{datum} from seat {source}")
         if waits and self.line.interruption() is None:
+            self.cluster.watcher.missed(self, datum, source)
             self.send(Missing(self.rank, generation, str(datum), str(source)))
             self.cluster.later(RESEND_US, partial(self._complain, generation, datum, source))
 

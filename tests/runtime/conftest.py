@@ -55,6 +55,12 @@ class FakeCoordinator:
         for connection in self._connections:
             connection.sendall(encode(message))
 
+    def hear(self, kind: type) -> list[object]:
+        """All messages of this kind, once there is one."""
+        with self.news:
+            assert self.news.wait_for(lambda: any(isinstance(one, kind) for one in self.heard), 30), f"no {kind.__name__}"
+            return [one for one in self.heard if isinstance(one, kind)]
+
     def close(self) -> None:
         for connection in self._connections:
             try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.protocol import Generation, Member, Missing
 from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.transport import Transport
 
@@ -81,6 +84,27 @@ def test_what_belongs_to_a_committed_step_is_dropped_also_when_it_comes_late(pai
     for index in (0, 2):
         with pytest.raises(WaitTimeout, match=rf"act of stage 0, micro-batch 0\.{index}, step 1 from seat 0.0"):
             receiver.wait(act(index), "0.0")
+
+
+def test_the_coordinator_hears_what_does_not_come(pair, coordinator):
+    pair[1]._session.wait_timeout_s = 0.05
+    with pytest.raises(WaitTimeout, match="once more"):
+        pair[1].wait(act(0), "0.0")
+    assert Missing(1, 0, str(act(0)), "0.0") in coordinator.hear(Missing)
+
+
+def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after_meeting_again_arrives(pair, coordinator):
+    sender, receiver = pair
+    members = (Member(0, Seat(0, 0), sender.address, "h"), Member(1, Seat(0, 1), receiver.address, "h"))
+    sender._session.adopt(Generation(3, members, 0, "start", 0.0))
+    sender.send(receiver.address, act(0), (torch.tensor([1]),))
+    receiver.wait(act(0), "0.0")
+    sender._outboxes[receiver.address]._connection.shutdown(socket.SHUT_RDWR)
+    sender.send(receiver.address, act(1), (torch.tensor([1]),))
+    assert Missing(0, 3, "a connection", "0.1") in coordinator.hear(Missing)
+    sender.leave({receiver.address})
+    sender.send(receiver.address, act(1), (torch.tensor([7]),))
+    assert receiver.wait(act(1), "0.0")[0].item() == 7
 
 
 def test_a_membership_change_breaks_the_wait(pair, coordinator):

@@ -1,0 +1,241 @@
+"""Mistakes in recovery, each to be switched on alone: what the campaign has to notice.
+
+Those of the loop, lineage, step machine and membership change production code; those of what the campaign simulates (sums,
+tensors, lines) change that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Callable
+
+import pytest
+
+from recycle_plugin.core import lineage, loop
+from recycle_plugin.core.instruction import Op
+from recycle_plugin.core.line import Line
+from recycle_plugin.core.membership import Membership
+from recycle_plugin.simulator import cluster
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+MISTAKES: dict[str, Patch] = {}
+
+
+def mistake(name: str) -> Callable[[Patch], Patch]:
+    def register(patch: Patch) -> Patch:
+        MISTAKES[name] = patch
+        return patch
+
+    return register
+
+
+def changed_rests(monkeypatch, change: Callable[[lineage.Rest], lineage.Rest]) -> None:
+    """Every worker works out other rests of the unfinished steps."""
+    monkeypatch.setattr(loop, "unfinished", lambda plan, committed, held: tuple(map(change, lineage.unfinished(plan, committed, held))))
+
+
+def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
+    """Only what ``keeps`` is true of is taken to have survived."""
+
+    def unfinished(plan, committed, held):
+        return lineage.unfinished(plan, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()})
+
+    monkeypatch.setattr(loop, "unfinished", unfinished)
+
+
+# --- lineage and loop ---------------------------------------------------------------------------------
+
+
+@mistake("no step is taken back")
+def no_undo(monkeypatch) -> None:
+    changed_rests(monkeypatch, lambda rest: replace(rest, undo=frozenset()))
+
+
+@mistake("a stage does not roll forward")
+def no_holder(monkeypatch) -> None:
+    changed_rests(monkeypatch, lambda rest: replace(rest, holders={}))
+
+
+@mistake("a weight gradient is left out")
+def left_out(monkeypatch) -> None:
+    def change(rest):
+        seat = next((seat for seat, work in sorted(rest.compute.items()) if any(one.op is Op.W for one in work)), None)
+        if seat is None:
+            return rest
+        dropped = next(one for one in rest.compute[seat] if one.op is Op.W)
+        return replace(rest, compute=rest.compute | {seat: tuple(one for one in rest.compute[seat] if one != dropped)})
+
+    changed_rests(monkeypatch, change)
+
+
+@mistake("a step that was taken back is not done again")
+def not_again(monkeypatch) -> None:
+    def change(rest):
+        closing = {seat: tuple(one for one in ops if seat not in rest.undo or one.op is not Op.STEP) for seat, ops in rest.closing.items()}
+        return replace(rest, closing=closing)
+
+    changed_rests(monkeypatch, change)
+
+
+@mistake("finished work is counted again")
+def counted_again(monkeypatch) -> None:
+    changed_holdings(monkeypatch, lambda datum: datum.kind != "wgrad")
+
+
+@mistake("a sum that some hold is forgotten")
+def sum_forgotten(monkeypatch) -> None:
+    changed_holdings(monkeypatch, lambda datum: datum.kind != "reduced")
+
+
+@mistake("the plan of the first membership is kept")
+def old_plan(monkeypatch) -> None:
+    plan_for = loop.Loop._plan_for
+
+    def first(self, generation):
+        self._first = getattr(self, "_first", None) or plan_for(self, generation)
+        return self._first
+
+    monkeypatch.setattr(loop.Loop, "_plan_for", first)
+
+
+@mistake("the rest of the second unfinished step is forgotten")
+def one_rest(monkeypatch) -> None:
+    monkeypatch.setattr(loop, "unfinished", lambda plan, committed, held: lineage.unfinished(plan, committed, held)[:1])
+
+
+@mistake("a wait is not interrupted")
+def deaf(monkeypatch) -> None:
+    monkeypatch.setattr(Line, "check", Line.check_end)
+
+
+# --- membership ---------------------------------------------------------------------------------------
+
+
+@mistake("a step is committed when one worker has applied it")
+def committed_by_one(monkeypatch) -> None:
+    def step(self, stepped, now, out) -> None:
+        for number in range(self.committed + 1, stepped.step + 1):
+            self._commit(number, now, out)
+
+    monkeypatch.setattr(Membership, "_step", step)
+
+
+@mistake("a report for an older membership counts")
+def stale_report(monkeypatch) -> None:
+    report = Membership._report
+
+    def accept(self, message, now, out) -> None:
+        report(self, replace(message, generation=self._awaiting.number) if self._awaiting else message, now, out)
+
+    monkeypatch.setattr(Membership, "_report", accept)
+
+
+@mistake("the job goes on before all have reported")
+def first_report(monkeypatch) -> None:
+    def report(self, message, now, out) -> None:
+        if self._awaiting is not None and message.generation == self._awaiting.number:
+            self._reports[message.rank] = message
+            for member in self._awaiting.members:
+                self._reports.setdefault(member.rank, replace(message, held={}))
+            self._go_on(self._awaiting, now, out)
+
+    monkeypatch.setattr(Membership, "_report", report)
+
+
+@mistake("what a broken line has lost is not sent again")
+def never_again(monkeypatch) -> None:
+    monkeypatch.setattr(Membership, "_send_again", lambda self, missing, now, out: None)
+
+
+@mistake("a stopped worker is waited for")
+def patient(monkeypatch) -> None:
+    monkeypatch.setattr(Membership, "_give_up", lambda self, rank, why, now, out: None)
+
+
+# --- sums, tensors, lines -----------------------------------------------------------------------------
+
+
+def changed_worker(monkeypatch, name: str, change: Callable) -> None:
+    before = getattr(cluster.Worker, name)
+    monkeypatch.setattr(cluster.Worker, name, lambda self, *arguments: change(self, before, *arguments))
+
+
+@mistake("a partial sum is used")
+def partial_sum(monkeypatch) -> None:
+    def reduce(self, before, instruction):
+        reduced = cluster.Datum("reduced", self.seat.stage, None, instruction.step)
+        try:
+            yield from before(self, instruction)
+        except cluster.Died:
+            raise
+        except BaseException:
+            self.have.setdefault(reduced, sum(value for datum, value in self.have.items() if datum.kind == "wgrad" and datum.step == instruction.step))
+            raise
+
+    changed_worker(monkeypatch, "_reduce", reduce)
+
+
+@mistake("sums are divided by the live workers")
+def wrong_divisor(monkeypatch) -> None:
+    def reduce(self, before, instruction):
+        yield from before(self, instruction)
+        live = sum(member.seat.stage == self.seat.stage for member in self.line.generation.members)
+        reduced = cluster.Datum("reduced", self.seat.stage, None, instruction.step)
+        self.have[reduced] = self.have[reduced] * self.cluster.scenario.shape.replicas * pow(live, -1, cluster.PRIME) % cluster.PRIME
+
+    changed_worker(monkeypatch, "_reduce", reduce)
+
+
+@mistake("random numbers belong to the worker")
+def masks_by_worker(monkeypatch) -> None:
+    def compute(self, before, instruction, stages) -> None:
+        before(self, instruction, stages)
+        made = cluster.Datum("act", instruction.stage, instruction.micro_batch, instruction.step)
+        if instruction.op is Op.F and made in self.have:
+            self.have[made] += self.seat.replica - instruction.micro_batch.replica
+
+    changed_worker(monkeypatch, "_compute", compute)
+
+
+@mistake("kept tensors go although peers plan with them")
+def broken_promise(monkeypatch) -> None:
+    def held(self, before):
+        found = before(self)
+        for datum in [datum for datum in self.have if datum.kind in ("act", "grad") and datum.stage == self.seat.stage]:
+            del self.have[datum]
+        return found
+
+    changed_worker(monkeypatch, "held", held)
+
+
+@mistake("what takes a step back goes with the step")
+def no_record(monkeypatch) -> None:
+    def compute(self, before, instruction, stages) -> None:
+        before(self, instruction, stages)
+        if instruction.op is Op.STEP:
+            self._before = self.have[cluster.Datum("params", self.seat.stage, None, instruction.step + 1)]
+
+    changed_worker(monkeypatch, "_compute", compute)
+
+
+@mistake("sums are dropped when the step is taken up again")
+def dropped_sums(monkeypatch) -> None:
+    def held(self, before):
+        found = before(self)
+        for datum in [datum for datum in self.have if datum.kind == "wgrad"][:1]:
+            del self.have[datum]
+        return found
+
+    changed_worker(monkeypatch, "held", held)
+
+
+@mistake("a late tensor is taken for the next step's")
+def late_tensor(monkeypatch) -> None:
+    arrive = cluster.Cluster._arrive
+
+    def changed(self, target, datum, value) -> None:
+        worker = self.workers[target]
+        late = worker.alive and datum.step < worker.machine.stepped + 1
+        arrive(self, target, datum._replace(step=worker.machine.stepped + 1) if late else datum, value)
+
+    monkeypatch.setattr(cluster.Cluster, "_arrive", changed)
