@@ -53,7 +53,7 @@ def main(command: list[str]) -> int:
         return int(end.failed)
     except CutOff as error:
         print(f"recycle: error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return error.code
     except (RecycleError, SettingsError, PlanError) as error:
         if os.environ.get("RECYCLE_TRACEBACK"):
             traceback.print_exc()

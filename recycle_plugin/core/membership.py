@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Iterable
 
+from recycle_plugin.core.contributions import LOSS, Contributions
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.placement import stages_at_risk
 from recycle_plugin.core.protocol import (
@@ -85,7 +86,7 @@ class Membership:
         self._finishing = False
         self._leaving: dict[int, str] = {}
         self._missed: dict[tuple[int, int], int] = {}  # how often who has missed something from whom since the last commit
-        self._collections: dict[tuple[int, str], dict] = {}
+        self._contributions = Contributions()
 
     # --- messages in -----------------------------------------------------------------------------
 
@@ -214,7 +215,7 @@ class Membership:
         self._awaiting = Generation(self.generation, members, from_step, cause, now)
         self._reports.clear()
         if not from_step:
-            self._collections = {key: values for key, values in self._collections.items() if key[1] == "loss"}
+            self._contributions.regrouped()
         out.tell(WORKERS, self._awaiting)
 
     def _report(self, report: Report, now: float, out: Output) -> None:
@@ -263,21 +264,24 @@ class Membership:
         self.committed = step
         self._missed.clear()
         self.watch.committed(now)
-        self._collections = {key: values for key, values in self._collections.items() if key[0] > step}
+        for late, values in self._contributions.committed(step):  # what the others have said of it is all here
+            out.say("warning", f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it", step=late)
+            self._tell_collected(late, LOSS, values, out)
         out.tell(WORKERS, Committed(step))
         out.say("committed", f"step {step} committed", step=step, workers=len(self.members))
 
     def _contribute(self, message: Contribution, out: Output) -> None:
         stale = message.generation != self._in_force or self._halted
-        if stale and message.name != "loss":
-            return  # of a step that is run again; its losses come out the same, so those may stay
-        values = self._collections.setdefault((message.step, message.name), {})
-        values.update(message.values)
-        if len(values) == message.expected:
-            del self._collections[message.step, message.name]
-            out.tell(WORKERS, Collected(message.generation, message.step, message.name, dict(sorted(values.items()))))
-            if message.name == "loss":
-                out.say("loss", f"step {message.step}", step=message.step, loss=sum(values.values()) / len(values))
+        if stale and message.name != LOSS:
+            return
+        values = self._contributions.add(message)
+        if values is not None:
+            self._tell_collected(message.step, message.name, values, out)
+
+    def _tell_collected(self, step: int, name: str, values: dict, out: Output) -> None:
+        out.tell(WORKERS, Collected(self._in_force, step, name, values))
+        if name == LOSS:
+            out.say("loss", f"step {step}", step=step, loss=sum(values.values()) / len(values))
 
     # --- leaving and dying ------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import time
 from typing import Callable
 
 from recycle_plugin.core.membership import SUPERVISORS, WORKERS, Event, Membership, Output
-from recycle_plugin.core.protocol import Exited, Fatal, Hello, Left, Over, Ready, Welcome, decode, encode
+from recycle_plugin.core.protocol import Exited, Fatal, Heard, Hello, Left, Over, Ready, Welcome, decode, encode
 from recycle_plugin.core.watch import TICK_S
 
 
@@ -99,6 +99,8 @@ class Coordinator:
         self._closed(hello)
 
     def _take(self, message: object) -> None:
+        if isinstance(message, Exited) and message.rank in self._supervisors:
+            self._supervisors[message.rank].write(encode(Heard(0, 0.0)))
         if isinstance(message, Exited) and message.rank in self._workers:
             self._exits[message.rank] = message
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.rank)

@@ -12,4 +12,6 @@ class WaitTimeout(RecycleError):
 
 
 class CutOff(RecycleError):
-    """The coordinator can't be heard, so this worker may be on the smaller side of a broken network."""
+    """The coordinator can't be heard, so this worker may be on the smaller side of a broken network; it exits with ``code``."""
+
+    code = 4

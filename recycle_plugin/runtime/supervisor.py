@@ -16,15 +16,17 @@ import sys
 import time
 from pathlib import Path
 
-from recycle_plugin.core.protocol import Exited, Fence, Hello, Over, Pulse, Terminate, Welcome, decode, encode
+from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Pulse, Terminate, Welcome, decode, encode
 from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.coordinator import Coordinator
+from recycle_plugin.runtime.errors import CutOff
 from recycle_plugin.runtime.spawn import Process, spawn
 
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RETRY_S = 0.05
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
 PULSE_S = 0.5  # between two signs of the worker's life
+ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 END_S = 15.0  # how long a worker that was told to end may take
 
 
@@ -43,6 +45,7 @@ class Supervisor:
         self._over: asyncio.Future[int] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._worker: Process | None = None
+        self._answered = asyncio.Event()  # the news of the worker's end have got there
 
     async def run(self) -> int:
         """The exit code for the launcher: 0 also when the worker was killed and the job went on."""
@@ -85,7 +88,8 @@ class Supervisor:
         """Wait for the worker's end, and then for the job's.
 
         A worker that ends by itself while the plugin was never enabled ends its supervisor with its
-        own code: then the launcher does what it always does.
+        own code: then the launcher does what it always does.  So does one that hears nothing of the
+        coordinator, where its supervisor doesn't either.
         """
         exit_code = asyncio.create_task(worker.wait())
         await asyncio.wait({exit_code, self._over}, return_when=asyncio.FIRST_COMPLETED)
@@ -93,6 +97,10 @@ class Supervisor:
             await self._end_worker(worker, exit_code)
         code, self._worker = exit_code.result(), None
         self._tell(Exited(self._rank, code, time.time()))
+        if code == CutOff.code:
+            await asyncio.wait({asyncio.create_task(self._answered.wait()), self._over}, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+            if not self._answered.is_set():
+                return code
         if code == 0:
             return await self._over if self._over.done() else 0
         job_code = await self._over
@@ -125,6 +133,8 @@ class Supervisor:
             message = decode(line)
             if isinstance(message, Fence) and message.rank == self._rank:
                 self._fence()
+            if isinstance(message, Heard):
+                self._answered.set()
             if isinstance(message, Over) and not self._over.done():
                 self._over.set_result(message.code)
         if not self._over.done():

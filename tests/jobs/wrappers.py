@@ -11,6 +11,8 @@ import torch
 from recycle_plugin.adapters.deepspeed import engine as engine_module
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
 from recycle_plugin.core.instruction import COMPUTE
+from recycle_plugin.runtime.heart import Heart
+from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.stage import Stage
 from recycle_plugin.runtime.world import TorchWorld
 
@@ -103,6 +105,21 @@ def linger(seat: str, seconds: float, step: int, only: str = "") -> None:
         perform(self, instruction)
 
     RecycleEngine._perform = changed
+
+
+def cut_line(seat: str, step: int) -> None:
+    """From ``step`` on nothing gets through between the worker at ``seat`` and the coordinator, and neither end sees a broken line."""
+    perform, send, take, heard = RecycleEngine._perform, Session.send, Session.take, Heart.heard
+    cut = []
+
+    def changed(self: RecycleEngine, instruction) -> None:
+        if str(self.seat) == seat and instruction.step == step:
+            cut.append(True)
+        perform(self, instruction)
+
+    RecycleEngine._perform = changed
+    for owner, name, function in ((Session, "send", send), (Session, "take", take), (Heart, "heard", heard)):
+        setattr(owner, name, lambda self, message, function=function: None if cut else function(self, message))
 
 
 # --- what the engine knows --------------------------------------------------------------------------

@@ -72,6 +72,26 @@ def test_losses_stay_valid_over_a_regrouping_and_norms_do_not():
     assert said(membership.receive(Contribution(1, 1, 1, "norm", {"0": 1.0}, 2), 0.0), Collected) == []
 
 
+def test_losses_that_went_down_with_a_worker_are_not_waited_for():
+    """A host dies with them under way: the step counts, its loss is that of the others, and nothing that is said again replaces it."""
+    membership = started()
+    membership.receive(Contribution(3, 0, 1, "loss", {"1.0": 4.0}, 2), 0.0)
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    out = agree(membership, 1, {0: 1, 1: 1, 3: 1})
+    assert [type(message) for _, message in out.messages] == [Collected, Committed, Resume]
+    assert said(out, Collected)[0].values == {"1.0": 4.0} and "of 1 micro-batches" in out.events[0].text
+
+
+def test_losses_that_are_said_again_after_a_failure_do_not_replace_the_complete_ones():
+    membership = started()
+    membership.receive(Contribution(2, 0, 1, "loss", {"0.0": 2.0}, 2), 0.0)
+    assert said(membership.receive(Contribution(3, 0, 1, "loss", {"1.0": 4.0}, 2), 0.0), Collected)
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    agree(membership, 1, {0: 0, 1: 0, 3: 0})
+    assert membership.receive(Contribution(3, 1, 1, "loss", {"1.0": 4.0}, 2), 0.0).messages == []
+    assert not any(isinstance(message, Collected) for message in step(membership, 1, 1, [0, 1, 3]))
+
+
 def test_different_plans_end_the_job():
     membership = started()
     membership.receive(Exited(2, -9, 0.0), 0.0)

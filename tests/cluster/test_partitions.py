@@ -1,0 +1,58 @@
+"""Broken networks: whoever does not hear the coordinator stops, and the coordinator stops where it hears too few."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import psutil
+
+from recycle_plugin.core.instruction import Op
+from recycle_plugin.runtime.trace import read_traces
+from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, WRAPPED, Shape, after_step, assert_one_line, difference
+
+SOON = ("recycle.progress_timeout_s=2", "recycle.regroup_timeout_s=4")
+
+
+def supervisor(run, rank: int) -> psutil.Process:
+    (found,) = [process for process in psutil.Process(run.launcher.pid).children() if f"--local_rank={rank}" in process.cmdline()]
+    return found
+
+
+def test_one_that_is_cut_off_stops_and_the_others_go_on(launch, reference):
+    """What was trained is the same; the losses that it could not tell any more are missing in that step's."""
+    wrap = json.dumps({"name": "cut_line", "seat": "0.1", "step": 7})
+    result = launch(*SOON, script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
+    assert result.code == 0, result.output[-6000:]
+    assert [event["seat"] for event in result.of("lost")] == ["0.1"] and set(result.records) == {0, 1, 3}
+    assert difference(result, reference()).parameters <= PARAMETER_TOLERANCE
+    apart = [step for step, (loss, other) in enumerate(zip(result.losses, reference().losses), 1) if abs(loss - other) > LOSS_TOLERANCE]
+    assert apart == [event["step"] for event in result.of("warning") if "loss of step" in event["text"]] == [7]
+    (line,) = [line for line in result.output.splitlines() if "has heard nothing of the coordinator for 4 s" in line]
+    assert "worker 2 " in line
+
+
+def test_without_the_coordinator_nobody_commits_and_all_stop(launch):
+    """Its process is stopped, as if its host were cut off from all others."""
+    run = launch("steps=100000", "recycle.trace=true", *SOON)
+    after_step(run, 4)
+    supervisor(run, 0).send_signal(signal.SIGSTOP)
+    result = run.finish()
+    assert result.code != 0 and not result.records and "Traceback" not in result.output
+    assert result.output.count("has heard nothing of the coordinator for 4 s") == 4
+    committed = result.of("committed")[-1]["step"]
+    stepped = [span.instruction.step for span in read_traces(result.folder / "trace") if span.instruction.op is Op.STEP]
+    assert max(stepped) <= committed + 2  # one that it had committed and not yet said so, and the one after
+
+
+def test_the_coordinator_stops_where_most_are_silent(launch):
+    """Three of four hosts send nothing any more, and nobody knows whether they are dead."""
+    run = launch("steps=100000", *SOON, shape=Shape(4, 1, 2))
+    after_step(run, 4)
+    for rank in (1, 2, 3):
+        for process in (supervisor(run, rank), psutil.Process(run.pids()[rank])):
+            process.send_signal(signal.SIGSTOP)
+    result = run.finish()
+    assert_one_line(result, "the job ends: 3 workers can't be reached and aren't known to be dead, and only 1 are left here")
+    lost, (end,) = result.of("lost"), result.of("end")
+    assert len(lost) == 3 and not [event for event in result.of("committed") if event["time"] > lost[-1]["time"]]
