@@ -99,8 +99,10 @@ class Profile:
             raise ValueError(f"origin is {self.origin!r}: one of {', '.join(ORIGINS)}")
         if self.dtype not in STATE_BYTES:
             raise ValueError(f"dtype is {self.dtype!r}: one of {', '.join(STATE_BYTES)}")
-        if self.layers < 1 or self.micro_batch < 1:
-            raise ValueError(f"a profile of {self.layers} layers and micro-batches of {self.micro_batch}: both have to be at least 1")
+        for name in ("micro_batch", "sequence", "layers", "boundary_bytes", "gradient_bytes_each", "gpus_per_worker", "device_bytes"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and not (name == "device_bytes" and value is None):
+                raise ValueError(f"{name} is {value!r}: a whole number, at least 1")
 
     @property
     def title(self) -> str:

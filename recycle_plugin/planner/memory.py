@@ -46,7 +46,7 @@ def memory(costs: CostModel, policy: Policy) -> Memory:
     least = activation if policy.couple or not policy.split_backward else np.maximum(activation, pending)
     for stage in range(stages):
         if cap[stage] < least[stage]:
-            raise PlanError(f"stage {stage} may hold {cap[stage]} bytes, one micro-batch takes {least[stage]}: raise memory_bytes")
+            raise PlanError(f"stage {stage} may hold {cap[stage]} bytes, one micro-batch takes {least[stage]}: raise the activation cap")
     return Memory(cap, activation, pending)
 
 

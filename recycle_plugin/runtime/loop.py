@@ -15,6 +15,7 @@ from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.plan import Plan, Policy
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.runtime.ahead import Ahead
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.transport import Transport
 
@@ -37,7 +38,7 @@ class Loop:
         seat: Seat, machine: StepMachine, reach: Callable[[str], None],
     ) -> None:  # fmt: skip
         port = _Port(session, reach)
-        self._loop = core.Loop(port, _Replica(replica, transport), _Planner(costs, policy), topology, seat, machine)
+        self._loop = core.Loop(port, _Replica(replica, transport), _Planner(costs, policy, session), topology, seat, machine)
         self.machine = machine
 
     def start(self) -> None:
@@ -82,11 +83,16 @@ class _Replica:
 
 
 class _Planner:
-    def __init__(self, costs: CostModel, policy: Policy) -> None:
-        self._costs, self._policy = costs, policy
+    def __init__(self, costs: CostModel, policy: Policy, session: Session) -> None:
+        self._costs, self._session = costs, session
+        self._ahead = Ahead(costs, policy)
 
     def plan(self, view: ClusterView) -> Plan:
-        return planner.plan(view, self._costs, self._policy)
+        """Also begins to plan for what may come next; members are those of the generation that is being entered."""
+        planned = self._ahead.plan(view)
+        entered = self._session.pending or self._session.generation
+        self._ahead.prepare(view, entered.members)
+        return planned
 
     def lower(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
         return planner.lower(plan, seat, step)

@@ -98,11 +98,6 @@ def old_plan(monkeypatch) -> None:
     monkeypatch.setattr(loop.Loop, "_plan_for", first)
 
 
-@mistake("the rest of the second unfinished step is forgotten")
-def one_rest(monkeypatch) -> None:
-    monkeypatch.setattr(loop, "unfinished", lambda plan, committed, held: lineage.unfinished(plan, committed, held)[:1])
-
-
 @mistake("a wait is not interrupted")
 def deaf(monkeypatch) -> None:
     monkeypatch.setattr(Line, "check", Line.check_end)
