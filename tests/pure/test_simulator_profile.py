@@ -79,7 +79,7 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     assert profile.read(path) == MEDIUM
 
 
-@pytest.mark.parametrize("change", [{"layers": 0}, {"first": {}}, {"origin": "x"}, {"more": 1}, {"layer": {**{k: 1 for k in MEDIUM.layer.__dict__}, "forward_us": -1}}])
+@pytest.mark.parametrize("change", [{"layers": 0}, {"first": {}}, {"origin": "x"}, {"more": 1}, {"boundary_bytes": "x"}, {"gpus_per_worker": 0}, {"device_bytes": 1.5}, {"layer": {**{k: 1 for k in MEDIUM.layer.__dict__}, "forward_us": -1}}])
 def test_a_broken_profile_is_named(tmp_path: Path, change: dict) -> None:
     path = tmp_path / "profile.json"
     profile.write(MEDIUM, path)
