@@ -10,7 +10,7 @@ from typing import TextIO
 from recycle_plugin.core.membership import Event
 
 STYLES = {"lost": "bold red", "end": "bold red", "warning": "yellow", "fault": "magenta", "resume": "bold green", "finished": "green"}
-QUIET = {"committed", "loss", "peak", "worker"}  # in the log, but no line of their own
+QUIET = {"committed", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
 
 
 class Announcer:
