@@ -134,6 +134,12 @@ class Settings(BaseModel):
         "dropout keyed by step, replica, micro-batch and stage, or drawn from the worker's own stream as stock does",
     )
     seed: int = _setting(1234, "a whole number, not negative", "root of all keyed random numbers", ge=0)
+    check_replicas: int = _setting(
+        0,
+        "a whole number, not negative",
+        "every so many steps the replicas of a stage compare hashes of their parameters and optimizer state; 0: never",
+        ge=0,
+    )
     strict_placement: bool = _setting(False, _BOOL, "refuse to start when one host holds every replica of a stage")
     run_dir: str | None = _setting(
         None, "a folder's path, or null", "where events, traces and reports go; null lets the plugin choose", min_length=1
@@ -204,6 +210,12 @@ class Settings(BaseModel):
                 f"{self.idle_timeout_s:g} s is not between recycle.progress_timeout_s = {self.progress_timeout_s:g} s and "
                 f"recycle.wait_timeout_s = {self.wait_timeout_s:g} s",
                 "write a number between them",
+            )
+        if self.check_replicas and self.undo == "inverse":
+            raise SettingsError(
+                "check_replicas",
+                'contradicts recycle.undo = "inverse", which rounds: after a failure replicas differ without being wrong',
+                'write 0, or set recycle.undo to "snapshot"',
             )
         if self.faults and not self.enabled:
             raise SettingsError(

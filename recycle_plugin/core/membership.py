@@ -27,15 +27,16 @@ from recycle_plugin.core.contributions import LOSS, Contributions
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.placement import stages_at_risk
 from recycle_plugin.core.protocol import (
-    Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Generation, Leaving, Left, Member, Missing, Note, Over,
+    Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Member, Missing, Note, Over,
     Pulse, Ready, Report, Resume, Stepped, Terminate,
 )  # fmt: skip
+from recycle_plugin.core.replicas import Fingerprints
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.watch import Watch
 
 WORKERS, SUPERVISORS = "workers", "supervisors"
 TRIES = 2  # to send something over a new line
-OF_MEMBERS = (Report, Stepped, Contribution, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
+OF_MEMBERS = (Report, Fingerprint, Stepped, Contribution, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Membership:
         self._leaving: dict[int, str] = {}
         self._missed: dict[tuple[int, int], int] = {}  # how often who has missed something from whom since the last commit
         self._contributions = Contributions()
+        self._fingerprints = Fingerprints()
 
     # --- messages in -----------------------------------------------------------------------------
 
@@ -104,6 +106,8 @@ class Membership:
                 self._step(message, now, out)
             case Contribution():
                 self._contribute(message, out)
+            case Fingerprint():
+                self._fingerprints.add(message)
             case Leaving():
                 self._leave(message, now, out)
             case Left():
@@ -249,6 +253,7 @@ class Membership:
                 digest=slowest.digest, timings=slowest.timings)
         if self._leaving and not generation.from_step:
             self._plan_leave(now, out)
+        self._compare_replicas(now, out)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -259,6 +264,7 @@ class Membership:
         done = min(self._stepped.get(rank, 0) for rank in self.members)
         for step in range(self.committed + 1, done + 1):
             self._commit(step, now, out)
+        self._compare_replicas(now, out)
 
     def _commit(self, step: int, now: float, out: Output) -> None:
         self.committed = step
@@ -269,6 +275,16 @@ class Membership:
             self._tell_collected(late, LOSS, values, out)
         out.tell(WORKERS, Committed(step))
         out.say("committed", f"step {step} committed", step=step, workers=len(self.members))
+
+    def _compare_replicas(self, now: float, out: Output) -> None:
+        """Whoever differs from a majority is lost as if it had died; what it has contributed since it was right is in everybody's
+        state alike, and stays.  Without a majority nobody knows which state to go on with."""
+        for mismatch in self._fingerprints.committed(self.committed, self.members.values()):
+            if not mismatch.majority:
+                self._end(f"{mismatch}. {self._safe_point()}", out)
+                return
+            for rank in [rank for rank, member in self.members.items() if member.seat in mismatch.seats]:
+                self._give_up(rank, str(mismatch), now, out)
 
     def _contribute(self, message: Contribution, out: Output) -> None:
         stale = message.generation != self._in_force or self._halted

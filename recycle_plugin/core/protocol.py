@@ -73,6 +73,15 @@ class Stepped:
 
 
 @dataclass(frozen=True)
+class Fingerprint:
+    """A hash of the worker's state after ``step``; said before :class:`Stepped`."""
+
+    rank: int
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Contribution:
     """Named numbers of one step that everybody needs (losses by micro-batch, squared norms by stage).
 
@@ -262,7 +271,7 @@ class Over:
 MESSAGES = {
     kind.__name__: kind
     for kind in (
-        Hello, Ready, Report, Stepped, Contribution, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal, Note,
+        Hello, Ready, Report, Fingerprint, Stepped, Contribution, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal, Note,
         Welcome, Generation, Resume, Heard, Fence, Committed, Collected, End, Over,
     )
 }  # fmt: skip

@@ -92,6 +92,18 @@ def _wait(ready, what: str) -> None:
         time.sleep(POLL_S)
 
 
+def flip_bit(seat: str, step: int) -> None:
+    """The lowest bit of one of the worker's parameters turns round before ``step``."""
+    execute = RecycleEngine.execute
+
+    def changed(self: RecycleEngine, program) -> None:
+        if str(self.seat) == seat and program.step == step and not program.resumed:
+            self._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
+        execute(self, program)
+
+    RecycleEngine.execute = changed
+
+
 # --- slow and stuck workers --------------------------------------------------------------------------
 
 

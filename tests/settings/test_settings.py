@@ -86,6 +86,12 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
             "recycle.idle_timeout_s: 10 s is not between recycle.progress_timeout_s = 20 s and recycle.wait_timeout_s = 900 s; "
             "write a number between them",
         ),
+        (
+            {"check_replicas": 10, "undo": "inverse"},
+            'recycle.check_replicas: contradicts recycle.undo = "inverse", which rounds: after a failure replicas differ without being '
+            'wrong; write 0, or set recycle.undo to "snapshot"',
+        ),
+        ({"check_replicas": -1}, "recycle.check_replicas: -1 is not possible; write a whole number, not negative"),
         ({"progress_timeout_s": 0.5}, "recycle.progress_timeout_s: 0.5 is not possible; write a number of seconds, at least 1"),
         ({"idle_timeout_s": 0}, "recycle.idle_timeout_s: 0 is not possible; write a number of seconds, more than 0"),
         ({"wait_timeout_s": True}, "recycle.wait_timeout_s: true is a boolean; write a number of seconds, more than 0"),

@@ -27,11 +27,12 @@ from recycle_plugin.core.executor import drain, execute
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.loop import Program
-from recycle_plugin.core.protocol import Contribution, Member, Ready
+from recycle_plugin.core.protocol import Contribution, Fingerprint, Member, Ready
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.fingerprint import fingerprint
 from recycle_plugin.runtime.kept import Kept
 from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.randomness import key, keyed
@@ -414,7 +415,14 @@ class RecycleEngine(PipelineEngine):
         assert versions == [gradient._version for gradient in reduced], "the optimizer has changed gradients that a peer may still need"
         for parameter, whole, gradient in zip(self._parameters, reduced, sums, strict=True):
             parameter.grad = None if gradient is whole else gradient
+        self._say_fingerprint(instruction.step)
         self._loop.applied(instruction.step)
+
+    def _say_fingerprint(self, step: int) -> None:
+        session, every = self._job.session, self._job.settings.check_replicas
+        if every and step % every == 0:
+            with session.heart.at(ELSEWHERE, "the hash of its state"):
+                session.send(Fingerprint(session.rank, step, fingerprint(self._parameters, self.basic_optimizer)))
 
     def _contribute(self, step: int, name: str, values: dict[str, float], expected: int) -> None:
         session = self._job.session

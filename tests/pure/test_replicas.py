@@ -1,0 +1,81 @@
+"""Hashes of replicas, compared when their step is committed."""
+
+from __future__ import annotations
+
+import pytest
+
+from recycle_plugin.core.membership import Membership, Output
+from recycle_plugin.core.protocol import End, Exited, Fence, Fingerprint, Generation, Resume, Stepped, decode, encode
+from tests.support.membership import agree, said, started
+
+
+def stepped(membership: Membership, step: int, digests: str) -> list[Output]:
+    """Each rank says its digest (``-``: none) and that it has applied ``step``."""
+    outs = []
+    for rank, digest in enumerate(digests):
+        if rank not in membership.lost:
+            if digest != "-":
+                outs.append(membership.receive(Fingerprint(rank, step, digest), 0.0))
+            outs.append(membership.receive(Stepped(rank, membership.generation, step), 0.0))
+    return outs
+
+
+def all_said(outs: list[Output], kind: type) -> list:
+    return [one for out in outs for one in said(out, kind)]
+
+
+@pytest.mark.parametrize("digests", ["aabb", "----"])
+def test_equal_replicas_of_each_stage_are_right(digests):
+    outs = stepped(started(), 1, digests)
+    assert not all_said(outs, End) and not all_said(outs, Fence)
+
+
+def test_of_two_that_differ_both_are_named_and_the_job_ends():
+    (end,) = all_said(stepped(started(), 1, "aabc"), End)
+    assert end.failed and end.reason.startswith("the replicas 0.1, 1.1 differ after step 1, and no majority says which is right")
+
+
+@pytest.mark.parametrize(("digests", "wrong"), [("aaba", [2]), ("baaa", [0]), ("aaab", [3])])
+def test_a_majority_gives_up_who_differs(digests, wrong):
+    membership = started(replicas=4, stages=1)
+    outs = stepped(membership, 1, digests)
+    assert sorted({one.rank for one in all_said(outs, Fence)}) == wrong and not all_said(outs, End)
+    (generation,) = all_said(outs, Generation)
+    assert [member.rank for member in generation.members] == [rank for rank in range(4) if rank not in wrong]
+    assert said(agree(membership, generation.number, {member.rank: 1 for member in generation.members}), Resume)
+
+
+@pytest.mark.parametrize("digests", ["aabb", "aabc", "abcd"])
+def test_half_is_no_majority(digests):
+    (end,) = all_said(stepped(started(replicas=4, stages=1), 1, digests), End)
+    assert end.failed and "differ after step 1" in end.reason
+
+
+def test_a_step_that_is_applied_again_is_hashed_again():
+    membership = started()
+    membership.receive(Fingerprint(0, 1, "before the failure"), 0.0)
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    agree(membership, 1, {0: 0, 1: 0, 3: 0})
+    assert not all_said(stepped(membership, 1, "aa-b"), End) and membership.committed == 1
+
+
+def test_steps_that_a_regrouping_commits_are_compared_too():
+    membership = started()
+    for rank, digest in enumerate("abcc"):
+        membership.receive(Fingerprint(rank, 1, digest), 0.0)
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    (end,) = said(agree(membership, 1, {0: 1, 1: 1, 3: 1}), End)
+    assert "0.0, 1.0" in end.reason
+
+
+def test_a_dead_worker_does_not_vote():
+    membership = started(replicas=4, stages=1)
+    for rank, digest in enumerate("aabb"):
+        membership.receive(Fingerprint(rank, 1, digest), 0.0)
+    membership.receive(Exited(3, -9, 0.0), 0.0)
+    out = agree(membership, 1, {0: 1, 1: 1, 2: 1})
+    assert not said(out, End) and {one.rank for one in said(out, Fence)} == {2}
+
+
+def test_the_message_survives_the_wire():
+    assert decode(encode(Fingerprint(1, 2, "ab"))) == Fingerprint(1, 2, "ab")
