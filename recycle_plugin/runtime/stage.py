@@ -43,6 +43,11 @@ class Shelf:
         """Between F and I."""
         return bool(self.outputs) or self.loss is not None
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Something is here for a forward or an input gradient that is still to run: after W, one for a peer."""
+        return self.stash or bool(self.inputs) or self.grads is not None
+
 
 @dataclass(frozen=True)
 class StageModel:
@@ -115,32 +120,40 @@ class Stage:
 
     def backward(self, key: Key) -> Tensors:
         """Both gradients at once; returns what goes to the previous stage."""
-        made = self._run_backward(key)
+        made = self._differentiate(key)
         self._count(key)
         return made
 
     def backward_input(self, key: Key) -> Tensors:
         """The gradient of the input, which it returns; the weights' work is put off until :meth:`backward_weight`."""
         with self._deferred.hold() if self._deferred is not None else nullcontext() as pending:
-            made = self._run_backward(key)
-        self._shelves[key].pending, self._shelves[key].inner = pending, True
+            made = self._differentiate(key)
+        self._shelf(key).pending, self._shelf(key).inner = pending, True
         return made
 
     def backward_input_bare(self, key: Key) -> Tensors:
-        """The gradient of the input and nothing else: no parameter's gradient changes, now or later."""
-        shelf = self._shelves[key]
-        inputs = [tensor for tensor in shelf.inputs if tensor.requires_grad]
-        roots, grads = ([shelf.loss], None) if self._model.last else _with_grads(shelf)
-        with self._deferred.hold() if self._deferred is not None else nullcontext():
-            made = torch.autograd.grad(roots, inputs, grads)
-        self._use_up(key)
-        return made
+        """The gradient of the input and nothing else: no parameter's gradient changes, now or later.
+
+        Parameters' gradients are put aside: torch.autograd.grad, which would leave them alone, refuses checkpointed layers.
+        """
+        aside = [(parameter, parameter.grad) for parameter in self._model.module.parameters()]
+        for parameter, _ in aside:
+            parameter.grad = None
+        try:
+            with self._deferred.hold() if self._deferred is not None else nullcontext():
+                return self._differentiate(key)
+        finally:
+            for parameter, gradient in aside:
+                parameter.grad = gradient
 
     def backward_weight(self, key: Key) -> None:
-        pending = self._shelves[key].pending
-        if pending is not None:
-            pending.run()
+        shelf = self._shelves[key]
+        if shelf.pending is not None:
+            shelf.pending.run()
         self._count(key)
+        shelf.pending, shelf.inner = None, False
+        if not shelf.awaits_backward:
+            del self._shelves[key]
 
     # --- what is here ------------------------------------------------------------------------------
 
@@ -175,7 +188,8 @@ class Stage:
             if grads is not None:
                 self._shelf(key).grads = grads
 
-    def _run_backward(self, key: Key) -> Tensors:
+    def _differentiate(self, key: Key) -> Tensors:
+        """The gradients of the inputs; parameters' go where they go.  Uses the stash up."""
         shelf = self._shelves[key]
         if self._model.last:
             shelf.loss.backward()
@@ -183,7 +197,6 @@ class Stage:
             torch.autograd.backward(*_with_grads(shelf))
         made = tuple(tensor.grad for tensor in shelf.inputs if tensor.requires_grad)
         self._use_up(key)
-        self._shelf(key)
         return made
 
     def _use_up(self, key: Key) -> None:
@@ -193,11 +206,10 @@ class Stage:
             self._shelves[key] = Shelf(pending=shelf.pending, inner=True)
 
     def _count(self, key: Key) -> None:
-        """The micro-batch is through with this stage."""
+        """The micro-batch's weight gradient is in the sum."""
         if key in self._counted:
             raise AssertionError(f"the weight gradient of micro-batch {key[1]}, step {key[0]}, would be counted twice")
         self._counted.add(key)
-        del self._shelves[key]
 
     def _shelf(self, key: Key) -> Shelf:
         return self._shelves.setdefault(key, Shelf())

@@ -34,6 +34,14 @@ def test_every_sample_counts_once(counts, kills):
         assert torch.equal(used, torch.ones(SAMPLES_PER_STEP * STEPS)), f"{rank}: {used.tolist()}"
 
 
+def test_an_interrupted_sum_leaves_the_contributions_as_they_were(counts):
+    """Whoever had the sum is dead, so it is made again; stage 0's only gradient is a bucket of its own, which flattening does not copy."""
+    found = counts("kill 1.0 before 0STEP@5", name="lose_result", seats=["0.0"], reduce="0REDUCE@5")
+    assert len(found) == 3
+    for rank, used in found.items():
+        assert torch.equal(used, torch.ones(SAMPLES_PER_STEP * STEPS)), f"{rank}: {used.tolist()}"
+
+
 @pytest.mark.parametrize("times", (0, 2))
 def test_a_sample_left_out_or_used_twice_would_be_seen(counts, times):
     found = counts("kill 0.1 before 1F0.1@4", name="scale_micro_batch", micro_batch="0.1", step=4, factor=times)

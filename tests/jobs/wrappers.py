@@ -84,6 +84,23 @@ def gate(folder: str, before: str, until: str, by: list[str]) -> None:
     TorchWorld.reach = changed
 
 
+def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "", by: list[str] = ()) -> None:
+    """``seats`` take part in the collective of ``reduce``, whose result the others get, and a membership change comes before they
+    have it themselves.  ``before``, ``by``: a gate, so that whoever is about to run that waits until these have the result.
+    """
+    if by:
+        gate(folder, before, reduce, by)
+    collective = RecycleEngine._reduce_bucket
+
+    def changed(self: RecycleEngine, bucket, step: int) -> torch.Tensor:
+        made = collective(self, bucket, step)
+        if str(self.seat) in seats and f"{self.stage_id}REDUCE@{step}" == reduce and not self._program.resumed:
+            self._job.session.wait("a membership change", lambda: None)
+        return made
+
+    RecycleEngine._reduce_bucket = changed
+
+
 def _wait(ready, what: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not ready():

@@ -8,6 +8,7 @@ from typing import Iterable
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from recycle_plugin.core.dataflow import Datum, consumes, provides, requires
 from recycle_plugin.core.ids import MicroBatch
@@ -22,10 +23,19 @@ FIRST, SECOND = MicroBatch(0, 0), MicroBatch(1, 2)
 PLACES = {"first": (3, 0), "middle": (3, 1), "last": (3, 2), "only": (1, 0)}  # number of stages, stage
 
 
-def stage_at(stages: int, stage: int, split: bool) -> tuple[Stage, nn.Module]:
-    """Linears, which are converted, with a LayerNorm, which is not, and dropout between them."""
+class Checkpointed(nn.Sequential):
+    reentrant = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+def stage_at(stages: int, stage: int, split: bool, reentrant: bool | None) -> tuple[Stage, nn.Module]:
+    """Linears, which are converted, with a LayerNorm, which is not, and dropout between them.  ``reentrant``: checkpointed, that way."""
     torch.manual_seed(stage)
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+    layers = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+    module = nn.Sequential(*layers) if reentrant is None else Checkpointed(*layers)
+    module.reentrant = reentrant
     model = StageModel(module, nn.functional.mse_loss, 2, stage == 0, stage == stages - 1, torch.device("cpu"))
     deferred = DeferredWeights(module) if split else None
     return Stage(model, deferred, lambda micro_batch, step: keyed(random_key(1, step, micro_batch, stage))), module
@@ -51,9 +61,9 @@ def feed(stage: Stage, key: Key, wanted: Iterable[Datum]) -> None:
 class Runner:
     """A stage at one of PLACES that gets the inputs of each instruction when that runs."""
 
-    def __init__(self, place: str, split: bool = True) -> None:
+    def __init__(self, place: str, split: bool = True, reentrant: bool | None = None) -> None:
         self.stages, self.number = PLACES[place]
-        self.stage, module = stage_at(self.stages, self.number, split)
+        self.stage, module = stage_at(self.stages, self.number, split, reentrant)
         self.parameters = list(module.parameters())
 
     def instruction(self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP) -> Instruction:
@@ -180,6 +190,40 @@ def test_a_pending_weight_gradient_waits_while_its_micro_batch_is_run_once_more(
     calm.run(Op.W), runner.run(Op.W)
     assert same(runner.gradients(), calm.gradients()) and all(gradient is not None for gradient in runner.gradients())
     assert runner.held() == {Datum("wgrad", runner.number, FIRST, STEP)}
+
+
+@pytest.mark.parametrize("after", ("its activation", "its forward", "the gradient of its output"))
+def test_a_weight_gradient_leaves_what_its_input_gradient_needs_once_more(after):
+    calm, runner = Runner("middle"), Runner("middle")
+    for one in (calm, runner):
+        one.run(Op.F)
+    expected = calm.run(Op.I)
+    runner.run(Op.I), calm.run(Op.W)
+    once_more = {"its activation": Op.F, "its forward": None, "the gradient of its output": Op.I}[after]
+    if after != "its activation":
+        runner.run(Op.F)
+    if once_more is not None:
+        feed(runner.stage, (STEP, FIRST), [datum for datum in requires(runner.instruction(once_more), 3) if datum.kind in ("act", "grad")])
+    runner.run(Op.W)
+    assert len(runner.held() - {Datum("wgrad", 1, FIRST, STEP)}) == 1 + (after == "the gradient of its output")
+    if after == "its activation":
+        runner.perform(Op.F, (STEP, FIRST))
+    assert same(runner.run(Op.I, bare=True), expected)
+    assert same(runner.gradients(), calm.gradients())
+    assert runner.held() == {Datum("wgrad", 1, FIRST, STEP)}
+
+
+@pytest.mark.parametrize("reentrant", (True, False))
+@pytest.mark.parametrize("split", (True, False))
+def test_a_bare_input_gradient_of_checkpointed_layers(split, reentrant):
+    full, bare = Runner("middle", split, reentrant), Runner("middle", split, reentrant)
+    for runner in (full, bare):
+        runner.run(Op.F, SECOND), runner.run(Op.B, SECOND)
+        runner.run(Op.F)
+    with no_gradient_changes(bare):
+        made = bare.run(Op.I, bare=True)
+    assert same(made, full.run(Op.I))
+    assert bare.held() == {Datum("wgrad", 1, SECOND, STEP)}
 
 
 @pytest.mark.parametrize("ops", (SPLIT, FUSED), ids=("F, I, W", "F, B"))

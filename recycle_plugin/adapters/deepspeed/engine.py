@@ -352,9 +352,10 @@ class RecycleEngine(PipelineEngine):
 
     def _reduce_bucket(self, bucket: list[torch.nn.Parameter], step: int) -> torch.Tensor:
         group, holder = self.mpu.get_data_parallel_group(), self._program.holder
-        if holder is None:
-            return self.allreduce_bucket([parameter.grad for parameter in bucket], group)
         gradients = [parameter.grad for parameter in bucket]
+        if holder is None:
+            alone = len(bucket) == 1  # "flattened" it would be the contribution itself
+            return self.allreduce_bucket([gradients[0].clone()] if alone else gradients, group)
         if step in self._reduced:
             known = dict(zip(self._parameters, self._reduced[step], strict=True))
             gradients = [known[parameter] for parameter in bucket]
@@ -411,6 +412,7 @@ class RecycleEngine(PipelineEngine):
                 for parameter in self._parameters:
                     parameter.grad = parameter.grad.clone()
             versions = [gradient._version for gradient in reduced]
+            self._stage.drop_stashes(instruction.step - 1)  # left by what a later failure has made needless
             super()._exec_optimizer_step()
         assert versions == [gradient._version for gradient in reduced], "the optimizer has changed gradients that a peer may still need"
         for parameter, whole, gradient in zip(self._parameters, reduced, sums, strict=True):
