@@ -134,6 +134,9 @@ class Settings(BaseModel):
         "dropout keyed by step, replica, micro-batch and stage, or drawn from the worker's own stream as stock does",
     )
     seed: int = _setting(1234, "a whole number, not negative", "root of all keyed random numbers", ge=0)
+    rebalance: bool = _setting(
+        False, _BOOL, "deal a stage's work out anew where a worker has been 30% slower than the others for three steps, and again when it is not"
+    )
     check_replicas: int = _setting(
         0,
         "a whole number, not negative",
@@ -210,6 +213,10 @@ class Settings(BaseModel):
                 f"{self.idle_timeout_s:g} s is not between recycle.progress_timeout_s = {self.progress_timeout_s:g} s and "
                 f"recycle.wait_timeout_s = {self.wait_timeout_s:g} s",
                 "write a number between them",
+            )
+        if self.rebalance and not self.reroute:
+            raise SettingsError(
+                "rebalance", "contradicts recycle.reroute = false, because it moves micro-batches too", "write false, or set recycle.reroute to true"
             )
         if self.check_replicas and self.undo == "inverse":
             raise SettingsError(

@@ -26,6 +26,7 @@ from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
 
 T = TypeVar("T")
+Slowness = tuple[tuple[Seat, int], ...]  # core.cost.CostModel's
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Replica(Protocol):
 class Planner(Protocol):
     """What the loop asks of the planner; the same arguments give the same result on every worker."""
 
-    def plan(self, view: ClusterView) -> Plan: ...
+    def plan(self, view: ClusterView, slowness: Slowness) -> Plan: ...
 
     def lower(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]: ...
 
@@ -89,7 +90,7 @@ class Loop:
         self._replica = replica
         self._planner = planner
         self._topology = topology
-        self._plans: dict[frozenset[Seat], Plan] = {}
+        self._plans: dict[tuple[frozenset[Seat], Slowness], Plan] = {}
         self._rests: dict[int, Program] = {}  # of steps that a failure has interrupted
         self.seat = seat
         self.machine = machine
@@ -211,7 +212,7 @@ class Loop:
         self._port.send(Note(self._line.rank, "rest", f"seat {self.seat} has {compute} instructions left to compute of step {first}{also}", details))
 
     def _plan_for(self, generation: Generation) -> Plan:
-        live = frozenset(member.seat for member in generation.members)
-        if live not in self._plans:
-            self._plans[live] = self._planner.plan(ClusterView(self._topology, live))
-        return self._plans[live]
+        case = frozenset(member.seat for member in generation.members), generation.slowness
+        if case not in self._plans:
+            self._plans[case] = self._planner.plan(ClusterView(self._topology, case[0]), generation.slowness)
+        return self._plans[case]

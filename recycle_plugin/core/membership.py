@@ -25,10 +25,11 @@ from typing import Iterable
 
 from recycle_plugin.core.contributions import LOSS, Contributions
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.pace import Paces
 from recycle_plugin.core.placement import stages_at_risk
 from recycle_plugin.core.protocol import (
     Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Member, Missing, Note, Over,
-    Pulse, Ready, Report, Resume, Stepped, Terminate,
+    Pace, Pulse, Ready, Report, Resume, Stepped, Terminate,
 )  # fmt: skip
 from recycle_plugin.core.replicas import Fingerprints
 from recycle_plugin.core.topology import ClusterView, Topology
@@ -36,7 +37,7 @@ from recycle_plugin.core.watch import Watch
 
 WORKERS, SUPERVISORS = "workers", "supervisors"
 TRIES = 2  # to send something over a new line
-OF_MEMBERS = (Report, Fingerprint, Stepped, Contribution, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
+OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Membership:
         self._missed: dict[tuple[int, int], int] = {}  # how often who has missed something from whom since the last commit
         self._contributions = Contributions()
         self._fingerprints = Fingerprints()
+        self._paces = Paces()
 
     # --- messages in -----------------------------------------------------------------------------
 
@@ -106,6 +108,8 @@ class Membership:
                 self._step(message, now, out)
             case Contribution():
                 self._contribute(message, out)
+            case Pace():
+                self._paces.add(message)
             case Fingerprint():
                 self._fingerprints.add(message)
             case Leaving():
@@ -216,7 +220,8 @@ class Membership:
         self.generation += 1
         gone = self._leaving if from_step else ()
         members = tuple(m for rank, m in sorted(self.members.items()) if rank not in gone)
-        self._awaiting = Generation(self.generation, members, from_step, cause, now)
+        slowness = tuple(sorted(self._paces.percent.items()))
+        self._awaiting = Generation(self.generation, members, from_step, cause, now, slowness)
         self._reports.clear()
         if not from_step:
             self._contributions.regrouped()
@@ -265,6 +270,7 @@ class Membership:
         for step in range(self.committed + 1, done + 1):
             self._commit(step, now, out)
         self._compare_replicas(now, out)
+        self._rebalance(now, out)
 
     def _commit(self, step: int, now: float, out: Output) -> None:
         self.committed = step
@@ -285,6 +291,16 @@ class Membership:
                 return
             for rank in [rank for rank, member in self.members.items() if member.seat in mismatch.seats]:
                 self._give_up(rank, str(mismatch), now, out)
+
+    def _rebalance(self, now: float, out: Output) -> None:
+        """Plan anew, for a step that nobody has started, where a worker has become slow, or is so no longer."""
+        self._paces.committed(self.committed, self.members.values())
+        if self._halted or self._awaiting is not None or self.ended is not None:
+            return
+        for seat, percent in (news := self._paces.news()).items():
+            out.say("rebalance", f"seat {seat} needs {percent}% of the time that its stage's others need: work is dealt out anew", seat=str(seat), percent=percent)
+        if news:
+            self._regroup(f"pace of {', '.join(map(str, news))}", now, out, from_step=self.committed + 3)
 
     def _contribute(self, message: Contribution, out: Output) -> None:
         stale = message.generation != self._in_force or self._halted

@@ -82,6 +82,16 @@ class Fingerprint:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """The worker has computed for ``spent_us`` in ``step``, and ``nominal_us`` is what that should take; said before :class:`Stepped`."""
+
+    rank: int
+    step: int
+    spent_us: int
+    nominal_us: int
+
+
+@dataclass(frozen=True)
 class Contribution:
     """Named numbers of one step that everybody needs (losses by micro-batch, squared norms by stage).
 
@@ -191,17 +201,22 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Generation:
-    """A version of the membership.  ``from_step`` 0: at once, leave what you do; otherwise from that step on."""
+    """A version of the membership.  ``from_step`` 0: at once, leave what you do; otherwise from that step on.
+
+    ``slowness``: as core.cost.CostModel's, of what was measured.
+    """
 
     number: int
     members: tuple[Member, ...]
     from_step: int
     cause: str
     at: float
+    slowness: tuple[tuple[Seat, int], ...] = ()
 
     def __post_init__(self) -> None:
         members = tuple(Member(**member) if isinstance(member, dict) else member for member in self.members)
         object.__setattr__(self, "members", members)
+        object.__setattr__(self, "slowness", tuple((Seat(*seat), percent) for seat, percent in self.slowness))
 
 
 @dataclass(frozen=True)
@@ -271,7 +286,7 @@ class Over:
 MESSAGES = {
     kind.__name__: kind
     for kind in (
-        Hello, Ready, Report, Fingerprint, Stepped, Contribution, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal, Note,
+        Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal, Note,
         Welcome, Generation, Resume, Heard, Fence, Committed, Collected, End, Over,
     )
 }  # fmt: skip

@@ -25,7 +25,7 @@ class Ahead:
     """Of one worker.  ``prepared``: set when everything for the last view is in store."""
 
     def __init__(self, costs: CostModel, policy: Policy) -> None:
-        self._costs, self._policy = costs, policy
+        self.costs, self._policy = costs, policy
         self._store = planner.PlanStore(costs, policy)
         self._lock = threading.Lock()  # of the store: for one plan at a time
         self._view: ClusterView | None = None
@@ -34,7 +34,7 @@ class Ahead:
     def plan(self, view: ClusterView) -> Plan:
         """As ``planner.plan``; from the store if that is free.  Raises PlanError."""
         if not self._lock.acquire(blocking=False):
-            return planner.plan(view, self._costs, self._policy)
+            return planner.plan(view, self.costs, self._policy)
         try:
             return self._store.plan(view)
         finally:
@@ -45,6 +45,10 @@ class Ahead:
         self._view = view
         self.prepared.clear()
         threading.Thread(target=self._work, args=(view, _hosts(members)), name="recycle: planning ahead", daemon=True).start()
+
+    def stop(self) -> None:
+        """Leave what was begun."""
+        self._view = None
 
     def _work(self, view: ClusterView, hosts: Hosts) -> None:
         plans = self._store.prepare(view, hosts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any, Callable, Iterable, Iterator, Protocol
 
 from recycle_plugin import planner
@@ -84,11 +85,18 @@ class _Replica:
 
 class _Planner:
     def __init__(self, costs: CostModel, policy: Policy, session: Session) -> None:
-        self._costs, self._session = costs, session
+        self._costs, self._policy, self._session = costs, policy, session
         self._ahead = Ahead(costs, policy)
 
-    def plan(self, view: ClusterView) -> Plan:
-        """Also begins to plan for what may come next; members are those of the generation that is being entered."""
+    def plan(self, view: ClusterView, slowness: core.Slowness) -> Plan:
+        """``slowness`` is what has been measured, beside what was known before.
+
+        Also begins to plan for what may come next; members are those of the generation that is being entered.
+        """
+        costs = replace(self._costs, slowness=tuple(sorted({**dict(self._costs.slowness), **dict(slowness)}.items())))
+        if costs != self._ahead.costs:
+            self._ahead.stop()
+            self._ahead = Ahead(costs, self._policy)
         planned = self._ahead.plan(view)
         entered = self._session.pending or self._session.generation
         self._ahead.prepare(view, entered.members)

@@ -510,7 +510,8 @@ class Planner:
         self._costs, self._policy = costs, policy
         self._plans: dict[frozenset[Seat], Plan] = {}
 
-    def plan(self, view: ClusterView) -> Plan:
+    def plan(self, view: ClusterView, slowness: object) -> Plan:
+        """``slowness``: of nobody, since nobody measures."""
         if view.live not in self._plans:
             self._plans[view.live] = planner.plan(view, self._costs, self._policy)
         return self._plans[view.live]

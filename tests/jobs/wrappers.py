@@ -18,6 +18,7 @@ from recycle_plugin.runtime.world import TorchWorld
 
 DEADLINE_S = 150.0
 POLL_S = 0.002
+UNIT_S = 0.05  # more than an instruction of the tests' jobs takes
 
 
 # --- negative controls ------------------------------------------------------------------------------
@@ -122,6 +123,20 @@ def flip_bit(seat: str, step: int) -> None:
 
 
 # --- slow and stuck workers --------------------------------------------------------------------------
+
+
+def slow(seat: str, times: float, steps: list[int]) -> None:
+    """From the first to the last of ``steps`` the worker at ``seat`` needs ``times`` as long to compute, all others as long as they do."""
+    perform = RecycleEngine._perform
+
+    def changed(self: RecycleEngine, instruction) -> None:
+        start = time.monotonic()
+        perform(self, instruction)
+        if instruction.op in COMPUTE:
+            slowly = str(self.seat) == seat and steps[0] <= instruction.step <= steps[1]
+            time.sleep(UNIT_S * (times if slowly else 1) - min(time.monotonic() - start, UNIT_S))
+
+    RecycleEngine._perform = changed
 
 
 def linger(seat: str, seconds: float, step: int, only: str = "") -> None:

@@ -91,6 +91,11 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
             'recycle.check_replicas: contradicts recycle.undo = "inverse", which rounds: after a failure replicas differ without being '
             'wrong; write 0, or set recycle.undo to "snapshot"',
         ),
+        (
+            {"rebalance": True, "reroute": False},
+            "recycle.rebalance: contradicts recycle.reroute = false, because it moves micro-batches too; "
+            "write false, or set recycle.reroute to true",
+        ),
         ({"check_replicas": -1}, "recycle.check_replicas: -1 is not possible; write a whole number, not negative"),
         ({"progress_timeout_s": 0.5}, "recycle.progress_timeout_s: 0.5 is not possible; write a number of seconds, at least 1"),
         ({"idle_timeout_s": 0}, "recycle.idle_timeout_s: 0 is not possible; write a number of seconds, more than 0"),

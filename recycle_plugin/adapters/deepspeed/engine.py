@@ -39,6 +39,7 @@ from recycle_plugin.runtime.randomness import key, keyed
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage import Stage, StageModel
+from recycle_plugin.runtime.stopwatch import Stopwatch
 from recycle_plugin.runtime.trace import TraceFile
 from recycle_plugin.runtime.transport import Transport
 from recycle_plugin.runtime.undo import KINDS, Undo
@@ -179,6 +180,7 @@ class RecycleEngine(PipelineEngine):
         if settings.trace:
             self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
         costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(validate, self.num_stages)
+        self._stopwatch = Stopwatch(costs)
         loop = Loop(session, self._transport, self, self.topology_, costs, policy, self.seat, machine, self._world.reach_point)
         member = Member(self.global_rank, self.seat, self._transport.address, session.host)
         session.heart.start(settings.progress_timeout_s)
@@ -272,6 +274,7 @@ class RecycleEngine(PipelineEngine):
         self._INSTRUCTION_MAP[commands.COMMANDS[instruction.op]](self, instruction)
 
     def _record(self, span: Any) -> None:
+        self._stopwatch.add(span)
         if self._trace is not None:
             self._trace.add(span)
 
@@ -418,6 +421,9 @@ class RecycleEngine(PipelineEngine):
         for parameter, whole, gradient in zip(self._parameters, reduced, sums, strict=True):
             parameter.grad = None if gradient is whole else gradient
         self._say_fingerprint(instruction.step)
+        pace = self._stopwatch.pace(self.global_rank, instruction.step)
+        if self._job.settings.rebalance:
+            self._job.session.send(pace)
         self._loop.applied(instruction.step)
 
     def _say_fingerprint(self, step: int) -> None:
