@@ -19,12 +19,12 @@ The rules it keeps:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from math import inf
 from typing import Iterable
 
 from recycle_plugin.core.contributions import LOSS, Contributions
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.pace import Paces
 from recycle_plugin.core.placement import stages_at_risk
 from recycle_plugin.core.protocol import (
@@ -35,32 +35,8 @@ from recycle_plugin.core.replicas import Fingerprints
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.watch import Watch
 
-WORKERS, SUPERVISORS = "workers", "supervisors"
 TRIES = 2  # to send something over a new line
 OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something a user wants to know: one line of text, and the same as data."""
-
-    kind: str
-    text: str
-    details: dict = field(default_factory=dict)
-
-
-@dataclass
-class Output:
-    """What a message leads to: lines for workers (all live, or one rank), for supervisors, and for the user."""
-
-    messages: list[tuple[str | int, object]] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-    def tell(self, whom: str | int, message: object) -> None:
-        self.messages.append((whom, message))
-
-    def say(self, kind: str, text: str, **details: object) -> None:
-        self.events.append(Event(kind, text, details))
 
 
 class Membership:

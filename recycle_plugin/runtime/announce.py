@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from recycle_plugin.core.membership import Event
+from recycle_plugin.core.output import Event
 
 STYLES = {"lost": "bold red", "end": "bold red", "warning": "yellow", "fault": "magenta", "resume": "bold green", "finished": "green"}
 QUIET = {"committed", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own

@@ -11,7 +11,8 @@ import asyncio
 import time
 from typing import Callable
 
-from recycle_plugin.core.membership import SUPERVISORS, WORKERS, Event, Membership, Output
+from recycle_plugin.core.membership import Membership
+from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.protocol import Exited, Fatal, Heard, Hello, Left, Over, Ready, Welcome, decode, encode
 from recycle_plugin.core.watch import TICK_S
 

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.membership import WORKERS, Membership, Output
+from recycle_plugin.core.membership import Membership
+from recycle_plugin.core.output import WORKERS, Output
 from recycle_plugin.core.placement import stages_at_risk
 from recycle_plugin.core.protocol import (
     Collected, Committed, Contribution, End, Exited, Fatal, Generation, Leaving, Left, Member, Note, Over, Ready, Report,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.membership import Membership, Output
+from recycle_plugin.core.membership import Membership
+from recycle_plugin.core.output import Output
 from recycle_plugin.core.protocol import End, Exited, Fence, Fingerprint, Generation, Resume, Stepped, decode, encode
 from tests.support.membership import agree, said, started
 

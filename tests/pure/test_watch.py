@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from recycle_plugin.core.membership import SUPERVISORS, Event, Membership, Output
+from recycle_plugin.core.membership import Membership
+from recycle_plugin.core.output import SUPERVISORS, Event, Output
 from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Generation, Heard, Leaving, Pulse, Report, Resume, Stepped, decode, encode
 from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, LATE_S, TICK_S, WAITS
 from tests.support.membership import agree, said, started, step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from recycle_plugin.core.membership import Event
+from recycle_plugin.core.output import Event
 from recycle_plugin.runtime.announce import Announcer
 
 

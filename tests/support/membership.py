@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.membership import Membership, Output
+from recycle_plugin.core.membership import Membership
+from recycle_plugin.core.output import Output
 from recycle_plugin.core.protocol import Member, Ready, Report, Resume, Stepped
 
 REPLICAS, STAGES = 2, 2
