@@ -1,0 +1,105 @@
+"""Kills close together in real jobs, seeded: at named instructions, at points of recovery and from outside.
+
+The ideas are those of ``recycle_plugin.simulator.campaign``; here torch, DeepSpeed and Gloo are real, and the weights are compared.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.faults import Fault
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import Instruction
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.planner import lower, plan
+from tests.support.jobs import Shape, assert_same_training, faults
+
+SHAPES = (Shape(4, 2, 2), Shape(3, 3, 3))
+VARIANTS = ((), ("gradient_clipping=0.5",), ("recycle.split_backward=false",), ("recycle.undo=inverse",), ("recycle.keep_bytes=1",))
+POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recovery.undone")
+APART_S = 0.15  # at most, of a kill from outside after the one before
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """``named``: faults in their text form.  ``outside``: who is killed from outside, how many seconds after the first of them strikes."""
+
+    shape: Shape
+    variant: tuple[str, ...]
+    named: tuple[str, ...]
+    outside: tuple[str, float] | None
+
+
+def scenario(seed: int) -> Scenario:
+    """Two kills, or three where four replicas leave room for them; every variant of the job takes its turn."""
+    random = Random(seed)
+    shape, variant = SHAPES[seed % 2], VARIANTS[seed // 2 % len(VARIANTS)]
+    seats = [str(seat) for seat in Topology(shape.replicas, shape.stages, shape.micro_batches).seats]
+    first, *others = random.sample(seats, 3 if shape.replicas > 3 and random.random() < 0.4 else 2)
+    step = random.randint(4, 12)
+    named, outside = [at(random, shape, variant, first, step)], None
+    for seat in others:
+        kind = random.choice(("same step", "next step", "recovery", "recovery", "outside"))
+        if kind == "outside" and outside is None:
+            outside = seat, random.uniform(0, APART_S)
+        elif kind == "recovery":
+            named.append(f"kill {seat} at {random.choice(POINTS)}")
+        else:
+            named.append(at(random, shape, variant, seat, step + (kind == "next step")))
+    return Scenario(shape, variant, tuple(named), outside)
+
+
+def at(random: Random, shape: Shape, variant: tuple[str, ...], seat: str, step: int) -> str:
+    """A kill at an instruction of the seat's program as long as nobody is lost."""
+    return f"kill {seat} {random.choice(('before', 'after'))} {random.choice(program(shape, variant, seat, step))}"
+
+
+def program(shape: Shape, variant: tuple[str, ...], seat: str, step: int) -> tuple[Instruction, ...]:
+    policy = Policy(split_backward="recycle.split_backward=false" not in variant, validate="gradient_clipping=0.5" in variant)
+    view = Topology(shape.replicas, shape.stages, shape.micro_batches).full()
+    return lower(plan(view, CostModel.uniform(shape.stages, 1000, 1000, 1000), policy), Seat.parse(seat), step)
+
+
+def kill_from_outside(run, seat: str, after_s: float) -> None:
+    """Once a first fault has struck."""
+    run.wait_for(lambda: any(event["event"] == "fault" for event in run.events()), "fault")
+    time.sleep(after_s)
+    (start,) = [event for event in run.events() if event["event"] == "start"]
+    os.kill(run.pids()[start["seats"][seat]], signal.SIGKILL)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(metafunc.config.getoption("--real-seeds")))
+
+
+def test_kills_close_together(launch, reference, seed):
+    """A named kill whose instruction is not reached any more (a peer runs it, or nobody has to) is none."""
+    given = scenario(seed)
+    print(f"seed {seed}: {given.shape.replicas}x{given.shape.stages}, {' '.join(given.variant) or 'default'}: {', '.join(given.named)}; outside: {given.outside}")
+    run = launch(faults(*given.named), *given.variant, shape=given.shape)
+    if given.outside is not None:
+        kill_from_outside(run, *given.outside)
+    result = run.finish()
+    struck = {str(Fault.parse(event["fault"])) for event in result.of("fault")}
+    lost = {str(Fault.parse(fault).seat) for fault in struck} | ({given.outside[0]} if given.outside else set())
+    assert given.named[0] in struck
+    assert_same_training(result, reference(*[each for each in given.variant if "clipping" in each], shape=given.shape), lost)
+
+
+def test_the_seeds_hit_much():
+    """Of sixty: all variants on both shapes, kills during recovery, from outside, and all kinds of instruction."""
+    found = [scenario(seed) for seed in range(60)]
+    assert {(given.shape, given.variant) for given in found} == {(shape, variant) for shape in SHAPES for variant in VARIANTS}
+    kills = [Fault.parse(text) for given in found for text in given.named]
+    assert {kill.where for kill in kills if kill.when == "at"} == {point.partition(":")[0] for point in POINTS}
+    assert {Instruction.parse(kill.where).op.name for kill in kills if kill.when != "at"} >= {"F", "I", "W", "B", "REDUCE", "VALIDATE", "STEP"}
+    assert sum(given.outside is not None for given in found) > 10
