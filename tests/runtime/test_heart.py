@@ -1,0 +1,98 @@
+"""A worker's beats, and what it may do without the coordinator's word."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.protocol import Beat, Committed, Fence, Heard
+from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, WAITS
+from recycle_plugin.runtime.errors import CutOff
+from recycle_plugin.runtime.heart import SCRIPT
+
+from .conftest import generation
+
+
+def beats(coordinator, count: int) -> list[Beat]:
+    """The first ``count`` beats, which have to come."""
+    with coordinator.news:
+        assert coordinator.news.wait_for(lambda: len(coordinator.heard) >= count, 10)
+        return list(coordinator.heard[:count])
+
+
+def test_a_beat_says_what_the_worker_is_at(coordinator):
+    heart = coordinator.session(3).heart
+    heart.beat()
+    with heart.at(ELSEWHERE, "a checkpoint"):
+        heart.beat()
+    heart.finished()
+    with heart.at(WAITS, "whatever"):
+        heart.beat()
+    said = beats(coordinator, 3)
+    assert [(beat.rank, beat.number, beat.done) for beat in said] == [(3, 1, 0), (3, 2, 0), (3, 3, 1)]
+    assert [(beat.at, beat.what) for beat in said] == [(ELSEWHERE, SCRIPT), (ELSEWHERE, "a checkpoint"), (WAITS, "")]
+
+
+def test_who_was_said_to_compute_says_at_once_when_that_is_over(coordinator):
+    """Then nothing that holds the interpreter up is taken for a stuck instruction."""
+    heart = coordinator.session(0).heart
+    with heart.at(COMPUTES, "0F0.0@1"):
+        heart.beat()
+        with heart.at(WAITS, ""):
+            pass
+    with heart.at(COMPUTES, "0F0.1@1"):
+        pass
+    heart.beat()
+    assert [(beat.at, beat.what) for beat in beats(coordinator, 3)] == [(COMPUTES, "0F0.0@1"), (WAITS, ""), (ELSEWHERE, SCRIPT)]
+
+
+def test_a_worker_whose_promise_has_run_out_asks_before_it_acts(coordinator):
+    session = coordinator.session(0)
+    session.assure("0REDUCE@4")  # nothing was promised yet, and nobody can have been given up
+    session.heart.fresh_until = time.monotonic()
+    answering = threading.Thread(target=lambda: coordinator.tell(Heard(beats(coordinator, 1)[0].number, 60.0)))
+    answering.start()
+    session.assure("0REDUCE@4")
+    answering.join(10)
+    assert session.heart.is_fresh and len(coordinator.heard) == 1
+
+
+def test_a_worker_that_gets_no_answer_stops_before_it_acts(coordinator):
+    session = coordinator.session(0)
+    session.heart.fresh_until, session.regroup_timeout_s = time.monotonic(), 0.05
+    with pytest.raises(CutOff, match="heard nothing of the coordinator .* the coordinator's word before 0REDUCE@4"):
+        session.assure("0REDUCE@4")
+    assert [type(message) for message in beats(coordinator, 1)] == [Beat]
+
+
+def test_waiting_for_a_peer_ends_as_well_when_the_coordinator_is_silent(coordinator):
+    session = coordinator.session(0, wait_timeout_s=60.0)
+    session.heart.fresh_until, session.regroup_timeout_s = time.monotonic(), 0.05
+    with pytest.raises(CutOff, match="stops waiting for the commit of step 4"):
+        session.wait_committed(4)
+
+
+def test_a_membership_change_is_heard_while_the_word_is_waited_for(coordinator):
+    session = coordinator.session(0)
+    session.heart.fresh_until = time.monotonic()
+    coordinator.tell(generation(1, [0]))
+    with pytest.raises(Interrupted):
+        session.assure("0REDUCE@4")
+
+
+@pytest.mark.parametrize(("message", "reason"), [(Fence(1, "it is stopped"), "it is stopped"), (generation(2, [0]), "test")])
+def test_a_worker_that_was_given_up_is_told_and_nobody_else(coordinator, message, reason):
+    told: queue.Queue = queue.Queue()
+    sessions = [coordinator.session(rank) for rank in (0, 1)]
+    for session in sessions:
+        session.given_up = lambda why, rank=session.rank: told.put((rank, why))
+    coordinator.tell(generation(1, [0], from_step=7))  # a planned leave, from a step that is still to come
+    coordinator.tell(message)
+    coordinator.tell(Committed(1))  # when that is read, the rest has been dealt with
+    for session in sessions:
+        session.wait("the commit", lambda session=session: session.is_committed(1) or None, interruptible=False)
+    assert [told.get(timeout=10)] == [(1, reason)] and told.empty()
