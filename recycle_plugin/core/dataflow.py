@@ -122,6 +122,9 @@ def unpack(packed: dict[str, str]) -> frozenset[Datum]:
     for key, names in packed.items():
         kind, _, where = key.partition(" ")
         stage, _, step = where.partition("@")
-        for name in names.split() or [None]:
-            found.add(Datum(kind, int(stage), MicroBatch.parse(name) if name else None, int(step)))
+        if not names:
+            found.add(Datum(kind, int(stage), None, int(step)))
+        for name in names.split():
+            replica, _, index = name.partition(".")
+            found.add(Datum(kind, int(stage), MicroBatch(int(replica), int(index)), int(step)))
     return frozenset(found)
