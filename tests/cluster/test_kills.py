@@ -16,13 +16,14 @@ from tests.support.jobs import WRAPPED, Shape, assert_same_training, difference,
 
 # --- at named instructions, 2 x 2 -------------------------------------------------------------------
 
-MOMENTS = [f"{when} {op}" for op in ("F", "I", "W", "REDUCE", "STEP") for when in ("before", "after")]
+OPS = {0: ("LOAD", "F", "SA", "RG", "I", "W", "REDUCE", "STEP"), 1: ("LOAD", "RA", "F", "I", "SG", "W", "REDUCE", "STEP")}
+MOMENTS = {stage: [f"{when} {op}" for op in ops for when in ("before", "after")] for stage, ops in OPS.items()}
 FIRST, SECOND = 5, 12  # the steps of a run's two kills, one for each stage
 
 
 @dataclass(frozen=True)
 class Kill:
-    """Of the worker at ``seat`` at a moment such as ``before F`` of its own first micro-batch."""
+    """Of the worker at ``seat`` at a moment such as ``before F`` of its own second micro-batch."""
 
     seat: str
     moment: str
@@ -30,8 +31,10 @@ class Kill:
     def at(self, step: int) -> str:
         replica, stage = self.seat.split(".")
         when, op = self.moment.split()
-        micro_batch = "" if op in ("REDUCE", "STEP") else f"{replica}.1"
-        return f"kill {self.seat} {when} {stage}{op}{micro_batch}@{step}"
+        micro_batch = "" if op in ("REDUCE", "VALIDATE", "STEP") else f"{replica}.1"
+        way = {"SA": ">", "SG": ">", "RA": "<", "RG": "<"}.get(op)
+        peer = f"{way}{replica}.{1 - int(stage)}" if way else ""
+        return f"kill {self.seat} {when} {stage}{op}{micro_batch}{peer}@{step}"
 
     def __str__(self) -> str:
         return f"{self.seat} {self.moment}"
@@ -40,14 +43,14 @@ class Kill:
 def matrix() -> list[tuple[Kill, Kill]]:
     """Every seat of 2 x 2 at every moment, two kills a run: one in each stage, the second while degraded."""
     pairs = []
-    for number, moment in enumerate(MOMENTS):
+    for number, moment in enumerate(MOMENTS[0]):
         for seats in (("0.0", "1.1"), ("1.0", "0.1")):
-            kills = Kill(seats[0], moment), Kill(seats[1], MOMENTS[(number + 5) % len(MOMENTS)])
+            kills = Kill(seats[0], moment), Kill(seats[1], MOMENTS[1][(number + 5) % len(MOMENTS[1])])
             pairs.append(kills if number % 2 == 0 else kills[::-1])
     return pairs
 
 
-DEFAULT = (0, 4, 9, 13, 17)  # all four seats, all ten moments
+DEFAULT = (0, 8, 12, 18, 27)  # all four seats, all ten kinds of instruction
 
 
 @pytest.mark.parametrize(
@@ -63,11 +66,24 @@ def test_each_rank_at_named_instructions(launch, reference, first: Kill, second:
     assert struck(result) == {first.at(FIRST), second.at(SECOND)}
 
 
-def test_the_default_kills_are_of_every_seat_and_at_every_moment():
+def test_the_default_kills_are_of_every_seat_and_at_every_kind_of_instruction():
     kills = [kill for number in DEFAULT for kill in matrix()[number]]
     assert {kill.seat for kill in kills} == {"0.0", "0.1", "1.0", "1.1"}
-    assert {kill.moment for kill in kills} == set(MOMENTS)
-    assert len({str(kill) for pair in matrix() for kill in pair}) == 4 * len(MOMENTS)
+    assert {kill.moment.split()[1] for kill in kills} == {*OPS[0], *OPS[1]} and {kill.moment.split()[0] for kill in kills} == {"before", "after"}
+    assert len({str(kill) for pair in matrix() for kill in pair}) == 2 * sum(map(len, MOMENTS.values()))
+
+
+CLIPPED, FUSED = "gradient_clipping=0.5", "recycle.split_backward=false"
+
+
+@pytest.mark.parametrize("seats", (pytest.param(("0.0", "1.1"), marks=pytest.mark.all_kills), pytest.param(("0.1", "1.0"), marks=pytest.mark.all_kills)))
+@pytest.mark.parametrize("setting, moments", ((CLIPPED, ("before VALIDATE", "after VALIDATE")), (FUSED, ("before B", "after B"))))
+def test_each_rank_at_what_only_some_jobs_run(launch, reference, seats, setting, moments):
+    for first, second in (moments, moments[::-1]):
+        kills = Kill(seats[0], first).at(FIRST), Kill(seats[1], second).at(SECOND)
+        result = launch(faults(*kills), setting).finish()
+        assert_same_training(result, reference(setting), set(seats))
+        assert struck(result) == set(kills)
 
 
 def struck(result) -> set[str]:
