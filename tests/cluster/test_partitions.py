@@ -14,6 +14,11 @@ from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, WRAPPED, Sha
 SOON = ("recycle.progress_timeout_s=2", "recycle.regroup_timeout_s=4")
 
 
+def gone(processes: list[psutil.Process]) -> bool:
+    """Whether the launcher has killed those that the test has stopped; the last of them may still be ending when it goes itself."""
+    return not psutil.wait_procs(processes, timeout=30)[1]
+
+
 def supervisor(run, rank: int) -> psutil.Process:
     (found,) = [process for process in psutil.Process(run.launcher.pid).children() if f"--local_rank={rank}" in process.cmdline()]
     return found
@@ -36,8 +41,10 @@ def test_without_the_coordinator_nobody_commits_and_all_stop(launch):
     """Its process is stopped, as if its host were cut off from all others."""
     run = launch("steps=100000", "recycle.trace=true", *SOON)
     after_step(run, 4)
-    supervisor(run, 0).send_signal(signal.SIGSTOP)
+    stopped = supervisor(run, 0)
+    stopped.send_signal(signal.SIGSTOP)
     result = run.finish()
+    assert gone([stopped])
     assert result.code != 0 and not result.records and "Traceback" not in result.output
     assert result.output.count("has heard nothing of the coordinator for 4 s") == 4
     committed = result.of("committed")[-1]["step"]
@@ -49,10 +56,11 @@ def test_the_coordinator_stops_where_most_are_silent(launch):
     """Three of four hosts send nothing any more, and nobody knows whether they are dead."""
     run = launch("steps=100000", *SOON, shape=Shape(4, 1, 2))
     after_step(run, 4)
-    for rank in (1, 2, 3):
-        for process in (supervisor(run, rank), psutil.Process(run.pids()[rank])):
-            process.send_signal(signal.SIGSTOP)
+    stopped = [process for rank in (1, 2, 3) for process in (supervisor(run, rank), psutil.Process(run.pids()[rank]))]
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
     result = run.finish()
+    assert gone(stopped)
     assert_one_line(result, "the job ends: 3 workers can't be reached and aren't known to be dead, and only 1 are left here")
     lost, (end,) = result.of("lost"), result.of("end")
     assert len(lost) == 3 and not [event for event in result.of("committed") if event["time"] > lost[-1]["time"]]
