@@ -21,7 +21,8 @@ from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.planner import lower, plan
 from recycle_plugin.simulator.checks import Watcher
-from recycle_plugin.simulator.cluster import MILLISECOND, Cluster, Scenario, Trouble, redone_share
+from recycle_plugin.simulator.cluster import Cluster, redone_share
+from recycle_plugin.simulator.worker import MILLISECOND, Scenario, Trouble
 
 WEIGHTS = (3, 5, 7, 11)
 CALM_US = 2_000 * MILLISECOND  # no trouble begins later

@@ -15,7 +15,7 @@ from recycle_plugin.core import lineage, loop
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.line import Line
 from recycle_plugin.core.membership import Membership
-from recycle_plugin.simulator import cluster
+from recycle_plugin.simulator import cluster, worker
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 MISTAKES: dict[str, Patch] = {}
@@ -154,17 +154,17 @@ def patient(monkeypatch) -> None:
 
 
 def changed_worker(monkeypatch, name: str, change: Callable) -> None:
-    before = getattr(cluster.Worker, name)
-    monkeypatch.setattr(cluster.Worker, name, lambda self, *arguments: change(self, before, *arguments))
+    before = getattr(worker.Worker, name)
+    monkeypatch.setattr(worker.Worker, name, lambda self, *arguments: change(self, before, *arguments))
 
 
 @mistake("a partial sum is used")
 def partial_sum(monkeypatch) -> None:
     def reduce(self, before, instruction):
-        reduced = cluster.Datum("reduced", self.seat.stage, None, instruction.step)
+        reduced = worker.Datum("reduced", self.seat.stage, None, instruction.step)
         try:
             yield from before(self, instruction)
-        except cluster.Died:
+        except worker.Died:
             raise
         except BaseException:
             self.have.setdefault(reduced, sum(value for datum, value in self.have.items() if datum.kind == "wgrad" and datum.step == instruction.step))
@@ -178,8 +178,8 @@ def wrong_divisor(monkeypatch) -> None:
     def reduce(self, before, instruction):
         yield from before(self, instruction)
         live = sum(member.seat.stage == self.seat.stage for member in self.line.generation.members)
-        reduced = cluster.Datum("reduced", self.seat.stage, None, instruction.step)
-        self.have[reduced] = self.have[reduced] * self.cluster.scenario.shape.replicas * pow(live, -1, cluster.PRIME) % cluster.PRIME
+        reduced = worker.Datum("reduced", self.seat.stage, None, instruction.step)
+        self.have[reduced] = self.have[reduced] * self.cluster.scenario.shape.replicas * pow(live, -1, worker.PRIME) % worker.PRIME
 
     changed_worker(monkeypatch, "_reduce", reduce)
 
@@ -188,7 +188,7 @@ def wrong_divisor(monkeypatch) -> None:
 def masks_by_worker(monkeypatch) -> None:
     def compute(self, before, instruction, stages) -> None:
         before(self, instruction, stages)
-        made = cluster.Datum("act", instruction.stage, instruction.micro_batch, instruction.step)
+        made = worker.Datum("act", instruction.stage, instruction.micro_batch, instruction.step)
         if instruction.op is Op.F and made in self.have:
             self.have[made] += self.seat.replica - instruction.micro_batch.replica
 
@@ -211,7 +211,7 @@ def no_record(monkeypatch) -> None:
     def compute(self, before, instruction, stages) -> None:
         before(self, instruction, stages)
         if instruction.op is Op.STEP:
-            self._before = self.have[cluster.Datum("params", self.seat.stage, None, instruction.step + 1)]
+            self._before = self.have[worker.Datum("params", self.seat.stage, None, instruction.step + 1)]
 
     changed_worker(monkeypatch, "_compute", compute)
 

@@ -1,0 +1,318 @@
+"""One worker of a simulated cluster, and what may happen to it: its data, its waits and its sums; the loop is ``core.loop``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Callable, Iterator
+
+from recycle_plugin import planner
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.dataflow import Datum, consumes, requires
+from recycle_plugin.core.executor import Span, execute
+from recycle_plugin.core.faults import Fault, FaultScript
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import RECEIVES, SENDS, Instruction, Op
+from recycle_plugin.core.lineage import Rest
+from recycle_plugin.core.line import JobEnded, Line
+from recycle_plugin.core.loop import Loop, Program
+from recycle_plugin.core.plan import Plan, Policy
+from recycle_plugin.core.protocol import Contribution, Left, Member, Missing, Ready
+from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.watch import COMPUTES, WAITS
+from recycle_plugin.simulator.exact import PRIME, compute
+
+if TYPE_CHECKING:
+    from recycle_plugin.simulator.cluster import Cluster
+
+MILLISECOND = 1000
+RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
+PROGRESS_S, IDLE_S, REGROUP_S = 1.0, 20.0, 30.0
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that goes wrong ``at_us``, for ``for_us`` where it passes.
+
+    ``kind``: kill; stop (SIGSTOP; wakes up again unless it was given up and fenced), unfenced (the same, and its supervisor
+    can't kill it), stuck (an instruction never ends), slow (takes ``percent``); drop, delay (what goes from ``seat`` to
+    ``peer`` is lost, or comes late); cut (``seats`` are cut off from all others).
+    """
+
+    kind: str
+    at_us: int
+    seats: tuple[Seat, ...]
+    peer: Seat | None = None
+    for_us: int = 0
+    percent: int = 100
+
+    def __str__(self) -> str:
+        names = "+".join(map(str, self.seats)) + (f">{self.peer}" if self.peer else "")
+        return f"{self.kind} {names} at {self.at_us / 1000:g} ms" + (f" for {self.for_us / 1000:g} ms" if self.for_us else "")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job and its troubles.  ``faults``: kills and stops at named instructions and points.  ``torn``: seeds who is left
+    without the result when a peer dies in a REDUCE; ``budget``: boundary tensors that a worker may keep once sent."""
+
+    shape: Topology
+    costs: CostModel
+    policy: Policy
+    steps: int
+    troubles: tuple[Trouble, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    torn: int = 0
+    budget: int | None = None
+    torn_share: float = 0.5
+
+
+class Died(BaseException):
+    """Ends the execution of a worker that is dead."""
+
+
+@dataclass
+class Sum:
+    """A REDUCE under way: who takes part, what each has brought, and whether all are there."""
+
+    members: frozenset[int]
+    brought: dict[int, Any] = field(default_factory=dict)
+    done: bool = False
+    touched: bool = False  # a member has died or was cut off before everybody had the result
+
+
+class Worker:
+    """One worker: what ``core.loop`` calls port and replica, and ``core.executor`` world."""
+
+    def __init__(self, cluster: Cluster, rank: int, seat: Seat, weight: int) -> None:
+        self.cluster, self.rank, self.seat = cluster, rank, seat
+        self.line = Line(rank)
+        self.machine = StepMachine(0)
+        self.have: dict[Datum, Any] = {Datum("params", seat.stage, None, 1): weight}
+        self.script = FaultScript(cluster.scenario.faults, seat)
+        self.alive = self.runs = True
+        self.stopped = self.unfenced = self.stuck = self.waiting = self.busy = False
+        self.percent, self.done, self.at = 100, 0, (WAITS, "the start")
+        self.waits_for = ""
+        self.current: Instruction | None = None  # the one that it is at
+        self.losses: dict[int, dict] = {}  # as the training script gets them, by step
+        self.reason: str | None = None  # of its end before the last step
+        self.life: Iterator[Any]
+        self.program: Program | None = None
+        self._before: Any = None
+        self._sent: dict[Datum, None] = {}
+        self._own_losses: dict[int, dict[str, int]] = defaultdict(dict)
+        self.peak_kept = 0
+
+    def live(self) -> Iterator[Any]:
+        """The training script."""
+        scenario = self.cluster.scenario
+        self.loop = Loop(self, self, self.cluster.planner, scenario.shape, self.seat, self.machine)
+        self.send(Ready(Member(self.rank, self.seat, str(self.rank), f"host{self.rank}"), 0, _job(scenario)))
+        try:
+            yield from self.loop.start()
+            for step in range(1, scenario.steps + 1):
+                self.losses[step] = yield from self.loop.train(step)
+            yield from self.loop.settle()
+        except JobEnded as end:
+            self.reason = str(end)
+        self.send(Left(self.rank))
+
+    # core.loop.Port
+
+    def wait(self, what: Any, ready: Callable[[], Any], interruptible: bool = True) -> Iterator[Any]:
+        while True:
+            self.line.check_end()
+            if interruptible:
+                self.line.check()
+            value = ready()
+            if value is not None:
+                return value
+            self.at = (WAITS, what if isinstance(what, str) else what())
+            yield self.at[1]
+
+    def send(self, message: object) -> None:
+        self.cluster.tell_coordinator(self.rank, message)
+
+    def clock(self) -> float:
+        return self.cluster.now / 1e6
+
+    def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
+        """A point of recovery (one argument), or before and after an instruction: where named faults strike."""
+        fault = self.script.due("at", when) if instruction is None else self.script.due(when, str(instruction))
+        if fault is not None:
+            self.cluster.hit(fault.kind, self.rank)
+        if fault is not None and fault.kind == "kill":
+            raise Died
+        if fault is not None:
+            self.cluster.trouble(self.rank, Trouble("stop", self.cluster.now, (self.seat,), for_us=5_000 * MILLISECOND))
+
+    # core.loop.Replica
+
+    def execute(self, program: Program) -> Iterator[Any]:
+        self.program = program
+        self._forget_committed()
+        if program.resumed:
+            self._say_losses(program.step)
+        yield from execute(self.seat, program.instructions, self)
+
+    def held(self) -> set[Datum]:
+        self._forget_committed()
+        self._sent.clear()  # peers plan with what is here: it stays until it is sent once more
+        return {datum for datum in self.have if datum.kind != "params"}
+
+    def undo(self, step: int) -> None:
+        del self.have[Datum("params", self.seat.stage, None, step + 1)]
+        self.have[Datum("params", self.seat.stage, None, step)] = self._before
+        for datum in [datum for datum in self.have if datum.kind == "stash" and datum.step > step]:
+            del self.have[datum]
+
+    def leave(self, members: Any) -> None:
+        pass
+
+    # core.executor.World
+
+    def check_generation(self) -> None:
+        self.line.check()
+
+    def now_us(self) -> int:
+        return self.cluster.now
+
+    def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
+        self.current = instruction
+        if instruction.op in RECEIVES:
+            (datum,) = requires(instruction, self.cluster.scenario.shape.stages)
+            self.cluster.later(RESEND_US, partial(self._complain, self.line.number, datum, instruction.peer))
+            yield from self.wait(lambda: f"{datum} from seat {instruction.peer}", lambda: True if datum in self.have else None)
+        elif instruction.op is Op.STEP and not self.machine.may_apply(instruction.step):
+            yield from self.wait(f"the commit of step {instruction.step - 1}", lambda: self.line.is_committed(instruction.step - 1))
+            self.machine.commit(instruction.step - 1)
+        yield from ()
+
+    def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
+        self.at = (COMPUTES, str(instruction))
+        scenario, stages = self.cluster.scenario, self.cluster.scenario.shape.stages
+        if instruction.op is Op.REDUCE:
+            yield from self._reduce(instruction)
+            return
+        spent = scenario.costs.of(instruction.op, self.seat.stage) * self.percent // 100
+        if spent:
+            yield spent
+        if self.stuck:
+            yield from self._hang()
+        if instruction.op in SENDS:
+            (datum,) = requires(instruction, stages)
+            self.cluster.send(self.rank, self.cluster.rank_of[instruction.peer], datum, self.have[datum])
+            self._note_sent(datum)
+        elif instruction.op not in RECEIVES:
+            self._compute(instruction, stages)
+
+    def record(self, span: Span) -> None:
+        self.done += 1
+        self.cluster.spans.append(span)
+
+    def _compute(self, instruction: Instruction, stages: int) -> None:
+        bare, before = instruction in self.program.bare, self.machine.stepped
+        made = compute(instruction, self.have, stages)
+        if instruction.op is Op.STEP:
+            self._before = self.have.pop(Datum("params", self.seat.stage, None, instruction.step))
+            assert before == instruction.step - 1
+        for datum in consumes(instruction, stages):
+            self.have.pop(datum, None)
+        self.have |= {datum: value for datum, value in made.items() if not (bare and datum.kind in ("stash", "inner"))}
+        self.cluster.watcher.computed(self, instruction, bare)
+        if instruction.op is Op.F and self.seat.stage == stages - 1:
+            self._own_losses[instruction.step][str(instruction.micro_batch)] = made[Datum("stash", self.seat.stage, instruction.micro_batch, instruction.step)][1]
+            if instruction == next(one for one in reversed(self.program.instructions) if one.op is Op.F):
+                self._say_losses(instruction.step)
+        elif instruction.op is Op.STEP:
+            self.loop.applied(instruction.step)
+
+    def _say_losses(self, step: int) -> None:
+        if self._own_losses[step]:
+            expected = len(self.cluster.scenario.shape.batch)
+            self.send(Contribution(self.rank, self.line.number, step, "loss", dict(self._own_losses[step]), expected))
+
+    def _reduce(self, instruction: Instruction) -> Iterator[Any]:
+        """As a collective does: nobody has the result before all have come, and a death leaves some with it and some without."""
+        stage, step = self.seat.stage, instruction.step
+        reduced = Datum("reduced", stage, None, step)
+        own = {datum: value for datum, value in self.have.items() if datum.kind == "wgrad" and datum.step == step}
+        members = frozenset(member.rank for member in self.line.generation.members if member.seat.stage == stage)
+        sum_ = self.cluster.sums.setdefault((self.line.number, stage, step), Sum(members))
+        whole = self.program.holder == self.seat
+        sum_.brought[self.rank] = self.have[reduced] if whole else own if self.program.holder is None else None
+        if set(sum_.brought) == members:
+            sum_.done = True
+            for rank in members:
+                self.cluster.wake(rank)
+        yield from self.wait(lambda: f"the sum of stage {stage}, step {step}", lambda: sum_.done or None)
+        self.at = (COMPUTES, str(instruction))
+        yield self.cluster.scenario.costs.of(Op.REDUCE, stage) + 1
+        if sum_.touched and self.cluster.random.random() < self.cluster.scenario.torn_share:
+            yield from self.wait("news of a lost worker", lambda: None)
+        if reduced in self.have:
+            return
+        if self.program.holder is not None:
+            self.have[reduced] = sum_.brought[self.cluster.rank_of[self.program.holder]]
+        else:
+            self.have[reduced] = sum(value for part in sum_.brought.values() for value in part.values()) % PRIME
+            self.cluster.watcher.summed(self, step, list(sum_.brought.values()))
+        for datum in own:
+            del self.have[datum]
+
+    def _hang(self) -> Iterator[Any]:
+        while True:
+            yield 10**9
+
+    def _complain(self, generation: int, datum: Datum, source: Seat) -> None:
+        """Where the same wait lasts too long."""
+        waits = self.alive and self.waiting and self.line.number == generation and self.at == (WAITS, f"{datum} from seat {source}")
+        if waits and self.line.interruption() is None:
+            self.cluster.watcher.missed(self, datum, source)
+            self.send(Missing(self.rank, generation, str(datum), str(source)))
+            self.cluster.later(RESEND_US, partial(self._complain, generation, datum, source))
+
+    def _note_sent(self, datum: Datum) -> None:
+        self._sent[datum] = None
+        self._sent = {datum: None for datum in self._sent if datum in self.have}
+        budget = self.cluster.scenario.budget
+        while budget is not None and len(self._sent) > budget:
+            first = next(iter(self._sent))
+            del self._sent[first], self.have[first]
+        self.peak_kept = max(self.peak_kept, len(self._sent))
+
+    def _forget_committed(self) -> None:
+        for datum in [datum for datum in self.have if datum.kind != "params" and datum.step <= self.line.committed]:
+            del self.have[datum]
+
+
+class Planner:
+    """``core.loop.Planner``; what several workers ask for alike is worked out once."""
+
+    def __init__(self, costs: CostModel, policy: Policy) -> None:
+        self._costs, self._policy = costs, policy
+        self._plans: dict[frozenset[Seat], Plan] = {}
+
+    def plan(self, view: ClusterView, slowness: object) -> Plan:
+        """``slowness``: of nobody, since nobody measures."""
+        if view.live not in self._plans:
+            self._plans[view.live] = planner.plan(view, self._costs, self._policy)
+        return self._plans[view.live]
+
+    def lower(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
+        return planner.lower(plan, seat, step)
+
+    def arrange(self, rest: Rest, plan: Plan, seat: Seat) -> tuple[Instruction, ...]:
+        return planner.arrange(rest, plan, seat)
+
+
+def _job(scenario: Scenario) -> dict:
+    shape = scenario.shape
+    return {
+        "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "run_dir": "", "regroup_timeout_s": REGROUP_S,
+        "strict_placement": False, "clipping": 0.0, "stagger_optimizer": scenario.policy.stagger_optimizer,
+        "progress_timeout_s": PROGRESS_S, "idle_timeout_s": IDLE_S,
+    }  # fmt: skip
