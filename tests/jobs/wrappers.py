@@ -10,6 +10,7 @@ import torch
 
 from recycle_plugin.adapters.deepspeed import engine as engine_module
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
+from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.core.instruction import COMPUTE
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
@@ -91,15 +92,15 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
     """
     if by:
         gate(folder, before, reduce, by)
-    collective = RecycleEngine._reduce_bucket
+    collective = Gradients._sum
 
-    def changed(self: RecycleEngine, bucket, step: int) -> torch.Tensor:
-        made = collective(self, bucket, step)
-        if str(self.seat) in seats and f"{self.stage_id}REDUCE@{step}" == reduce and not self._program.resumed:
-            self._job.session.wait("a membership change", lambda: None)
+    def changed(self: Gradients, bucket, step: int, holder: int | None) -> torch.Tensor:
+        made, engine = collective(self, bucket, step, holder), self._engine
+        if str(engine.seat) in seats and f"{engine.stage_id}REDUCE@{step}" == reduce and not engine._program.resumed:
+            engine._job.session.wait("a membership change", lambda: None)
         return made
 
-    RecycleEngine._reduce_bucket = changed
+    Gradients._sum = changed
 
 
 def _wait(ready, what: str) -> None:

@@ -7,14 +7,12 @@ the runtime's loop, and keeps the signatures that user scripts call.
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
-import torch.distributed as dist
-from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin import planner
@@ -22,6 +20,7 @@ from recycle_plugin.adapters.deepspeed import clipping
 from recycle_plugin.adapters.deepspeed import schedule as commands
 from recycle_plugin.adapters.deepspeed.checkpoint import stand_in
 from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
+from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import drain, execute
 from recycle_plugin.core.ids import MicroBatch, Seat
@@ -46,7 +45,6 @@ from recycle_plugin.runtime.undo import KINDS, Undo
 from recycle_plugin.runtime.world import TorchWorld
 from recycle_plugin.settings import Settings
 
-READ_ONLY = (torch.optim.Adam, torch.optim.AdamW)  # known to leave gradients as they are; Nesterov's foreach form does not
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
@@ -81,7 +79,7 @@ class RecycleEngine(PipelineEngine):
         self._undo = self._undo_record()
         self._transport = Transport(job.session)
         self._kept = Kept(settings.keep_bytes)
-        self._reduced: dict[int, list[torch.Tensor]] = {}  # by step, until it is committed: a peer of the stage may lack it
+        self._gradients = Gradients(self, self._parameters)
         self._loop: Loop | None = None
         self._trace: TraceFile | None = None
         self._program: Program | None = None
@@ -242,7 +240,7 @@ class RecycleEngine(PipelineEngine):
     def held(self) -> set[Datum]:
         """What is here of steps that are not committed (runtime.loop.Replica)."""
         self._forget_committed()
-        reduced = {Datum("reduced", self.stage_id, None, step) for step in self._reduced}
+        reduced = {Datum("reduced", self.stage_id, None, step) for step in self._gradients.steps()}
         return self._stage.held(self.stage_id) | self._transport.held() | self._kept.promise() | reduced
 
     def undo(self, step: int) -> None:
@@ -253,9 +251,8 @@ class RecycleEngine(PipelineEngine):
     def _forget_committed(self) -> None:
         """Nobody will ask for anything of a committed step again."""
         committed = self._job.session.committed
-        for holder in (self._stage, self._transport, self._kept):
+        for holder in (self._stage, self._transport, self._kept, self._gradients):
             holder.drop(committed)
-        self._reduced = {step: gradients for step, gradients in self._reduced.items() if step > committed}
 
     def _between_steps(self) -> None:
         """A membership change has broken a collective of the user's script: recover, then it is tried again."""
@@ -339,66 +336,17 @@ class RecycleEngine(PipelineEngine):
     def _exec_reduce(self, instruction: Instruction) -> None:
         """Every live worker of the stage has the whole gradient, or its contributions are as before.
 
-        What is computed stands in second buffers until every bucket is done.  Averaging divides by the
-        logical number of replicas (the group's size never changes), as if nobody were missing.  Where some
-        worker has the result from before a failure, the others get it from there.
+        Where some worker has the result from before a failure, the others get it from there.
         """
-        step, buckets = instruction.step, self._buckets()
-        reduced = [(bucket, self._reduce_bucket(bucket, step)) for bucket in buckets]
-        if step in self._reduced:
-            return  # here was what the others got
-        for bucket, flat in reduced:
-            for parameter, gradient in zip(bucket, self.unflatten(flat, bucket), strict=True):
-                parameter.grad = gradient
-        self._reduced[step] = [parameter.grad for parameter in self._parameters]
-        self._stage.summed()
-
-    def _reduce_bucket(self, bucket: list[torch.nn.Parameter], step: int) -> torch.Tensor:
-        group, holder = self.mpu.get_data_parallel_group(), self._program.holder
-        gradients = [parameter.grad for parameter in bucket]
-        if holder is None:
-            alone = len(bucket) == 1  # "flattened" it would be the contribution itself
-            return self.allreduce_bucket([gradients[0].clone()] if alone else gradients, group)
-        if step in self._reduced:
-            known = dict(zip(self._parameters, self._reduced[step], strict=True))
-            gradients = [known[parameter] for parameter in bucket]
-        flat = self.flatten(gradients).clone()
-        rank = next(member.rank for member in self._job.session.generation.members if member.seat == holder)
-        dist.broadcast(flat, rank, group)
-        return flat
-
-    @contextmanager
-    def _gradients_of(self, step: int) -> Iterator[None]:
-        """``parameter.grad`` is the reduced gradient of ``step``, also where the sums of the next step have begun."""
-        aside = [parameter.grad for parameter in self._parameters]
-        for parameter, gradient in zip(self._parameters, self._reduced[step], strict=True):
-            parameter.grad = gradient
-        try:
-            yield
-        finally:
-            for parameter, gradient in zip(self._parameters, aside, strict=True):
-                parameter.grad = gradient
-
-    def _buckets(self) -> list[list[torch.nn.Parameter]]:
-        """Parameters by dtype, cut as stock DeepSpeed cuts them."""
-        buckets: list[list[torch.nn.Parameter]] = []
-        by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        for parameters in by_dtype.values():
-            buckets.append([])
-            for parameter in parameters:
-                buckets[-1].append(parameter)
-                if sum(p.numel() for p in buckets[-1]) > MEMORY_OPT_ALLREDUCE_SIZE:
-                    buckets.append([])
-        return [bucket for bucket in buckets if bucket]
+        holder = self._program.holder
+        rank = next((member.rank for member in self._job.session.generation.members if member.seat == holder), None)
+        if self._gradients.reduce(instruction.step, rank):
+            self._stage.summed()
 
     def _exec_validate(self, instruction: Instruction) -> None:
         """The gradient norm, from every stage's share; the stage's workers hold the same gradients and say the same."""
         kind = self._job.settings.norm
-        with self._gradients_of(instruction.step):
+        with self._gradients.of(instruction.step):
             share = {str(self.stage_id): clipping.squared_norm(clipping.counted(self._parameters, self.stage_id, kind))}
         self._contribute(instruction.step, "norm", share, self.num_stages)
         shares = self._job.session.wait_collected(instruction.step, "norm")
@@ -409,17 +357,8 @@ class RecycleEngine(PipelineEngine):
         clipping.clip(self._parameters, self._norm, self.gradient_clipping())
 
     def _exec_step(self, instruction: Instruction) -> None:
-        reduced, sums = self._reduced[instruction.step], [parameter.grad for parameter in self._parameters]
-        with self._gradients_of(instruction.step):
-            if type(self.basic_optimizer) not in READ_ONLY and not self.gradient_clipping():
-                for parameter in self._parameters:
-                    parameter.grad = parameter.grad.clone()
-            versions = [gradient._version for gradient in reduced]
-            self._stage.drop_stashes(instruction.step - 1)  # left by what a later failure has made needless
-            super()._exec_optimizer_step()
-        assert versions == [gradient._version for gradient in reduced], "the optimizer has changed gradients that a peer may still need"
-        for parameter, whole, gradient in zip(self._parameters, reduced, sums, strict=True):
-            parameter.grad = None if gradient is whole else gradient
+        self._stage.drop_stashes(instruction.step - 1)  # left by what a later failure has made needless
+        self._gradients.apply(instruction.step, self.basic_optimizer, super()._exec_optimizer_step, self.gradient_clipping() > 0)
         self._say_fingerprint(instruction.step)
         pace = self._stopwatch.pace(self.global_rank, instruction.step)
         if self._job.settings.rebalance:
