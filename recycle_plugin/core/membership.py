@@ -91,7 +91,7 @@ class Membership:
             case Leaving():
                 self._leave(message, now, out)
             case Left():
-                self._goodbye(message.rank, out)
+                self._goodbye(message.rank, now, out)
             case Exited():
                 self._exit(message, now, out)
             case Beat():
@@ -208,7 +208,11 @@ class Membership:
         if generation is None or report.generation != generation.number:
             return
         self._reports[report.rank] = report
-        if set(self._reports) < {member.rank for member in generation.members}:
+        self._complete(generation, now, out)
+
+    def _complete(self, generation: Generation, now: float, out: Output) -> None:
+        """Go on if everybody has reported who still can: whoever has left since has nothing to do with what is left."""
+        if not self._reports or {member.rank for member in generation.members} - self.left - set(self._reports):
             return
         digests = {report.digest for report in self._reports.values()}
         if len(digests) > 1:
@@ -219,12 +223,12 @@ class Membership:
     def _go_on(self, generation: Generation, now: float, out: Output) -> None:
         counts = [report.stepped for report in self._reports.values()]
         committed, ahead = min(counts), max(counts) - min(counts)
-        held = {str(member.seat): self._reports[member.rank].held for member in generation.members}
+        held = {str(member.seat): self._reports[member.rank].held for member in generation.members if member.rank in self._reports}
         self._awaiting = None
         self._in_force = generation.number
         if committed > self.committed:
             self._commit(committed, now, out)
-        kept = {member.rank for member in generation.members}
+        kept = {member.rank for member in generation.members} - self.left
         self.members = {rank: member for rank, member in self.members.items() if rank in kept}
         self._stepped = dict.fromkeys(kept, committed)  # whoever is ahead, and stays so, says it again
         out.tell(WORKERS, Resume(generation.number, committed, held))
@@ -320,15 +324,23 @@ class Membership:
         leavers = ", ".join(str(self.members[rank].seat) for rank in sorted(self._leaving))
         self._regroup(f"planned leave of {leavers}", now, out, from_step=self.committed + 3)
 
-    def _goodbye(self, rank: int, out: Output) -> None:
+    def _goodbye(self, rank: int, now: float, out: Output) -> None:
         self.left.add(rank)
-        planned = self._leaving.pop(rank, None) is not None or self.ended is not None
+        early = self._leaving.pop(rank, None) is not None
+        planned = early or self.ended is not None
         member = self.members.pop(rank, None)
         self._stepped.pop(rank, None)
         self.watch.dismiss(rank)
         self._finishing |= member is not None and not planned
         if self.started and not (self.ended and self.ended.failed):
             out.say("left", f"worker {rank} has left after step {self.committed}" + " as planned" * planned, rank=rank)
+        if self._awaiting is not None and rank in {each.rank for each in self._awaiting.members}:  # it has not heard of that any more
+            if early and self.members:
+                self._regroup(f"planned leave of {member.seat}", now, out)
+            elif self.members:
+                self._complete(self._awaiting, now, out)
+            else:
+                self._awaiting = None
         self._finish_if_empty(out)
 
     def _exit(self, message: Exited, now: float, out: Output) -> None:

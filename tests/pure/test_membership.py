@@ -270,3 +270,37 @@ def test_random_histories_never_tear_a_step(seed):
                     case End():
                         assert membership.view([member(r) for r in live]).empty_stages()
                         return
+
+
+def test_a_death_while_the_others_say_goodbye_does_not_hold_them_up():
+    """All steps are committed and the script is through; who has left will not report for the new membership."""
+    membership = started()
+    step(membership, 0, 1)
+    membership.receive(Exited(3, -9, 0.0), 0.0)
+    assert membership.regrouping == 1
+    membership.receive(Left(0), 0.0)
+    membership.receive(Report(1, 1, 1, "plan", {"params": "of rank 1"}), 0.0)
+    out = membership.receive(Report(2, 1, 1, "plan", {"params": "of rank 2"}), 0.0)
+    assert resumed(out) == [(1, 1)] and membership.regrouping is None
+    for rank in (1, 2):
+        out = membership.receive(Left(rank), 0.0)
+    assert said(out, Over) == [Over(0)]
+
+
+def test_a_death_when_all_others_have_left_is_no_failure():
+    membership = started()
+    step(membership, 0, 1)
+    membership.receive(Exited(3, -9, 0.0), 0.0)
+    for rank in (0, 1, 2):
+        out = membership.receive(Left(rank), 0.0)
+    assert said(out, Over) == [Over(0)] and membership.regrouping is None
+
+
+def test_a_planned_leave_that_meets_a_death_makes_a_membership_without_both():
+    """The one that leaves has gone before it could hear of the death, and of the membership that still counts on it."""
+    membership = started()
+    membership.receive(Leaving(0, "asked to"), 0.0)
+    membership.receive(Exited(3, -9, 0.0), 0.0)
+    out = membership.receive(Left(0), 0.0)
+    (generation,) = said(out, Generation)
+    assert {member.rank for member in generation.members} == {1, 2} and membership.regrouping == generation.number
