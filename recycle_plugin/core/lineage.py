@@ -44,8 +44,7 @@ class Move:
 class Rest:
     """What is left of ``step``, for every live seat, in no particular order.
 
-    Worked out for one seat it is complete in what that seat does and in ``undo``, and leaves out micro-batches that don't
-    concern it.  ``compute``: F, I, W and B.  ``bare``: those F and I that make a boundary tensor only, because the micro-batch's weight
+    ``compute``: F, I, W and B.  ``bare``: those F and I that make a boundary tensor only, because the micro-batch's weight
     gradient has been counted already.  ``closing``: REDUCE, VALIDATE and STEP, in this order.  ``holders``: from whom the
     others of a stage get the reduced gradient, where somebody has it.  ``moves``: how boundary tensors that are not on their
     consumer's worker get there.  ``undo``: who has to take the step back before that.
@@ -60,16 +59,15 @@ class Rest:
     undo: frozenset[Seat]
 
 
-def unfinished(plan: Plan, committed: int, held: Held, seat: Seat | None = None) -> tuple[Rest, ...]:
+def unfinished(plan: Plan, committed: int, held: Held) -> tuple[Rest, ...]:
     """What is left of the steps after ``committed`` that somebody has begun, two at most (core/step.py).
 
-    ``seat``: for whom; None: for everybody.
     Stashes of the second step do not outlive a step that is taken back: their parameters are about to change.
     """
     rests: list[Rest] = []
     for step in (committed + 1, committed + 2):
         if any(datum.step == step and datum.kind != "params" for have in held.values() for datum in have):
-            rests.append(remainder(plan, step, held, seat))
+            rests.append(remainder(plan, step, held))
             held = surviving(held, rests[-1])
     return tuple(rests)
 
@@ -84,13 +82,12 @@ def surviving(held: Held, rest: Rest) -> Held:
     return {seat: have if seat not in rest.undo else frozenset(d for d in have if stays(seat, d)) for seat, have in held.items()}
 
 
-def remainder(plan: Plan, step: int, held: Held, seat: Seat | None = None) -> Rest:
+def remainder(plan: Plan, step: int, held: Held) -> Rest:
     """The least that finishes ``step`` for the live seats of ``plan``, given what each of them holds.
 
-    What has to start from its forward runs where ``plan`` routes it.  Micro-batches don't depend on each other, so for one
-    ``seat`` only those are followed that concern it.  Raises :class:`Torn`.
+    What has to start from its forward runs where ``plan`` routes it.  Raises :class:`Torn`.
     """
-    closure = _Closure(plan, step, held, _concerned(plan, step, held, seat) if seat is not None else frozenset(plan.view.topology.batch))
+    closure = _Closure(plan, step, held)
     for stage in range(plan.stages):
         closure.finish(stage)
     closure.close()
@@ -109,10 +106,10 @@ def remainder(plan: Plan, step: int, held: Held, seat: Seat | None = None) -> Re
 class _Closure:
     """Collects what is needed, depth first."""
 
-    def __init__(self, plan: Plan, step: int, held: Held, batch: AbstractSet[MicroBatch]) -> None:
-        self._plan, self._step, self._held, self._batch = plan, step, held, batch
+    def __init__(self, plan: Plan, step: int, held: Held) -> None:
+        self._plan, self._step, self._held = plan, step, held
         self._seats = {stage: sorted(seat for seat in plan.view.live if seat.stage == stage) for stage in range(plan.stages)}
-        self._where = _index(held, step, batch)
+        self._where = _index(held, step)
         self._lacking: set[int] = set()  # stages in which somebody has no reduced gradient
         self._whole: set[Instruction] = set()  # input gradients that leave their weights' half
         self.holders: dict[int, Seat] = {}
@@ -133,7 +130,7 @@ class _Closure:
         if holders:
             self.holders[stage] = holders[0]
             return
-        for micro_batch in self._batch:
+        for micro_batch in self._plan.view.topology.batch:
             found = [seat for seat in self._where.get(Datum("wgrad", stage, micro_batch, self._step), ()) if seat.stage == stage]
             if len(found) > 1:
                 raise Torn(f"the weight gradient of micro-batch {micro_batch} on stage {stage}, step {self._step}, is in the sums of seats {_names(found)}")
@@ -213,30 +210,11 @@ class _Closure:
         return Datum(kind, stage, micro_batch, self._step) in self._held[seat]
 
 
-def _concerned(plan: Plan, step: int, held: Held, seat: Seat) -> frozenset[MicroBatch]:
-    """What ``seat`` may have to work on, and what may make anybody take the step back.
-
-    The latter are those of which a stage that has stepped has lost a boundary tensor.
-    """
-    own = set(plan.own(seat)) | {datum.micro_batch for datum in held[seat] if datum.step == step and datum.micro_batch is not None}
-    kept: dict[tuple[str, int], set[MicroBatch]] = {}
-    stepped = {other.stage for other, have in held.items() if Datum("params", other.stage, None, step + 1) in have}
-    for stage in stepped:
-        kept |= {("act", stage): set(), ("grad", stage): set()}
-    for other, have in held.items():
-        if other.stage in stepped:
-            for datum in have:
-                if datum.step == step and datum.kind in ("act", "grad") and datum.stage == other.stage:
-                    kept[datum.kind, datum.stage].add(datum.micro_batch)
-    made = {("act", stage) for stage in stepped if stage < plan.stages - 1} | {("grad", stage) for stage in stepped if stage}
-    return frozenset(own.union(*(set(plan.view.topology.batch) - kept[one] for one in made)))
-
-
-def _index(held: Held, step: int, batch: AbstractSet[MicroBatch]) -> dict[Datum, list[Seat]]:
+def _index(held: Held, step: int) -> dict[Datum, list[Seat]]:
     where: dict[Datum, list[Seat]] = {}
     for seat in sorted(held):
         for datum in held[seat]:
-            if datum.step == step and datum.micro_batch in batch:
+            if datum.step == step and datum.kind != "params":
                 where.setdefault(datum, []).append(seat)
     return where
 

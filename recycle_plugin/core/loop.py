@@ -12,13 +12,13 @@ waits block, drains it (runtime/loop.py).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator, Protocol, TypeVar
+from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol, TypeVar
 
 from recycle_plugin.core.dataflow import Datum, pack, unpack
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import COMPUTE, Instruction
-from recycle_plugin.core.lineage import Rest, unfinished
+from recycle_plugin.core.lineage import Held, Rest, surviving, unfinished
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.plan import Plan
 from recycle_plugin.core.protocol import Generation, Note, Report, Resume, Stepped
@@ -63,7 +63,7 @@ class Planner(Protocol):
 
     def lower(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]: ...
 
-    def arrange(self, rest: Rest, plan: Plan, seat: Seat) -> tuple[Instruction, ...]: ...
+    def arrange(self, rest: Rest, plan: Plan, held: Held) -> Mapping[Seat, tuple[Instruction, ...]]: ...
 
 
 class Port(Protocol):
@@ -193,10 +193,11 @@ class Loop:
         started = self._port.clock()
         held = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
         self._rests, undo = {}, False
-        for rest in unfinished(plan, resume.committed, held, self.seat):
-            program = self._planner.arrange(rest, plan, self.seat)
+        for rest in unfinished(plan, resume.committed, held):
+            program = self._planner.arrange(rest, plan, held)[self.seat]
             self._rests[rest.step] = Program(rest.step, program, rest.bare, rest.holders.get(self.seat.stage), resumed=True)
             undo |= self.seat in rest.undo
+            held = surviving(held, rest)
         self.machine.resume(resume.committed, undo)
         if undo:
             self._replica.undo(resume.committed + 1)

@@ -1,47 +1,43 @@
-"""In what order a worker runs its part of a :class:`core.lineage.Rest`.
+"""In what order a :class:`core.lineage.Rest` runs: list scheduling over what is left of a step.
 
-The plan of the step has one global order of all its operations, by planned start.  What is left of a step keeps that order,
-whoever runs it now; every worker's program is a projection of it, so programs can't deadlock, and a worker needs to work out
-only its own.
+As for a whole step there is one global order, projected on the workers, so that it can't deadlock.  It is made once
+per failure for a part of one step, so it takes the plain rule: I before F where memory allows before W, micro-batches by
+index.  Every worker finds the same order from the same inventories.
+
+It keeps to the memory cap, which the plan's own order would not: what survivors hold comes on top of what starts anew.
+The price is time where there are many workers: 0.1 s for 32 of them, 6 s for 1,536 (and as much again for the closure).
 """
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections import deque
+from heapq import heappop, heappush
+from typing import Iterator, Mapping
 
+from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum, provides, requires
-from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.lineage import Rest
+from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.plan import Plan
+from recycle_plugin.planner.memory import Memory, memory
 
-Starts = dict[tuple[Op, MicroBatch], int]
-KINDS = {Op.F: 0, Op.I: 1, Op.B: 1, Op.W: 2}  # of operations that start together, because some of them cost nothing
+Programs = Mapping[Seat, tuple[Instruction, ...]]
 
 
-def arrange(rest: Rest, plan: Plan, seat: Seat) -> tuple[Instruction, ...]:
-    """``seat``'s program of the rest: first what it keeps for others, then what it computes, then the closing.
+def arrange(rest: Rest, plan: Plan, costs: CostModel, held: Held) -> Programs:
+    """Every live seat's program of the rest: first what it keeps for others, then what it computes, then the closing.
 
     LOAD and RECV stand before their consumer and SEND behind the producer, as in ``planner.lower``.
     """
-    starts = _starts(plan, seat.stage)
-    program = [_send(datum, move.target) for datum, move in sorted(rest.moves.items()) if move.kept and move.source == seat]
-    for one in sorted(rest.compute[seat], key=lambda one: (starts[one.op, one.micro_batch], KINDS[one.op], one.micro_batch)):
-        program += _surround(rest, plan, seat, one)
-    return (*program, *rest.closing[seat])
-
-
-def _starts(plan: Plan, stage: int) -> Starts:
-    """Planned starts of one stage's operations; where a backward is planned in one piece, both halves have its start."""
-    found: Starts = {}
-    for seat in plan.view.live:
-        if seat.stage == stage:
-            for one, start in zip(plan.programs[seat], plan.starts[seat]):
-                if one.op in KINDS:
-                    found[one.op, one.micro_batch] = start
-                if one.op is Op.B:
-                    found[Op.I, one.micro_batch] = found[Op.W, one.micro_batch] = start
-    return found
+    order = _Order(rest, plan, costs, held).run()
+    programs: dict[Seat, list[Instruction]] = {seat: [] for seat in rest.compute}
+    for datum, move in sorted(rest.moves.items()):
+        if move.kept:
+            programs[move.source].append(_send(datum, move.target))
+    for seat, one in order:
+        programs[seat] += _surround(rest, plan, seat, one)
+    return {seat: (*program, *rest.closing[seat]) for seat, program in programs.items()}
 
 
 def _surround(rest: Rest, plan: Plan, seat: Seat, one: Instruction) -> Iterator[Instruction]:
@@ -61,3 +57,112 @@ def _surround(rest: Rest, plan: Plan, seat: Seat, one: Instruction) -> Iterator[
 
 def _send(datum: Datum, target: Seat) -> Instruction:
     return Instruction(Op.SEND_ACT if datum.kind == "act" else Op.SEND_GRAD, datum.stage, datum.micro_batch, datum.step, target)
+
+
+class _Worker:
+    """What one seat may do next, and how much memory it has left."""
+
+    __slots__ = ("backwards", "forwards", "weights", "room", "busy")
+
+    def __init__(self, room: int) -> None:
+        self.backwards: list[tuple] = []
+        self.forwards: list[tuple] = []
+        self.weights: deque[Instruction] = deque()
+        self.room = room
+        self.busy = False
+
+
+class _Order:
+    """Event-driven: an instruction is offered to its seat once all that it needs of the rest is there."""
+
+    def __init__(self, rest: Rest, plan: Plan, costs: CostModel, held: Held) -> None:
+        self._rest, self._costs, self._memory = rest, costs, memory(costs, plan.policy)
+        self._workers = {seat: _Worker(_room(self._memory, seat, held[seat], rest.step)) for seat in rest.compute}
+        self._events: list[tuple[int, int, Seat, Instruction, bool]] = []
+        self._missing: dict[tuple[Seat, Instruction], int] = {}
+        self._users: dict[Datum, tuple[Seat, Instruction]] = {}
+        self._now, self._count = 0, 0
+        made = {datum for work in rest.compute.values() for one in work for datum in provides(one)}
+        for seat, work in sorted(rest.compute.items()):
+            for one in work:
+                self._await(seat, one, [datum for datum in requires(one, plan.stages) if datum in made])
+
+    def run(self) -> list[tuple[Seat, Instruction]]:
+        order: list[tuple[Seat, Instruction]] = []
+        total = sum(map(len, self._rest.compute.values()))
+        while len(order) < total:
+            if not self._events:
+                self._force(order)
+            self._now = self._events[0][0]
+            touched = []
+            while self._events and self._events[0][0] == self._now:
+                _, _, seat, one, ended = heappop(self._events)
+                self._end(seat, one) if ended else self._offer(seat, one)
+                touched.append(seat)
+            for seat in touched:
+                self._start(seat, order)
+        return order
+
+    def _await(self, seat: Seat, one: Instruction, made: list[Datum]) -> None:
+        self._missing[seat, one] = len(made)
+        for datum in made:
+            self._users[datum] = (seat, one)
+        if not made:
+            kept = [move for datum in requires(one, self._costs.stages) if (move := self._rest.moves.get(datum)) and move.kept]
+            self._push(max((self._costs.transfer(move.source, seat) for move in kept), default=0), seat, one, False)
+
+    def _push(self, at: int, seat: Seat, one: Instruction, ended: bool) -> None:
+        self._count += 1
+        heappush(self._events, (at, self._count, seat, one, ended))
+
+    def _offer(self, seat: Seat, one: Instruction) -> None:
+        worker, key = self._workers[seat], (one.micro_batch.index, one.micro_batch.replica)
+        if one.op is Op.W:
+            worker.weights.append(one)
+        else:
+            heappush(worker.forwards if one.op is Op.F else worker.backwards, (*key, str(one), one))
+
+    def _end(self, seat: Seat, one: Instruction) -> None:
+        worker, (activation, pending) = self._workers[seat], self._holds(seat)
+        worker.busy = False
+        kept = pending if one not in self._rest.bare else 0
+        worker.room += {Op.F: 0, Op.I: activation - kept, Op.W: pending, Op.B: activation}[one.op]
+        for datum in provides(one):
+            if datum in self._users:
+                user, wanted = self._users[datum]
+                self._missing[user, wanted] -= 1
+                if not self._missing[user, wanted]:
+                    self._push(self._now + (self._costs.transfer(seat, user) if user != seat else 0), user, wanted, False)
+
+    def _start(self, seat: Seat, order: list) -> None:
+        worker, (activation, pending) = self._workers[seat], self._holds(seat)
+        if worker.busy:
+            return
+        if worker.backwards and (worker.room >= pending - activation or not worker.weights):
+            self._run(seat, heappop(worker.backwards)[-1], order)
+        elif worker.forwards and worker.room >= activation:
+            self._run(seat, heappop(worker.forwards)[-1], order)
+        elif worker.weights:
+            self._run(seat, worker.weights.popleft(), order)
+
+    def _run(self, seat: Seat, one: Instruction, order: list) -> None:
+        worker = self._workers[seat]
+        worker.busy = True
+        if one.op is Op.F and one not in self._rest.bare:
+            worker.room -= self._holds(seat)[0]
+        order.append((seat, one))
+        self._push(self._now + self._costs.of(one.op, seat.stage, seat), seat, one, True)
+
+    def _force(self, order: list) -> None:
+        """Nobody can go on for want of memory: what survived of the old routes and what is new don't fit. Go past the cap."""
+        seat = min((seat for seat, worker in self._workers.items() if worker.forwards), key=lambda seat: (-seat.stage, seat))
+        self._run(seat, heappop(self._workers[seat].forwards)[-1], order)
+
+    def _holds(self, seat: Seat) -> tuple[int, int]:
+        """What an activation and a pending weight gradient take."""
+        return int(self._memory.activation[seat.stage]), int(self._memory.pending[seat.stage])
+
+
+def _room(memory: Memory, seat: Seat, held: frozenset[Datum], step: int) -> int:
+    each = {"stash": memory.activation[seat.stage], "inner": memory.pending[seat.stage]}
+    return int(memory.cap[seat.stage] - sum(each.get(datum.kind, 0) for datum in held if datum.step == step))

@@ -12,7 +12,7 @@ from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction
-from recycle_plugin.core.lineage import Rest
+from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.plan import Plan, Policy
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
@@ -105,8 +105,8 @@ class _Planner:
     def lower(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
         return planner.lower(plan, seat, step)
 
-    def arrange(self, rest: Rest, plan: Plan, seat: Seat) -> tuple[Instruction, ...]:
-        return planner.arrange(rest, plan, seat)
+    def arrange(self, rest: Rest, plan: Plan, held: Held) -> planner.rest.Programs:
+        return planner.arrange(rest, plan, self._costs, held)
 
 
 def _drain(execution: Iterator[Any]) -> Any:

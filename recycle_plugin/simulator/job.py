@@ -136,7 +136,7 @@ class Job:
         held: Held = {seat: frozenset(have) for seat, have in state.store.items()}
         rests = unfinished(plan, first - 1, held)
         for rest in rests:
-            state.rests[rest.step] = {seat: planner.arrange(rest, plan, seat) for seat in live}
+            state.rests[rest.step] = planner.arrange(rest, plan, self.costs, held)
             held = surviving(held, rest)
             for seat in rest.undo:
                 state.store[seat] = {datum: value for datum, value in state.store[seat].items() if datum in held[seat]}

@@ -14,7 +14,7 @@ from recycle_plugin.core.executor import Span, execute
 from recycle_plugin.core.faults import Fault, FaultScript
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import RECEIVES, SENDS, Instruction, Op
-from recycle_plugin.core.lineage import Rest
+from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.loop import Loop, Program
 from recycle_plugin.core.plan import Plan, Policy
@@ -305,8 +305,8 @@ class Planner:
     def lower(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
         return planner.lower(plan, seat, step)
 
-    def arrange(self, rest: Rest, plan: Plan, seat: Seat) -> tuple[Instruction, ...]:
-        return planner.arrange(rest, plan, seat)
+    def arrange(self, rest: Rest, plan: Plan, held: Held) -> Any:
+        return planner.arrange(rest, plan, self._costs, held)
 
 
 def _job(scenario: Scenario) -> dict:

@@ -34,14 +34,14 @@ def mistake(name: str, seen: int = 0) -> Callable[[Patch], Patch]:
 
 def changed_rests(monkeypatch, change: Callable[[lineage.Rest], lineage.Rest]) -> None:
     """Every worker works out other rests of the unfinished steps."""
-    monkeypatch.setattr(loop, "unfinished", lambda *given: tuple(map(change, lineage.unfinished(*given))))
+    monkeypatch.setattr(loop, "unfinished", lambda plan, committed, held: tuple(map(change, lineage.unfinished(plan, committed, held))))
 
 
 def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
     """Only what ``keeps`` is true of is taken to have survived."""
 
-    def unfinished(plan, committed, held, seat):
-        return lineage.unfinished(plan, committed, {each: frozenset(filter(keeps, have)) for each, have in held.items()}, seat)
+    def unfinished(plan, committed, held):
+        return lineage.unfinished(plan, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()})
 
     monkeypatch.setattr(loop, "unfinished", unfinished)
 

@@ -67,12 +67,7 @@ def test_every_program_of_a_rest_finds_what_it_needs(job, drawn) -> None:
     wanted = {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()}
     counted = _run(programs, held, stages, wanted, defaultdict(int))
     rest = remainder(planned, STEP, held)
-    own = {seat: remainder(planned, STEP, held, seat) for seat in planned.programs}
-    for seat, part in own.items():
-        assert (part.compute[seat], part.closing[seat], part.undo, part.holders) == (rest.compute[seat], rest.closing[seat], rest.undo, rest.holders)
-        assert part.bare & set(part.compute[seat]) == rest.bare & set(rest.compute[seat])
-        assert arrange(part, planned, seat) == arrange(rest, planned, seat)
-    _run({seat: list(arrange(rest, planned, seat)) for seat in planned.programs}, held, stages, None, counted)
+    _run({seat: list(program) for seat, program in arrange(rest, planned, costs, held).items()}, held, stages, None, counted)
     assert all(Datum("params", seat.stage, None, STEP + 1) in have for seat, have in held.items())
     assert set(counted.values()) == {1} and len(counted) == stages * len(view.topology.batch)
 
