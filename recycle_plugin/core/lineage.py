@@ -133,7 +133,8 @@ class _Closure:
         for micro_batch in self._plan.view.topology.batch:
             found = [seat for seat in self._where.get(Datum("wgrad", stage, micro_batch, self._step), ()) if seat.stage == stage]
             if len(found) > 1:
-                raise Torn(f"the weight gradient of micro-batch {micro_batch} on stage {stage}, step {self._step}, is in the sums of seats {_names(found)}")
+                raise Torn(f"the weight gradient of micro-batch {micro_batch} on stage {stage}, step {self._step}, is in the sums of seats {_names(found)}, and would be "
+                           "counted twice: this is a mistake of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl")
             if not found:
                 self._weight(stage, micro_batch)
 

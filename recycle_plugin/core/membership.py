@@ -129,7 +129,7 @@ class Membership:
         """The deadline of a regrouping has passed."""
         out = Output()
         if self._awaiting is not None:
-            missing = sorted(m.seat for m in self._awaiting.members if m.rank not in self._reports)
+            missing = sorted(m.seat for m in self._awaiting.members if m.rank not in self.left | set(self._reports))
             self._end(
                 f"regrouping to generation {self._awaiting.number} waited {seconds:.0f} s for the report of "
                 f"seat{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}; raise recycle.regroup_timeout_s if "
@@ -335,7 +335,9 @@ class Membership:
         if self.started and not (self.ended and self.ended.failed):
             out.say("left", f"worker {rank} has left after step {self.committed}" + " as planned" * planned, rank=rank)
         if self._awaiting is not None and rank in {each.rank for each in self._awaiting.members}:  # it has not heard of that any more
-            if early and self.members:
+            if early and self.members and self.view(self.members.values()).empty_stages():
+                self._end(f"stage {member.seat.stage} has no live worker left. {self._safe_point()}", out)
+            elif early and self.members:
                 self._regroup(f"planned leave of {member.seat}", now, out)
             elif self.members:
                 self._complete(self._awaiting, now, out)

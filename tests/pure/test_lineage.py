@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import defaultdict
 
 import pytest
@@ -125,6 +128,22 @@ def test_a_stage_rolls_forward_from_who_holds_its_sum() -> None:
     assert rest.holders == {1: Seat(2, 1)} and not rest.undo
     assert not any(rest.compute.values()) and [one.op for one in rest.closing[Seat(1, 1)]] == [Op.REDUCE, Op.STEP]
     assert [one.op for one in rest.closing[Seat(2, 1)]] == [Op.REDUCE]
+
+
+HASHED = """
+from recycle_plugin.simulator import campaign
+spans = campaign.run("x", campaign.one_instant("kill 1.2 before 2I1.3@2")).spans
+print([(str(span.seat), str(span.instruction), span.start_us) for span in spans])
+"""
+
+
+def test_every_process_works_out_the_same_rest() -> None:
+    """Workers don't compare their rests: text is hashed differently in each of them, and nothing may depend on that."""
+    texts = [
+        subprocess.run([sys.executable, "-c", HASHED], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True, timeout=120).stdout
+        for seed in ("1", "2", "3")
+    ]
+    assert len(set(texts)) == 1 and "2I1.3@2" in texts[0]
 
 
 def test_what_the_lost_worker_had_done_is_run_again_and_nothing_else() -> None:

@@ -304,3 +304,11 @@ def test_a_planned_leave_that_meets_a_death_makes_a_membership_without_both():
     out = membership.receive(Left(0), 0.0)
     (generation,) = said(out, Generation)
     assert {member.rank for member in generation.members} == {1, 2} and membership.regrouping == generation.number
+
+
+def test_a_planned_leave_that_meets_the_death_of_the_stages_last_other_worker_ends_the_job():
+    membership = started()
+    membership.receive(Leaving(0, "asked to"), 0.0)
+    membership.receive(Exited(1, -9, 0.0), 0.0)
+    (end,) = said(membership.receive(Left(0), 0.0), End)
+    assert end.failed and end.reason.startswith("stage 0 has no live worker left")
