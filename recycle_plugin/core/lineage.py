@@ -131,7 +131,7 @@ class _Closure:
             self.holders[stage] = holders[0]
             return
         for micro_batch in self._plan.view.topology.batch:
-            found = [seat for seat in self._where.get(Datum("wgrad", stage, micro_batch, self._step), ()) if seat.stage == stage]
+            found = self._where.get(Datum("wgrad", stage, micro_batch, self._step), ())
             if len(found) > 1:
                 raise Torn(f"the weight gradient of micro-batch {micro_batch} on stage {stage}, step {self._step}, is in the sums of seats {_names(found)}, and would be "
                            "counted twice: this is a mistake of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl")
@@ -160,7 +160,7 @@ class _Closure:
 
     def _weight(self, stage: int, micro_batch: MicroBatch) -> None:
         seat = self._seat_of(stage, micro_batch)
-        if self._has(seat, "inner", stage, micro_batch):
+        if Datum("inner", stage, micro_batch, self._step) in self._held[seat]:
             self.compute[seat].add(Instruction(Op.W, stage, micro_batch, self._step))
             return
         split = self._plan.policy.split_backward
@@ -195,27 +195,24 @@ class _Closure:
             elif datum.kind == "params" and self._stepped(seat):
                 self.undo.add(seat)
             elif datum.kind in ("act", "grad") and datum not in self._held[seat] and datum not in self.moves:
-                makers = [holder for holder in self._where.get(datum, ()) if holder.stage == datum.stage]
-                source = makers[0] if makers else self._make(datum)
-                self.moves[datum] = Move(source, seat, bool(makers))
+                makers = self._where.get(datum)
+                self.moves[datum] = Move(makers[0] if makers else self._make(datum), seat, bool(makers))
 
     def _seat_of(self, stage: int, micro_batch: MicroBatch) -> Seat:
         """Who works on it: the worker that has most of it, or the one that the plan names."""
         for kind in ("inner", "stash"):
-            found = [seat for seat in self._where.get(Datum(kind, stage, micro_batch, self._step), ()) if seat.stage == stage]
+            found = self._where.get(Datum(kind, stage, micro_batch, self._step))
             if found:
                 return found[0]
         return self._plan.route[stage, micro_batch]
 
-    def _has(self, seat: Seat, kind: str, stage: int, micro_batch: MicroBatch) -> bool:
-        return Datum(kind, stage, micro_batch, self._step) in self._held[seat]
-
 
 def _index(held: Held, step: int) -> dict[Datum, list[Seat]]:
+    """Who of the stage that makes it has each datum of ``step``."""
     where: dict[Datum, list[Seat]] = {}
     for seat in sorted(held):
         for datum in held[seat]:
-            if datum.step == step and datum.kind != "params":
+            if datum.step == step and datum.stage == seat.stage:
                 where.setdefault(datum, []).append(seat)
     return where
 

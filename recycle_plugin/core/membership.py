@@ -26,7 +26,7 @@ from recycle_plugin.core.contributions import LOSS, Contributions
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.pace import Paces
-from recycle_plugin.core.placement import stages_at_risk
+from recycle_plugin.core.placement import at_risk, stages_at_risk
 from recycle_plugin.core.protocol import (
     Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Member, Missing, Note, Over,
     Pace, Pulse, Ready, Report, Resume, Stepped, Terminate,
@@ -179,8 +179,7 @@ class Membership:
         """What this job does not survive, and what keeps it from its best speed; an error where the user wants one."""
         out.say("warning", f"single point of failure: host {self.members[0].host} runs the coordinator and the store; its loss ends the job")
         for host, stages in stages_at_risk(self.members.values()).items():
-            text = (f"host {host} holds every replica of stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}: its loss ends the job; "
-                    "give the replicas of a stage to different hosts, for instance with ProcessTopology(axes=['data', 'pipe'], …)")
+            text = at_risk(host, stages)
             if job["strict_placement"]:
                 self._end(f"strict_placement: {text}", out)
             else:
@@ -334,16 +333,20 @@ class Membership:
         self._finishing |= member is not None and not planned
         if self.started and not (self.ended and self.ended.failed):
             out.say("left", f"worker {rank} has left after step {self.committed}" + " as planned" * planned, rank=rank)
-        if self._awaiting is not None and rank in {each.rank for each in self._awaiting.members}:  # it has not heard of that any more
-            if early and self.members and self.view(self.members.values()).empty_stages():
-                self._end(f"stage {member.seat.stage} has no live worker left. {self._safe_point()}", out)
-            elif early and self.members:
-                self._regroup(f"planned leave of {member.seat}", now, out)
-            elif self.members:
-                self._complete(self._awaiting, now, out)
-            else:
-                self._awaiting = None
+        if self._awaiting is not None and rank in {each.rank for each in self._awaiting.members}:
+            self._await_without(member, early, now, out)
         self._finish_if_empty(out)
+
+    def _await_without(self, member: Member, early: bool, now: float, out: Output) -> None:
+        """``member`` has left before it could hear of the membership that the others report for."""
+        if not self.members:
+            self._awaiting = None
+        elif not early:  # all steps are committed, and its report is not needed
+            self._complete(self._awaiting, now, out)
+        elif self.view(self.members.values()).empty_stages():
+            self._end(f"stage {member.seat.stage} has no live worker left. {self._safe_point()}", out)
+        else:
+            self._regroup(f"planned leave of {member.seat}", now, out)
 
     def _exit(self, message: Exited, now: float, out: Output) -> None:
         how = f"was killed by signal {-message.code}" if message.code < 0 else f"exited with code {message.code}"

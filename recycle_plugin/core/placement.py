@@ -18,3 +18,12 @@ def stages_at_risk(members: Iterable[Member]) -> dict[str, tuple[int, ...]]:
             (host,) = holders
             risky[host] = (*risky.get(host, ()), stage)
     return risky
+
+
+def at_risk(host: str, stages: tuple[int, ...]) -> str:
+    """What that means, and what to do about it, in a line."""
+    names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    return (
+        f"host {host} holds every replica of {names}: its loss ends the job; give the replicas of a stage to different hosts, "
+        "for instance with ProcessTopology(axes=['data', 'pipe'], …)"
+    )

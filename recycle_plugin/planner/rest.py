@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from heapq import heappop, heappush
-from typing import Iterator, Mapping
+from typing import AbstractSet, Iterator, Mapping
 
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum, provides, requires
@@ -163,6 +163,7 @@ class _Order:
         return int(self._memory.activation[seat.stage]), int(self._memory.pending[seat.stage])
 
 
-def _room(memory: Memory, seat: Seat, held: frozenset[Datum], step: int) -> int:
+def _room(memory: Memory, seat: Seat, held: AbstractSet[Datum], step: int) -> int:
+    """What is left of a worker's memory beside what it holds of ``step``."""
     each = {"stash": memory.activation[seat.stage], "inner": memory.pending[seat.stage]}
     return int(memory.cap[seat.stage] - sum(each.get(datum.kind, 0) for datum in held if datum.step == step))

@@ -155,6 +155,12 @@ def frame(axes: Any, title: str, x: str, y: str) -> None:
         axes.spines[side].set_visible(False)
 
 
+def legend_below(figure: Any, axes: Any, columns: int) -> None:
+    """The entries of ``axes``, once, under all of them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
 def save(figure: Any, path: Path) -> None:
     figure.savefig(path)
     print(f"picture: {path}")

@@ -96,8 +96,7 @@ def draw(path: Path, table: Table, config: SimpleNamespace) -> None:
             axis.plot([number - 0.42, number + 0.42], [row[9]] * 2, color=common.INK, linewidth=1.2, linestyle=":", label=scaled)
         axis.set_xticks(range(len(rows)), [str(row[3]) for row in rows])
         axis.set_ylim(0, None)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    common.legend_below(figure, axes[0][0], 6)
     common.save(figure, path)
 
 

@@ -93,8 +93,7 @@ def draw(path: Path, table: Table, config: SimpleNamespace) -> None:
                 axis.plot(places, row[4:-1], color=colour, linestyle=line, marker=marker, markersize=4, linewidth=width, label=row[3])
         axis.set_xticks(list(places), [every["name"] for every in config.every])
         axis.set_ylim(0, None)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    common.legend_below(figure, axes[0][0], 5)
     common.save(figure, path)
 
 

@@ -110,8 +110,7 @@ def draw(path: Path, table: Table, config) -> None:
                     axis.plot([x], [row[6]], marker="o", markersize=4, color="#e07b39", linestyle="none", label=fell)
         axis.set_xticks(range(len(names)), [f"{name}\n{gpus} GPUs" for name, gpus in names])
         axis.set_ylim(0, None)
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    common.legend_below(figure, axes[0][0], 6)
     common.save(figure, path)
 
 
