@@ -1,10 +1,7 @@
-"""``recycle doctor``: its text in full for two jobs, its figures against the planner's, what it refuses, bad input in one line."""
+"""``recycle doctor``: its text in full for two jobs, its figures against the planner's, what it refuses."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -20,58 +17,9 @@ from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.profile import Link, Part, Profile
 from recycle_plugin.core.topology import Topology
 
+from tests.support.doctor import HEALTHY, MIB, ON, SIZES, data, small_profile
+
 README = (Path(__file__).parents[2] / "README.md").read_text()
-SIZES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6}
-ON = {"recycle": {"enabled": True}}
-HEALTHY = {**SIZES, **ON, "gradient_clipping": 0}
-MIB = 1 << 20
-INSTALLED = {"torch": "2.6.0", "deepspeed": "0.19.1", "megatron-core": "0.16.0"}
-DECLARED = ["torch>=2.6", "deepspeed<0.20,>=0.19", "megatron-core<0.17,>=0.16", 'pytest>=8; extra == "test"']
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch) -> dict[str, str]:
-    """The same on every machine; tests may change what is installed."""
-    installed = dict(INSTALLED)
-
-    def version(name: str) -> str:
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    monkeypatch.setattr(metadata, "version", version)
-    monkeypatch.setattr(metadata, "requires", lambda name: DECLARED)
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    return installed
-
-
-@pytest.fixture
-def doctor(tmp_path: Path, monkeypatch, capsys):
-    """``doctor(config, arguments, hosts)``: exit code and what was printed."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(config: object, arguments: str, hosts: dict[str, int] | None = None) -> tuple[int, str]:
-        Path("ds.json").write_text(json.dumps(config))
-        if hosts is not None:
-            Path("hosts").write_text("# the cluster\n\n" + "".join(f"{name} slots={slots}\n" for name, slots in hosts.items()))
-            arguments += " --hostfile hosts"
-        code = main(["doctor", "ds.json", *arguments.split()])
-        return code, capsys.readouterr().out
-
-    return run
-
-
-def data(doctor, config: dict, arguments: str, hosts: dict[str, int] | None = None) -> dict:
-    code, text = doctor(config, f"{arguments} --json", hosts)
-    found = json.loads(text)
-    assert code == bool(found["change"])
-    return found
-
-
-def small_profile(device_bytes: int | None) -> Profile:
-    part = Part(10_000, 10_000, 10_000, 19_000, 500, MIB, 100 * MIB, 40 * MIB)
-    nothing = Part(0, 0, 0, 0, 0, 0, 0, 0)
-    return Profile("small", "measured", "a device", "2026-01-01", "by hand", "fp32", 1, 8, False, 4, nothing, part, nothing, MIB, 4, Link(1, 1e5), Link(1, 1e5), 1, device_bytes)
 
 
 # --- the text --------------------------------------------------------------------------------------------
@@ -360,82 +308,6 @@ def test_a_profile_without_the_devices_memory(doctor, tmp_path) -> None:
     profile.write(small_profile(None), tmp_path / "small.json")
     code, text = doctor(HEALTHY, "--pp 2 --dp 3 --profile small.json")
     assert code == 0 and "the profile does not say how much the device has" in text
-
-
-# --- bad input -------------------------------------------------------------------------------------------
-
-SHAPE = "--pp 2 --dp 2"
-
-
-@pytest.mark.parametrize(
-    "config, arguments, says",
-    [
-        ([1], SHAPE, "ds.json holds [1]: give the path of DeepSpeed's JSON"),
-        ({}, SHAPE, "has neither train_batch_size nor train_micro_batch_size_per_gpu"),
-        ({**HEALTHY, "recycle": 3}, SHAPE, 'write an object such as {"enabled": true}'),
-        ({**HEALTHY, "recycle": {"enabeld": True}}, SHAPE, "recycle.enabeld: no such key; did you mean enabled?"),
-        ({**HEALTHY, "recycle": {"activation_cap": [1, 2, 3]}}, SHAPE, "3 entries for 2 stages"),
-        ({**HEALTHY, "recycle": {"activation_cap": "auto"}}, SHAPE, "without a profile nobody knows"),
-        ({**HEALTHY, "recycle": {"costs": {"forward_ms": 0, "input_ms": 0, "weight_ms": 0}}}, SHAPE, "recycle.costs are 0"),
-        ({**HEALTHY, "gradient_clipping": "auto"}, SHAPE, 'ds.json: gradient_clipping is "auto"; write a number'),
-        ({**HEALTHY, "gradient_accumulation_steps": 0}, SHAPE, "gradient_accumulation_steps is 0; write a whole number"),
-        ({**HEALTHY, "train_batch_size": True}, SHAPE, "train_batch_size is true; write a whole number"),
-        ({**HEALTHY, "fp16": True}, SHAPE, "fp16 is true; write an object"),
-        (HEALTHY, "--pp 0 --dp 2", "--pp 0: write a whole number of at least 1"),
-        (HEALTHY, "--pp 2 --dp -1", "--dp -1: write a whole number of at least 1"),
-        (HEALTHY, f"{SHAPE} --micro-batches 0", "--micro-batches 0: write a whole number of at least 1"),
-        (HEALTHY, f"{SHAPE} --hostfile nowhere", "--hostfile nowhere: No such file or directory; give the path"),
-        (HEALTHY, f"{SHAPE} --hostfile few", "--hostfile few: 3 slots for 2 stages x 2 replicas; write hosts with 4 slots together"),
-        (HEALTHY, f"{SHAPE} --hostfile twice", "--hostfile twice, line 2: a stands there twice; write one line for each host"),
-        (HEALTHY, f"{SHAPE} --hostfile bad", '--hostfile bad, line 1: "a 4"; write lines such as worker-1 slots=4'),
-        (HEALTHY, f"{SHAPE} --hostfile binary", "--hostfile binary: no text; give the path"),
-        (HEALTHY, f"{SHAPE} --profile nowhere", "--profile nowhere: No such file or directory; give the path"),
-        (HEALTHY, f"{SHAPE} --profile ds.json", "--profile ds.json: no profile: unknown keys"),
-        (HEALTHY, f"{SHAPE} --profile binary", "--profile binary: 'utf-8' codec"),
-        ({**HEALTHY, "train_micro_batch_size_per_gpu": 4}, f"{SHAPE} --profile small.json", "measure again with recycle profile --micro-batch 4"),
-        (HEALTHY, "--pp 8 --dp 2 --profile small.json", "--pp 8: 4 layers for 8 stages: a stage needs at least one layer; lower --pp"),
-        (HEALTHY, f"{SHAPE} --preset gpt4", "gpt3_medium"),
-        ({**HEALTHY, "recycle": {"activation_cap": "1MiB", "costs": {"profile": "small.json"}}}, SHAPE, "may hold 1048576 bytes"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, config, arguments, says) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("ds.json").write_text(json.dumps(config))
-    for name, text in {"few": "a slots=3", "twice": "a slots=2\na slots=2", "bad": "a 4"}.items():
-        Path(name).write_text(text)
-    Path("binary").write_bytes(b"\xff\xfe\xff")
-    profile.write(small_profile(None), "small.json")
-    assert_refused(capsys, ["doctor", "ds.json", *arguments.split()], says)
-
-
-@pytest.mark.parametrize(
-    "content, says",
-    [(None, "No such file or directory"), ("{'a': 1}", "is no JSON: Expecting property name"), ("[" * 100_000, "is no JSON"), (b"\xff", "is no JSON")],
-)
-def test_what_is_no_config_is_one_line(tmp_path, capsys, content, says) -> None:
-    path = tmp_path / "ds.json"
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert_refused(capsys, ["doctor", str(path), *SHAPE.split()], says, 'give the path of DeepSpeed\'s JSON with a "recycle" section')
-
-
-def assert_refused(capsys, arguments: list[str], *says: str) -> None:
-    assert main(arguments) == 2
-    said = capsys.readouterr()
-    assert all(part in said.err for part in says), said.err
-    assert said.err.startswith("recycle: ") and said.err.count("\n") == 1 and said.out == ""
-
-
-def test_no_framework_is_imported(tmp_path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({**HEALTHY, "optimizer": {"type": "Adam"}}))
-    script = f"""
-import sys
-from recycle_plugin.cli import main
-main(["doctor", {str(tmp_path / 'ds.json')!r}, "--pp", "2", "--dp", "2", "--preset", "gpt3_medium", "--json"])
-print(sorted({{"torch", "deepspeed", "megatron"}} & set(sys.modules)), file=sys.stderr)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
-    assert done.stderr.strip() == "[]" and json.loads(done.stdout)["job"]["stages"] == 2
 
 
 # --- the two texts ---------------------------------------------------------------------------------------
