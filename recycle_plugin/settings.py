@@ -155,7 +155,7 @@ class Settings(BaseModel):
         5.0,
         "a number of seconds, at least 1",
         "a worker that computes one instruction for longer than this, and than three steps take, is given up as if it had died; so is one "
-        "whose process is stopped, or whose host is silent, for that long",
+        "whose process is stopped for that long",
         ge=1,
         allow_inf_nan=False,
     )
@@ -164,6 +164,13 @@ class Settings(BaseModel):
         "a number of seconds, more than 0",
         "the same for what may take long, while others wait for it: the script's own code, data, a checkpoint, the first step",
         gt=0,
+        allow_inf_nan=False,
+    )
+    heartbeat_timeout_s: float = _setting(
+        3.0,
+        "a number of seconds, at least 2",
+        "a host that is gone or cut off without a word is found within this time, and its workers are given up",
+        ge=2,
         allow_inf_nan=False,
     )
     wait_timeout_s: float = _setting(

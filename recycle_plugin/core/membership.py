@@ -144,6 +144,11 @@ class Membership:
         return self._awaiting.number if self._awaiting and not self._awaiting.from_step else None
 
     @property
+    def unreachable(self) -> set[int]:
+        """Lost ranks of which nobody knows whether they are dead."""
+        return self.lost - self.dead
+
+    @property
     def _halted(self) -> bool:
         """The membership in force has lost somebody."""
         return self.regrouping is not None or self._outnumbered_at is not None
@@ -166,7 +171,7 @@ class Membership:
         self.members = {rank: r.member for rank, r in sorted(self._ready.items())}
         self.committed = stepped
         self.started = True
-        self.watch = Watch(job.get("progress_timeout_s", inf), job.get("idle_timeout_s", inf), self.watch.clock)
+        self.watch = Watch(job.get("progress_timeout_s", inf), job.get("idle_timeout_s", inf), job.get("heartbeat_timeout_s", inf), self.watch.clock)
         self.watch.admit(self.members)
         shape = self._topology
         out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job['run_dir']}",
@@ -403,14 +408,14 @@ class Membership:
 
     def _go_on_without(self, cause: str, now: float, out: Output) -> None:
         """... if those left are enough, which the news of a death that is known can make them."""
-        if len(self.lost - self.dead) <= len(self.members):
+        if len(self.unreachable) <= len(self.members):
             self._outnumbered_at = None
             self._regroup(cause, now, out)
         elif self._outnumbered_at is None:
             self._outnumbered_at, self._awaiting = self.watch.clock, None
 
     def _cut_off(self) -> str:
-        return (f"{len(self.lost - self.dead)} workers can't be reached and aren't known to be dead, and only {len(self.members)} are left here: "
+        return (f"{len(self.unreachable)} workers can't be reached and aren't known to be dead, and only {len(self.members)} are left here: "
                 f"this may be the smaller side of a broken network. {self._safe_point()}")
 
     @staticmethod

@@ -9,8 +9,9 @@ as bad as to miss a dead one, hence:
   there.  The deadline is the larger of the setting and three median steps.
 * What may take long (the script's own code, data, a checkpoint, the first step, which may compile) has the long deadline,
   and that only counts while somebody waits.
-* A process that is stopped, or whose host is gone, is lost after the deadline, whatever it was at.  That is the
-  supervisor's word: a worker whose interpreter is held up, say by a large pickle, sends no beats, and is healthy.
+* A process that is stopped is lost after the deadline, whatever it was at.  That is the supervisor's word: a worker whose
+  interpreter is held up, say by a large pickle, sends no beats, and is healthy.
+* Where neither beats nor pulses come, the host is gone, or cut off: it has a deadline of its own, which no step lengthens.
 
 Time passes here by ticks, and a late tick counts as little more than one in time: while the coordinator itself was
 stopped or starved, nobody else could be heard.
@@ -33,10 +34,16 @@ STEPS = 3  # times the median step: the deadline of slow jobs
 REMEMBERED = 20  # steps that the median is over
 
 
+def promise_s(progress_s: float, heartbeat_s: float) -> float:
+    """For how long after a beat nobody is given up for silence: what is left of either deadline where time is told late."""
+    return min(progress_s, heartbeat_s - LATE_S - TICK_S)
+
+
 @dataclass
 class Sign:
     """The last that was heard of a worker, by :attr:`Watch.clock`."""
 
+    heard: float  # from itself or its supervisor
     pulse: float  # its process was seen running
     beat: float
     since: float  # it is at the same
@@ -47,10 +54,12 @@ class Sign:
 
 @dataclass
 class Watch:
-    """``progress_s``: the deadline of an instruction; ``idle_s``: of what may take long.  Of nobody before ``admit``."""
+    """``progress_s``: the deadline of an instruction; ``idle_s``: of what may take long; ``heartbeat_s``: of a host that is
+    silent, which is found within it.  Of nobody before ``admit``."""
 
     progress_s: float = inf
     idle_s: float = inf
+    heartbeat_s: float = inf
     clock: float = 0.0
     _ticked: float | None = None
     _signs: dict[int, Sign] = field(default_factory=dict)
@@ -58,7 +67,7 @@ class Watch:
     _committed_at: float | None = None
 
     def admit(self, ranks: Iterable[int]) -> None:
-        self._signs = {rank: Sign(self.clock, self.clock, self.clock) for rank in ranks}
+        self._signs = {rank: Sign(self.clock, self.clock, self.clock, self.clock) for rank in ranks}
 
     def dismiss(self, rank: int) -> None:
         self._signs.pop(rank, None)
@@ -66,18 +75,19 @@ class Watch:
     def pulse(self, message: Pulse) -> None:
         sign = self._signs.get(message.rank)
         if sign is not None:
-            sign.stopped = message.stopped
+            sign.heard, sign.stopped = self.clock, message.stopped
             if not message.stopped:
                 sign.pulse = self.clock
 
     def beat(self, message: Beat) -> Heard:
         """The answer, without a promise before the start.  The promise holds also where the deadline shrinks, and where this clock, told the time now and then, lags."""
         sign = self._signs.get(message.rank)
-        answer = Heard(message.number, self.deadline_s if sign is not None else 0.0)
+        answer = Heard(message.number, promise_s(self.deadline_s, self.heartbeat_s) if sign is not None else 0.0)
         if sign is not None:
             if sign.last is None or (message.done, message.at, message.what) != (sign.last.done, sign.last.at, sign.last.what):
                 sign.since = self.clock
-            sign.last, sign.beat, sign.promised = message, self.clock, self.clock + LATE_S + answer.for_s
+            sign.last, sign.promised = message, self.clock + LATE_S + answer.for_s
+            sign.heard = sign.beat = self.clock
         return answer
 
     def committed(self, now: float) -> None:
@@ -100,10 +110,11 @@ class Watch:
         return {rank: why for rank, why in found.items() if why}
 
     def _blame(self, rank: int, sign: Sign) -> str:
-        silent, deadline = self.clock - max(sign.pulse, sign.beat), self.deadline_s
-        if silent > deadline and self.clock > sign.promised:
-            what = "its process is stopped" if sign.stopped else "nothing was heard of its supervisor"
-            return f"{what} for {silent:.1f} s (deadline {deadline:.1f} s)"
+        silent, stopped, deadline = self.clock - sign.heard, self.clock - max(sign.pulse, sign.beat), self.deadline_s
+        if silent > self.heartbeat_s - TICK_S and self.clock > sign.promised:
+            return f"nothing was heard of it or its supervisor for {silent:.1f} s (deadline {self.heartbeat_s:.1f} s)"
+        if sign.stopped and stopped > deadline and self.clock > sign.promised:
+            return f"its process is stopped for {stopped:.1f} s (deadline {deadline:.1f} s)"
         if sign.last is None:
             return ""
         same = self.clock - (sign.beat if sign.last.at == WAITS else sign.since)

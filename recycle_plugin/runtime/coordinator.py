@@ -46,7 +46,7 @@ class Coordinator:
         self._tick()
 
     async def all_gone(self, goodbye_s: float) -> None:
-        """Return when every supervisor has closed its connection, ``goodbye_s`` after the end of the job at the latest."""
+        """Return when every supervisor that can be reached has closed its connection, ``goodbye_s`` after the end of the job at the latest."""
         gone, over = asyncio.create_task(self._gone.wait()), asyncio.create_task(self._over.wait())
         await asyncio.wait({gone, over}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({gone}, timeout=goodbye_s)
@@ -116,7 +116,7 @@ class Coordinator:
         if not self._server.is_serving():
             return  # it was this side that closed
         if hello.role == "supervisor":
-            if not self._supervisors:
+            if self._supervisors.keys() <= self._membership.unreachable:
                 self._gone.set()
             return
         exited = self._exits.pop(hello.rank, None)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.session import Session
 
 Start = Callable[[dist.ProcessGroupGloo, list[torch.Tensor]], dist.Work]
@@ -151,7 +151,15 @@ class MemberGroup(dist.ProcessGroup):
         except RecycleError:
             raise
         except RuntimeError as error:  # Gloo's word for a broken connection: who is gone comes from the coordinator
-            self._session.wait(f"news of a lost worker after {name} failed ({error})", lambda: None, timeout_s=NEWS_TIMEOUT_S)
+            self._await_news(name, error)
+
+    def _await_news(self, name: str, failure: RuntimeError) -> None:
+        """Raises Interrupted once it is known who is lost."""
+        try:
+            self._session.wait(f"news of a lost worker after {name} failed", lambda: None, timeout_s=NEWS_TIMEOUT_S)
+        except WaitTimeout:
+            raise RecycleError(f"{name} failed, and after {NEWS_TIMEOUT_S:.0f} s none of them is known to be lost: see to the network between their hosts, "
+                               f"or let GLOO_SOCKET_IFNAME name the interface that connects them ({failure})") from failure
 
     def _operate(self, name: str, link: Link, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
         """Connect in a thread of ours; after that Gloo's own thread tells when a collective is through, which saves two changes of thread."""
@@ -190,7 +198,7 @@ class MemberGroup(dist.ProcessGroup):
             self._link.abandon()
         self._position = {self._ranks.index(rank): place for place, rank in enumerate(self._live_ranks())}
         store = dist.PrefixStore(f"generation{number}", self._store)
-        self._link = Link(number, store, self._position[self._rank], len(self._position), self._timeout)
+        self._link = Link(number, store, self._position[self._rank], len(self._position), self._session.own_address, self._timeout)
 
     def _live(self, logical: int, what: str) -> int:
         if logical not in self._position:
@@ -217,9 +225,10 @@ class Link:
     generation has passed, nobody else can use that connection.
     """
 
-    def __init__(self, generation: int, store: dist.Store, position: int, members: int, timeout: timedelta) -> None:
+    def __init__(self, generation: int, store: dist.Store, position: int, members: int, address: str, timeout: timedelta) -> None:
         self.generation = generation
         self._store = store
+        self._address = address
         self._position = position
         self._members = members
         self._timeout = timeout
@@ -236,7 +245,7 @@ class Link:
         with self._lock:
             if self._group is None:
                 before = set(_sockets())
-                self._group = dist.ProcessGroupGloo(self._store.clone(), self._position, self._members, self._timeout)
+                self._group = dist.ProcessGroupGloo(self._store.clone(), self._position, self._members, _options(self._address, self._timeout))
                 opened = _sockets()
                 self._opened = set(opened) - before
                 self._store.set(f"listening{self._position}", ",".join(str(opened[inode]) for inode in self._opened if opened[inode]))
@@ -271,6 +280,16 @@ class Link:
             else:
                 os.close(held)
         self._group = None
+
+
+def _options(address: str, timeout: timedelta) -> dist.ProcessGroupGloo._Options:
+    """Gloo listens on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.  Left alone it looks its host's name up, and many a host's name is its loopback's."""
+    chosen = dist.ProcessGroupGloo._Options()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    make = dist.ProcessGroupGloo.create_device
+    chosen._devices = [make(interface=name) for name in names] or [make(hostname=address)]
+    chosen._threads, chosen._timeout = 2 * len(chosen._devices), timeout
+    return chosen
 
 
 def _with_op(chosen: dist.AllreduceOptions, op: object) -> dist.AllreduceOptions:

@@ -36,10 +36,10 @@ class Heart:
         self.fresh_until = float("inf")
         self._beating, self._lock = threading.Lock(), threading.Lock()
 
-    def start(self, progress_s: float) -> None:
-        """Beat from now on.  ``progress_s``: the shortest deadline that the coordinator sets."""
-        self.fresh_until = time.monotonic() + progress_s
-        threading.Thread(target=self._beat_on, args=(min(SLOWEST_S, progress_s / 4),), name="recycle: heart", daemon=True).start()
+    def start(self, promise_s: float) -> None:
+        """Beat from now on.  ``promise_s``: the shortest promise that the coordinator makes."""
+        self.fresh_until = time.monotonic() + promise_s
+        threading.Thread(target=self._beat_on, args=(min(SLOWEST_S, promise_s / 4),), name="recycle: heart", daemon=True).start()
 
     # --- what the worker is at ---------------------------------------------------------------------
 

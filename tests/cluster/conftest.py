@@ -30,13 +30,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 
 
 @contextmanager
-def launching(server: ForkServer, folder: Path) -> Iterator[Launch]:
+def launching(server: ForkServer, folder: Path, start: Callable[..., Run] = Run) -> Iterator[Launch]:
     """``launch(*overrides, shape=, script=, …)`` starts a job; at the end nothing of any of them may be left."""
     runs: list[Run] = []
 
     def launch(*more: str, shape: Shape = SQUARE, script: str = TRAIN, **options: object) -> Run:
         place = folder / f"run{len(runs)}"
-        runs.append(Run(server, place, shape.ranks, script, overrides(shape, place, *more), **options))
+        runs.append(start(server, place, shape.ranks, script, overrides(shape, place, *more), **options))
         return runs[-1]
 
     try:

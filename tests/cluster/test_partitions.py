@@ -11,7 +11,7 @@ from recycle_plugin.core.instruction import Op
 from recycle_plugin.runtime.trace import read_traces
 from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, WRAPPED, Shape, after_step, assert_one_line, difference
 
-SOON = ("recycle.progress_timeout_s=2", "recycle.regroup_timeout_s=4")
+SOON = ("recycle.heartbeat_timeout_s=2", "recycle.regroup_timeout_s=4")
 
 
 def gone(processes: list[psutil.Process]) -> bool:

@@ -1,4 +1,4 @@
-"""scripts/train_gpt.py with something changed from outside: RECYCLE_TEST_WRAP holds {"name": …, other arguments …} as JSON."""
+"""scripts/train_gpt.py with something changed from outside: RECYCLE_TEST_WRAP holds {"name": …, other arguments …}, or a list of these, as JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import wrappers
 
-arguments = json.loads(os.environ["RECYCLE_TEST_WRAP"])
-getattr(wrappers, arguments.pop("name"))(**arguments)
+wraps = json.loads(os.environ["RECYCLE_TEST_WRAP"])
+for arguments in wraps if isinstance(wraps, list) else [wraps]:
+    getattr(wrappers, arguments.pop("name"))(**arguments)
 runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "train_gpt.py"), run_name="__main__")

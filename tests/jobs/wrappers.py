@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from deepspeed.runtime.pipe import topology
 
 from recycle_plugin.adapters.deepspeed import engine as engine_module
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
@@ -165,6 +166,29 @@ def cut_line(seat: str, step: int) -> None:
     RecycleEngine._perform = changed
     for owner, name, function in ((Session, "send", send), (Session, "take", take), (Heart, "heard", heard)):
         setattr(owner, name, lambda self, message, function=function: None if cut else function(self, message))
+
+
+# --- several hosts -----------------------------------------------------------------------------------
+
+
+def a_replica_a_host() -> None:
+    """Ranks go through a replica's stages first: where a host has as many as there are stages, it has one replica."""
+    topology.PipeDataParallelTopology = lambda num_pp, num_dp: topology.ProcessTopology(axes=["data", "pipe"], dims=[num_dp, num_pp])
+
+
+def save_each(folder: str, steps: int) -> None:
+    """A checkpoint every ``steps`` steps; who has saved one notes its step in folder/seat<replica.stage>.txt."""
+    train = RecycleEngine.train_batch
+
+    def changed(self: RecycleEngine, data_iter=None) -> torch.Tensor:
+        loss = train(self, data_iter)
+        if (step := self._loop.machine.stepped) % steps == 0:
+            self.save_checkpoint(folder, tag=f"step{step}")
+            with (Path(folder) / f"seat{self.seat}.txt").open("a") as file:
+                file.write(f"{step}\n")
+        return loss
+
+    RecycleEngine.train_batch = changed
 
 
 # --- what the engine knows --------------------------------------------------------------------------

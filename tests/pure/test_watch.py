@@ -13,7 +13,7 @@ from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Ge
 from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, LATE_S, TICK_S, WAITS
 from tests.support.membership import agree, said, started, step
 
-DEADLINE_S, IDLE_S = 5.0, 60.0  # tests.support.membership.job
+DEADLINE_S, IDLE_S, HEARTBEAT_S = 5.0, 60.0, 3.0  # tests.support.membership.job
 
 
 @dataclass
@@ -133,12 +133,34 @@ def test_a_short_stop_is_nothing():
     assert played.events == []
 
 
-def test_a_host_that_nothing_comes_from_is_given_up():
+@pytest.mark.parametrize("step_s", [0.0, 20.0], ids=["quick steps", "slow steps"])
+@pytest.mark.parametrize("heard_late_s", [0.0, 0.1, TICK_S])
+def test_a_host_that_nothing_comes_from_is_found_within_its_deadline(step_s, heard_late_s):
+    """... wherever between two ticks it was heard last; slow steps make that no longer."""
+    played = Played()
+    for number in range(1, 6):
+        for rank in range(4):
+            played.membership.receive(Stepped(rank, 0, number), played.now + step_s * number)
+    played.live_for(2.0)
+    played.now += heard_late_s
+    played.signs(3)
+    played.now -= heard_late_s
+    played.gone = {3}
+    played.live_for(HEARTBEAT_S - 2 * TICK_S)
+    assert played.events == []
+    played.live_for(2 * TICK_S)
+    assert played.given_up() == ["nothing was heard of it or its supervisor"]
+
+
+def test_a_host_that_is_silent_for_less_is_not_given_up():
     played = Played()
     played.first_step()
-    played.gone = {3}
-    played.live_for(DEADLINE_S + 1.5)
-    assert played.given_up() == ["nothing was heard of its supervisor"]
+    for _ in range(5):
+        played.gone = {1, 3}
+        played.live_for(HEARTBEAT_S - 2 * TICK_S)
+        played.gone = set()
+        played.live_for(TICK_S)
+    assert played.events == []
 
 
 def test_no_beats_while_the_interpreter_is_held_up_is_no_death():
@@ -191,22 +213,25 @@ def test_while_the_coordinator_itself_is_stopped_nobody_is_to_blame():
         assert played.tick(-500.0).messages == []  # nor does a clock that is set change anything
 
 
-def test_the_promise_to_a_worker_ends_before_it_is_given_up_for_silence():
+@pytest.mark.parametrize("heartbeat_s", [3.0, 100.0])
+def test_the_promise_to_a_worker_ends_before_it_is_given_up_for_silence(heartbeat_s):
     """It may rely on what it was told last, although the deadline has shrunk since."""
-    played = Played()
+    played = Played(started(heartbeat_timeout_s=heartbeat_s))
     for number in range(1, 4):
         for rank in range(4):
             played.membership.receive(Stepped(rank, 0, number), played.now + 10.0 * number)
     (heard,) = said(played.membership.receive(Beat(3, 7, 0, WAITS, ""), played.now), Heard)
-    assert heard == Heard(7, 30.0)
+    assert heard == Heard(7, min(30.0, heartbeat_s - LATE_S - TICK_S))
     for number in range(4, 14):
         for rank in range(4):
             played.membership.receive(Stepped(rank, 0, number), played.now + 30.0 + 0.1 * number)
-    played.gone = {3}
+    played.stopped = {3}
+    if heartbeat_s < 30.0:
+        played.gone = {3}
     played.live_for(heard.for_s)
     assert played.events == []
     played.live_for(2 * LATE_S)
-    assert played.given_up() == ["nothing was heard of its supervisor"]
+    assert played.given_up() == ["nothing was heard of it or its supervisor" if played.gone else "its process is stopped"]
 
 
 def test_a_worker_that_wakes_up_is_not_heard():

@@ -98,6 +98,7 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ),
         ({"check_replicas": -1}, "recycle.check_replicas: -1 is not possible; write a whole number, not negative"),
         ({"progress_timeout_s": 0.5}, "recycle.progress_timeout_s: 0.5 is not possible; write a number of seconds, at least 1"),
+        ({"heartbeat_timeout_s": 1}, "recycle.heartbeat_timeout_s: 1 is not possible; write a number of seconds, at least 2"),
         ({"idle_timeout_s": 0}, "recycle.idle_timeout_s: 0 is not possible; write a number of seconds, more than 0"),
         ({"wait_timeout_s": True}, "recycle.wait_timeout_s: true is a boolean; write a number of seconds, more than 0"),
         ({"wait_timeout_s": 0}, "recycle.wait_timeout_s: 0 is not possible; write a number of seconds, more than 0"),

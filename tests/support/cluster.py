@@ -122,6 +122,10 @@ class Result:
         (start,) = self.of("start")
         return next(seat for seat, its_rank in start["seats"].items() if its_rank == rank)
 
+    def rank_of(self, seat: str) -> int:
+        (start,) = self.of("start")
+        return start["seats"][seat]
+
     def stage_of(self, rank: int) -> int:
         return int(self.seat_of(rank).partition(".")[2])
 

@@ -81,6 +81,8 @@ class Server:
             os.dup2(kept, request["keep_fd"])
         os.environ.clear()
         os.environ.update(request["environment"])
+        if "RECYCLE_TEST_HOST" in os.environ:
+            _enter(os.environ["RECYCLE_TEST_HOST"])
         os.chdir(request["folder"])
         sys.argv = [request["module"], *request["arguments"]]
         os._exit(_run(request["module"]))
@@ -102,6 +104,15 @@ class Server:
         """A supervisor never writes: that its connection is readable means that it has gone."""
         os.kill(pid, signal.SIGKILL)
         self._selector.unregister(self._workers[pid][0])
+
+
+def _enter(pid: str) -> None:
+    """Go on the host of that process (tests/support/hosts.py)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for space in ("net", "uts"):
+        with open(f"/proc/{pid}/ns/{space}") as opened:
+            if libc.setns(opened.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns {space}")
 
 
 def _run(module: str) -> int:

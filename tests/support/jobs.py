@@ -66,11 +66,11 @@ class Difference:
 
 
 def difference(result: Result, reference: Result) -> Difference:
-    """Between all survivors of ``result`` and the same ranks of ``reference``; of a stage's replicas the worst counts."""
+    """Between all survivors of ``result`` and the same seats of ``reference``; of a stage's replicas the worst counts."""
     pairs = list(zip(result.losses, reference.losses, strict=True))
     by_stage: dict[int, tuple[float, float]] = {}
     for rank in result.records:
-        mine, theirs = result.parameters(rank), reference.parameters(rank)
+        mine, theirs = result.parameters(rank), reference.parameters(reference.rank_of(result.seat_of(rank)))
         assert mine.keys() == theirs.keys()
         delta = sum((mine[name].double() - theirs[name].double()).pow(2).sum().item() for name in theirs)
         norm = sum(theirs[name].double().pow(2).sum().item() for name in theirs)

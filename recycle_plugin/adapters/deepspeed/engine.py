@@ -29,7 +29,7 @@ from recycle_plugin.core.loop import Program
 from recycle_plugin.core.protocol import Contribution, Fingerprint, Member, Ready
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
-from recycle_plugin.core.watch import ELSEWHERE
+from recycle_plugin.core.watch import ELSEWHERE, promise_s
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.fingerprint import fingerprint
 from recycle_plugin.runtime.kept import Kept
@@ -181,7 +181,7 @@ class RecycleEngine(PipelineEngine):
         self._stopwatch = Stopwatch(costs)
         loop = Loop(session, self._transport, self, self.topology_, costs, policy, self.seat, machine, self._world.reach_point)
         member = Member(self.global_rank, self.seat, self._transport.address, session.host)
-        session.heart.start(settings.progress_timeout_s)
+        session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
         session.send(Ready(member, machine.stepped, self._job_record(run_dir, validate)))
         loop.start()
         self._loop = loop
@@ -192,7 +192,7 @@ class RecycleEngine(PipelineEngine):
         return {
             "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "run_dir": run_dir,
             "regroup_timeout_s": settings.regroup_timeout_s, "progress_timeout_s": settings.progress_timeout_s,
-            "idle_timeout_s": settings.idle_timeout_s, "strict_placement": settings.strict_placement,
+            "idle_timeout_s": settings.idle_timeout_s, "heartbeat_timeout_s": settings.heartbeat_timeout_s, "strict_placement": settings.strict_placement,
             "split_backward": settings.split_backward, "stagger_optimizer": settings.stagger_optimizer, "reroute": settings.reroute,
             "activation_cap": settings.activation_cap, "clipping": self.gradient_clipping() if validate else 0.0,
             "norm": str(settings.norm), "undo": settings.undo, "keep_bytes": settings.keep_bytes, "rng": settings.rng, "seed": settings.seed,

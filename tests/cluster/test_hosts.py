@@ -1,0 +1,98 @@
+"""Two hosts, as network namespaces, under the real launcher: one goes silent, which closes no connection, and may come back."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Iterator
+
+import pytest
+
+from recycle_plugin.core.instruction import Op
+from recycle_plugin.runtime.trace import read_traces
+from tests.cluster.conftest import launching
+from tests.support.hosts import Hosts, HostsRun, NoHosts, hosts
+from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training
+
+SILENT = "nothing was heard of it or its supervisor for"
+LOST = {"1.0", "1.1"}  # beta's replica
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Hosts]:
+    try:
+        with hosts() as made:
+            yield made
+    except NoHosts as error:
+        pytest.skip(f"no network namespaces here: {error}")
+
+
+@pytest.fixture
+def launch(server, tmp_path, pair):
+    with launching(server, tmp_path, partial(HostsRun, pair)) as launch:
+        yield launch
+    for name in ("alpha", "beta"):
+        pair.mend(name)
+
+
+def wraps(*more: dict) -> dict:
+    return {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps([{"name": "a_replica_a_host"}, *more])}
+
+
+def test_a_job_over_two_hosts_is_the_same_training(launch, reference):
+    run = launch(**wraps())
+    assert_same_training(run.finish(), reference())
+    assert run.others["beta"].wait(60) == 0
+
+
+@pytest.mark.all_kills
+def test_deepspeeds_own_command_starts_it_on_each_host(launch):
+    run = launch("steps=5", cold=True, **wraps())
+    result = run.finish()
+    assert result.code == run.others["beta"].wait(60) == 0 and len(result.losses) == 5, result.output[-6000:]
+
+
+def test_the_silence_of_a_host_is_its_death_to_the_others_and_its_own_end(launch, reference, pair):
+    """It stays cut off: what it says, it says on its own."""
+    run = launch("recycle.regroup_timeout_s=4", **wraps())
+    after_step(run, 5)
+    pair.cut("beta")
+    result = run.finish()
+    assert_same_training(result, reference(), LOST)
+    assert all(SILENT in event["how"] for event in result.of("lost")) and not result.of("confirmed")
+    assert run.others["beta"].wait(60) != 0
+    said = run.said_on("beta")
+    assert said.count("has heard nothing of the coordinator for 4 s, so the others may have gone on without it") == 2 and "Traceback" not in said
+
+
+def test_a_partition_that_heals_leaves_one_side(launch, reference, pair, tmp_path):
+    """Both sides save checkpoints as long as they train; the smaller one has trained and saved nothing that the other doesn't know of."""
+    saved, flags = tmp_path / "saved", tmp_path / "flags"
+    hold = {"name": "gate", "folder": str(flags), "before": f"0F0.0@{STEPS - 2}", "until": "", "by": ["healed"]}
+    run = launch("recycle.trace=true", **wraps(hold, {"name": "save_each", "folder": str(saved), "steps": 2}))
+    after_step(run, 5)
+    pair.cut("beta")
+    run.wait_for(lambda: len(of(run, "lost")) == 2, "loss of both workers on beta")
+    after_step(run, STEPS - 4)
+    assert run.others["beta"].poll() is None and not of(run, "confirmed")
+    pair.mend("beta")
+    run.wait_for(lambda: len(of(run, "confirmed")) == 2, "word of beta's supervisors")
+    (flags / "healed").touch()
+    result = run.finish()
+    assert_same_training(result, reference(), LOST)
+    assert run.others["beta"].wait(60) == 0 and "Traceback" not in run.said_on("beta")
+
+    together = max(event["step"] for event in result.of("committed") if event["workers"] == 4)
+    stepped = {seat: [s.instruction.step for s in read_traces(result.folder / "trace") if str(s.seat) == seat and s.instruction.op is Op.STEP] for seat in LOST}
+    assert all(max(steps) <= together + 1 for steps in stepped.values()), "one step ahead of the commits, at most"
+    assert all(max(steps_saved(saved, seat)) <= together for seat in LOST)
+    assert steps_saved(saved, "0.0") == steps_saved(saved, "0.1") == list(range(2, STEPS + 1, 2))
+
+
+def of(run, kind: str) -> list[dict]:
+    return [event for event in run.events() if event["event"] == kind]
+
+
+def steps_saved(folder: Path, seat: str) -> list[int]:
+    return list(map(int, (folder / f"seat{seat}.txt").read_text().split()))

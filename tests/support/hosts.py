@@ -1,0 +1,162 @@
+"""Several hosts on one machine: network namespaces, each with a host name and a line of its own to a switch.
+
+Unnamed ones, which a process each holds open: nothing of them is left once the test run is gone, however it ended.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Callable, Iterator, TextIO, TypeVar
+
+from tests.support.cluster import ROOT, ForkServer, Run, WarmLauncher
+
+Launcher = TypeVar("Launcher", WarmLauncher, subprocess.Popen)
+
+NAMES = ("alpha", "beta")
+HOLDS = "hostname {} && ip link set lo up && echo ready && exec cat"  # until its input ends
+
+
+class NoHosts(RuntimeError):
+    """This machine lets nobody make network namespaces; the message says why."""
+
+
+class Hosts:
+    """``NAMES`` and the switch between them.  Lines can be cut: then nothing gets through, and no connection is closed."""
+
+    def __init__(self) -> None:
+        self._holders: dict[str, subprocess.Popen] = {}
+
+    def open(self) -> None:
+        """Raises NoHosts."""
+        if missing := [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]:
+            raise NoHosts(f"{missing[0]} is not installed")
+        for name in (*NAMES, "switch"):
+            self._holders[name] = _hold(name)
+        self._on("switch", "add", "bridge", "type", "bridge")
+        self._on("switch", "set", "bridge", "up")
+        for name in NAMES:
+            ends = "eth0", "netns", str(self.pid(name)), "type", "veth", "peer", "name", name, "netns", str(self.pid("switch"))
+            _command("ip", "link", "add", *ends)
+            self._enter(name, "ip", "address", "add", f"{self.address(name)}/24", "dev", "eth0")
+            self._on(name, "set", "eth0", "up")
+            self._on("switch", "set", name, "master", "bridge")
+            self.mend(name)
+
+    def close(self) -> None:
+        for holder in self._holders.values():
+            holder.stdin.close()
+            holder.wait(10)
+
+    @staticmethod
+    def address(name: str) -> str:
+        return f"10.77.0.{NAMES.index(name) + 1}"
+
+    def pid(self, name: str) -> int:
+        """A process on that host."""
+        return self._holders[name].pid
+
+    def cut(self, name: str) -> None:
+        """Pull the host's plug out of the switch."""
+        self._on("switch", "set", name, "down")
+
+    def mend(self, name: str) -> None:
+        self._on("switch", "set", name, "up")
+
+    def _on(self, name: str, *link: str) -> None:
+        self._enter(name, "ip", "link", *link)
+
+    def entering(self, name: str) -> list[str]:
+        """What runs the command behind it on that host."""
+        return ["nsenter", "--target", str(self.pid(name)), "--net", "--uts"]
+
+    def _enter(self, name: str, *command: str) -> None:
+        _command(*self.entering(name), *command)
+
+
+@contextmanager
+def hosts() -> Iterator[Hosts]:
+    """Raises NoHosts."""
+    made = Hosts()
+    try:
+        made.open()
+        yield made
+    finally:
+        made.close()
+
+
+def _hold(name: str) -> subprocess.Popen:
+    holder = subprocess.Popen(
+        ["unshare", "--net", "--uts", "sh", "-c", HOLDS.format(name)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    if holder.stdout.readline().strip() != "ready":
+        raise NoHosts(holder.communicate()[1].strip())
+    return holder
+
+
+def _command(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise NoHosts(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+class HostsRun(Run):
+    """One job over all hosts, its launcher started on each as pdsh would start it there; ``cold``: by ``deepspeed --no_ssh``.
+
+    What is said on the first, which has rank 0, is the run's output.
+    """
+
+    def __init__(self, hosts: Hosts, server: ForkServer, folder: Path, ranks: int, script: str, arguments: list[str], **options: object) -> None:
+        self._hosts = hosts
+        self.others: dict[str, WarmLauncher | subprocess.Popen] = {}
+        super().__init__(server, folder, ranks, script, arguments, **options)
+
+    def _warm(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
+        each = {name: list(range(ranks // len(NAMES))) for name in NAMES}
+        world = base64.urlsafe_b64encode(json.dumps(each).encode()).decode()
+
+        def launch(name: str, node: list[str], output: TextIO) -> WarmLauncher:
+            here = variables | {"RECYCLE_TEST_HOST": str(self._hosts.pid(name))}
+            return WarmLauncher(self._server, [f"--world_info={world}", *node, *program], here, output)
+
+        return self._on_all(launch, output)
+
+    def _cold(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
+        hostfile = self.folder / "hostfile"
+        hostfile.write_text("".join(f"{name} slots={ranks // len(NAMES)}\n" for name in NAMES))
+
+        def launch(name: str, node: list[str], output: TextIO) -> subprocess.Popen:
+            command = [*self._hosts.entering(name), "deepspeed", "--hostfile", str(hostfile), "--no_ssh", *node, *program]
+            return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+        return self._on_all(launch, output)
+
+    def _on_all(self, launch: Callable[[str, list[str], TextIO], Launcher], output: TextIO) -> Launcher:
+        """The first host's launcher."""
+        first, *others = NAMES
+        master = [f"--master_addr={self._hosts.address(first)}", f"--master_port={self.port}"]
+        for number, name in enumerate(others, 1):
+            with self._file(name).open("w") as said:
+                self.others[name] = launch(name, [f"--node_rank={number}", *master], said)
+        return launch(first, ["--node_rank=0", *master], output)
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}.txt"
+
+    def said_on(self, name: str) -> str:
+        """... another host than the first."""
+        return self._file(name).read_text()
+
+    def clean(self) -> list[str]:
+        found = super().clean()
+        for launcher in self.others.values():
+            if launcher.poll() is None:
+                found.append(f"launcher {launcher.pid}")
+                self._kill(launcher.pid)
+            launcher.wait(10)
+        return found
