@@ -14,7 +14,11 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction
 
 KINDS = ("kill", "stop", "leave")
-POINTS = ("recovery.start", "recovery.report", "recovery.resume", "recovery.undone", "step.end")
+POINTS = (
+    "recovery.start", "recovery.report", "recovery.resume", "recovery.undone", "step.end",
+    "checkpoint.start", "checkpoint.file", "checkpoint.written", "checkpoint.publish", "checkpoint.named", "checkpoint.latest",
+    "load.start", "load.end",
+)  # fmt: skip
 _FORM = re.compile(r"(?P<kind>\w+) (?P<seat>\d+\.\d+) (?P<when>before|after|at) (?P<where>[\w.<>@]+)(?::(?P<count>\d+))?")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.core.protocol import Collected, Committed, End, Generation, Resume
+from recycle_plugin.core.protocol import Collected, Committed, End, Generation, Met, Resume
 
 
 class JobEnded(BaseException):
@@ -32,6 +32,7 @@ class Line:
         self.end: End | None = None
         self._resume: Resume | None = None
         self._collected: dict[tuple[int, str], dict] = {}
+        self._met: dict[str, Met] = {}
 
     @property
     def number(self) -> int:
@@ -50,8 +51,15 @@ class Line:
                 self._collected = {key: values for key, values in self._collected.items() if key[0] >= message.step}
             case Collected():
                 self._collected[message.step, message.name] = message.values
+            case Met():
+                self._met[message.place] = message
             case End():
                 self.end = message
+
+    def rewind(self, step: int) -> None:
+        """The state of ``step``, which all have loaded, takes the place of the last committed one."""
+        self.committed = step
+        self._collected.clear()
 
     def interruption(self) -> Generation | None:
         """A membership change that holds at once, if there is one."""
@@ -77,6 +85,11 @@ class Line:
     def collected(self, step: int, name: str) -> dict | None:
         """The complete set of contributions ``name`` of ``step``; each is handed out once."""
         return self._collected.pop((step, name), None)
+
+    def met(self, place: str, number: int) -> Met | bool | None:
+        """The meeting at ``place`` to which this worker came in generation ``number``, handed out once; False when the membership has
+        changed before it came about; None as long as neither is known."""
+        return self._met.pop(place, False if self.number != number or self.interruption() is not None else None)
 
     def resume_of(self, generation: Generation) -> Resume | bool | None:
         """Where ``generation`` goes on, False when a newer one has replaced it, None as long as neither is known."""

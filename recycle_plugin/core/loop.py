@@ -21,7 +21,7 @@ from recycle_plugin.core.instruction import COMPUTE, Instruction
 from recycle_plugin.core.lineage import Held, Rest, surviving, unfinished
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.plan import Plan
-from recycle_plugin.core.protocol import Generation, Note, Report, Resume, Stepped
+from recycle_plugin.core.protocol import Arrived, Generation, Loaded, Note, Report, Resume, Stepped
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
 
@@ -95,6 +95,7 @@ class Loop:
         self.seat = seat
         self.machine = machine
         self.plan: Plan | None = None
+        self._loaded = False  # a checkpoint, of which the coordinator does not know yet
 
     def start(self) -> Iterator[Any]:
         """Wait for everybody and agree on the first plan."""
@@ -140,6 +141,26 @@ class Loop:
             except Interrupted:
                 yield from self.recover()
 
+    def meet(self, place: str, values: dict) -> Iterator[Any]:
+        """With all live workers, outside a step; the value is the :class:`Met`.  Raises Interrupted when the membership changes before
+        that has come about, and then it comes about for nobody.
+        """
+        number = self._line.number
+        self._port.send(Arrived(self._line.rank, number, place, values))
+        met = yield from self._port.wait(f"all workers to be at {place}", lambda: self._line.met(place, number), interruptible=False)
+        if not met:
+            raise Interrupted(f"the membership has changed before all were at {place}")
+        return met
+
+    def loaded(self, step: int) -> Iterator[Any]:
+        """The replica has the state of ``step`` from a checkpoint, as all have who have met before: go on from there."""
+        self.machine.rewind(step)
+        self._line.rewind(step)
+        self._loaded = True
+        self._port.send(Loaded(self._line.rank, self._line.number))
+        yield from self._port.wait("all workers to have loaded the checkpoint", self._line.interruption, interruptible=False)
+        yield from self.recover()
+
     def recover(self) -> Iterator[Any]:
         """Return when every member of the newest generation has agreed where to go on."""
         self._port.reach("recovery.start")
@@ -175,7 +196,7 @@ class Loop:
         self._port.reach("recovery.report")
         timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
         held = pack({*self._replica.held(), Datum("params", self.seat.stage, None, self.machine.stepped + 1)})
-        self._port.send(Report(self._line.rank, generation.number, self.machine.stepped, plan.digest, held, timings))
+        self._port.send(Report(self._line.rank, generation.number, self.machine.stepped, plan.digest, held, timings, self._loaded))
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
         resume = yield from self._port.wait(what, lambda: self._line.resume_of(generation), interruptible=False)
         if not resume:
@@ -184,6 +205,7 @@ class Loop:
         self._take_up(plan, resume)
         self._replica.leave({member.address for member in generation.members})
         self._line.adopt(generation)
+        self._loaded = False
         if self.machine.stepped > self.machine.committed:
             self._port.send(Stepped(self._line.rank, generation.number, self.machine.stepped))
         self.plan = plan

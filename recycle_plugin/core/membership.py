@@ -24,19 +24,20 @@ from typing import Iterable
 
 from recycle_plugin.core.contributions import LOSS, Contributions
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.meeting import Meetings
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.pace import Paces
 from recycle_plugin.core.placement import at_risk, stages_at_risk
 from recycle_plugin.core.protocol import (
-    Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Member, Missing, Note, Over,
-    Pace, Pulse, Ready, Report, Resume, Stepped, Terminate,
+    Arrived, Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Met, Missing,
+    Note, Over, Pace, Pulse, Ready, Report, Resume, Stepped, Terminate,
 )  # fmt: skip
 from recycle_plugin.core.replicas import Fingerprints
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.watch import Watch
 
 TRIES = 2  # to send something over a new line
-OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
+OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
 
 
 class Membership:
@@ -65,6 +66,7 @@ class Membership:
         self._leaving: dict[int, str] = {}
         self._missed: dict[tuple[int, int], int] = {}  # how often who has missed something from whom since the last commit
         self._contributions = Contributions()
+        self._meetings = Meetings()
         self._fingerprints = Fingerprints()
         self._paces = Paces()
 
@@ -84,6 +86,10 @@ class Membership:
                 self._step(message, now, out)
             case Contribution():
                 self._contribute(message, out)
+            case Arrived():
+                self._arrive(message, out)
+            case Loaded():
+                self._load(message, now, out)
             case Pace():
                 self._paces.add(message)
             case Fingerprint():
@@ -205,6 +211,7 @@ class Membership:
         self._reports.clear()
         if not from_step:
             self._contributions.regrouped()
+            self._meetings.regrouped()
         out.tell(WORKERS, self._awaiting)
 
     def _report(self, report: Report, now: float, out: Output) -> None:
@@ -226,10 +233,13 @@ class Membership:
 
     def _go_on(self, generation: Generation, now: float, out: Output) -> None:
         counts = [report.stepped for report in self._reports.values()]
+        if any(report.loaded for report in self._reports.values()) and not self._rewind(counts, out):
+            return
         committed, ahead = min(counts), max(counts) - min(counts)
         held = {str(member.seat): self._reports[member.rank].held for member in generation.members if member.rank in self._reports}
         self._awaiting = None
         self._in_force = generation.number
+        self._meetings.regrouped()  # after a planned change too
         if committed > self.committed:
             self._commit(committed, now, out)
         kept = {member.rank for member in generation.members} - self.left
@@ -243,6 +253,16 @@ class Membership:
         if self._leaving and not generation.from_step:
             self._plan_leave(now, out)
         self._compare_replicas(now, out)
+
+    def _rewind(self, counts: list[int], out: Output) -> bool:
+        """All go on from a checkpoint's step, earlier or later than the last one."""
+        alike = len(set(counts)) == 1 and all(report.loaded for report in self._reports.values())
+        if alike:
+            self.committed = counts[0]
+            out.say("loaded", f"everybody goes on from a checkpoint of step {self.committed}", step=self.committed)
+        else:
+            self._end(f"workers have loaded checkpoints of different steps: {', '.join(map(str, sorted(set(counts))))}", out)
+        return alike
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -294,6 +314,19 @@ class Membership:
         if values is not None:
             self._tell_collected(message.step, message.name, values, out)
 
+    def _arrive(self, message: Arrived, out: Output) -> None:
+        if message.generation != self._in_force or self._halted:
+            return
+        values = self._meetings.arrive(message, self.members.keys())
+        if values is not None:
+            out.tell(WORKERS, Met(message.place, values, self.committed + 3))  # nobody can have started that: see _plan_leave
+
+    def _load(self, message: Loaded, now: float, out: Output) -> None:
+        if message.generation != self._in_force or self._halted:
+            return
+        if self._meetings.arrive(Arrived(message.rank, message.generation, "the state of a checkpoint", {}), self.members.keys()) is not None:
+            self._regroup("a checkpoint was loaded", now, out)
+
     def _tell_collected(self, step: int, name: str, values: dict, out: Output) -> None:
         out.tell(WORKERS, Collected(self._in_force, step, name, values))
         if name == LOSS:
@@ -307,7 +340,7 @@ class Membership:
 
     def _leave(self, message: Leaving, now: float, out: Output) -> None:
         member = self.members.get(message.rank)
-        if member is None or message.rank in self._leaving:
+        if member is None or message.rank in self._leaving or self.ended is not None:
             return
         self._leaving[message.rank] = message.reason
         out.say("leaving", f"seat {member.seat} leaves at the next commit: {message.reason}", seat=str(member.seat))
@@ -330,7 +363,8 @@ class Membership:
 
     def _goodbye(self, rank: int, now: float, out: Output) -> None:
         self.left.add(rank)
-        early = self._leaving.pop(rank, None) is not None
+        through = self.ended is not None and self.committed >= self.ended.step - 1
+        early = self._leaving.pop(rank, None) is not None and not through
         planned = early or self.ended is not None
         member = self.members.pop(rank, None)
         self._stepped.pop(rank, None)

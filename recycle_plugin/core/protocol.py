@@ -53,7 +53,7 @@ class Ready:
 @dataclass(frozen=True)
 class Report:
     """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest`` and still
-    holds ``held`` (core.dataflow.pack)."""
+    holds ``held`` (core.dataflow.pack).  ``loaded``: its state is that of a checkpoint that all have loaded."""
 
     rank: int
     generation: int
@@ -61,6 +61,15 @@ class Report:
     digest: str
     held: dict = field(default_factory=dict)
     timings: dict = field(default_factory=dict)
+    loaded: bool = False
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The worker has the state of a checkpoint that all were to load."""
+
+    rank: int
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,16 @@ class Contribution:
     name: str
     values: dict
     expected: int
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The worker is at ``place`` of what all do together outside a step (core.meeting), with ``values`` for everybody."""
+
+    rank: int
+    generation: int
+    place: str
+    values: dict
 
 
 @dataclass(frozen=True)
@@ -268,6 +287,15 @@ class Collected:
 
 
 @dataclass(frozen=True)
+class Met:
+    """Everybody has arrived at ``place``; nobody has started ``from_step`` yet, or will before reading this."""
+
+    place: str
+    values: dict
+    from_step: int
+
+
+@dataclass(frozen=True)
 class End:
     """The job ends before ``step`` (0: at once); ``failed`` when it could not go on."""
 
@@ -286,8 +314,8 @@ class Over:
 MESSAGES = {
     kind.__name__: kind
     for kind in (
-        Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal, Note,
-        Welcome, Generation, Resume, Heard, Fence, Committed, Collected, End, Over,
+        Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal, Note,
+        Welcome, Generation, Resume, Heard, Fence, Committed, Collected, Met, End, Over,
     )
 }  # fmt: skip
 

@@ -32,6 +32,12 @@ class StepMachine:
             raise AssertionError(f"step {step} committed, but only {self.stepped} applied here")
         self.committed = max(self.committed, step)
 
+    def rewind(self, step: int) -> None:
+        """The state of ``step``, which all have loaded, takes the place of the last one."""
+        if self.stepped > self.committed:
+            raise AssertionError(f"a checkpoint loaded while step {self.stepped} is applied and not committed")
+        self.stepped = self.committed = step
+
     def resume(self, committed: int, undo: bool) -> None:
         """Everybody goes on from ``committed``.  ``undo``: this worker, which is ahead, takes its last step back."""
         ahead = self.stepped - committed

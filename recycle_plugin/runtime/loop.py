@@ -14,6 +14,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.plan import Plan, Policy
+from recycle_plugin.core.protocol import Met
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.runtime.ahead import Ahead
@@ -59,6 +60,12 @@ class Loop:
 
     def recover(self) -> None:
         _drain(self._loop.recover())
+
+    def meet(self, place: str, values: dict) -> Met:
+        return _drain(self._loop.meet(place, values))
+
+    def loaded(self, step: int) -> None:
+        _drain(self._loop.loaded(step))
 
 
 class _Port:

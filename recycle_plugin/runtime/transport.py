@@ -48,6 +48,7 @@ class Transport:
         self._inbox: dict[Datum, Tensors] = {}
         self._outboxes: dict[str, Outbox] = {}
         self._committed = 0
+        self._rewound = 0  # how often checkpoints were loaded
         self._listener = socket.create_server(("", 0), backlog=1024)
         self._accepted: set[socket.socket] = set()
         self._closed = False
@@ -60,7 +61,7 @@ class Transport:
         """Send ``tensors`` to the peer at ``address``; returns them in host memory.  Neither may be changed in place afterwards."""
         held = tuple(tensor.detach().contiguous().cpu() for tensor in tensors)
         shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in held]
-        header = json.dumps([datum.kind, datum.stage, *datum.micro_batch, datum.step, shapes]).encode()
+        header = json.dumps([self._rewound, datum.kind, datum.stage, *datum.micro_batch, datum.step, shapes]).encode()
         frames = [_bytes(tensor) for tensor in held if tensor.numel()]
         if address not in self._outboxes:
             self._outboxes[address] = Outbox(address, self._broke)
@@ -90,6 +91,14 @@ class Transport:
             self._committed = step
             for datum in [datum for datum in self._inbox if datum.step <= step]:
                 del self._inbox[datum]
+
+    def rewind(self, step: int) -> None:
+        """Everybody goes on from ``step``, so later ones come once more, and what is still under way of their first time must not be
+        taken for that."""
+        with self._session.changed:
+            self._inbox.clear()
+            self._committed = step
+            self._rewound += 1
 
     def leave(self, peers: set[str]) -> None:
         """Close the outboxes to everybody but ``peers``, and those that are broken."""
@@ -144,17 +153,17 @@ class Transport:
                 length = int.from_bytes(_receive(connection, HEADER_BYTES), "big")
                 if length > LONGEST_HEADER:
                     break
-                kind, stage, replica, index, step, shapes = json.loads(_receive(connection, length))
+                rewound, kind, stage, replica, index, step, shapes = json.loads(_receive(connection, length))
                 tensors = tuple(_receive_tensor(connection, dtype, shape) for dtype, shape in shapes)
-                self._deliver(Datum(kind, stage, MicroBatch(replica, index), step), tensors)
+                self._deliver(rewound, Datum(kind, stage, MicroBatch(replica, index), step), tensors)
         except (OSError, EOFError, ValueError, TypeError):
             pass
         self._accepted.discard(connection)
         connection.close()
 
-    def _deliver(self, datum: Datum, tensors: Tensors) -> None:
+    def _deliver(self, rewound: int, datum: Datum, tensors: Tensors) -> None:
         with self._session.changed:
-            if datum.step > self._committed:
+            if datum.step > self._committed and rewound == self._rewound:
                 self._inbox[datum] = tensors
                 self._session.changed.notify_all()
 

@@ -26,6 +26,7 @@ CASES = {
     "tied layers": "tied layers (both) couple stages and are not supported yet",
     "bf16": "bf16.enabled: only fp32 is supported yet",
     "fp16": "fp16.enabled: only fp32 is supported yet",
+    "universal checkpoint": "checkpoint.load_universal needs the files of a ZeRO optimizer",
     "no pipeline": "recycle.enabled needs a deepspeed.pipe.PipelineModule",
 }
 

@@ -35,7 +35,7 @@ def test_stock_goes_on_from_a_degraded_checkpoint(train):
     """Both stages have lost a worker, rank 0 among them, when the checkpoint is written."""
     whole = train(evaluate_at=HALF)
     (evaluated,) = {record["evaluated"] for record in whole.records.values()}
-    degraded = train(faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=HALF, evaluate_at=HALF)
+    degraded = train(faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF], evaluate_at=HALF)
     assert_same_training(degraded, whole, {"0.0", "1.1"})
     (refusal,) = {record["refused"] for record in degraded.records.values()}
     assert "0.0, 1.1" in refusal and "lost" in refusal

@@ -77,6 +77,6 @@ def test_a_stage_without_a_worker_ends_the_job(launch):
 
 
 def test_the_end_names_the_last_checkpoint(launch, tmp_path):
-    job = json.dumps({"folder": str(tmp_path / "saved"), "save_at": 5})
+    job = json.dumps({"folder": str(tmp_path / "saved"), "save_at": [5]})
     run = launch(faults("kill 0.1 before 1I0.0@4", "kill 1.1 after 1F1.0@8"), script="tests/jobs/checkpoint.py", RECYCLE_TEST_CHECKPOINT=job)
     assert_one_line(run.finish(), f"the job ends: stage 1 has no live worker left. Last checkpoint: {tmp_path / 'saved' / 'global_step5'}")

@@ -1,8 +1,9 @@
 """Trains as scripts/train_gpt.py does, and saves, loads, evaluates and reads parameters on the way.
 
-RECYCLE_TEST_CHECKPOINT holds as JSON: ``folder`` of the checkpoint; ``save_at`` a step; ``load`` true to
-start from it; ``evaluate_at`` a step; ``read_at`` a step after which stage 1 reads its parameters while
-stage 0 waits for the file ``flags``/seat.  Each rank writes what it saw to run_dir/losses/rank<r>.json.
+RECYCLE_TEST_CHECKPOINT holds as JSON: ``folder`` of the checkpoints; ``save_at`` steps; ``load`` true to
+start from the last one, ``module_only`` true from its weights alone; ``load_at`` a step after which, once, that of the step ``load_step`` is loaded; ``evaluate_at`` a step; ``read_at``
+a step after which stage 1 reads its parameters while stage 0 waits for the file ``flags``/seat.  ``hold`` true: each file of the last save
+waits for ``flags``/go.  Each rank writes what it saw to run_dir/losses/rank<r>.json.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def read_parameters() -> None:
 
 
 if plan.get("load"):
-    path, _ = engine.load_checkpoint(plan["folder"])
+    path, _ = engine.load_checkpoint(plan["folder"], load_module_only=plan.get("module_only", False))
     assert path is not None, "nothing was loaded"
     if engine.data_iterator is not None:
         for _ in range(engine.global_steps * job.topology.micro_batches):
@@ -66,8 +67,13 @@ while engine.global_steps < job.steps:
     record["losses"].append(engine.train_batch().item())
     if engine.global_steps == plan.get("evaluate_at"):
         evaluate()
-    if engine.global_steps == plan.get("save_at"):
+    if engine.global_steps in plan.get("save_at", ()):
+        if engine.global_steps == plan["save_at"][-1] and plan.get("hold"):
+            wrappers.hold_files(plan["flags"])
         engine.save_checkpoint(plan["folder"])
+    if engine.global_steps == plan.get("load_at"):
+        del plan["load_at"]
+        engine.load_checkpoint(plan["folder"], f"global_step{plan['load_step']}")
     if engine.global_steps == plan.get("read_at"):
         read_parameters()
 write(Path(job.run_dir) / "losses" / f"rank{RANK}.json", lambda path: path.write_text(json.dumps(record)))

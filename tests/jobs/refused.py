@@ -47,6 +47,8 @@ match case:
         config[case] = {"enabled": True}
     case "no pipeline":
         pass
+    case "universal checkpoint":
+        config["checkpoint"] = {"load_universal": True}
     case "no compiler" | "stale lock":
         config["optimizer"] = {"type": "Adam", "params": {"lr": 0.1}}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from deepspeed.runtime.pipe import topology
 
+from recycle_plugin.adapters.deepspeed import checkpoint
 from recycle_plugin.adapters.deepspeed import engine as engine_module
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
@@ -102,6 +103,17 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
         return made
 
     Gradients._sum = changed
+
+
+def hold_files(folder: str) -> None:
+    """Whoever has a checkpoint's file to write waits for the file ``folder``/go."""
+    save = checkpoint._Durable.save
+
+    def changed(self, state_dict, path: str) -> None:
+        _wait((Path(folder) / "go").exists, f"{folder}/go")
+        save(self, state_dict, path)
+
+    checkpoint._Durable.save = changed
 
 
 def _wait(ready, what: str) -> None:

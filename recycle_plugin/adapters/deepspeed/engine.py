@@ -18,11 +18,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from recycle_plugin import planner
 from recycle_plugin.adapters.deepspeed import clipping
 from recycle_plugin.adapters.deepspeed import schedule as commands
-from recycle_plugin.adapters.deepspeed.checkpoint import stand_in
+from recycle_plugin.adapters.deepspeed.checkpoint import Saving, check_stages, stand_in
 from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.executor import drain, execute
+from recycle_plugin.core.executor import Interrupted, drain, execute
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.loop import Program
@@ -124,26 +124,47 @@ class RecycleEngine(PipelineEngine):
             )
         return super().eval_batch(data_iter, *arguments, **named)
 
-    def save_checkpoint(self, save_dir: str, tag: str | None = None, *arguments: Any, **named: Any) -> Any:
-        """DeepSpeed's own checkpoint of the last committed step, complete also while workers are missing."""
+    def save_checkpoint(
+        self, save_dir: str, tag: str | None = None, client_state: dict = {}, save_latest: bool = True, exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """DeepSpeed's own checkpoint of the last committed step, complete also while workers are missing, and in place at once."""
+        self._start()
         self.settle()
-        if self._loop is None:
-            return super().save_checkpoint(save_dir, tag, *arguments, **named)
-        Path(save_dir).mkdir(parents=True, exist_ok=True)
-        session = self._job.session
-        session.assure("a checkpoint", interruptible=False)
-        with session.heart.at(ELSEWHERE, "a checkpoint"), stand_in(self, self.seat, session.generation):
-            saved = super().save_checkpoint(save_dir, tag, *arguments, **named)
-        path = str(Path(save_dir) / str(tag if tag is not None else f"global_step{self.global_steps}"))
-        if self._is_first():
-            self._job.session.note("checkpoint", f"checkpoint of step {self.global_steps} in {path}", path=path)
-        return saved
+        stock = super().save_checkpoint
 
-    def load_checkpoint(self, *arguments: Any, **named: Any) -> Any:
-        """Stock; only before the first step."""
+        def write(unfinished: str) -> None:
+            with stand_in(self, self.seat, self._job.session.generation, self._world.reach_point):
+                stock(save_dir, unfinished, client_state, False, exclude_frozen_parameters)
+
+        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        self._saving.save(Path(save_dir), tag, save_latest, write, f"checkpoint of step {self.global_steps}")
+        return True
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *arguments: Any, load_module_only: bool = False, **named: Any) -> Any:
+        """Stock; while training, everybody goes on from the checkpoint's step, from which data and randomness are those of the first time."""
+        if not load_module_only:
+            check_stages(Path(load_dir), tag, self.num_stages)
         if self._loop is not None:
-            raise RecycleError("load_checkpoint() after the first train_batch() is not supported yet: load before training")
-        return super().load_checkpoint(*arguments, **named)
+            self._meet(f"load_checkpoint({load_dir!r}, {tag!r})")
+            self._forget_committed()
+            self._world.reach_point("load.start")
+        with self._job.session.heart.at(ELSEWHERE, "a checkpoint"):
+            found = super().load_checkpoint(load_dir, tag, *arguments, load_module_only=load_module_only, **named)
+        if self._loop is not None and found[0] is not None:
+            self._world.reach_point("load.end")
+            self._transport.rewind(self.global_steps)
+            self._loop.loaded(self.global_steps)
+        return found
+
+    def _meet(self, place: str) -> None:
+        """Return when all live workers have come to ``place`` with all their steps committed."""
+        while True:
+            self.settle()
+            try:
+                self._loop.meet(place, {})
+                return
+            except Interrupted:
+                self._between_steps()
 
     def settle(self) -> None:
         """Return when every step that ``train_batch`` has returned for is committed, whoever dies meanwhile."""
@@ -185,6 +206,7 @@ class RecycleEngine(PipelineEngine):
         session.send(Ready(member, machine.stepped, self._job_record(run_dir, validate)))
         loop.start()
         self._loop = loop
+        self._saving = Saving(session, loop, self._between_steps, self._world.reach_point)
         session.between_steps = self._between_steps
 
     def _job_record(self, run_dir: str, validate: bool) -> dict:

@@ -19,6 +19,7 @@ def refusals(config: dict[str, Any]) -> Iterator[str]:
     yield from _precision(config)
     yield from _zero(config)
     yield from _optimizer(_section(config, "optimizer"))
+    yield from _checkpoint(_section(config, "checkpoint"))
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -57,6 +58,18 @@ def _optimizer(section: dict[str, Any]) -> Iterator[str]:
     stale = _stale_lock()
     if stale is not None:
         yield f"{stale} is the lock of a DeepSpeed extension whose build died: DeepSpeed would wait for it for ever; delete it, or {advice}"
+
+
+def _checkpoint(section: dict[str, Any]) -> Iterator[str]:
+    """DeepSpeed's other ways to save: what they write can't be waited for, is not seen by all, or is no state of this optimizer."""
+    reasons = {
+        "load_universal": "needs the files of a ZeRO optimizer, and only ZeRO stage 0 is supported yet",
+        "use_node_local_storage": "keeps each host's files where the others can't read them, and a lost host takes them along",
+        "writer": "writes files of which nobody can say when they are whole",
+    }
+    for name, reason in reasons.items():
+        if section.get(name):
+            yield f"checkpoint.{name} {reason}; leave it out"
 
 
 def _stale_lock() -> Path | None:

@@ -1,0 +1,33 @@
+"""Meetings: what all live workers do together outside a step, agreed on through the coordinator.
+
+Saving and loading a checkpoint and an evaluation must be done by all or by nobody, also where somebody dies in them.  A collective
+can't tell: it may be through on some workers and broken on others.  The coordinator's word can, because it reaches all in the same
+order: either everybody had arrived at a *place* before the membership changed, and all hear of that first, or nobody hears of it and
+all hear of the change.
+"""
+
+from __future__ import annotations
+
+from typing import AbstractSet
+
+from recycle_plugin.core.protocol import Arrived
+
+
+class Meetings:
+    """Who is where, in the membership in force."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[str, dict[int, dict]] = {}
+
+    def arrive(self, message: Arrived, members: AbstractSet[int]) -> dict | None:
+        """What all have brought along, if with this one every one of ``members`` (ranks) is there."""
+        here = self._arrived.setdefault(message.place, {})
+        here[message.rank] = message.values
+        if members - here.keys():
+            return None
+        del self._arrived[message.place]
+        return {key: value for rank in sorted(here) for key, value in here[rank].items()}
+
+    def regrouped(self) -> None:
+        """Whoever has arrived anywhere arrives once more."""
+        self._arrived.clear()

@@ -1,0 +1,122 @@
+"""What all do together outside a step: met by all or by nobody, and the way back to a checkpoint's step."""
+
+from __future__ import annotations
+
+import pytest
+
+from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.line import JobEnded, Line
+from recycle_plugin.core.protocol import Arrived, Committed, End, Exited, Generation, Leaving, Left, Loaded, Met, Over, Report, Resume, Terminate
+from recycle_plugin.core.step import StepMachine
+from tests.support.membership import agree, resumed, said, started, step
+
+
+def arrive(membership, generation: int, ranks, place: str = "here") -> list[Met]:
+    return [met for rank in ranks for met in said(membership.receive(Arrived(rank, generation, place, {str(rank): rank}), 0.0), Met)]
+
+
+def test_all_meet_when_the_last_one_arrives_and_know_what_each_has_brought():
+    membership = started()
+    step(membership, 0, 1)
+    assert arrive(membership, 0, [2, 0, 1]) == []
+    assert arrive(membership, 0, [3]) == [Met("here", {"0": 0, "1": 1, "2": 2, "3": 3}, 4)]
+    assert arrive(membership, 0, [0, 1, 2]) == []  # the next one at the same place needs all again
+
+
+def test_places_do_not_mix():
+    membership = started()
+    assert arrive(membership, 0, [0, 1], "a") + arrive(membership, 0, [2, 3], "b") == []
+    assert [met.place for met in arrive(membership, 0, [0, 1], "b")] == ["b"]
+
+
+def test_a_death_before_all_have_arrived_makes_everybody_arrive_once_more():
+    membership = started()
+    arrive(membership, 0, [0, 1, 3])
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    assert arrive(membership, 0, [2, 0, 1, 3]) == []  # of the old generation
+    agree(membership, 1, dict.fromkeys((0, 1, 3), 0))
+    assert arrive(membership, 1, [0, 1]) == []
+    assert len(arrive(membership, 1, [3])) == 1
+
+
+@pytest.mark.parametrize("order", ("met", "generation"))
+def test_a_worker_hears_of_the_meeting_or_of_the_change_whichever_came_first(order):
+    line, met, generation = Line(0), Met("here", {}, 4), Generation(1, (), 0, "loss", 0.0)
+    assert line.met("here", 0) is None
+    for message in (met, generation) if order == "met" else (generation,):
+        line.take(message)
+    assert line.met("here", 0) == (met if order == "met" else False)
+    assert line.met("here", 0) is False
+    with pytest.raises(Interrupted):
+        line.check()
+
+
+@pytest.mark.parametrize("loaded", (1, 2, 9))
+def test_everybody_goes_on_from_a_checkpoint_earlier_or_later(loaded):
+    membership = started()
+    for number in (1, 2, 3):
+        step(membership, 0, number)
+    for rank in (0, 1, 2):
+        assert membership.receive(Loaded(rank, 0), 0.0).messages == []
+    (generation,) = said(membership.receive(Loaded(3, 0), 0.0), Generation)
+    for rank in range(4):
+        out = membership.receive(Report(rank, 1, loaded, "plan", {"params": f"of rank {rank}"}, {}, True), 0.0)
+    assert resumed(out) == [(generation.number, loaded)] and not said(out, Committed)
+    assert step(membership, 1, loaded + 1) == [Committed(loaded + 1)]
+
+
+def test_a_death_while_loading_changes_nothing_of_that():
+    membership = started()
+    step(membership, 0, 1)
+    membership.receive(Loaded(0, 0), 0.0)
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    for rank in (0, 1, 3):
+        out = membership.receive(Report(rank, 1, 7, "plan", {"params": f"of rank {rank}"}, {}, True), 0.0)
+    assert resumed(out) == [(1, 7)]
+    assert step(membership, 1, 8, [0, 1, 3]) == [Committed(8)]
+
+
+@pytest.mark.parametrize("others", ((8, True), (7, False)))
+def test_different_checkpoints_end_the_job(others):
+    membership = started()
+    for rank in range(4):
+        membership.receive(Loaded(rank, 0), 0.0)
+    for rank in range(4):
+        stepped, loaded = others if rank == 3 else (7, True)
+        out = membership.receive(Report(rank, 1, stepped, "plan", {}, {}, loaded), 0.0)
+    (end,) = said(out, End)
+    assert end.failed and "checkpoints of different steps" in end.reason and not said(out, Resume)
+
+
+def test_a_checkpoint_cannot_be_loaded_in_the_middle_of_a_step():
+    machine = StepMachine(4)
+    machine.rewind(2)
+    assert (machine.stepped, machine.committed) == (2, 2)
+    machine.applied(3)
+    with pytest.raises(AssertionError, match="step 3 is applied and not committed"):
+        machine.rewind(2)
+
+
+def test_a_rewound_line_knows_nothing_of_later_steps():
+    line = Line(0)
+    line.take(Committed(5))
+    line.rewind(2)
+    assert line.is_committed(2) and not line.is_committed(3)
+    line.take(End(0, "over", False))
+    with pytest.raises(JobEnded):
+        line.check_end()
+
+
+@pytest.mark.parametrize("first", ("workers", "supervisors"))
+def test_sigterm_to_everything_at_once_ends_the_job_as_planned(first):
+    """In either order: those who were to leave are among those who end."""
+    membership, ranks = started(), range(4)
+    messages = [Leaving(rank, "SIGTERM") for rank in ranks[:3]], [Terminate(rank, "SIGTERM") for rank in ranks]
+    for message in (message for group in (messages if first == "workers" else messages[::-1]) for message in group):
+        out = membership.receive(message, 0.0)
+    assert membership.ended is not None and not membership.ended.failed
+    for number in (1, 2):
+        step(membership, 0, number)
+    outs = [membership.receive(Left(rank), 0.0) for rank in ranks]
+    assert not any(said(out, End) or said(out, Generation) for out in outs)
+    assert said(outs[-1], Over) == [Over(0)]
