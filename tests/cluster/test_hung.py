@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support.jobs import WRAPPED, assert_same_training, faults
+from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training, faults
 
 SOON = "recycle.progress_timeout_s=2"
 
@@ -40,6 +40,24 @@ def test_a_worker_that_wakes_up_later_changes_nothing_and_ends(launch, reference
     assert_same_training(result, reference(), {"0.1"})
     (confirmed,) = result.of("confirmed")
     assert confirmed["code"] == 3 and result.output.count("was given up (its process is stopped for") == 1
+
+
+@pytest.mark.all_kills
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "woken up"])
+def test_a_worker_that_is_stopped_for_30_s_with_the_default_deadlines(launch, reference, tmp_path, killed):
+    """The others go on after 5 s; woken up 27 s later, while they still train, it ends without having changed anything."""
+    hold = {"name": "gate", "folder": str(tmp_path), "before": f"0F0.0@{STEPS - 2}", "until": "", "by": ["confirmed"]}
+    plugin = "recycle_plugin.launch" if killed else "tests.jobs.unfenced"
+    run = launch(faults("stop 1.1 before 1I1.0@6"), plugin=plugin, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(hold), RECYCLE_TEST_ASLEEP_S="27")
+    after_step(run, STEPS - 4)
+    run.wait_for(lambda: any(event["event"] == "confirmed" for event in run.events()), "word of the end of the worker")
+    (tmp_path / "confirmed").touch()
+    result = run.finish()
+    assert_same_training(result, reference(), {"1.1"})
+    (fault,), (lost,), (confirmed,) = result.of("fault"), result.of("lost"), result.of("confirmed")
+    print(f"stopped at {fault['struck_at']:.3f}, lost after {lost['time'] - fault['struck_at']:.2f} s, ended after {confirmed['time'] - fault['struck_at']:.2f} s")
+    assert "its process is stopped for 5." in lost["how"] and confirmed["code"] == (-9 if killed else 3)
+    assert killed or confirmed["time"] > fault["struck_at"] + 30
 
 
 def test_a_worker_that_is_stuck_in_an_instruction_is_given_up(launch, reference):

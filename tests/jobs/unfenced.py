@@ -1,7 +1,9 @@
-"""recycle_plugin.launch with supervisors that wake up the worker that they should kill: it has to end by itself."""
+"""recycle_plugin.launch with supervisors that wake up the worker that they should kill, RECYCLE_TEST_ASLEEP_S later: it has to end by itself."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 import sys
 
@@ -10,7 +12,7 @@ from recycle_plugin.runtime import supervisor
 
 
 def wake_up(self: supervisor.Supervisor) -> None:
-    self._worker.send_signal(signal.SIGCONT)
+    asyncio.get_running_loop().call_later(float(os.environ.get("RECYCLE_TEST_ASLEEP_S", 0)), self._worker.send_signal, signal.SIGCONT)
 
 
 supervisor.Supervisor._fence = wake_up

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from random import Random
 
 import torch
 from deepspeed.runtime.pipe import topology
@@ -160,6 +161,22 @@ def linger(seat: str, seconds: float, step: int, only: str = "") -> None:
     def changed(self: RecycleEngine, instruction) -> None:
         if str(self.seat) == seat and instruction.step == step and instruction.op in COMPUTE and only in ("", str(instruction)):
             time.sleep(seconds)
+        perform(self, instruction)
+
+    RecycleEngine._perform = changed
+
+
+def restless(unit_s: float, times: float, first_s: float, pauses: list[int], pause_s: float) -> None:
+    """Every computation takes ``unit_s`` longer, or up to ``times`` that; the first one ``first_s``; before the steps ``pauses`` replica 0's data come
+    ``pause_s`` late."""
+    perform, random = RecycleEngine._perform, Random(int(os.environ["RANK"]))
+    late = {f"0LOAD0.0@{step}" for step in pauses}
+
+    def changed(self: RecycleEngine, instruction) -> None:
+        if instruction.op in COMPUTE:
+            time.sleep(first_s if str(instruction) == "0F0.0@1" else unit_s * random.uniform(1, times))
+        elif str(instruction) in late:
+            time.sleep(pause_s)
         perform(self, instruction)
 
     RecycleEngine._perform = changed

@@ -155,6 +155,8 @@ class Run:
         self._server = server
         self._cold_run = cold
         self._output = folder / "output.txt"
+        self._events: list[dict] = []
+        self._events_read = 0  # bytes
         variables = environment(**{MARK: self.mark} | ({} if cold else {"RECYCLE_FORK_SERVER": server.path}) | more)
         program = [*(["--module", plugin] if plugin else []), script, *arguments]
         with self._output.open("w") as output:
@@ -174,9 +176,15 @@ class Run:
         return self._output.read_text()
 
     def events(self) -> list[dict]:
+        """Of which what was read before is not read again: a long job has many."""
         path = self.folder / "events.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._events_read)
+                lines = [line for line in file if line.endswith(b"\n")]
+            self._events += map(json.loads, lines)
+            self._events_read += sum(map(len, lines))
+        return list(self._events)
 
     def pids(self) -> dict[int, int]:
         return {event["rank"]: event["pid"] for event in self.events() if event["event"] == "worker"}

@@ -36,6 +36,18 @@ class Shape:
         ]  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Emulated(Shape):
+    """Layers whose F, I and W take ``each_ms``, so that two cores are enough for many workers."""
+
+    each_ms: float = 20
+
+    def overrides(self) -> list[str]:
+        times = [f"{prefix}.{name}_ms={self.each_ms}" for prefix in ("model", "++recycle.costs") for name in ("forward", "input", "weight")]
+        shape = [f"topology.{name}={getattr(self, name)}" for name in ("replicas", "stages", "micro_batches")]
+        return ["model=emulated", "optimizer=sgd", *times, *shape, f"steps={STEPS}", "recycle.enabled=true"]
+
+
 SQUARE = Shape()
 NOBODY: frozenset[str] = frozenset()
 
