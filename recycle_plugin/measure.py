@@ -37,7 +37,9 @@ class RecoveryCost:
     on (``plan_s`` of it for planning), ``redone_s`` of compute that was run a second time, and ``rest_s``, which is
     negative where survivors had work to go on with meanwhile.  ``redone_s`` is that of the survivor that had most
     of it: the step is longer by that at least.  ``redone_share``: what was run a second time, by all
-    of them, in the time that the whole step's compute took.  ``stall_s`` is the cost without the redone part.
+    of them, in the time that the whole step's compute took; ``finished_share``: what the lost worker had run of what was
+    not committed; ``restart_share``: what would have been run again, had the step started anew.  ``stall_s`` is the cost
+    without the redone part.
     """
 
     seat: str
@@ -47,6 +49,8 @@ class RecoveryCost:
     plan_s: float
     redone_s: float
     redone_share: float
+    finished_share: float
+    restart_share: float
     rest_s: float
     cost_s: float
     stall_s: float
@@ -71,26 +75,30 @@ def _cost(kill: Kill, resume: Mapping, events: Sequence[Mapping], spans: Sequenc
     step, lost = resume["committed"] + 1, _lost(kill, events)
     before = _interval(commits, first, step - 1)
     after = _interval(commits, step + REPLACED - 1, last if last is not None else max(commits))
-    redone, share = _redone(spans, kill, step)
+    redone, *shares = _redone(spans, kill, step, resume["time"])
     phase = min(max(kill.at - commits[step - 1], 0.0) / before, 1.0)
     cost = commits[step + REPLACED - 1] - kill.at - (REPLACED - phase) * after
     detection, regroup = lost["time"] - kill.at, resume["time"] - lost["time"]
     return RecoveryCost(
-        str(kill.seat), phase, detection, regroup, resume["timings"]["plan_s"], redone, share, cost - redone - detection - regroup,
+        str(kill.seat), phase, detection, regroup, resume["timings"]["plan_s"], redone, *shares, cost - redone - detection - regroup,
         cost, cost - redone, before, after, resume["ahead"],
     )  # fmt: skip
 
 
-def _redone(spans: Sequence[Span], kill: Kill, step: int) -> tuple[float, float]:
+def _redone(spans: Sequence[Span], kill: Kill, step: int, resumed: float) -> tuple[float, ...]:
     """Computations of the interrupted ``step`` and the next that had been run before ``kill`` and were run after it:
-    seconds of the survivor that had most of them, and of all of them as a share of the step's compute."""
+    seconds of the survivor that had most of them, and of all of them as a share of the step's compute; and that share of what the
+    lost worker, and of what everybody had run when training was ``resumed``."""
     compute = [span for span in spans if span.instruction.op in COMPUTE and span.instruction.step in (step, step + 1)]
     by_seat: dict[Seat, int] = {}
     for first, again in run_again(compute).items():
         if first.start_us < kill.at * 1e6 <= again.start_us:
             by_seat[again.seat] = by_seat.get(again.seat, 0) + again.end_us - again.start_us
     once = {span.instruction: span.end_us - span.start_us for span in compute if span.instruction.step == step}
-    return max(by_seat.values(), default=0) / 1e6, sum(by_seat.values()) / sum(once.values()) if once else 0.0
+    whole = sum(once.values()) or 1
+    done = [(span.seat, span.end_us - span.start_us) for span in compute if span.end_us <= resumed * 1e6]
+    finished = sum(time for seat, time in done if seat == kill.seat)
+    return max(by_seat.values(), default=0) / 1e6, sum(by_seat.values()) / whole, finished / whole, sum(time for _, time in done) / whole
 
 
 def _lost(kill: Kill, events: Sequence[Mapping]) -> Mapping:

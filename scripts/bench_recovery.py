@@ -3,10 +3,12 @@
 
 scripts/bench_recovery.py                                       # 2x2 and 4x2, steps of 0.3 s and 3 s, ten kills each
 scripts/bench_recovery.py --topology 2x2 --step 0.3 --kills 4   # replicas x stages
+scripts/bench_recovery.py --topology 3x4 --step 0.6 --singly    # each kill in a job of its own, with nobody missing yet
 scripts/bench_recovery.py --model gpt_tiny --topology 2x2       # real compute instead of sleeping layers
 
 Survivors keep what they have, so what is run again is what the lost worker had done: for single kills at random instants
-half of its share of the step's compute is to be expected, 12.5% with 2x2, 4.2% with 4x3.  "again %" is that share.
+half of its share of the step's compute is to be expected, 12.5% with 2x2, 4.2% with 3x4.  "again %" is that share, "done %" what the
+lost worker had done, and "restart %" what would have been run again, had the interrupted step started anew.
 
 Targets: the median of the cost without the redone part of the step at most 0.3 s with 2x2, 0.5 s with 4x2.
 """
@@ -33,6 +35,7 @@ from recycle_plugin.runtime.trace import read_traces
 TARGET_S = {4: 0.3, 8: 0.5}  # by workers
 MICRO_BATCHES = 4
 SETTLED = 4  # intervals between commits that give a median, before and after each kill
+SHARES = (("redone_share", 8), ("finished_share", 7), ("restart_share", 9))
 SHOWN = ("cost_s", "stall_s", "detection_s", "regroup_s", "plan_s", "redone_s", "rest_s", "before_s", "after_s")
 
 
@@ -44,7 +47,7 @@ def main(arguments: list[str]) -> int:
         shape = Topology(int(replicas), int(stages), MICRO_BATCHES)
         for step_s in found.step if found.model == "emulated" else [0.0]:
             folder = found.out / f"{name}-{step_s:g}s"
-            costs = measure(shape, found.model, step_s, found.kills, random.Random(found.seed), folder)
+            costs = measure(shape, overrides(shape, found.model, step_s), found, random.Random(found.seed), folder)
             target = TARGET_S.get(len(shape.seats))
             results.append({"topology": name, "model": found.model, "step_s": step_s, "seed": found.seed, "target_s": target, **summary(costs)})
             print(table(results[-1], costs), flush=True)
@@ -60,17 +63,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--step", nargs="+", type=float, default=[0.3, 3.0], metavar="S", help="seconds of a fault-free step, emulated")
     made.add_argument("--model", default="emulated", choices=["emulated", "gpt_tiny"])
     made.add_argument("--kills", type=int, default=10, help="kills for each topology and step time")
+    made.add_argument("--singly", action="store_true", help="one kill for each job")
     made.add_argument("--seed", type=int, default=1)
     made.add_argument("--out", type=Path, default=Path("runs/bench_recovery"), metavar="DIR")
     return made
 
 
-def measure(shape: Topology, model: str, step_s: float, kills: int, dice: random.Random, folder: Path) -> list[RecoveryCost]:
-    """Jobs one after the other, each killed as often as it survives, until there are enough kills."""
+def measure(shape: Topology, job: list[str], found: argparse.Namespace, dice: random.Random, folder: Path) -> list[RecoveryCost]:
+    """Jobs one after the other, each killed as often as it survives, or once, until there are enough kills."""
     costs: list[RecoveryCost] = []
-    while len(costs) < kills:
-        print(f"job for kill {len(costs) + 1} of {kills} ...", file=sys.stderr, flush=True)
-        costs += kill_one_by_one(shape, overrides(shape, model, step_s), kills - len(costs), dice, folder / f"job{len(costs)}")
+    while (left := found.kills - len(costs)) > 0:
+        print(f"job for kill {len(costs) + 1} of {found.kills} ...", file=sys.stderr, flush=True)
+        costs += kill_one_by_one(shape, job, 1 if found.singly else left, dice, folder / f"job{len(costs)}")
     return costs
 
 
@@ -123,10 +127,10 @@ def summary(costs: list[RecoveryCost]) -> dict:
 def table(result: dict, costs: list[RecoveryCost]) -> str:
     """A row per kill and the medians; milliseconds."""
     lines = [f"\n{result['topology']}, {result['model']}, step {result['median']['before_s']:.3f} s, {len(costs)} kills, milliseconds"]
-    lines.append(f"{'seat':>8} {'phase':>6} {'ahead':>6} " + " ".join(f"{name.removesuffix('_s'):>9}" for name in SHOWN) + "  again %")
+    lines.append(f"{'seat':>8} {'phase':>6} {'ahead':>6} " + " ".join(f"{name.removesuffix('_s'):>9}" for name in SHOWN) + "  again %  done % restart %")
 
     def row(values: Mapping[str, float]) -> str:
-        return " ".join(f"{1000 * values[name]:9.1f}" for name in SHOWN) + f" {100 * values['redone_share']:8.1f}"
+        return " ".join(f"{1000 * values[name]:9.1f}" for name in SHOWN) + "".join(f" {100 * values[name]:{width}.1f}" for name, width in SHARES)
 
     for cost in costs:
         lines.append(f"{cost.seat:>8} {cost.phase:6.2f} {cost.ahead:6d} {row(asdict(cost))}")

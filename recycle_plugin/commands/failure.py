@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from recycle_plugin.commands.given import Given
@@ -22,8 +22,10 @@ def run(found: argparse.Namespace, given: Given, machine: Any) -> int:
     faults = tuple(map(Fault.parse, found.fault))
     if found.steps < 1:
         raise ValueError(f"--steps {found.steps}: at least 1")
+    job = Job(given.view, given.costs, given.policy, machine, given.network)
     try:
-        ran = Job(given.view, given.costs, given.policy, machine, given.network).run(found.steps, faults)
+        ran = job.run(found.steps, faults)
+        restarted = replace(job, keep=False).run(found.steps, faults) if found.restart else None
     except planner.PlanError as error:
         raise ValueError(str(error)) from None
     struck = {seat for loss in ran.losses for seat in loss.seats}
@@ -38,11 +40,29 @@ def run(found: argparse.Namespace, given: Given, machine: Any) -> int:
     if found.png is not None:
         draw_png(found, spans, ran)
     if found.json:
-        losses = [asdict(loss) | {"seats": list(map(str, loss.seats))} for loss in ran.losses]
-        print(json.dumps({"unit": "us", "commits": dict(sorted(ran.commits.items())), "losses": losses}, indent=1))
+        print(json.dumps({"unit": "us", **record(ran), **({"restart": record(restarted)} if restarted else {})}, indent=1))
     else:
-        print(report(spans, ran))
+        print("\n".join([report(spans, ran), *([comparison(ran, restarted)] if restarted else [])]))
     return 0
+
+
+def record(ran: Any) -> dict:
+    losses = [asdict(loss) | {"seats": list(map(str, loss.seats)), "redone_share": redone_share(ran, loss)} for loss in ran.losses]
+    return {"commits": dict(sorted(ran.commits.items())), "losses": losses}
+
+
+def redone_share(ran: Any, loss: Any) -> float:
+    """What is run again, in the time that the whole interrupted step computes."""
+    once = {span.instruction: span.end_us - span.start_us for span in ran.spans if span.instruction.op in COMPUTE and span.instruction.step == loss.committed + 1}
+    return loss.redone_us / sum(once.values())
+
+
+def comparison(ran: Any, restarted: Any) -> str:
+    """Lineage beside step restart."""
+    shares = [f"{sum(redone_share(each, loss) for loss in each.losses):.1%}" for each in (ran, restarted)]
+    ends = [f"{max(each.commits.values()) / 1000:g}" for each in (ran, restarted)]
+    return (f"run again, of a step's compute: {shares[0]}; {shares[1]} where an interrupted step starts anew (step restart); "
+            f"the last commit at {ends[0]} ms and {ends[1]} ms")
 
 
 def report(spans: list[Span], ran: Any) -> str:
@@ -54,7 +74,7 @@ def report(spans: list[Span], ran: Any) -> str:
     for loss in ran.losses:
         lines.append(
             f"lost {', '.join(map(str, loss.seats))} at {loss.died_us / 1000:g} ms, known at {loss.detected_us / 1000:g}, went on at "
-            f"{loss.resumed_us / 1000:g} behind step {loss.committed}; {loss.redone_us / 1000:g} ms run again, {loss.undone} workers took a step back"
+            f"{loss.resumed_us / 1000:g} behind step {loss.committed}; {loss.redone_us / 1000:g} ms run again ({redone_share(ran, loss):.1%} of the step's compute), {loss.undone} workers took a step back"
         )
     return "\n".join(lines)
 

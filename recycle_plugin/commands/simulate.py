@@ -42,6 +42,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     made.add_argument("--steps", type=int, default=3, help="with --fault: how many, counted from 0 (default: 3)")
     made.add_argument("--png", metavar="FILE", help="with --fault: write the steps as a picture")
     made.add_argument("--perfetto", metavar="FILE", help="with --fault: write the steps as a trace for ui.perfetto.dev")
+    made.add_argument("--restart", action="store_true", help="with --fault: print beside it what is run again where an interrupted step starts anew, and nothing of it is kept")
     made.add_argument("--placement", default="alone", choices=PLACEMENTS, help="with a profile or preset, who shares a host and its one line: nobody (default), a replica's stages, a stage's replicas")
     made.add_argument("--random", action="store_true", help="with --mtbf: exponential times instead of regular ones")
     made.add_argument("--hours", type=float, metavar="H", help="how long (default: the trace's end, or 6)")
@@ -62,8 +63,8 @@ def run(found: argparse.Namespace) -> int:
     costs = machine.by_name(found.machine)
     if found.fault:
         return failure.run(found, given, costs)
-    if found.png or found.perfetto:
-        raise ValueError("--png and --perfetto go with --fault")
+    if found.png or found.perfetto or found.restart:
+        raise ValueError("--png, --perfetto and --restart go with --fault")
     if given.view.lost:
         raise ValueError("--lost: write losses into a trace, as in '0 lost 1.2'")
     changes, length_s = failures(found, len(given.view.live))

@@ -8,7 +8,6 @@ where that needs the parameters before, a worker takes its step back) and then g
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Mapping, Sequence
 
@@ -121,7 +120,7 @@ class Job:
                 break
             dead |= late
             known = max(known, max(late.values()) + machine.detection_us)
-        redone = _redone(record.spans, state, plan, self.costs)
+        redone = self._redone(record.spans, state, plan, ended.committed())
         return left, plan, state, Loss(tuple(sorted(dead)), min(dead.values()), known, resumed, ended.committed(), undone, redone)
 
     def _go_on(self, ended: VirtualWorld, plan: Plan) -> tuple[State, int]:
@@ -144,19 +143,20 @@ class Job:
                 state.stepped[seat] = rest.step - 1
         return state, sum(len(rest.undo) for rest in rests)
 
+    def _redone(self, spans: Sequence[Span], state: State, plan: Plan, committed: int) -> int:
+        """Compute time of the coming instructions that have been run before."""
+        before = {span.instruction for span in spans if span.instruction.op in COMPUTE and span.instruction.step > committed}
+        coming = [(seat, one) for rest in state.rests.values() for seat, program in rest.items() for one in program if one in before]
+        if not self.keep:
+            coming = [(plan.route[one.stage, one.micro_batch], one) for one in before]
+        return sum(self.costs.of(one.op, one.stage, seat) for seat, one in coming)
+
 
 def _take_back(state: State, seat: Seat, committed: int) -> None:
     """Nothing of what follows ``committed`` stays."""
     params = Datum("params", seat.stage, None, committed + 1)
     value = state.undo[seat] if state.stepped[seat] > committed else state.store[seat][params]
     state.store[seat], state.stepped[seat] = {params: value}, committed
-
-
-def _redone(spans: Sequence[Span], state: State, plan: Plan, costs: CostModel) -> int:
-    """Compute time of the coming instructions that have been run before."""
-    before = Counter(span.instruction for span in spans if span.instruction.op in COMPUTE)
-    coming = [(seat, one) for rest in state.rests.values() for seat, program in rest.items() for one in program]
-    return sum(costs.of(one.op, one.stage, seat) for seat, one in coming if one in before)
 
 
 def _final(state: State, steps: int) -> dict[Seat, Any]:

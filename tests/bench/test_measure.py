@@ -45,6 +45,8 @@ def test_what_is_run_again_is_what_has_two_spans():
     assert (cost.before_s, cost.after_s, cost.phase) == pytest.approx((1.0, 2.0, 0.5))
     assert cost.redone_s == pytest.approx(0.3), "of 1.1; 0.0 had less, and nobody ran it after the other"
     assert cost.redone_share == pytest.approx(0.45 / (0.1 + 0.15 + 0.1 + 0.1 + 0.1 + 0.1 + 0.1 + 0.1 + 0.05))
+    assert cost.restart_share == pytest.approx(0.7 / 0.9), "seven had been run, one of them a little quicker than when it was again"
+    assert cost.finished_share == pytest.approx(0.3 / 0.9)
     assert cost.cost_s == pytest.approx(0.55) and cost.stall_s == pytest.approx(0.25)
 
 

@@ -48,6 +48,17 @@ def test_a_kill_is_drawn_traced_and_accounted_for(capsys, tmp_path) -> None:
     assert found["losses"][0]["seats"] == ["1.2"] and sorted(found["commits"]) == ["0", "1", "2"]
 
 
+def test_what_is_run_again_stands_beside_what_step_restart_would(capsys) -> None:
+    job = [*JOB.split(), "--costs", "F=20,I=20,W=20,step=5", "--fault", "kill 1.2 before 2I1.3@1", "--restart"]
+    assert main([*job, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (lost,), (restarted,) = found["losses"], found["restart"]["losses"]
+    assert 0 < lost["redone_share"] < 1 / 12 < restarted["redone_share"] and found["commits"]["2"] < found["restart"]["commits"]["2"]
+    assert main(job) == 0
+    said = capsys.readouterr().out
+    assert f"run again, of a step's compute: {lost['redone_share']:.1%}; {restarted['redone_share']:.1%} where an interrupted step starts anew" in said
+
+
 def test_placement_needs_sizes_and_changes_the_step(capsys) -> None:
     steps = {}
     for placement in ("alone", "stage"):
@@ -75,6 +86,7 @@ def test_a_cap_in_bytes_slows_what_it_binds(capsys) -> None:
         ("--mtbf 1m --hours 5", "without a worker"),
         ("--mtbf 10m --placement stage", "--preset"),
         ("--mtbf 10m --png x.png", "go with --fault"),
+        ("--mtbf 10m --restart", "go with --fault"),
         ("--fault nonsense", "is no fault"),
         ("--fault", "never strikes"),
         ("--trace gcp", "24 workers at hour 0"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
+from statistics import mean
 from typing import Callable
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from recycle_plugin.commands.failure import moments
 from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.executor import Span
 from recycle_plugin.core.faults import Fault
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import COMPUTE, Instruction
@@ -89,7 +92,28 @@ def test_a_kill_is_paid_for() -> None:
     assert restarted.commits[1] == again.resumed_us + degraded.first_step_us
     assert lost.commits[1] < restarted.commits[1]
     done = [span for span in calm.spans if span.seat == Seat(1, 2) and span.instruction.step == 1 and span.end_us <= loss.died_us]
-    assert loss.redone_us == sum(span.end_us - span.start_us for span in done if span.instruction.op in COMPUTE)
+    assert loss.redone_us == compute_us(done)
+    finished = [span for span in restarted.spans if span.instruction.step == 1 and span.end_us <= again.resumed_us]
+    assert again.redone_us == compute_us(finished) > 5 * loss.redone_us
+
+
+def test_at_random_instants_little_more_is_run_again_than_the_lost_worker_had_finished() -> None:
+    """4 stages x 3 replicas: never more than a worker's share of the step, where a step that starts anew runs half of it again."""
+    job = Job(Topology(3, 4, 6).full(), CostModel.uniform(4, 20_000, 20_000, 20_000), Policy(), LOCAL)
+    commits, random, whole = job.run(4).commits, Random(1), 3 * 6 * 4 * 60_000
+    again, restarted, finished = [], [], []
+    for _ in range(24):
+        seat, at = random.choice(sorted(job.view.live)), random.randrange(commits[0], commits[2])
+        ran = job.run(4, deaths={seat: at})
+        again.append(ran.losses[0].redone_us / whole)
+        restarted.append(replace(job, keep=False).run(4, deaths={seat: at}).losses[0].redone_us / whole)
+        finished.append(compute_us([s for s in ran.spans if s.seat == seat and s.instruction.step > ran.losses[0].committed]) / whole)
+    assert mean(again) <= 1.1 * mean(finished) and max(again) <= 0.084
+    assert 0.3 < mean(restarted) < 0.7
+
+
+def compute_us(spans: list[Span]) -> int:
+    return sum(span.end_us - span.start_us for span in spans if span.instruction.op in COMPUTE)
 
 
 def test_dying_while_the_others_regroup_is_one_change() -> None:
