@@ -182,7 +182,7 @@ def predicted_ratio(job: Mapping, spans: Sequence[Span], killed: Sequence[Failur
     It holds where every worker has a core (or device) of its own: the costs stay what they were.
     """
     shape = Topology(job["replicas"], job["stages"], job["micro_batches"])
-    policy = Policy(job["split_backward"], job["stagger_optimizer"], job["reroute"], job["activation_cap"], bool(job["clipping"]))
+    policy = Policy(job["split_backward"], job["stagger_optimizer"], job["reroute"], job["activation_cap"], bool(job["clipping"]) and job["clip"] == "sync")
     costs = measured_costs([span for span in spans if WARM_UP < span.instruction.step < killed[0].step], shape.stages)
     view = shape.full()
     return planner.plan(view.without(*(f.seat for f in killed)), costs, policy).period_us / planner.plan(view, costs, policy).period_us

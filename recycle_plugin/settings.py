@@ -117,6 +117,17 @@ class Settings(BaseModel):
         'true or "deepspeed"',
         'gradient norm used for clipping: true over all stages, or "deepspeed" for what the stock engine computes',
     )
+    clip: Literal["sync", "validate"] = _setting(
+        "sync",
+        '"sync" or "validate"',
+        "wait for the norm over all stages before each step, or step at once, and take the step back and clip it where the norm turns out to "
+        "be over gradient_clipping",
+    )
+    nonfinite: Literal["end", "skip"] = _setting(
+        "end",
+        '"end" or "skip"',
+        "what a gradient norm that is not finite does, where it is computed (with gradient_clipping, or clip: validate): end the job, or skip the step",
+    )
     undo: Literal["snapshot", "inverse"] = _setting(
         "snapshot",
         '"snapshot" or "inverse"',
@@ -224,6 +235,12 @@ class Settings(BaseModel):
         if self.rebalance and not self.reroute:
             raise SettingsError(
                 "rebalance", "contradicts recycle.reroute = false, because it moves micro-batches too", "write false, or set recycle.reroute to true"
+            )
+        if self.clip == "validate" and self.norm == "deepspeed":
+            raise SettingsError(
+                "clip",
+                '"validate" contradicts recycle.norm = "deepspeed", which is no norm over all stages',
+                'write "sync", or set recycle.norm to true',
             )
         if self.check_replicas and self.undo == "inverse":
             raise SettingsError(

@@ -235,7 +235,10 @@ def costly(job: Job) -> Section:
     settings, rows = job.settings, []
     if job.clipping > 0:
         said = "" if CLIPPING in job.config else " (DeepSpeed's default)"
-        rows.append(_switch(job, CLIPPING, f"{job.clipping:g}{said}: steps wait for the norm over all stages", "0, where the model allows it", validate=False))
+        waits = f"{job.clipping:g}{said}: steps wait for the norm over all stages"
+        redone = f"{job.clipping:g}{said}: no step waits for the norm; one that is over it is taken back and clipped"
+        rows.append(_switch(job, CLIPPING, waits, f'0, or {SECTION}.clip "validate"', validate=False) if settings.clip == "sync" else
+                    {"setting": CLIPPING, "text": redone})  # fmt: skip
     for name, why in ("split_backward", "weight gradients fill no bubbles"), ("stagger_optimizer", "all stages step together"):
         if not getattr(settings, name):
             rows.append(_switch(job, f"{SECTION}.{name}", f"false: {why}", "true", **{name: True}))

@@ -6,7 +6,8 @@ from typing import Iterator
 
 from recycle_plugin.core.protocol import Contribution
 
-LOSS = "loss"  # computed once whoever dies, so it stays good over failures; other numbers are of one membership
+LOSS = "loss"  # computed once whoever dies, so it stays good over failures
+NORM = "norm"  # squared, by stage: of one membership, whose workers wait for it
 
 
 class Contributions:
@@ -31,6 +32,11 @@ class Contributions:
     def regrouped(self) -> None:
         """What else was contributed is made again."""
         self._values = {key: values for key, values in self._values.items() if key[1] == LOSS}
+
+    def void(self, after: int) -> None:
+        """What was said of the steps after ``after`` counts no more."""
+        self._values = {key: values for key, values in self._values.items() if key[0] <= after}
+        self._told = {step for step in self._told if step <= after}
 
     def committed(self, step: int) -> Iterator[tuple[int, dict]]:
         """``step`` is, and what is not here by now has gone down with somebody: (step, the losses that are)."""

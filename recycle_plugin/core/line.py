@@ -46,6 +46,8 @@ class Line:
                 self.pending, self._resume = message, None
             case Resume():
                 self._resume = message
+                if message.void:
+                    self._collected = {key: values for key, values in self._collected.items() if key[0] <= message.committed + 1}
             case Committed():
                 self.committed = max(self.committed, message.step)
                 self._collected = {key: values for key, values in self._collected.items() if key[0] >= message.step}

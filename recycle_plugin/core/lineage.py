@@ -15,7 +15,7 @@ the others get it from there (the stage rolls forward); otherwise it is summed a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import AbstractSet, Mapping
 
 from recycle_plugin.core.dataflow import Datum, provides, requires
@@ -59,17 +59,41 @@ class Rest:
     undo: frozenset[Seat]
 
 
-def unfinished(plan: Plan, committed: int, held: Held) -> tuple[Rest, ...]:
+def unfinished(plan: Plan, committed: int, held: Held, void: bool = False) -> tuple[Rest, ...]:
     """What is left of the steps after ``committed`` that somebody has begun, two at most (core/step.py).
 
-    Stashes of the second step do not outlive a step that is taken back: their parameters are about to change.
+    Stashes of the second step do not outlive a step that is taken back: their parameters are about to change.  ``void``: the
+    first was rejected (core/verdict.py) and not everybody knows, so who has applied it astray takes it back, and nothing later counts,
+    be it from somebody who has not stepped: a worker that has, and is lost, may have sent it.
     """
+    if void:
+        back, held = _astray(held, committed + 1), _without_later(held, committed + 1)
+        rest = remainder(plan, committed + 1, held)
+        return (replace(rest, undo=rest.undo | back),)
     rests: list[Rest] = []
     for step in (committed + 1, committed + 2):
         if any(datum.step == step and datum.kind != "params" for have in held.values() for datum in have):
             rests.append(remainder(plan, step, held))
             held = surviving(held, rests[-1])
     return tuple(rests)
+
+
+def uninformed(held: Held, step: int) -> frozenset[Seat]:
+    """Who does not know the norm that ``step`` was rejected for."""
+    return frozenset(seat for seat, have in held.items() if Datum("norm", seat.stage, None, step) not in have)
+
+
+def _astray(held: Held, step: int) -> frozenset[Seat]:
+    """Who has applied ``step`` without knowing that."""
+    return frozenset(seat for seat in uninformed(held, step) if Datum("params", seat.stage, None, step + 1) in held[seat])
+
+
+def _without_later(held: Held, step: int) -> Held:
+    """... than ``step``; and who has applied it astray has not."""
+    back = _astray(held, step)
+    return {
+        seat: frozenset(datum for datum in have if datum.step <= step or datum.kind == "params" and seat not in back) for seat, have in held.items()
+    }
 
 
 def surviving(held: Held, rest: Rest) -> Held:

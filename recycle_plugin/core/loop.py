@@ -52,6 +52,12 @@ class Replica(Protocol):
     def undo(self, step: int) -> None:
         """Take ``step``, the last applied one, back."""
 
+    def judge(self, step: int, norm: float) -> None:
+        """``step`` was rejected (core/verdict.py) for ``norm``: it is to be applied with regard to that."""
+
+    def void(self, after: int, era: int) -> None:
+        """What is here of the steps after ``after`` was computed with rejected weights; so was what still comes from a worker of an earlier era."""
+
     def leave(self, members: Iterable[str]) -> None:
         """Only the workers at these addresses are left."""
 
@@ -215,7 +221,9 @@ class Loop:
         started = self._port.clock()
         held = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
         self._rests, undo = {}, False
-        for rest in unfinished(plan, resume.committed, held):
+        if resume.norm is not None:
+            self._replica.judge(resume.committed + 1, resume.norm)
+        for rest in unfinished(plan, resume.committed, held, resume.void):
             program = self._planner.arrange(rest, plan, held)[self.seat]
             self._rests[rest.step] = Program(rest.step, program, rest.bare, rest.holders.get(self.seat.stage), resumed=True)
             undo |= self.seat in rest.undo
@@ -224,6 +232,8 @@ class Loop:
         if undo:
             self._replica.undo(resume.committed + 1)
             self._port.reach("recovery.undone")
+        if resume.void:
+            self._replica.void(resume.committed + 1, resume.generation)
         if self._rests:
             self._say_rest(undo, self._port.clock() - started)
 

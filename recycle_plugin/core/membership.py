@@ -19,11 +19,13 @@ The rules it keeps:
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, isfinite
 from typing import Iterable
 
-from recycle_plugin.core.contributions import LOSS, Contributions
+from recycle_plugin.core.contributions import LOSS, NORM, Contributions
+from recycle_plugin.core.dataflow import unpack
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.lineage import uninformed
 from recycle_plugin.core.meeting import Meetings
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.pace import Paces
@@ -34,6 +36,7 @@ from recycle_plugin.core.protocol import (
 )  # fmt: skip
 from recycle_plugin.core.replicas import Fingerprints
 from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.verdict import SHARE, Verdicts
 from recycle_plugin.core.watch import Watch
 
 TRIES = 2  # to send something over a new line
@@ -69,6 +72,8 @@ class Membership:
         self._meetings = Meetings()
         self._fingerprints = Fingerprints()
         self._paces = Paces()
+        self._verdicts = Verdicts()
+        self._skips = False
 
     # --- messages in -----------------------------------------------------------------------------
 
@@ -85,7 +90,7 @@ class Membership:
             case Stepped():
                 self._step(message, now, out)
             case Contribution():
-                self._contribute(message, out)
+                self._contribute(message, now, out)
             case Arrived():
                 self._arrive(message, out)
             case Loaded():
@@ -180,6 +185,7 @@ class Membership:
         self.watch = Watch(job.get("progress_timeout_s", inf), job.get("idle_timeout_s", inf), job.get("heartbeat_timeout_s", inf), self.watch.clock)
         self.watch.admit(self.members)
         shape = self._topology
+        self._verdicts, self._skips = Verdicts(shape.stages, job["clipping"]), job["nonfinite"] == "skip"
         out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job['run_dir']}",
                 job=job, seats={str(m.seat): rank for rank, m in self.members.items()}, hosts=sorted({m.host for m in self.members.values()}))
         self._say_weak_points(job, out)
@@ -195,9 +201,9 @@ class Membership:
                 self._end(f"strict_placement: {text}", out)
             else:
                 out.say("warning", text, host=host, stages=list(stages))
-        if job["clipping"] and job["stagger_optimizer"]:
+        if job["clipping"] and job["clip"] == "sync" and job["stagger_optimizer"]:
             out.say("warning", f"gradient_clipping is {job['clipping']:g}, so each step waits for the norm over all stages and the optimizer is "
-                    "not staggered; set gradient_clipping to 0 where the model allows it")
+                    "not staggered; set recycle.clip to \"validate\" where the norm is seldom over that")
 
     # --- regrouping ------------------------------------------------------------------------------
 
@@ -235,8 +241,13 @@ class Membership:
         counts = [report.stepped for report in self._reports.values()]
         if any(report.loaded for report in self._reports.values()) and not self._rewind(counts, out):
             return
-        committed, ahead = min(counts), max(counts) - min(counts)
         held = {str(member.seat): self._reports[member.rank].held for member in generation.members if member.rank in self._reports}
+        committed = min(counts) - self._to_do_again(min(counts), held)
+        ahead, norm = max(counts) - committed, self._verdicts.rejection(committed + 1)
+        void = self._to_do_again(committed + 1, held)
+        if void:
+            self._contributions.void(committed + 1)
+            self._verdicts.void(committed + 1)
         self._awaiting = None
         self._in_force = generation.number
         self._meetings.regrouped()  # after a planned change too
@@ -245,7 +256,7 @@ class Membership:
         kept = {member.rank for member in generation.members} - self.left
         self.members = {rank: member for rank, member in self.members.items() if rank in kept}
         self._stepped = dict.fromkeys(kept, committed)  # whoever is ahead, and stays so, says it again
-        out.tell(WORKERS, Resume(generation.number, committed, held))
+        out.tell(WORKERS, Resume(generation.number, committed, held, norm, void))
         slowest = max(self._reports.values(), key=lambda report: sum(report.timings.values()))
         out.say("resume", f"{len(kept)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
                 generation=generation.number, committed=committed, ahead=ahead, regroup_s=round(now - generation.at, 4),
@@ -264,6 +275,12 @@ class Membership:
             self._end(f"workers have loaded checkpoints of different steps: {', '.join(map(str, sorted(set(counts))))}", out)
         return alike
 
+    def _to_do_again(self, step: int, held: dict) -> bool:
+        """Whether ``step`` was rejected, and not everybody knew."""
+        if self._verdicts.rejection(step) is None:
+            return False
+        return bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))
+
     # --- steps -----------------------------------------------------------------------------------
 
     def _step(self, stepped: Stepped, now: float, out: Output) -> None:
@@ -280,6 +297,7 @@ class Membership:
         self.committed = step
         self._missed.clear()
         self.watch.committed(now)
+        self._verdicts.committed(step)
         for late, values in self._contributions.committed(step):  # what the others have said of it is all here
             out.say("warning", f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it", step=late)
             self._tell_collected(late, LOSS, values, out)
@@ -306,12 +324,32 @@ class Membership:
         if news:
             self._regroup(f"pace of {', '.join(map(str, news))}", now, out, from_step=self.committed + 3)
 
-    def _contribute(self, message: Contribution, out: Output) -> None:
+    def _judge(self, message: Contribution, now: float, out: Output) -> None:
+        """Once the norm of a step is known and over the limit, everybody has to hear of it, and takes the step back."""
+        norm, verdicts = self._verdicts.add(message.step, message.values), self._verdicts
+        if norm is None or self._ended_by(norm, message.step, out):
+            return
+        out.say("rejected", f"step {message.step} is taken back and {'clipped' if isfinite(norm) else 'skipped'}: its gradient norm is {norm:.4g} "
+                f"({verdicts.rejected} of {verdicts.judged} steps so far)", step=message.step, norm=norm, rejected=verdicts.rejected, judged=verdicts.judged)
+        if not self._halted:
+            self._regroup(f"rejection of step {message.step}", now, out)
+
+    def _ended_by(self, norm: float, step: int, out: Output) -> bool:
+        """Whether nobody may go on with gradients of this norm."""
+        hopeless = not isfinite(norm) and not self._skips
+        if hopeless:
+            self._end(f"the gradient norm of step {step} is {norm}. {self._safe_point()}; to skip such steps set recycle.nonfinite to \"skip\"", out)
+        return hopeless
+
+    def _contribute(self, message: Contribution, now: float, out: Output) -> None:
+        if message.name == SHARE:
+            self._judge(message, now, out)
+            return
         stale = message.generation != self._in_force or self._halted
         if stale and message.name != LOSS:
             return
         values = self._contributions.add(message)
-        if values is not None:
+        if values is not None and not (message.name == NORM and self._ended_by(sum(values.values()), message.step, out)):
             self._tell_collected(message.step, message.name, values, out)
 
     def _arrive(self, message: Arrived, out: Output) -> None:
@@ -480,6 +518,8 @@ class Membership:
 
     def _finish_if_empty(self, out: Output) -> None:
         if not self.members and self.started and not (self.ended and self.ended.failed):
+            if (verdicts := self._verdicts).judged:
+                out.say("validated", f"{verdicts.rejected} of {verdicts.judged} steps were rejected and applied again", rejected=verdicts.rejected, judged=verdicts.judged)
             out.say("finished", f"all workers have left after step {self.committed}", step=self.committed)
             out.tell(SUPERVISORS, Over(0))
 

@@ -242,12 +242,15 @@ class Generation:
 class Resume:
     """Everybody in ``generation`` has reported: go on behind step ``committed``, with what each seat holds of later ones.
 
-    ``held``: by the seat's text form, as reported.
+    ``held``: by the seat's text form, as reported.  ``norm``: where the next step was rejected (core.verdict), why; ``void``: not
+    everybody knew that, so what was computed after it counts nowhere.
     """
 
     generation: int
     committed: int
     held: dict = field(default_factory=dict)
+    norm: float | None = None
+    void: bool = False
 
 
 @dataclass(frozen=True)

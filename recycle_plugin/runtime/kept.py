@@ -52,6 +52,11 @@ class Kept:
         for datum in [datum for datum in self._tensors if datum.step <= step]:
             self._remove(datum)
 
+    def void(self, after: int) -> None:
+        """What was made of the steps after ``after`` is of no use."""
+        for datum in [datum for datum in self._tensors if datum.step > after]:
+            self._remove(datum)
+
     def _remove(self, datum: Datum) -> None:
         self._bytes -= _size(self._tensors.pop(datum, ()))
         self._sent.pop(datum, None)

@@ -31,6 +31,10 @@ class Replica(Protocol):
 
     def undo(self, step: int) -> None: ...
 
+    def judge(self, step: int, norm: float) -> None: ...
+
+    def void(self, after: int, era: int) -> None: ...
+
 
 class Loop:
     """Of the worker at ``seat``: every method returns when it is done.  ``reach(point)`` is where injected faults strike."""
@@ -84,6 +88,7 @@ class _Replica:
     def __init__(self, replica: Replica, transport: Transport) -> None:
         self._replica = replica
         self.held, self.undo, self.leave = replica.held, replica.undo, transport.leave
+        self.judge, self.void = replica.judge, replica.void
 
     def execute(self, program: core.Program) -> Iterator[Any]:
         self._replica.execute(program)

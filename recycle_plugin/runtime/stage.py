@@ -180,6 +180,12 @@ class Stage:
         for key in [key for key in self.losses if key[0] <= step]:
             del self.losses[key]
 
+    def void(self, after: int) -> None:
+        """What was computed of the steps after ``after`` is of no use, contributions in ``parameter.grad`` included."""
+        self._shelves = {key: shelf for key, shelf in self._shelves.items() if key[0] <= after}
+        self.losses = {key: loss for key, loss in self.losses.items() if key[0] <= after}
+        self._counted = {key for key in self._counted if key[0] <= after}
+
     def drop_stashes(self, after: int) -> None:
         """Parameters are about to change under what was computed for the steps after ``after``."""
         for key in [key for key, shelf in self._shelves.items() if key[0] > after and shelf.stash]:

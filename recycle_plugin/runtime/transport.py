@@ -3,8 +3,10 @@
 Every message names its datum, so nothing of another step or micro-batch can be taken for what is waited
 for, whatever the order of arrival.  Who sent it, and in which membership, does not matter: a datum has the
 same numbers whoever makes it, so what has arrived stays good when the membership changes, and a second copy
-does no harm.  Shapes and dtypes travel with it, so they may change from step to step.  Sends never block, so programs need no
-matching order of sends and receives to be free of deadlock.  Tensors of an accelerator pass through
+does no harm.  The exception is what was computed with weights that are taken back (core/verdict.py), or put aside for a
+checkpoint's: every message carries its sender's *era*, the membership in which it last went on from other weights, and what
+comes from an earlier era is dropped.  Shapes and dtypes travel with the tensors, so they may change from step to step.  Sends
+never block, so programs need no matching order of sends and receives to be free of deadlock.  Tensors of an accelerator pass through
 host memory.
 
 A connection that breaks between two live workers is news for the coordinator: all meet again, over new connections, and
@@ -45,10 +47,10 @@ class Transport:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._inbox: dict[Datum, Tensors] = {}
+        self._inbox: dict[Datum, tuple[int, Tensors]] = {}  # with the sender's era
+        self._era = 0
         self._outboxes: dict[str, Outbox] = {}
         self._committed = 0
-        self._rewound = 0  # how often checkpoints were loaded
         self._listener = socket.create_server(("", 0), backlog=1024)
         self._accepted: set[socket.socket] = set()
         self._closed = False
@@ -61,7 +63,7 @@ class Transport:
         """Send ``tensors`` to the peer at ``address``; returns them in host memory.  Neither may be changed in place afterwards."""
         held = tuple(tensor.detach().contiguous().cpu() for tensor in tensors)
         shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in held]
-        header = json.dumps([self._rewound, datum.kind, datum.stage, *datum.micro_batch, datum.step, shapes]).encode()
+        header = json.dumps([datum.kind, datum.stage, *datum.micro_batch, datum.step, self._era, shapes]).encode()
         frames = [_bytes(tensor) for tensor in held if tensor.numel()]
         if address not in self._outboxes:
             self._outboxes[address] = Outbox(address, self._broke)
@@ -73,7 +75,7 @@ class Transport:
 
         Past the deadline the coordinator hears of it, and has them sent again; where it does nothing about it, WaitTimeout.
         """
-        session, ready = self._session, lambda: self._inbox.pop(datum, None)
+        session, ready = self._session, lambda: self._inbox.pop(datum, (0, None))[1]
         try:
             return session.wait(lambda: f"{datum} from seat {sender}", ready)
         except WaitTimeout:
@@ -92,13 +94,17 @@ class Transport:
             for datum in [datum for datum in self._inbox if datum.step <= step]:
                 del self._inbox[datum]
 
+    def void(self, after: int, era: int) -> None:
+        """What has come, or still comes, of the steps after ``after`` from workers of an earlier era is of no use."""
+        with self._session.changed:
+            self._era = era
+            self._inbox = {datum: come for datum, come in self._inbox.items() if datum.step <= after or come[0] >= era}
+
     def rewind(self, step: int) -> None:
-        """Everybody goes on from ``step``, so later ones come once more, and what is still under way of their first time must not be
-        taken for that."""
+        """Everybody goes on from ``step`` once all have met again, and later ones come once more: another era."""
         with self._session.changed:
             self._inbox.clear()
-            self._committed = step
-            self._rewound += 1
+            self._committed, self._era = step, self._session.number + 1
 
     def leave(self, peers: set[str]) -> None:
         """Close the outboxes to everybody but ``peers``, and those that are broken."""
@@ -153,18 +159,18 @@ class Transport:
                 length = int.from_bytes(_receive(connection, HEADER_BYTES), "big")
                 if length > LONGEST_HEADER:
                     break
-                rewound, kind, stage, replica, index, step, shapes = json.loads(_receive(connection, length))
+                kind, stage, replica, index, step, era, shapes = json.loads(_receive(connection, length))
                 tensors = tuple(_receive_tensor(connection, dtype, shape) for dtype, shape in shapes)
-                self._deliver(rewound, Datum(kind, stage, MicroBatch(replica, index), step), tensors)
+                self._deliver(Datum(kind, stage, MicroBatch(replica, index), step), era, tensors)
         except (OSError, EOFError, ValueError, TypeError):
             pass
         self._accepted.discard(connection)
         connection.close()
 
-    def _deliver(self, rewound: int, datum: Datum, tensors: Tensors) -> None:
+    def _deliver(self, datum: Datum, era: int, tensors: Tensors) -> None:
         with self._session.changed:
-            if datum.step > self._committed and rewound == self._rewound:
-                self._inbox[datum] = tensors
+            if datum.step > self._committed and era >= self._era:
+                self._inbox[datum] = era, tensors
                 self._session.changed.notify_all()
 
 

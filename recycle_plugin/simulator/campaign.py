@@ -16,6 +16,7 @@ from typing import Iterable, Mapping
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.faults import Fault
+from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
@@ -69,7 +70,12 @@ def scenario(seed: int) -> Scenario:
     for _ in range(1 if random.random() < 0.6 else random.choice((2, 2, 3))):
         _add(random, shape, costs, policy, steps, troubles, faults)
     budget = random.choice((None, None, 0, 2))
-    return Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget)
+    clip = random.choice((0.0, 0.0, 25.0, 40.0))  # the norm is 32 for two stages in the mean, 45 for four
+    if clip and random.random() < 0.5:  # the norm is known late, and what was computed with rejected weights arrives later
+        replica = random.randrange(shape.replicas)
+        troubles.append(Trouble("slow", 0, (Seat(replica, shape.stages - 1),), percent=300))
+        troubles.append(Trouble("delay", random.randrange(CALM_US // 4), (Seat(replica, 0),), Seat(replica, 1), 200 * MILLISECOND))
+    return Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
 
 
 def _costs(random: Random, stages: int) -> CostModel:
@@ -109,7 +115,7 @@ def run(name: str, given: Scenario) -> Outcome:
     """Run it and check it."""
     weights = WEIGHTS[: given.shape.stages]
     late = any(trouble.kind != "kill" for trouble in given.troubles) or any(fault.kind != "kill" for fault in given.faults)
-    watcher = Watcher(given.shape, weights, given.steps, given.budget, late)
+    watcher = Watcher(given.shape, weights, given.steps, given.budget, late, given.clip)
     cluster = Cluster(given, weights, watcher)
     try:
         cluster.run(LIMIT_US)

@@ -15,21 +15,21 @@ from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.topology import Topology
-from recycle_plugin.simulator.exact import LEARNING_RATE, PRIME, sample
+from recycle_plugin.simulator.exact import LEARNING_RATE, PRIME, clipped, sample, share
 
 
 class Reference:
     """The fault-free run, worked out directly: weights before each step, and the last stage's losses."""
 
-    def __init__(self, shape: Topology, weights: tuple[int, ...], steps: int) -> None:
+    def __init__(self, shape: Topology, weights: tuple[int, ...], steps: int, clip: float = 0.0) -> None:
+        self.clip = clip
         self.weights = {1: weights}
         self.losses: dict[int, dict[str, int]] = {}
         for step in range(1, steps + 1):
             weights, self.losses[step] = self._step(shape, weights, step)
             self.weights[step + 1] = weights
 
-    @staticmethod
-    def _step(shape: Topology, weights: tuple[int, ...], step: int) -> tuple[tuple[int, ...], dict[str, int]]:
+    def _step(self, shape: Topology, weights: tuple[int, ...], step: int) -> tuple[tuple[int, ...], dict[str, int]]:
         gradients, losses = [0] * len(weights), {}
         for micro_batch in shape.batch:
             inputs = [sample(micro_batch, step, 1)]
@@ -39,16 +39,24 @@ class Reference:
             for stage in reversed(range(len(weights))):
                 gradients[stage] += gradient * inputs[stage]
                 gradient = gradient * (weights[stage] + 2 * inputs[stage]) % PRIME
-        return tuple((weight - LEARNING_RATE * gradient) % PRIME for weight, gradient in zip(weights, gradients)), losses
+        updates = self._clipped([gradient % PRIME for gradient in gradients])
+        return tuple((weight - LEARNING_RATE * update) % PRIME for weight, update in zip(weights, updates)), losses
+
+    def _clipped(self, gradients: list[int]) -> list[int]:
+        """As a worker that waits for all stages' shares before it applies anything."""
+        norm = sum(map(share, gradients)) ** 0.5
+        if not self.clip or norm + 1e-6 <= self.clip:
+            return gradients
+        return [clipped(gradient, norm) for gradient in gradients]
 
 
 class Watcher:
     """Told by ``simulator.cluster`` what happens; ``violations`` in words."""
 
-    def __init__(self, shape: Topology, weights: tuple[int, ...], steps: int, budget: int | None, late: bool) -> None:
+    def __init__(self, shape: Topology, weights: tuple[int, ...], steps: int, budget: int | None, late: bool, clip: float = 0.0) -> None:
         """``late``: tensors may be lost or come late, since a line is broken or a worker is held up."""
         self.shape, self.steps, self.budget, self.late = shape, steps, budget, late
-        self.reference = Reference(shape, weights, steps)
+        self.reference = Reference(shape, weights, steps, clip)
         self.violations: list[str] = []
         self._counted: dict[Seat, Counter] = defaultdict(Counter)
         self._committed = 0

@@ -119,16 +119,16 @@ class Cluster:
 
     # --- data ---------------------------------------------------------------------------------------
 
-    def send(self, source: int, target: int, datum: Datum, value: Any) -> None:
+    def send(self, source: int, target: int, datum: Datum, value: Any, era: int) -> None:
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
         if self.now < until and kind == "drop" or (source in self.cut) != (target in self.cut):
             return
-        self.later(DATA_US + (delay if self.now < until else 0), partial(self._arrive, target, datum, value))
+        self.later(DATA_US + (delay if self.now < until else 0), partial(self._arrive, target, datum, value, era))
 
-    def _arrive(self, target: int, datum: Datum, value: Any) -> None:
+    def _arrive(self, target: int, datum: Datum, value: Any, era: int) -> None:
         worker = self.workers[target]
-        if worker.alive and datum.step > worker.line.committed:
-            worker.have[datum] = value
+        if worker.alive:
+            worker.arrive(datum, value, era)
             self.wake(target)
 
     # --- troubles -----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ are not linear, so a wrong stash, stale parameters, a dropped or doubled micro-b
 
 from __future__ import annotations
 
+from math import inf, isfinite
 from typing import Any, Mapping
 
 from recycle_plugin.core.cost import CostModel
@@ -22,6 +23,16 @@ LEARNING_RATE = 1_000_003
 def sample(micro_batch: MicroBatch, step: int, salt: int) -> int:
     """Input (salt 1) or label (salt 2) of a micro-batch: any number that differs between all of them."""
     return pow(1 + salt + 5 * micro_batch.index + 1009 * micro_batch.replica + 1_000_033 * step, 7, PRIME)
+
+
+def share(reduced: int) -> float:
+    """Of a stage in a norm that stands for the gradients': any number that differs from step to step, and sometimes none."""
+    return inf if reduced % 23 == 0 else float(reduced % 1009)
+
+
+def clipped(reduced: int, norm: float | None) -> int:
+    """What is applied of a gradient whose step was rejected for ``norm``: something else for every norm, nothing where it is not finite."""
+    return reduced if norm is None else reduced * (2 + int(1000 * norm)) % PRIME if isfinite(norm) else 0
 
 
 def compute(instruction: Instruction, have: Mapping[Datum, Any], stages: int) -> dict[Datum, Any]:
@@ -49,7 +60,8 @@ def compute(instruction: Instruction, have: Mapping[Datum, Any], stages: int) ->
             x, incoming = have[here("inner")]
             return {here("wgrad"): incoming * x % PRIME}
         case Op.STEP:
-            return {Datum("params", stage, None, step + 1): (params - LEARNING_RATE * have[here("reduced")]) % PRIME}
+            update = clipped(have[here("reduced")], have.get(here("norm")))
+            return {Datum("params", stage, None, step + 1): (params - LEARNING_RATE * update) % PRIME}
         case _:
             return dict.fromkeys(provides(instruction))
 

@@ -22,7 +22,8 @@ from recycle_plugin.core.protocol import Contribution, Left, Member, Missing, Re
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.watch import COMPUTES, WAITS
-from recycle_plugin.simulator.exact import PRIME, compute
+from recycle_plugin.core.verdict import SHARE
+from recycle_plugin.simulator.exact import PRIME, compute, share
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
@@ -56,7 +57,8 @@ class Trouble:
 @dataclass(frozen=True)
 class Scenario:
     """A job and its troubles.  ``faults``: kills and stops at named instructions and points.  ``torn``: seeds who is left
-    without the result when a peer dies in a REDUCE; ``budget``: boundary tensors that a worker may keep once sent."""
+    without the result when a peer dies in a REDUCE; ``budget``: boundary tensors that a worker may keep once sent; ``clip``: the limit of
+    the norm that steps are validated against, 0: they are not."""
 
     shape: Topology
     costs: CostModel
@@ -67,6 +69,7 @@ class Scenario:
     torn: int = 0
     budget: int | None = None
     torn_share: float = 0.5
+    clip: float = 0.0
 
 
 class Died(BaseException):
@@ -103,6 +106,7 @@ class Worker:
         self.program: Program | None = None
         self._before: Any = None
         self._sent: dict[Datum, None] = {}
+        self.era, self._eras = 0, {}  # of this worker, and of what has come from others (core.loop.Replica.void)
         self._own_losses: dict[int, dict[str, int]] = defaultdict(dict)
         self.peak_kept = 0
 
@@ -169,6 +173,20 @@ class Worker:
         for datum in [datum for datum in self.have if datum.kind == "stash" and datum.step > step]:
             del self.have[datum]
 
+    def judge(self, step: int, norm: float) -> None:
+        self.have[Datum("norm", self.seat.stage, None, step)] = norm
+
+    def void(self, after: int, era: int) -> None:
+        self.era = era
+        for datum in [datum for datum in self.have if datum.step > after and datum.kind != "params" and self._eras.get(datum, 0) < era]:
+            del self.have[datum]
+        self._own_losses = defaultdict(dict, {step: losses for step, losses in self._own_losses.items() if step <= after})
+
+    def arrive(self, datum: Datum, value: Any, era: int) -> None:
+        """A boundary tensor, from a peer in ``era``."""
+        if datum.step > self.line.committed and era >= self.era:
+            self.have[datum], self._eras[datum] = value, era
+
     def leave(self, members: Any) -> None:
         pass
 
@@ -204,7 +222,7 @@ class Worker:
             yield from self._hang()
         if instruction.op in SENDS:
             (datum,) = requires(instruction, stages)
-            self.cluster.send(self.rank, self.cluster.rank_of[instruction.peer], datum, self.have[datum])
+            self.cluster.send(self.rank, self.cluster.rank_of[instruction.peer], datum, self.have[datum], self.era)
             self._note_sent(datum)
         elif instruction.op not in RECEIVES:
             self._compute(instruction, stages)
@@ -217,6 +235,7 @@ class Worker:
         bare, before = instruction in self.program.bare, self.machine.stepped
         made = compute(instruction, self.have, stages)
         if instruction.op is Op.STEP:
+            self._say_share(instruction.step)
             self._before = self.have.pop(Datum("params", self.seat.stage, None, instruction.step))
             assert before == instruction.step - 1
         for datum in consumes(instruction, stages):
@@ -229,6 +248,12 @@ class Worker:
                 self._say_losses(instruction.step)
         elif instruction.op is Op.STEP:
             self.loop.applied(instruction.step)
+
+    def _say_share(self, step: int) -> None:
+        stage = self.seat.stage
+        if self.cluster.scenario.clip and Datum("norm", stage, None, step) not in self.have:
+            own = {str(stage): share(self.have[Datum("reduced", stage, None, step)])}
+            self.send(Contribution(self.rank, self.line.number, step, SHARE, own, self.cluster.scenario.shape.stages))
 
     def _say_losses(self, step: int) -> None:
         if self._own_losses[step]:
@@ -313,6 +338,6 @@ def _job(scenario: Scenario) -> dict:
     shape = scenario.shape
     return {
         "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "run_dir": "", "regroup_timeout_s": REGROUP_S,
-        "strict_placement": False, "clipping": 0.0, "stagger_optimizer": scenario.policy.stagger_optimizer,
+        "strict_placement": False, "clipping": scenario.clip, "clip": "validate", "nonfinite": "skip", "stagger_optimizer": scenario.policy.stagger_optimizer,
         "progress_timeout_s": PROGRESS_S, "idle_timeout_s": IDLE_S,
     }  # fmt: skip

@@ -374,8 +374,8 @@ Predicted slowdown
   host b                         561.1 ms   1.47x  1.47x
 
 What settings cost
-  gradient_clipping 1 (DeepSpeed's default): steps wait for the norm over all stages; 0, where the
-    model allows it: the step 381.1 ms -> 361.1 ms, after one loss 561.1 ms -> 541.1 ms
+  gradient_clipping 1 (DeepSpeed's default): steps wait for the norm over all stages; 0, or
+    recycle.clip "validate": the step 381.1 ms -> 361.1 ms, after one loss 561.1 ms -> 541.1 ms
   recycle.activation_cap 6 is enough: from 3 micro-batches (0.59 GiB) on one loss costs 1.47x
   recycle.undo "snapshot": 12 bytes a parameter (Adam in fp32); "inverse": 4, not exact
 

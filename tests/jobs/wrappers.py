@@ -57,6 +57,24 @@ def divide_by_live() -> None:
     }
 
 
+def overflow(at: list[str]) -> None:
+    """What the weight gradients ``at`` make, whoever runs them, is not finite."""
+    perform = RecycleEngine._perform
+
+    def changed(self: RecycleEngine, instruction) -> None:
+        perform(self, instruction)
+        if str(instruction) in at:
+            self._parameters[0].grad.view(-1)[0] = float("inf")
+
+    RecycleEngine._perform = changed
+
+
+def keep_rejected(**gated: object) -> None:
+    """What was computed with rejected weights is used; ``gated``: see :func:`gate`."""
+    gate(**gated)
+    RecycleEngine.void = lambda self, after, era: None
+
+
 def masks_by_worker() -> None:
     """Random numbers are keyed by who runs a micro-batch: a peer that takes it over draws another mask."""
     rank = int(os.environ["RANK"])
@@ -232,7 +250,7 @@ def record_norms(folder: str) -> None:
     def changed(self: RecycleEngine) -> None:
         squares = sum(parameter.grad.double().pow(2).sum().item() for parameter in self._parameters)
         with path.open("a") as file:
-            file.write(f"{self._norm.item()!r} {squares!r}\n")
+            file.write(f"{self._clipping.norm(self._applying).item()!r} {squares!r}\n")
         clip(self)
 
     RecycleEngine.clip_fp32_gradients = changed

@@ -34,14 +34,14 @@ def mistake(name: str, seen: int = 0) -> Callable[[Patch], Patch]:
 
 def changed_rests(monkeypatch, change: Callable[[lineage.Rest], lineage.Rest]) -> None:
     """Every worker works out other rests of the unfinished steps."""
-    monkeypatch.setattr(loop, "unfinished", lambda plan, committed, held: tuple(map(change, lineage.unfinished(plan, committed, held))))
+    monkeypatch.setattr(loop, "unfinished", lambda *given: tuple(map(change, lineage.unfinished(*given))))
 
 
 def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
     """Only what ``keeps`` is true of is taken to have survived."""
 
-    def unfinished(plan, committed, held):
-        return lineage.unfinished(plan, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()})
+    def unfinished(plan, committed, held, void):
+        return lineage.unfinished(plan, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()}, void)
 
     monkeypatch.setattr(loop, "unfinished", unfinished)
 
@@ -231,8 +231,37 @@ def dropped_sums(monkeypatch) -> None:
 def no_step(monkeypatch) -> None:
     arrive = cluster.Cluster._arrive
 
-    def changed(self, target, datum, value) -> None:
-        arrive(self, target, datum, value)
-        arrive(self, target, datum._replace(step=datum.step + 1), value)
+    def changed(self, target, datum, value, era) -> None:
+        arrive(self, target, datum, value, era)
+        arrive(self, target, datum._replace(step=datum.step + 1), value, era)
 
     monkeypatch.setattr(cluster.Cluster, "_arrive", changed)
+
+
+# --- rejected steps -----------------------------------------------------------------------------------
+
+
+@mistake("what was computed with rejected weights stays")
+def not_void(monkeypatch) -> None:
+    monkeypatch.setattr(worker.Worker, "void", lambda self, after, era: None)
+
+
+@mistake("a late tensor computed with rejected weights counts")
+def late_counts(monkeypatch) -> None:
+    arrive = worker.Worker.arrive
+    monkeypatch.setattr(worker.Worker, "arrive", lambda self, datum, value, era: arrive(self, datum, value, self.era))
+
+
+@mistake("who has stepped does not hear of a rejection")
+def unheard(monkeypatch) -> None:
+    monkeypatch.setattr(worker.Worker, "judge", lambda self, step, norm: None)
+
+
+@mistake("a rejected step is committed by a failure that comes at once")
+def committed_rejected(monkeypatch) -> None:
+    monkeypatch.setattr(Membership, "_to_do_again", lambda self, step, held: False)
+
+
+@mistake("a norm counts for the worker that has found it only")
+def unknown_norm(monkeypatch) -> None:
+    monkeypatch.setattr(Membership, "_judge", lambda self, message, now, out: None)

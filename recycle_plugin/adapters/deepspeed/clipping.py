@@ -1,4 +1,4 @@
-"""Gradient norms over a pipeline, each stage's share known to all through the coordinator.
+"""Gradient norms over a pipeline, each stage's share known to all through the coordinator, and what is done about them.
 
 ``true``: over all stages.  ``deepspeed``: what stock DeepSpeed 0.19 computes in fp32, which takes a pipeline
 for a tensor-parallel group: it counts the first stage, and of the others only what calls itself tensor
@@ -8,19 +8,77 @@ parallel (megatron-core's parallel linears do), and averages that over the repli
 from __future__ import annotations
 
 import math
+from typing import Any, Iterable
 
 import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
+Parameters = list[torch.nn.Parameter]
 
-def counted(parameters: list[torch.nn.Parameter], stage: int, kind: bool | str) -> list[torch.nn.Parameter]:
+
+class Clipping:
+    """Of one worker of ``stage``.  ``limit`` 0: nothing is clipped, but a norm that is not finite still skips its step."""
+
+    def __init__(self, parameters: Parameters, stage: int, replicas: int, kind: bool | str, limit: float) -> None:
+        self._parameters, self._stage, self._replicas = parameters, stage, replicas
+        self._kind, self._limit = kind, limit
+        self._norms: dict[int, torch.Tensor] = {}  # by step
+
+    def share(self) -> float:
+        """The stage's, of what ``parameter.grad`` is; its workers hold the same gradients and find the same."""
+        return squared_norm(counted(self._parameters, self._stage, self._kind))
+
+    def judge(self, step: int, norm: float) -> None:
+        """The norm over all stages is known."""
+        self._norms[step] = torch.tensor(norm)
+
+    def judge_by(self, step: int, shares: dict[str, float]) -> None:
+        self._norms[step] = total_norm(shares, self._kind, self._replicas)
+
+    def norm(self, step: int) -> torch.Tensor | None:
+        return self._norms.get(step)
+
+    def judged(self) -> Iterable[int]:
+        """The steps whose norm is known."""
+        return self._norms.keys()
+
+    def skips(self, step: int) -> bool:
+        """Whether ``step`` must not be applied."""
+        return step in self._norms and not bool(torch.isfinite(self._norms[step]))
+
+    def clips(self, step: int) -> bool:
+        """Whether :meth:`clip` puts gradients of its own in place."""
+        return self._limit > 0 and step in self._norms and not self.skips(step)
+
+    def clip(self, step: int) -> None:
+        if self.clips(step):
+            clip(self._parameters, self._norms[step], self._limit)
+
+    def drop(self, step: int) -> None:
+        """``step`` is committed."""
+        self._norms = {each: norm for each, norm in self._norms.items() if each > step}
+
+
+class Skipped:
+    """In the optimizer's place for a step that is not applied: stock code does the counting, as for fp16's overflows."""
+
+    overflow = True
+
+    def __init__(self, optimizer: Any) -> None:
+        self.param_groups = optimizer.param_groups
+
+    def step(self) -> None:
+        pass
+
+
+def counted(parameters: Parameters, stage: int, kind: bool | str) -> Parameters:
     """Those of the stage's parameters that the norm of this kind is over."""
     if kind == "deepspeed" and stage:
         return [parameter for parameter in parameters if is_model_parallel_parameter(parameter)]
     return parameters
 
 
-def squared_norm(parameters: list[torch.nn.Parameter]) -> float:
+def squared_norm(parameters: Parameters) -> float:
     """Sum of the squared elements of all gradients, in the arithmetic of DeepSpeed's clip_grad_norm_."""
     norms = [parameter.grad.detach().float().norm(2.0) for parameter in parameters if parameter.grad is not None]
     return torch.stack(norms).pow(2.0).sum().float().item() if norms else 0.0
@@ -40,7 +98,7 @@ def total_norm(by_stage: dict[str, float], kind: bool | str, replicas: int) -> t
     return torch.tensor(math.sqrt(math.fsum(by_stage.values())))
 
 
-def clip(parameters: list[torch.nn.Parameter], norm: torch.Tensor, limit: float) -> None:
+def clip(parameters: Parameters, norm: torch.Tensor, limit: float) -> None:
     """Replace all gradients by min(1, limit / norm) times themselves, as DeepSpeed does; what they were stays for peers that lack it."""
     coefficient = torch.min(torch.tensor([1.0]), torch.tensor([float(limit)]) / (norm + 1e-6))
     for parameter in parameters:

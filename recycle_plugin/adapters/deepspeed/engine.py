@@ -6,6 +6,7 @@ the runtime's loop, and keeps the signatures that user scripts call.
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin import planner
-from recycle_plugin.adapters.deepspeed import clipping
 from recycle_plugin.adapters.deepspeed import schedule as commands
 from recycle_plugin.adapters.deepspeed.checkpoint import Saving, check_stages, stand_in
+from recycle_plugin.adapters.deepspeed.clipping import Clipping, Skipped
 from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
+from recycle_plugin.core.contributions import LOSS, NORM
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import Interrupted, drain, execute
 from recycle_plugin.core.ids import MicroBatch, Seat
@@ -29,6 +31,7 @@ from recycle_plugin.core.loop import Program
 from recycle_plugin.core.protocol import Contribution, Fingerprint, Member, Ready
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.verdict import SHARE
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.fingerprint import fingerprint
@@ -80,11 +83,12 @@ class RecycleEngine(PipelineEngine):
         self._transport = Transport(job.session)
         self._kept = Kept(settings.keep_bytes)
         self._gradients = Gradients(self, self._parameters)
+        self._clipping = Clipping(self._parameters, self.stage_id, self.topology_.replicas, settings.norm, self.gradient_clipping())
+        self._applying = 0  # the step that the optimizer is at
         self._loop: Loop | None = None
         self._trace: TraceFile | None = None
         self._program: Program | None = None
         self._last_forward: Instruction | None = None
-        self._norm: torch.Tensor | None = None
         self._arrived: tuple[torch.Tensor, ...] = ()
         self.module.register_state_dict_pre_hook(lambda *_: self.settle())
 
@@ -192,32 +196,32 @@ class RecycleEngine(PipelineEngine):
         planner.warm()  # so that no failure has to wait for a compiler
         session, settings = self._job.session, self._job.settings
         machine = StepMachine(self.global_steps)
-        validate = self.gradient_clipping() > 0
+        waits = self.gradient_clipping() > 0 and settings.clip == "sync"
         run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._world = TorchWorld(session, machine, self._perform, {Op.RECV_ACT: self._await, Op.RECV_GRAD: self._await},
                                  settings.fault_script(self.seat), self._record)
         if settings.trace:
             self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
-        costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(validate, self.num_stages)
+        costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(waits, self.num_stages)
         self._stopwatch = Stopwatch(costs)
         loop = Loop(session, self._transport, self, self.topology_, costs, policy, self.seat, machine, self._world.reach_point)
         member = Member(self.global_rank, self.seat, self._transport.address, session.host)
         session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
-        session.send(Ready(member, machine.stepped, self._job_record(run_dir, validate)))
+        session.send(Ready(member, machine.stepped, self._job_record(run_dir)))
         loop.start()
         self._loop = loop
         self._saving = Saving(session, loop, self._between_steps, self._world.reach_point)
         session.between_steps = self._between_steps
 
-    def _job_record(self, run_dir: str, validate: bool) -> dict:
+    def _job_record(self, run_dir: str) -> dict:
         settings, shape = self._job.settings, self.topology_
         return {
             "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "run_dir": run_dir,
             "regroup_timeout_s": settings.regroup_timeout_s, "progress_timeout_s": settings.progress_timeout_s,
             "idle_timeout_s": settings.idle_timeout_s, "heartbeat_timeout_s": settings.heartbeat_timeout_s, "strict_placement": settings.strict_placement,
             "split_backward": settings.split_backward, "stagger_optimizer": settings.stagger_optimizer, "reroute": settings.reroute,
-            "activation_cap": settings.activation_cap, "clipping": self.gradient_clipping() if validate else 0.0,
-            "norm": str(settings.norm), "undo": settings.undo, "keep_bytes": settings.keep_bytes, "rng": settings.rng, "seed": settings.seed,
+            "activation_cap": settings.activation_cap, "clipping": self.gradient_clipping(),
+            "clip": settings.clip, "nonfinite": settings.nonfinite, "norm": str(settings.norm), "undo": settings.undo, "keep_bytes": settings.keep_bytes, "rng": settings.rng, "seed": settings.seed,
         }  # fmt: skip
 
     def _undo_record(self) -> Undo:
@@ -262,18 +266,29 @@ class RecycleEngine(PipelineEngine):
     def held(self) -> set[Datum]:
         """What is here of steps that are not committed (runtime.loop.Replica)."""
         self._forget_committed()
-        reduced = {Datum("reduced", self.stage_id, None, step) for step in self._gradients.steps()}
-        return self._stage.held(self.stage_id) | self._transport.held() | self._kept.promise() | reduced
+        known = {"reduced": self._gradients.steps(), "norm": self._clipping.judged()}
+        of_stage = {Datum(kind, self.stage_id, None, step) for kind, steps in known.items() for step in steps}
+        return self._stage.held(self.stage_id) | self._transport.held() | self._kept.promise() | of_stage
 
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back (runtime.loop.Replica)."""
         self._undo.restore()
         self._stage.drop_stashes(step)
 
+    def judge(self, step: int, norm: float) -> None:
+        """``step`` was rejected for ``norm`` (runtime.loop.Replica)."""
+        self._clipping.judge(step, norm)
+
+    def void(self, after: int, era: int) -> None:
+        """Nothing that is here of the steps after ``after`` counts (runtime.loop.Replica)."""
+        for holder in (self._stage, self._kept, self._gradients):
+            holder.void(after)
+        self._transport.void(after, era)
+
     def _forget_committed(self) -> None:
         """Nobody will ask for anything of a committed step again."""
         committed = self._job.session.committed
-        for holder in (self._stage, self._transport, self._kept, self._gradients):
+        for holder in (self._stage, self._transport, self._kept, self._gradients, self._clipping):
             holder.drop(committed)
 
     def _between_steps(self) -> None:
@@ -312,7 +327,7 @@ class RecycleEngine(PipelineEngine):
     def _say_losses(self, step: int) -> None:
         losses = {str(micro_batch): loss.item() for (of, micro_batch), loss in self._stage.losses.items() if of == step}
         if losses:
-            self._contribute(step, "loss", losses, len(self.topology_.batch))
+            self._contribute(step, LOSS, losses, len(self.topology_.batch))
 
     def _exec_backward(self, instruction: Instruction) -> None:
         self._keep_grad(instruction, self._stage.backward(_key(instruction)))
@@ -366,26 +381,49 @@ class RecycleEngine(PipelineEngine):
             self._stage.summed()
 
     def _exec_validate(self, instruction: Instruction) -> None:
-        """The gradient norm, from every stage's share; the stage's workers hold the same gradients and say the same."""
-        kind = self._job.settings.norm
-        with self._gradients.of(instruction.step):
-            share = {str(self.stage_id): clipping.squared_norm(clipping.counted(self._parameters, self.stage_id, kind))}
-        self._contribute(instruction.step, "norm", share, self.num_stages)
-        shares = self._job.session.wait_collected(instruction.step, "norm")
-        self._norm = clipping.total_norm(shares, kind, self.topology_.replicas)
+        """Wait for the gradient norm over all stages."""
+        self._say_share(instruction.step, NORM)
+        self._clipping.judge_by(instruction.step, self._job.session.wait_collected(instruction.step, NORM))
+
+    def _say_share(self, step: int, name: str) -> float:
+        with self._gradients.of(step):
+            share = self._clipping.share()
+        self._contribute(step, name, {str(self.stage_id): share}, self.num_stages)
+        return share
 
     def clip_fp32_gradients(self) -> None:
-        """Called by stock code inside the optimizer step, with the norm that VALIDATE has found."""
-        clipping.clip(self._parameters, self._norm, self.gradient_clipping())
+        """Called by stock code inside the optimizer step."""
+        self._clipping.clip(self._applying)
 
     def _exec_step(self, instruction: Instruction) -> None:
-        self._stage.drop_stashes(instruction.step - 1)  # left by what a later failure has made needless
-        self._gradients.apply(instruction.step, self.basic_optimizer, super()._exec_optimizer_step, self.gradient_clipping() > 0)
-        self._say_fingerprint(instruction.step)
-        pace = self._stopwatch.pace(self.global_rank, instruction.step)
+        step = self._applying = instruction.step
+        self._stage.drop_stashes(step - 1)  # left by what a later failure has made needless
+        if self._job.settings.clip == "validate" and step not in self._clipping.judged():
+            self._validate_later(step)
+        once = self._skip if self._clipping.skips(step) else super()._exec_optimizer_step
+        self._gradients.apply(step, self.basic_optimizer, once, self._clipping.clips(step))
+        self._say_fingerprint(step)
+        pace = self._stopwatch.pace(self.global_rank, step)
         if self._job.settings.rebalance:
             self._job.session.send(pace)
-        self._loop.applied(instruction.step)
+        self._loop.applied(step)
+
+    def _validate_later(self, step: int) -> None:
+        """The coordinator judges once it has all shares.  One that is not finite leaves nothing to judge, and no way back for some undo."""
+        share = self._say_share(step, SHARE)
+        if not math.isfinite(share):
+            self._clipping.judge(step, share)
+
+    def _skip(self) -> None:
+        """Count the step, and change no weight: to take that back there is nothing but counts."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._undo.before_step()
+        self.optimizer, optimizer = Skipped(self.optimizer), self.optimizer
+        try:
+            super()._exec_optimizer_step()
+        finally:
+            self.optimizer = optimizer
 
     def _say_fingerprint(self, step: int) -> None:
         session, every = self._job.session, self._job.settings.check_replicas

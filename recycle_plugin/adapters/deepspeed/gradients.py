@@ -33,6 +33,12 @@ class Gradients:
         """``step`` is committed."""
         self._whole = {each: gradients for each, gradients in self._whole.items() if each > step}
 
+    def void(self, after: int) -> None:
+        """Neither contributions to the steps after ``after`` nor their sums count.  Where ``after`` was not summed yet, there are none."""
+        if after in self._whole:
+            self._whole = {each: gradients for each, gradients in self._whole.items() if each <= after}
+            self._put([None] * len(self._parameters))
+
     def reduce(self, step: int, holder: int | None) -> bool:
         """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``; whether there were any here."""
         reduced = [(bucket, self._sum(bucket, step, holder)) for bucket in self._buckets()]

@@ -1,0 +1,127 @@
+"""Steps that are judged after they have been applied: when one is rejected, who has to hear of it, and what counts meanwhile."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recycle_plugin.core.contributions import LOSS, NORM
+from recycle_plugin.core.dataflow import Datum, pack
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.lineage import uninformed
+from recycle_plugin.core.output import Output
+from recycle_plugin.core.protocol import Collected, Committed, Contribution, End, Exited, Generation, Report, Resume, decode, encode
+from recycle_plugin.core.verdict import SHARE, Verdicts, over
+from tests.support.membership import said, started, step
+
+LIMIT = 2.0
+
+
+@given(st.lists(st.floats(0, 1e30), min_size=1, max_size=5), st.floats(1e-3, 1e15))
+def test_a_step_is_rejected_where_waiting_for_its_norm_would_have_clipped_it(shares, limit):
+    verdicts = Verdicts(len(shares), limit)
+    found = [verdicts.add(1, {str(stage): share}) for stage, share in enumerate(shares)]
+    norm = math.sqrt(math.fsum(shares))
+    assert found[:-1] == [None] * (len(shares) - 1) and found[-1] == (norm if min(1.0, limit / (norm + 1e-6)) < 1 else None)
+    assert (verdicts.judged, verdicts.rejected) == (1, found[-1] is not None)
+
+
+@pytest.mark.parametrize("norm", (math.inf, math.nan))
+def test_what_is_not_finite_is_over_every_limit(norm):
+    assert over(norm, 0.0) and over(norm, 1e30) and not over(1e30, 0.0)
+
+
+def test_the_first_norm_stays():
+    """A stage whose sum is made again after a failure may find another last digit."""
+    verdicts = Verdicts(1, LIMIT)
+    assert verdicts.add(1, {"0": 9.0}) == 3.0 and verdicts.add(1, {"0": 9.1}) is None
+    assert verdicts.rejection(1) == 3.0 and verdicts.judged == 1
+    verdicts.committed(1)
+    assert verdicts.rejection(1) is None
+
+
+# --- what the coordinator makes of it -----------------------------------------------------------------
+
+
+def validating(**more: object):
+    return started(clipping=LIMIT, clip="validate", **more)
+
+
+def share(membership, rank: int, number: int, value: float) -> Output:
+    return membership.receive(Contribution(rank, membership.generation, number, SHARE, {str(rank // 2): value}, 2), 0.0)
+
+
+def reported(membership, stepped: dict[int, int], informed: dict[int, int]) -> Output:
+    """All of ``stepped`` report: the steps they have applied, and the last one whose norm they know."""
+    for rank, count in stepped.items():
+        stage = rank // 2
+        held = {Datum("params", stage, None, count + 1)} | {Datum("norm", stage, None, number) for number in range(1, informed.get(rank, 0) + 1)}
+        out = membership.receive(Report(rank, membership.generation, count, "plan", pack(held)), 0.0)
+    return out
+
+
+def test_a_step_below_the_limit_is_committed_as_if_nobody_had_asked():
+    membership = validating()
+    for rank in range(4):
+        assert not share(membership, rank, 1, 1.0).messages
+    assert step(membership, 0, 1) == [Committed(1)]
+
+
+def test_a_rejected_step_is_heard_of_by_everybody_and_not_committed_before_it_is_applied_again():
+    membership = validating()
+    assert not share(membership, 0, 1, 5.0).messages
+    out = share(membership, 2, 1, 4.0)
+    (generation,) = said(out, Generation)
+    assert [member.rank for member in generation.members] == [0, 1, 2, 3] and generation.from_step == 0
+    assert "gradient norm is 3 (1 of 1 steps so far)" in out.events[0].text
+    assert step(membership, 1, 1) == []
+    (resume,) = said(reported(membership, dict.fromkeys(range(4), 1), {}), Resume)
+    assert (resume.committed, resume.norm, resume.void) == (0, 3.0, True)
+    assert step(membership, 1, 1) == [Committed(1)]
+
+
+@pytest.mark.parametrize("informed, committed, void", (({}, 0, True), ({0: 1, 1: 1, 3: 1}, 1, False), ({0: 1, 1: 1}, 0, True)))
+def test_a_failure_after_a_rejection_asks_who_has_heard_of_it(informed, committed, void):
+    membership = validating()
+    share(membership, 0, 1, 5.0)
+    share(membership, 2, 1, 4.0)
+    assert said(membership.receive(Exited(2, -9, 0.0), 0.0), Generation)
+    (resume,) = said(reported(membership, {0: 1, 1: 1, 3: 1}, informed), Resume)
+    assert (resume.committed, resume.void) == (committed, void)
+    assert resume.norm == (None if committed else 3.0)
+
+
+def test_losses_of_steps_after_a_rejected_one_are_computed_again():
+    membership = validating()
+    membership.receive(Contribution(2, 0, 2, LOSS, {"0.0": 7.0}, 2), 0.0)
+    share(membership, 0, 1, 5.0)
+    share(membership, 2, 1, 4.0)
+    reported(membership, dict.fromkeys(range(4), 1), {})
+    assert not said(membership.receive(Contribution(3, 1, 2, LOSS, {"1.0": 1.0}, 2), 0.0), Collected)
+    (collected,) = said(membership.receive(Contribution(2, 1, 2, LOSS, {"0.0": 2.0}, 2), 0.0), Collected)
+    assert collected.values == {"0.0": 2.0, "1.0": 1.0}
+
+
+@pytest.mark.parametrize("name", (SHARE, NORM))
+def test_a_norm_that_is_not_finite_ends_the_job_unless_such_steps_are_to_be_skipped(name):
+    for nonfinite in ("end", "skip"):
+        membership = validating(nonfinite=nonfinite)
+        for rank, value in ((0, math.nan), (2, 1.0)):
+            out = membership.receive(Contribution(rank, 0, 1, name, {str(rank // 2): value}, 2), 0.0)
+        ends = said(out, End)
+        assert bool(ends) == (nonfinite == "end")
+        if ends:
+            assert ends[0].failed and 'the gradient norm of step 1 is nan' in ends[0].reason and 'recycle.nonfinite to "skip"' in ends[0].reason
+
+
+def test_norms_that_are_not_finite_travel():
+    resume = Resume(1, 0, {}, math.inf, True)
+    assert decode(encode(resume)) == resume
+
+
+def test_who_is_uninformed():
+    held = {Seat(0, 0): {Datum("norm", 0, None, 3)}, Seat(0, 1): {Datum("norm", 1, None, 2), Datum("params", 1, None, 4)}}
+    assert uninformed(held, 3) == {Seat(0, 1)}
