@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import platform
 import re
 import sys
 import time
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -23,19 +21,16 @@ from rich.console import Console
 
 from recycle_plugin import planner
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.executor import Span, run_again
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.executor import Span
 from recycle_plugin.core.instruction import Op
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.history import WARM_UP, Failure, History, step_times
 from recycle_plugin.render import curves, gantt, perfetto
+from recycle_plugin.report import panels
 from recycle_plugin.runs import Outcome, RunFailed, TrainingRun, terminable
 from recycle_plugin.runtime.announce import STYLES
 from recycle_plugin.runtime.trace import read_traces
 
 TOLERANCE = 5e-6  # largest difference between the losses of the two runs
-WARM_UP = 3  # steps at the start of a run that no median counts
 FEWEST_STEPS = 10  # the failure comes half-way: fewer leave no steps to take a median of
 DEADLINE_S = 300.0  # of one run; a machine with two cores needs about 45 s
 POLL_S = 0.05
@@ -61,74 +56,36 @@ SCENARIOS = {
 # --- what a failure cost -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Failure:
-    """One killed worker.  ``step`` was interrupted; times are seconds since the epoch, as the events have them.
-
-    ``seen_at``: the coordinator knew; ``resumed_at``: the survivors had agreed where to go on;
-    ``committed_at``: the step that they went on with was committed.
-    """
-
-    seat: Seat
-    pid: int
-    when: str
-    instruction: str
-    step: int
-    struck_at: float
-    seen_at: float
-    resumed_at: float
-    committed_at: float
-
-    @property
-    def stall_s(self) -> float:
-        return self.committed_at - self.struck_at
-
-    def as_report(self) -> dict:
-        return {
-            "seat": str(self.seat), "instruction": self.instruction, "when": self.when, "pid": self.pid, "step": self.step,
-            "detection_s": round(self.seen_at - self.struck_at, 4), "regroup_s": round(self.resumed_at - self.seen_at, 4),
-            "rest_s": round(self.committed_at - self.resumed_at, 4), "stall_s": round(self.stall_s, 4),
-        }  # fmt: skip
-
-
 def failures(outcome: Outcome) -> list[Failure]:
     """The kills of a run, in their order.  Raises RunFailed where one struck and the job did not go on."""
-    pids = {event["rank"]: event["pid"] for event in reversed(outcome.of("worker"))}
-    found = []
+    lost = {str(failure.seat): failure for failure in outcome.failures}
     for event in outcome.of("fault"):
-        fault, struck_at = Fault.parse(event["fault"]), event["struck_at"]
-        lost = next((e for e in outcome.of("lost") if e["seat"] == event["seat"]), None)
-        resumed = next((e for e in outcome.of("resume") if lost and e["time"] >= lost["time"]), None)
-        if resumed is None or resumed["committed"] + 1 not in outcome.commits:
-            raise RunFailed(f"'{fault}' struck, and no step was committed after it")
-        step = resumed["committed"] + 1
-        found.append(
-            Failure(fault.seat, pids[event["rank"]], fault.when, fault.where, step, struck_at, lost["seen_at"], resumed["time"], outcome.commits[step])
-        )
-    return found
+        if event["seat"] not in lost or lost[event["seat"]].committed_at is None:
+            raise RunFailed(f"'{event['fault']}' struck, and no step was committed after it")
+    return [lost[event["seat"]] for event in outcome.of("fault")]
 
 
-def step_times(commits: Mapping[int, float], first: int, last: int) -> float:
-    """Median seconds between commits, over the steps ``first`` to ``last``; nan where there are none."""
-    taken = [commits[step] - commits[step - 1] for step in range(first, last + 1) if step in commits and step - 1 in commits]
-    return median(taken) if taken else math.nan
+def as_report(failure: Failure) -> dict:
+    return {
+        "seat": str(failure.seat), "instruction": failure.fault.where, "when": failure.fault.when, "pid": failure.pid, "step": failure.step,
+        "detection_s": round(failure.seen_at - failure.struck_at, 4), "regroup_s": round(failure.resumed_at - failure.seen_at, 4),
+        "rest_s": round(failure.committed_at - failure.resumed_at, 4), "stall_s": round(failure.stall_s, 4),
+    }  # fmt: skip
 
 
 def survivors(outcome: Outcome, killed: Sequence[Failure]) -> list[dict]:
     """Who should have got to the end, with the process at the start and, None where there is no record, at the end."""
     dead = {str(failure.seat) for failure in killed}
-    first = {event["rank"]: event["pid"] for event in reversed(outcome.of("worker"))}
-    seats = outcome.of("start")[0]["seats"]
     return [
-        {"seat": seat, "rank": rank, "pid": first[rank], "pid_at_end": outcome.records.get(rank, {}).get("pid")}
-        for seat, rank in sorted(seats.items())
+        {"seat": seat, "rank": rank, "pid": outcome.pids[rank], "pid_at_end": outcome.records.get(rank, {}).get("pid")}
+        for seat, rank in sorted(outcome.seats.items())
         if seat not in dead
     ]
 
 
 def report(fault_free: Outcome, failed: Outcome, spans: Sequence[Span], steps: int) -> dict:
     """What report.json says.  ``spans``: the trace of the run with the failure.  Seconds, rounded to 0.1 ms."""
-    killed, job = failures(failed), failed.of("start")[0]["job"]
+    killed, job = failures(failed), failed.job
     if not killed:
         raise RunFailed("no fault struck in the run that was to have one")
     if not (fault_free.records and failed.records):
@@ -136,11 +93,11 @@ def report(fault_free: Outcome, failed: Outcome, spans: Sequence[Span], steps: i
     live = survivors(failed, killed)
     before = step_times(failed.commits, WARM_UP + 1, killed[0].step - 1)
     after = step_times(failed.commits, killed[-1].step + 1, steps)
-    worst = max(killed, key=lambda failure: failure.stall_s).as_report()
+    worst = as_report(max(killed, key=lambda failure: failure.stall_s))
     found = {
         "topology": {key: job[key] for key in ("replicas", "stages", "micro_batches")},
         "steps": steps,
-        "killed": [failure.as_report() for failure in killed],
+        "killed": [as_report(failure) for failure in killed],
         "max_loss_difference": curves.largest_difference(_curve(fault_free), _curve(failed)),
         "tolerance": TOLERANCE,
         "survivors": live,
@@ -150,7 +107,7 @@ def report(fault_free: Outcome, failed: Outcome, spans: Sequence[Span], steps: i
         "step_s_after": round(after, 4),
         "step_s_fault_free": round(step_times(fault_free.commits, WARM_UP + 1, steps), 4),
         "measured_ratio": round(after / before, 3),
-        "predicted_ratio": round(predicted_ratio(job, spans, killed), 3),
+        "predicted_ratio": round(predicted_ratio(failed, spans, killed), 3),
         "cores": len(os.sched_getaffinity(0)),
         "losses": {FAULT_FREE: fault_free.losses, FAILED: failed.losses},
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
@@ -176,16 +133,15 @@ def what_is_wrong(found: Mapping, failed: Outcome) -> list[str]:
     return wrong
 
 
-def predicted_ratio(job: Mapping, spans: Sequence[Span], killed: Sequence[Failure]) -> float:
+def predicted_ratio(failed: History, spans: Sequence[Span], killed: Sequence[Failure]) -> float:
     """Degraded step time over fault-free step time as the planner has it, from the costs measured before the failure.
 
     It holds where every worker has a core (or device) of its own: the costs stay what they were.
     """
-    shape = Topology(job["replicas"], job["stages"], job["micro_batches"])
-    policy = Policy(job["split_backward"], job["stagger_optimizer"], job["reroute"], job["activation_cap"], bool(job["clipping"]) and job["clip"] == "sync")
-    costs = measured_costs([span for span in spans if WARM_UP < span.instruction.step < killed[0].step], shape.stages)
-    view = shape.full()
-    return planner.plan(view.without(*(f.seat for f in killed)), costs, policy).period_us / planner.plan(view, costs, policy).period_us
+    costs = measured_costs([span for span in spans if WARM_UP < span.instruction.step < killed[0].step], failed.shape.stages)
+    views = failed.shape.full().without(*(failure.seat for failure in killed)), failed.shape.full()
+    degraded, whole = (planner.plan(view, costs, failed.policy).period_us for view in views)
+    return degraded / whole
 
 
 def measured_costs(spans: Sequence[Span], stages: int) -> CostModel:
@@ -223,32 +179,6 @@ def write(out: Path, found: dict, spans: Sequence[Span], killed: Sequence[Failur
         moments[f"{failure.seat} seen lost"] = _us(failure.seen_at)
         moments[f"went on without {failure.seat}"] = _us(failure.resumed_at)
     perfetto.write(out / "trace.json", spans, found["topology"]["stages"], moments)
-
-
-def panels(spans: Sequence[Span], failure: Failure) -> list[gantt.Panel]:
-    """Three consecutive windows of the run: two steps before the failure, the interrupted step, two steps after."""
-    step, struck, resumed = failure.step, _us(failure.struck_at), _us(failure.resumed_at)
-    begins, ends = {}, {}
-    for span in spans:
-        number = span.instruction.step
-        begins[number] = min(begins.get(number, span.start_us), span.start_us)
-        ends[number] = max(ends.get(number, 0), span.end_us)
-    last = min(step + 2, max(ends))
-    cuts = [begins[step - 2], begins[step], ends[step], ends[last]]
-    windows = [_window(spans, start, end) for start, end in zip(cuts, cuts[1:])]
-    pause = gantt.Pause(f"{1000 * (failure.resumed_at - failure.struck_at):.0f} ms to notice and regroup", struck, resumed)
-    dead = {failure.seat: struck}
-    return [
-        gantt.Panel(f"steps {step - 2} and {step - 1}", windows[0], origin_us=struck),
-        gantt.Panel(f"step {step}, interrupted", windows[1], dead, None, struck, run_again(windows[1]), (pause,)),
-        gantt.Panel(f"steps {step + 1} and {last}", windows[2], dead, None, struck),
-    ]
-
-
-def _window(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """What was run between two times; spans over the edge are cut there."""
-    inside = (span for span in spans if span.end_us > start and span.start_us < end)
-    return [span._replace(start_us=max(start, span.start_us), end_us=min(end, span.end_us)) for span in inside]
 
 
 def _us(seconds: float) -> int:
@@ -334,7 +264,7 @@ def summary(found: Mapping, out: Path) -> str:
         ("step time", f"{found['step_s_before']:.3f} s before, {found['step_s_after']:.3f} s after: ratio {found['measured_ratio']:.2f}, "
                       f"planned {found['predicted_ratio']:.2f}{shared}"),
         ("survivors", ", ".join(f"{one['seat']} is process {one['pid_at_end']}" for one in live) + f"; {found['survivors_restarted']} restarted"),
-        ("files", f"{out}: report.json, losses.csv, gantt.png (schedule before and after), trace.json (for https://ui.perfetto.dev)"),
+        ("files", f"{out}: report.json, losses.csv, gantt.png (schedule before and after), trace.json (for https://ui.perfetto.dev), {FAILED}/report.html"),
         ("took", f"{found['seconds']:.0f} s"),
     ]  # fmt: skip
     return "\n".join([table, "", *(f"{name:<10}{text}" for name, text in rows)])

@@ -25,6 +25,8 @@ from typing import Callable, Iterator, Sequence, TypeVar
 
 import psutil
 
+from recycle_plugin.history import EVENTS, History, read_events
+
 T = TypeVar("T")
 MARK = "RECYCLE_RUN"  # in the environment of every process of a run
 POLL_S = 0.01
@@ -36,20 +38,11 @@ class RunFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What an ended run left: exit code, events in their order, and a record of each rank that got to the end."""
+class Outcome(History):
+    """What an ended run left: events, exit code, and a record of each rank that got to the end."""
 
     code: int
-    events: tuple[dict, ...]
     records: dict[int, dict]  # by rank; scripts/train_gpt.py says what is in them
-
-    def of(self, kind: str) -> list[dict]:
-        return [event for event in self.events if event["event"] == kind]
-
-    @property
-    def commits(self) -> dict[int, float]:
-        """When each step was committed, in seconds since the epoch."""
-        return {event["step"]: event["time"] for event in self.of("committed")}
 
     @property
     def losses(self) -> list[float]:
@@ -59,10 +52,7 @@ class Outcome:
     @property
     def restarted(self) -> list[int]:
         """Ranks at the end whose process is not the one that they started with."""
-        first: dict[int, int] = {}
-        for event in self.of("worker"):
-            first.setdefault(event["rank"], event["pid"])
-        return [rank for rank, record in self.records.items() if rank in first and record["pid"] != first[rank]]
+        return [rank for rank, record in self.records.items() if record["pid"] != self.pids.get(rank, record["pid"])]
 
 
 class TrainingRun:
@@ -76,7 +66,7 @@ class TrainingRun:
         self._mark = uuid.uuid4().hex
         self._output = self.folder / "output.txt"
         self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in (self.folder / "events.jsonl", *self.folder.glob("losses/rank*.json"), *self.folder.glob("trace/*.txt")):  # traces are appended to
+        for stale in (self.folder / EVENTS, *self.folder.glob("losses/rank*.json"), *self.folder.glob("trace/*.txt")):  # traces are appended to
             stale.unlink(missing_ok=True)
         module = ["--module", "recycle_plugin.launch"] if plugin else []
         command = ["deepspeed", "--num_gpus", str(workers), "--master_port", str(free_port()), *module]
@@ -100,9 +90,7 @@ class TrainingRun:
 
     def events(self) -> list[dict]:
         """All whole lines of the event log so far."""
-        path = self.folder / "events.jsonl"
-        text = path.read_text() if path.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return read_events(self.folder / EVENTS)
 
     def committed(self) -> int:
         """The last committed step, 0 before the first."""
@@ -152,7 +140,7 @@ class TrainingRun:
         if code:
             raise self._failed(f"ended with exit code {code}:", "see below")
         records = [json.loads(path.read_text()) for path in sorted(self.folder.glob("losses/rank*.json"))]
-        return Outcome(code, tuple(self.events()), {record["rank"]: record for record in records})
+        return Outcome(tuple(self.events()), code, {record["rank"]: record for record in records})
 
     def clean(self) -> None:
         """Kill what is left of the run, found by its environment; repeats until nothing is."""

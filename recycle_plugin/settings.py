@@ -148,6 +148,21 @@ class Settings(BaseModel):
     rebalance: bool = _setting(
         False, _BOOL, "deal a stage's work out anew where a worker has been 30% slower than the others for three steps, and again when it is not"
     )
+    max_slowdown: float | None = _setting(
+        None,
+        "a number between 0 and 1, or null",
+        "the part of the fault-free plan's throughput that may be lost: where the survivors are predicted to lose more, the job ends with a "
+        "checkpoint and exit code 75; null: they go on however slow",
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
+    )
+    checkpoint_dir: str | None = _setting(
+        None,
+        "a folder's path, or null",
+        "where the checkpoint of `max_slowdown` goes; null for where the script's last one went, or else `checkpoint` in the run folder",
+        min_length=1,
+    )
     check_replicas: int = _setting(
         0,
         "a whole number, not negative",
@@ -158,6 +173,7 @@ class Settings(BaseModel):
     run_dir: str | None = _setting(
         None, "a folder's path, or null", "where events, traces and reports go; null lets the plugin choose", min_length=1
     )
+    report: bool = _setting(True, _BOOL, "write `report.html` to the run folder when the job ends")
     trace: bool = _setting(False, _BOOL, "write every executed instruction with its times to the run folder")
     faults: Annotated[tuple[Annotated[str, AfterValidator(_checked_fault)], ...], _as_tuple] = _setting(
         (), f"a list of faults such as [{_FAULT}]", "faults to inject, each at a named instruction or point"

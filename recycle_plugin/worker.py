@@ -50,8 +50,8 @@ def main(command: list[str]) -> int:
             plugin.finish()
         if session.coordinator_is_gone:
             print(f"recycle: the job ends: {end}", file=sys.stderr, flush=True)
-        session.leave()
-        return int(end.failed)
+        session.leave(end.code)
+        return end.code
     except CutOff as error:
         print(f"recycle: error: {error}", file=sys.stderr, flush=True)
         return error.code

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Iterator
+
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.protocol import Collected, Committed, End, Generation, Met, Resume
+
+UNREAD = 64  # commits that nobody has asked about
 
 
 class JobEnded(BaseException):
@@ -12,16 +17,18 @@ class JobEnded(BaseException):
     No Exception, and neither is Interrupted: a user's own ``except Exception`` must not swallow it.
     """
 
-    def __init__(self, reason: str, failed: bool) -> None:
+    def __init__(self, reason: str, failed: bool, code: int = 0) -> None:
         super().__init__(reason)
         self.failed = failed
+        self.code = int(failed) or code
 
 
 class Line:
     """Of the worker of ``rank``.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
-    adopted, ``committed`` the last step said to be committed, ``end`` the job's.
+    adopted, ``committed`` the last step said to be committed, ``news`` how that was said, for whoever takes it from there,
+    ``end`` the job's.
     """
 
     def __init__(self, rank: int) -> None:
@@ -29,6 +36,7 @@ class Line:
         self.generation: Generation | None = None
         self.pending: Generation | None = None
         self.committed = 0
+        self.news: deque[Committed] = deque(maxlen=UNREAD)
         self.end: End | None = None
         self._resume: Resume | None = None
         self._collected: dict[tuple[int, str], dict] = {}
@@ -50,6 +58,7 @@ class Line:
                     self._collected = {key: values for key, values in self._collected.items() if key[0] <= message.committed + 1}
             case Committed():
                 self.committed = max(self.committed, message.step)
+                self.news.append(message)
                 self._collected = {key: values for key, values in self._collected.items() if key[0] >= message.step}
             case Collected():
                 self._collected[message.step, message.name] = message.values
@@ -79,6 +88,11 @@ class Line:
         change = self.interruption()
         if change is not None:
             raise Interrupted(f"generation {change.number}: {change.cause}")
+
+    def take_news(self) -> Iterator[Committed]:
+        """Commits that have not been taken before."""
+        while self.news:
+            yield self.news.popleft()
 
     def is_committed(self, step: int) -> bool | None:
         """True, or None as long as it is not known."""

@@ -184,7 +184,7 @@ class Loop:
             end, planned = self._line.end, self._line.pending
             if end is not None and end.step and step >= end.step:
                 yield from self._await_commit(step - 1)
-                raise JobEnded(end.reason, end.failed)
+                raise JobEnded(end.reason, end.failed, end.code)
             if planned is None or not planned.from_step or step < planned.from_step:
                 return
             if self._line.rank not in {member.rank for member in planned.members}:
@@ -202,7 +202,7 @@ class Loop:
         self._port.reach("recovery.report")
         timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
         held = pack({*self._replica.held(), Datum("params", self.seat.stage, None, self.machine.stepped + 1)})
-        self._port.send(Report(self._line.rank, generation.number, self.machine.stepped, plan.digest, held, timings, self._loaded))
+        self._port.send(Report(self._line.rank, generation.number, self.machine.stepped, plan.digest, held, timings, self._loaded, plan.period_us))
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
         resume = yield from self._port.wait(what, lambda: self._line.resume_of(generation), interruptible=False)
         if not resume:

@@ -32,12 +32,13 @@ from recycle_plugin.core.pace import Paces
 from recycle_plugin.core.placement import at_risk, stages_at_risk
 from recycle_plugin.core.protocol import (
     Arrived, Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Met, Missing,
-    Note, Over, Pace, Pulse, Ready, Report, Resume, Stepped, Terminate,
+    Note, Over, Pace, Pulse, Ready, Report, Resume, Stepped, Terminate, TOO_SLOW,
 )  # fmt: skip
 from recycle_plugin.core.replicas import Fingerprints
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.verdict import SHARE, Verdicts
 from recycle_plugin.core.watch import Watch
+from recycle_plugin.core.work import Work
 
 TRIES = 2  # to send something over a new line
 OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
@@ -74,6 +75,11 @@ class Membership:
         self._paces = Paces()
         self._verdicts = Verdicts()
         self._skips = False
+        self._rebalances = False
+        self._work = Work()
+        self._max_slowdown: float | None = None
+        self._period_us = 0  # of a step, as planned with everybody there
+        self._code = 0
 
     # --- messages in -----------------------------------------------------------------------------
 
@@ -96,13 +102,15 @@ class Membership:
             case Loaded():
                 self._load(message, now, out)
             case Pace():
-                self._paces.add(message)
+                self._work.add(message)
+                if self._rebalances:
+                    self._paces.add(message)
             case Fingerprint():
                 self._fingerprints.add(message)
             case Leaving():
                 self._leave(message, now, out)
             case Left():
-                self._goodbye(message.rank, now, out)
+                self._goodbye(message, now, out)
             case Exited():
                 self._exit(message, now, out)
             case Beat():
@@ -182,6 +190,7 @@ class Membership:
         self.members = {rank: r.member for rank, r in sorted(self._ready.items())}
         self.committed = stepped
         self.started = True
+        self._rebalances, self._max_slowdown = job.get("rebalance", False), job.get("max_slowdown")
         self.watch = Watch(job.get("progress_timeout_s", inf), job.get("idle_timeout_s", inf), job.get("heartbeat_timeout_s", inf), self.watch.clock)
         self.watch.admit(self.members)
         shape = self._topology
@@ -260,7 +269,8 @@ class Membership:
         slowest = max(self._reports.values(), key=lambda report: sum(report.timings.values()))
         out.say("resume", f"{len(kept)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
                 generation=generation.number, committed=committed, ahead=ahead, regroup_s=round(now - generation.at, 4),
-                digest=slowest.digest, timings=slowest.timings)
+                digest=slowest.digest, timings=slowest.timings, throughput=self._throughput(slowest.period_us))
+        self._escalate(slowest.period_us, out)
         if self._leaving and not generation.from_step:
             self._plan_leave(now, out)
         self._compare_replicas(now, out)
@@ -280,6 +290,21 @@ class Membership:
         if self._verdicts.rejection(step) is None:
             return False
         return bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))
+
+    def _throughput(self, period_us: int) -> float:
+        """Of a plan with that period, where 1 is that of the plan with everybody there; which is the first."""
+        self._period_us = self._period_us or period_us
+        return round(self._period_us / period_us, 4) if period_us else 1.0
+
+    def _escalate(self, period_us: int, out: Output) -> None:
+        """Leave it to a scheduler to find more workers, where the survivors are too slow for the user."""
+        share = self._throughput(period_us)
+        if self._max_slowdown is None or self.ended is not None or 1 - share <= self._max_slowdown:
+            return
+        reason = f"predicted throughput {share:.0%} of the fault-free plan's, and recycle.max_slowdown = {self._max_slowdown:g}"
+        self._end_planned(reason, out, TOO_SLOW)
+        out.say("escalate", f"{reason}: the job ends with a checkpoint of step {self.ended.step - 1} and exit code {TOO_SLOW}",
+                throughput=share, step=self.ended.step - 1, code=TOO_SLOW)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -301,8 +326,9 @@ class Membership:
         for late, values in self._contributions.committed(step):  # what the others have said of it is all here
             out.say("warning", f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it", step=late)
             self._tell_collected(late, LOSS, values, out)
-        out.tell(WORKERS, Committed(step))
-        out.say("committed", f"step {step} committed", step=step, workers=len(self.members))
+        figures = self._work.committed(step, len(self.members), now)
+        out.tell(WORKERS, Committed(step, figures))
+        out.say("committed", f"step {step} committed", step=step, **figures)
 
     def _compare_replicas(self, now: float, out: Output) -> None:
         """Whoever differs from a majority is lost as if it had died; what it has contributed since it was right is in everybody's
@@ -399,7 +425,8 @@ class Membership:
         leavers = ", ".join(str(self.members[rank].seat) for rank in sorted(self._leaving))
         self._regroup(f"planned leave of {leavers}", now, out, from_step=self.committed + 3)
 
-    def _goodbye(self, rank: int, now: float, out: Output) -> None:
+    def _goodbye(self, message: Left, now: float, out: Output) -> None:
+        rank, self._code = message.rank, max(self._code, message.code)
         self.left.add(rank)
         through = self.ended is not None and self.committed >= self.ended.step - 1
         early = self._leaving.pop(rank, None) is not None and not through
@@ -501,11 +528,11 @@ class Membership:
 
     # --- ending ----------------------------------------------------------------------------------
 
-    def _end_planned(self, reason: str, out: Output) -> None:
+    def _end_planned(self, reason: str, out: Output, code: int = 0) -> None:
         if not self.started:
             self._end(reason, out)
         elif self.ended is None:
-            self.ended = End(self.committed + 3, reason, failed=False)
+            self.ended = End(self.committed + 3, reason, failed=False, code=code)
             out.tell(WORKERS, self.ended)
 
     def _end(self, reason: str, out: Output) -> None:
@@ -521,7 +548,7 @@ class Membership:
             if (verdicts := self._verdicts).judged:
                 out.say("validated", f"{verdicts.rejected} of {verdicts.judged} steps were rejected and applied again", rejected=verdicts.rejected, judged=verdicts.judged)
             out.say("finished", f"all workers have left after step {self.committed}", step=self.committed)
-            out.tell(SUPERVISORS, Over(0))
+            out.tell(SUPERVISORS, Over(self._code))
 
     def _note(self, note: Note, out: Output) -> None:
         if note.kind == "checkpoint":

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 
 from recycle_plugin.core.ids import Seat
 
+TOO_SLOW = 75  # exit code of a job that has fallen below recycle.max_slowdown: sysexits' "temporary failure, try again"
+
 
 @dataclass(frozen=True)
 class Member:
@@ -52,8 +54,9 @@ class Ready:
 
 @dataclass(frozen=True)
 class Report:
-    """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest`` and still
-    holds ``held`` (core.dataflow.pack).  ``loaded``: its state is that of a checkpoint that all have loaded."""
+    """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest``, by which a step
+    takes ``period_us``, and still holds ``held`` (core.dataflow.pack).  ``loaded``: its state is that of a checkpoint that all have
+    loaded."""
 
     rank: int
     generation: int
@@ -62,6 +65,7 @@ class Report:
     held: dict = field(default_factory=dict)
     timings: dict = field(default_factory=dict)
     loaded: bool = False
+    period_us: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,16 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Pace:
-    """The worker has computed for ``spent_us`` in ``step``, and ``nominal_us`` is what that should take; said before :class:`Stepped`."""
+    """The worker has computed for ``spent_us`` in ``step``, and ``nominal_us`` is what that should take; said before :class:`Stepped`.
+
+    ``again_us``: of the first, on what had been another worker's, or on what it had computed before.
+    """
 
     rank: int
     step: int
     spent_us: int
     nominal_us: int
+    again_us: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,9 +143,10 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Left:
-    """The worker goes now, after everybody's commit."""
+    """The worker goes now, after everybody's commit, with exit code ``code``."""
 
     rank: int
+    code: int = 0
 
 
 @dataclass(frozen=True)
@@ -274,9 +283,10 @@ class Fence:
 
 @dataclass(frozen=True)
 class Committed:
-    """All stages have applied ``step``: its effects stay."""
+    """All stages have applied ``step``: its effects stay.  ``figures``: core.work's, for the user's monitors."""
 
     step: int
+    figures: dict = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -300,11 +310,15 @@ class Met:
 
 @dataclass(frozen=True)
 class End:
-    """The job ends before ``step`` (0: at once); ``failed`` when it could not go on."""
+    """The job ends before ``step`` (0: at once); ``failed`` when it could not go on.
+
+    ``code``: of its processes, for the launcher; TOO_SLOW asks for a checkpoint first.
+    """
 
     step: int
     reason: str
     failed: bool
+    code: int = 0
 
 
 @dataclass(frozen=True)

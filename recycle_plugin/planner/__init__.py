@@ -9,6 +9,7 @@ from recycle_plugin.planner.alternatives import Option, options
 from recycle_plugin.planner.errors import PlanError, VerificationError
 from recycle_plugin.planner.lower import lower
 from recycle_plugin.planner.make import plan, refine
+from recycle_plugin.planner.margin import Margin, margin
 from recycle_plugin.planner.normalise import Move, Normalisation, normalise
 from recycle_plugin.planner.rest import arrange
 from recycle_plugin.planner.store import PlanStore
@@ -16,6 +17,6 @@ from recycle_plugin.planner.verify import verify
 from recycle_plugin.planner.warming import warm
 
 __all__ = [
-    "Move", "Normalisation", "Option", "PlanError", "PlanStore", "VerificationError", "arrange", "lower", "normalise", "options", "plan", "refine",
-    "verify", "warm",
+    "Margin", "Move", "Normalisation", "Option", "PlanError", "PlanStore", "VerificationError", "arrange", "lower", "margin", "normalise", "options",
+    "plan", "refine", "verify", "warm",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Iterable, Mapping, NamedTuple, Sequence
+from typing import TYPE_CHECKING, BinaryIO, Iterable, Mapping, NamedTuple, Sequence
 
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.ids import Seat
@@ -66,8 +66,8 @@ class Panel(NamedTuple):
     pauses: Sequence[Pause] = ()
 
 
-def draw(path: str | Path, *panels: Panel) -> None:
-    """Write the picture to ``path`` (its ending says which: .png, .svg, .pdf), panels one below the other.
+def draw(path: str | Path | BinaryIO, *panels: Panel) -> None:
+    """Write the picture to ``path`` (its ending says which: .png, .svg, .pdf; into a stream: PNG), panels one below the other.
 
     Panels share their scale of time, so that a longer step looks longer.  Raises ValueError without spans.
     """

@@ -16,7 +16,7 @@ QUIET = {"committed", "loss", "peak", "rest", "worker"}  # in the log, but no li
 class Announcer:
     """Plain lines, a step each; on a terminal one live line for the steps instead, with the events above it.
 
-    Logs once the run's folder is known.
+    Logs once the run's folder is known: ``folder``, None before; ``wants_report``: there is to be a report in it.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,8 @@ class Announcer:
             self._live.start()
         self._began = time.time()
         self._log: TextIO | None = None
+        self.folder: Path | None = None
+        self.wants_report = False
         self._early: list[str] = []
         self._losses: dict[int, float] = {}
         self._last_commit = 0.0
@@ -54,9 +56,10 @@ class Announcer:
         line = json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details}, default=str)
         self._early.append(line)
         if event.kind == "start":
-            folder = Path(event.details["job"]["run_dir"])
-            folder.mkdir(parents=True, exist_ok=True)
-            self._log = (folder / "events.jsonl").open("a", buffering=1)
+            job = event.details["job"]
+            self.folder, self.wants_report = Path(job["run_dir"]), job["report"]
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._log = (self.folder / "events.jsonl").open("a", buffering=1)
         if self._log is not None:
             self._log.write("".join(f"{early}\n" for early in self._early))
             self._early.clear()

@@ -18,6 +18,7 @@ from recycle_plugin.core.protocol import Met
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.runtime.ahead import Ahead
+from recycle_plugin.runtime.distance import Distance
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.transport import Transport
 
@@ -41,10 +42,11 @@ class Loop:
 
     def __init__(
         self, session: Session, transport: Transport, replica: Replica, topology: Topology, costs: CostModel, policy: Policy,
-        seat: Seat, machine: StepMachine, reach: Callable[[str], None],
+        seat: Seat, machine: StepMachine, reach: Callable[[str], None], max_slowdown: float | None = None,
     ) -> None:  # fmt: skip
         port = _Port(session, reach)
-        self._loop = core.Loop(port, _Replica(replica, transport), _Planner(costs, policy, session), topology, seat, machine)
+        distance = Distance(session, topology.full(), costs, policy, max_slowdown) if max_slowdown is not None else None
+        self._loop = core.Loop(port, _Replica(replica, transport), _Planner(costs, policy, session, distance), topology, seat, machine)
         self.machine = machine
 
     def start(self) -> None:
@@ -96,8 +98,8 @@ class _Replica:
 
 
 class _Planner:
-    def __init__(self, costs: CostModel, policy: Policy, session: Session) -> None:
-        self._costs, self._policy, self._session = costs, policy, session
+    def __init__(self, costs: CostModel, policy: Policy, session: Session, distance: Distance | None) -> None:
+        self._costs, self._policy, self._session, self._distance = costs, policy, session, distance
         self._ahead = Ahead(costs, policy)
 
     def plan(self, view: ClusterView, slowness: core.Slowness) -> Plan:
@@ -112,6 +114,8 @@ class _Planner:
         planned = self._ahead.plan(view)
         entered = self._session.pending or self._session.generation
         self._ahead.prepare(view, entered.members)
+        if self._distance is not None and self._session.rank == min(member.rank for member in entered.members):
+            self._distance.say(view, costs)
         return planned
 
     def lower(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:

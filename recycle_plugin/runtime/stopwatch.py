@@ -6,7 +6,8 @@ from collections import defaultdict
 
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.executor import Span
-from recycle_plugin.core.instruction import COMPUTE
+from recycle_plugin.core.instruction import COMPUTE, Instruction
+from recycle_plugin.core.loop import Program
 from recycle_plugin.core.protocol import Pace
 
 
@@ -15,17 +16,29 @@ class Stopwatch:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self._spent: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        self._spent: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
+        self._meant: dict[int, frozenset[Instruction]] = {}
+        self._done: dict[int, set[Instruction]] = defaultdict(set)
+
+    def begin(self, program: Program) -> None:
+        """``program`` is run next.  The first of a step says what was meant to be computed here; a later one is of recovery."""
+        self._meant.setdefault(program.step, frozenset(program.instructions))
 
     def add(self, span: Span) -> None:
-        one = span.instruction
+        one, took = span.instruction, span.end_us - span.start_us
         if one.op in COMPUTE:
-            spent = self._spent[one.step]
-            spent[0] += span.end_us - span.start_us
+            spent, done = self._spent[one.step], self._done[one.step]
+            spent[0] += took
             spent[1] += self._costs.of(one.op, one.stage)
+            spent[2] += took if one in done or one not in self._meant[one.step] else 0
+            done.add(one)
 
     def pace(self, rank: int, step: int) -> Pace:
         """Of ``step``, which has been applied."""
-        spent, nominal = self._spent[step]
-        self._spent = defaultdict(lambda: [0, 0], {later: value for later, value in self._spent.items() if later > step})
-        return Pace(rank, step, spent, nominal)
+        return Pace(rank, step, *self._spent.pop(step, (0, 0, 0)))
+
+    def drop(self, step: int) -> None:
+        """``step`` is committed."""
+        for kept in (self._meant, self._done):
+            for old in [each for each in kept if each <= step]:
+                del kept[old]

@@ -12,10 +12,12 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+from recycle_plugin.core.output import Event
 from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Pulse, Terminate, Welcome, decode, encode
 from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.coordinator import Coordinator
@@ -27,6 +29,7 @@ RETRY_S = 0.05
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
 PULSE_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
+REPORT_S = 60.0  # how long the report may take
 END_S = 15.0  # how long a worker that was told to end may take
 
 
@@ -178,6 +181,8 @@ class Hosted:
         if not self._watching.done():
             self._store.send_signal(signal.SIGKILL)
         await self._watching
+        if self._announcer.wants_report:
+            self._announcer.say(await _write_report(self._announcer.folder), time.time())
         self._announcer.close()
 
     async def _watch_store(self) -> None:
@@ -186,6 +191,22 @@ class Hosted:
         if not self._closing:
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             self._coordinator.fail(f"the key-value store's process {how}; without it workers can't find each other")
+
+
+async def _write_report(folder: Path) -> Event:
+    """In a process of its own, which nothing that goes wrong in it gets out of.  The launcher's SIGTERM is for those that train."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "recycle_plugin.cli", "report", str(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    )  # fmt: skip
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(), REPORT_S)
+    except asyncio.TimeoutError:
+        process.kill()
+        await process.wait()
+        return Event("warning", f"no report within {REPORT_S:.0f} s: recycle report {folder} writes it")
+    last = said.decode(errors="replace").strip().rpartition("\n")[2]
+    return Event("warning", f"no report: {last}") if process.returncode else Event("report", last)
 
 
 async def _connect(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -14,6 +14,8 @@ from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction
+from recycle_plugin.history import step_times
+from recycle_plugin.report import panels
 from recycle_plugin.runs import Outcome, RunFailed
 
 STEPS = 9
@@ -24,7 +26,7 @@ def outcome(*killed: int, pids: dict[int, int] = {}, losses: dict[int, list[floa
     """The run of the hand-written events; ranks in ``killed`` have left no record."""
     events = tuple(map(json.loads, (Path(__file__).parent / "with_failure.jsonl").read_text().splitlines()))
     ranks = [rank for rank in range(4) if rank not in killed]
-    return Outcome(0, events, {rank: {"rank": rank, "pid": pids.get(rank, 1000 + rank), "losses": losses.get(rank, LOSSES)} for rank in ranks})
+    return Outcome(events, 0, {rank: {"rank": rank, "pid": pids.get(rank, 1000 + rank), "losses": losses.get(rank, LOSSES)} for rank in ranks})
 
 
 def spans() -> list[Span]:
@@ -47,7 +49,7 @@ FAULT_FREE, FAILED = outcome(), outcome(2)
 
 def test_what_the_failure_cost():
     (failure,) = demo.failures(FAILED)
-    assert failure.as_report() == {
+    assert demo.as_report(failure) == {
         "seat": "0.1", "instruction": "1F0.1@6", "when": "before", "pid": 1002, "step": 6,
         "detection_s": 0.05, "regroup_s": 0.05, "rest_s": 0.3, "stall_s": 0.4,
     }  # fmt: skip
@@ -72,8 +74,8 @@ def test_the_report():
 
 
 def test_step_times_need_both_ends():
-    assert demo.step_times({1: 1.0, 2: 1.5, 4: 9.0}, 1, 4) == 0.5
-    assert math.isnan(demo.step_times({1: 1.0}, 1, 4))
+    assert step_times({1: 1.0, 2: 1.5, 4: 9.0}, 1, 4) == 0.5
+    assert math.isnan(step_times({1: 1.0}, 1, 4))
 
 
 def test_costs_are_medians_and_reduce_is_timed_at_who_comes_last():
@@ -82,8 +84,7 @@ def test_costs_are_medians_and_reduce_is_timed_at_who_comes_last():
 
 
 def test_the_planner_expects_a_step_to_take_longer_with_a_worker_less():
-    (failure,), job = demo.failures(FAILED), FAILED.of("start")[0]["job"]
-    assert 1.2 < demo.predicted_ratio(job, spans(), [failure]) < 2
+    assert 1.2 < demo.predicted_ratio(FAILED, spans(), demo.failures(FAILED)) < 2
 
 
 WRONG = {
@@ -115,7 +116,7 @@ def test_a_run_without_its_failure_is_no_demo():
 def test_the_picture_shows_consecutive_windows():
     (failure,) = demo.failures(FAILED)
     lost, again = (Span(seat, Instruction.parse("1F0.0@6"), at, at + 10_000) for seat, at in ((Seat(0, 1), 102_740_000), (Seat(1, 1), 102_900_000)))
-    before, interrupted, after = demo.panels([*spans(), lost, again], failure)
+    before, interrupted, after = panels([*spans(), lost, again], failure)
     assert [panel.title for panel in (before, interrupted, after)] == ["steps 4 and 5", "step 6, interrupted", "steps 7 and 8"]
     assert {span.instruction.step for span in before.spans} == {4, 5} and not before.deaths
     assert interrupted.deaths == {Seat(0, 1): 102_750_000} and interrupted.pauses[0].text == "100 ms to notice and regroup"

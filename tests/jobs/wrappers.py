@@ -14,6 +14,7 @@ from recycle_plugin.adapters.deepspeed import checkpoint
 from recycle_plugin.adapters.deepspeed import engine as engine_module
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
+from recycle_plugin.compose import Job
 from recycle_plugin.core.instruction import COMPUTE
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
@@ -23,6 +24,15 @@ from recycle_plugin.runtime.world import TorchWorld
 DEADLINE_S = 150.0
 POLL_S = 0.002
 UNIT_S = 0.05  # more than an instruction of the tests' jobs takes
+
+
+# --- configuration ----------------------------------------------------------------------------------
+
+
+def with_config(**sections: dict) -> None:
+    """The job's DeepSpeed config has ``sections`` besides."""
+    made = Job.deepspeed_config
+    Job.deepspeed_config = lambda self: made(self) | sections
 
 
 # --- negative controls ------------------------------------------------------------------------------

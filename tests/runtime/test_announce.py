@@ -11,7 +11,7 @@ from recycle_plugin.runtime.announce import Announcer
 def test_plain_lines_and_a_complete_log(tmp_path, capsys):
     announcer = Announcer()
     announcer.say(Event("worker", "worker 0 is process 7", {"rank": 0, "pid": 7}), 10.0)
-    announcer.say(Event("start", "2 replicas", {"job": {"run_dir": str(tmp_path)}}), 10.5)
+    announcer.say(Event("start", "2 replicas", {"job": {"run_dir": str(tmp_path), "report": False}}), 10.5)
     announcer.say(Event("loss", "step 1", {"step": 1, "loss": 2.5}), 11.0)
     announcer.say(Event("committed", "step 1 committed", {"step": 1, "workers": 4}), 11.0)
     announcer.say(Event("committed", "step 2 committed", {"step": 2, "workers": 3}), 11.25)

@@ -103,6 +103,8 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ({"wait_timeout_s": True}, "recycle.wait_timeout_s: true is a boolean; write a number of seconds, more than 0"),
         ({"wait_timeout_s": 0}, "recycle.wait_timeout_s: 0 is not possible; write a number of seconds, more than 0"),
         ({"wait_timeout_s": float("inf")}, "recycle.wait_timeout_s: Infinity is not possible; write a number of seconds, more than 0"),
+        ({"max_slowdown": 1}, "recycle.max_slowdown: 1 is not possible; write a number between 0 and 1, or null"),
+        ({"max_slowdown": "half"}, 'recycle.max_slowdown: "half" is a string; write a number between 0 and 1, or null'),
         ({"run_dir": ""}, 'recycle.run_dir: "" is not possible; write a folder\'s path, or null'),
         ({"faults": "kill 0.1"}, f'recycle.faults: "kill 0.1" is a string; {FAULT_LIST}'),
         ({"faults": [3]}, 'recycle.faults[0]: 3 is a whole number; write a fault such as "kill 0.1 before 1F0.2@5"'),
@@ -163,7 +165,7 @@ def test_any_section_gives_settings_or_one_line(section):
 @pytest.mark.parametrize("name", [*Settings.model_fields])
 def test_every_setting_says_what_it_does_and_refuses_auto(name):
     assert Settings.model_fields[name].description
-    assert message({name: "auto"}).startswith(f"recycle.{name}: ") if name != "run_dir" else True
+    assert message({name: "auto"}).startswith(f"recycle.{name}: ") if name not in ("run_dir", "checkpoint_dir") else True
 
 
 def test_settings_are_frozen_and_compared_by_value():

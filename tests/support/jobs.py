@@ -32,7 +32,7 @@ class Shape:
         return [
             f"topology.replicas={self.replicas}", f"topology.stages={self.stages}", f"topology.micro_batches={self.micro_batches}",
             f"model.layers={self.layers}", "model.hidden=16", "model.heads=2", "model.sequence=16", "micro_batch_size=1",
-            "data.limit_bytes=100000", f"steps={STEPS}", "recycle.enabled=true", "save_parameters=true",
+            "data.limit_bytes=100000", f"steps={STEPS}", "recycle.enabled=true", "recycle.report=false", "save_parameters=true",
         ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ def member(rank: int, host: str = "h", replicas: int = REPLICAS) -> Member:
 def job(**more: object) -> dict:
     return {
         "replicas": REPLICAS, "stages": STAGES, "micro_batches": 1, "run_dir": "r", "regroup_timeout_s": 1.0,
-        "strict_placement": False, "clipping": 0.0, "clip": "sync", "nonfinite": "end", "stagger_optimizer": True,
+        "strict_placement": False, "clipping": 0.0, "clip": "sync", "nonfinite": "end", "stagger_optimizer": True, "rebalance": True,
         "progress_timeout_s": 5.0, "idle_timeout_s": 60.0, "heartbeat_timeout_s": 3.0,
     } | more  # fmt: skip
 

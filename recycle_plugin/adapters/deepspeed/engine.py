@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Callable
 
@@ -22,13 +22,17 @@ from recycle_plugin.adapters.deepspeed.checkpoint import Saving, check_stages, s
 from recycle_plugin.adapters.deepspeed.clipping import Clipping, Skipped
 from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
+from recycle_plugin.adapters.deepspeed.monitors import FirstLive, figures
 from recycle_plugin.core.contributions import LOSS, NORM
+from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import Interrupted, drain, execute
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.loop import Program
-from recycle_plugin.core.protocol import Contribution, Fingerprint, Member, Ready
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Member, Ready
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.verdict import SHARE
@@ -70,6 +74,7 @@ class RecycleEngine(PipelineEngine):
         self._job = job
         self._source: Source | None = None
         super().__init__(*arguments, **named)
+        self.monitor = FirstLive(self.monitor, self._is_first, self._job.session.note)
         if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "state_dict"):
             raise RecycleError(f"the learning-rate scheduler {type(self.lr_scheduler).__name__} has no state_dict, so a step could not be taken back")
         settings = job.settings
@@ -89,6 +94,7 @@ class RecycleEngine(PipelineEngine):
         self._trace: TraceFile | None = None
         self._program: Program | None = None
         self._last_forward: Instruction | None = None
+        self._saved_to: str | None = None
         self._arrived: tuple[torch.Tensor, ...] = ()
         self.module.register_state_dict_pre_hook(lambda *_: self.settle())
 
@@ -113,9 +119,14 @@ class RecycleEngine(PipelineEngine):
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         self._start()
         self.module.train()
-        losses = self._loop.train(self._loop.machine.stepped + 1)
+        try:
+            losses = self._loop.train(self._loop.machine.stepped + 1)
+        except JobEnded as end:
+            if end.code == TOO_SLOW:
+                self._save_last()
+            raise
         self.agg_train_loss = torch.tensor(sum(losses.values()) / len(losses), device=self.device)
-        self._report_loss()
+        self._report_step()
         return self.agg_train_loss
 
     def eval_batch(self, data_iter: Any, *arguments: Any, **named: Any) -> Any:
@@ -134,6 +145,7 @@ class RecycleEngine(PipelineEngine):
         """DeepSpeed's own checkpoint of the last committed step, complete also while workers are missing, and in place at once."""
         self._start()
         self.settle()
+        self._saved_to = save_dir
         stock = super().save_checkpoint
 
         def write(unfinished: str) -> None:
@@ -143,6 +155,11 @@ class RecycleEngine(PipelineEngine):
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         self._saving.save(Path(save_dir), tag, save_latest, write, f"checkpoint of step {self.global_steps}")
         return True
+
+    def _save_last(self) -> None:
+        """The checkpoint that a job leaves which has become too slow; whatever the script adds to its own ones is not in it."""
+        settings = self._job.settings
+        self.save_checkpoint(settings.checkpoint_dir or self._saved_to or str(Path(self._run_dir) / "checkpoint"))
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *arguments: Any, load_module_only: bool = False, **named: Any) -> Any:
         """Stock; while training, everybody goes on from the checkpoint's step, from which data and randomness are those of the first time."""
@@ -178,6 +195,7 @@ class RecycleEngine(PipelineEngine):
     def finish(self) -> None:
         """Everybody's last step is committed and this worker may go."""
         self.settle()
+        self._report_commits()
         kept = self._kept
         self._job.session.note(
             "peak", f"seat {self.seat} held at most {self._stage.peak} micro-batches, and {kept.peak_bytes} bytes of boundary tensors for its peers",
@@ -197,31 +215,32 @@ class RecycleEngine(PipelineEngine):
         session, settings = self._job.session, self._job.settings
         machine = StepMachine(self.global_steps)
         waits = self.gradient_clipping() > 0 and settings.clip == "sync"
-        run_dir = settings.run_dir or f"runs/{session.job_id}"
+        self._run_dir = run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._world = TorchWorld(session, machine, self._perform, {Op.RECV_ACT: self._await, Op.RECV_GRAD: self._await},
                                  settings.fault_script(self.seat), self._record)
         if settings.trace:
             self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
         costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(waits, self.num_stages)
         self._stopwatch = Stopwatch(costs)
-        loop = Loop(session, self._transport, self, self.topology_, costs, policy, self.seat, machine, self._world.reach_point)
+        loop = Loop(session, self._transport, self, self.topology_, costs, policy, self.seat, machine, self._world.reach_point, settings.max_slowdown)
         member = Member(self.global_rank, self.seat, self._transport.address, session.host)
         session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
-        session.send(Ready(member, machine.stepped, self._job_record(run_dir)))
+        session.send(Ready(member, machine.stepped, self._job_record(run_dir, costs, policy)))
         loop.start()
         self._loop = loop
         self._saving = Saving(session, loop, self._between_steps, self._world.reach_point)
         session.between_steps = self._between_steps
 
-    def _job_record(self, run_dir: str) -> dict:
+    def _job_record(self, run_dir: str, costs: CostModel, policy: Policy) -> dict:
         settings, shape = self._job.settings, self.topology_
         return {
             "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "run_dir": run_dir,
             "regroup_timeout_s": settings.regroup_timeout_s, "progress_timeout_s": settings.progress_timeout_s,
             "idle_timeout_s": settings.idle_timeout_s, "heartbeat_timeout_s": settings.heartbeat_timeout_s, "strict_placement": settings.strict_placement,
-            "split_backward": settings.split_backward, "stagger_optimizer": settings.stagger_optimizer, "reroute": settings.reroute,
-            "activation_cap": settings.activation_cap, "clipping": self.gradient_clipping(),
-            "clip": settings.clip, "nonfinite": settings.nonfinite, "norm": str(settings.norm), "undo": settings.undo, "keep_bytes": settings.keep_bytes, "rng": settings.rng, "seed": settings.seed,
+            "batch": self.train_batch_size(), "costs": asdict(costs), "policy": asdict(policy), "max_slowdown": settings.max_slowdown,
+            "report": settings.report, "rebalance": settings.rebalance, "stagger_optimizer": settings.stagger_optimizer,
+            "clipping": self.gradient_clipping(), "clip": settings.clip, "nonfinite": settings.nonfinite, "norm": str(settings.norm),
+            "undo": settings.undo, "keep_bytes": settings.keep_bytes, "rng": settings.rng, "seed": settings.seed,
         }  # fmt: skip
 
     def _undo_record(self) -> Undo:
@@ -254,6 +273,7 @@ class RecycleEngine(PipelineEngine):
         self._program = program
         self._last_forward = next((one for one in reversed(program.instructions) if one.op is Op.F), None)
         self._forget_committed()
+        self._stopwatch.begin(program)
         self._job.session.between_steps = None
         try:
             if program.resumed:
@@ -288,7 +308,7 @@ class RecycleEngine(PipelineEngine):
     def _forget_committed(self) -> None:
         """Nobody will ask for anything of a committed step again."""
         committed = self._job.session.committed
-        for holder in (self._stage, self._transport, self._kept, self._gradients, self._clipping):
+        for holder in (self._stage, self._transport, self._kept, self._gradients, self._clipping, self._stopwatch):
             holder.drop(committed)
 
     def _between_steps(self) -> None:
@@ -403,9 +423,7 @@ class RecycleEngine(PipelineEngine):
         once = self._skip if self._clipping.skips(step) else super()._exec_optimizer_step
         self._gradients.apply(step, self.basic_optimizer, once, self._clipping.clips(step))
         self._say_fingerprint(step)
-        pace = self._stopwatch.pace(self.global_rank, step)
-        if self._job.settings.rebalance:
-            self._job.session.send(pace)
+        self._job.session.send(self._stopwatch.pace(self.global_rank, step))
         self._loop.applied(step)
 
     def _validate_later(self, step: int) -> None:
@@ -476,16 +494,25 @@ class RecycleEngine(PipelineEngine):
         return ", ".join(str(seat) for seat in self.topology_.seats if seat not in live)
 
     def _is_first(self) -> bool:
-        return self.global_rank == min(member.rank for member in self._job.session.generation.members)
+        generation = self._job.session.generation
+        return self._job.session.rank == (min(member.rank for member in generation.members) if generation is not None else 0)
 
-    def _report_loss(self) -> None:
-        """Stock's own line and monitor entry, from the lowest live rank."""
-        if not self._is_first():
-            return
-        if self.steps_per_print() is not None and self.global_steps % self.steps_per_print() == 0:
+    def _report_step(self) -> None:
+        """Stock's own line and monitor entries, from the lowest live rank."""
+        if self._is_first() and self.steps_per_print() is not None and self.global_steps % self.steps_per_print() == 0:
             print(f"steps: {self.global_steps} loss: {self.agg_train_loss:0.4f}", flush=True)
         if self.monitor.enabled:
-            self.monitor.write_events([("Train/Samples/train_loss", self.agg_train_loss.item(), self.global_samples)])
+            told = [("Train/Samples/train_loss", self.agg_train_loss.item(), self.global_samples)]
+            stock = self._job.session.rank == 0  # whose step has written the learning rate
+            self.monitor.write_events(told if stock else [*told, ("Train/Samples/lr", self.get_lr()[0], self.global_samples)])
+        self._report_commits()
+
+    def _report_commits(self) -> None:
+        """What is news of committed steps goes to the monitors."""
+        session, batch = self._job.session, self.train_batch_size()
+        for commit in session.take_news():
+            samples = self.global_samples - (self.global_steps - commit.step) * batch
+            self.monitor.write_events(figures(commit.figures, session.number, batch, samples))
 
 
 def _key(instruction: Instruction) -> tuple[int, MicroBatch]:

@@ -1,0 +1,26 @@
+"""``recycle report``: the report of a run, as the job itself writes it at its end."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+DESCRIPTION = """\
+Write report.html to a run folder: throughput and loss with the failures marked, the schedule before and after (as it ran
+where recycle.trace is set, else as planned), and the events.  The file needs nothing else, and no network.
+
+recycle report runs/train
+"""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    made = commands.add_parser("report", help="write report.html of a run", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("folder", metavar="RUN_DIR", type=Path, help="the job's run folder")
+    made.set_defaults(run=run)
+
+
+def run(found: argparse.Namespace) -> int:
+    from recycle_plugin import report
+
+    print(report.write(found.folder))
+    return 0

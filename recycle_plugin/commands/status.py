@@ -1,0 +1,77 @@
+"""``recycle status``: where a running job is, from another terminal, by its event log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from math import isfinite
+from pathlib import Path
+from typing import Iterator
+
+from recycle_plugin.history import History
+
+DESCRIPTION = """\
+Say where a job is: steps, live workers, who is lost and why, throughput now and before, the last checkpoint, and what the
+planner predicts.  Reads events.jsonl of the run folder (recycle.run_dir; the line "start" names it) and asks no process.
+
+recycle status runs/train
+"""
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    made = commands.add_parser("status", help="where a running job is: steps, live workers, throughput", description=DESCRIPTION,
+                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    made.add_argument("folder", metavar="RUN_DIR", type=Path, help="the job's run folder")
+    made.add_argument("--json", action="store_true", help="the same as data")
+    made.set_defaults(run=run)
+
+
+def run(found: argparse.Namespace) -> int:
+    known = status(History.read(found.folder), time.time())
+    print(json.dumps(known, indent=1) if found.json else "\n".join(f"{name:<11}{text}" for name, text in lines(known)))
+    return 0
+
+
+def status(history: History, now: float) -> dict:
+    """As data; seconds and samples a second, null where they are not known yet.  ``now``: seconds since the epoch."""
+    commits, lost_at = history.commits, {event["seat"]: event["time"] for event in [*history.of("leaving"), *history.of("lost")]}
+    step = max(commits, default=None)
+    before, current = history.before_s, history.now_s
+    return {
+        "state": history.end["event"] if history.end else "running",
+        "end": history.end["text"] if history.end else None,
+        "silent_s": round(now - history.events[-1]["time"], 1),
+        "step": step,
+        "loss": history.curve.get(step),
+        "workers": {"live": len(history.view.live), "of": len(history.shape.seats)},
+        "gone": [{"seat": seat, "why": why, "before_s": round(now - lost_at[seat], 1)} for seat, why in history.gone.items()],
+        "step_s": {"now": _number(current), "before": _number(before)},
+        "samples_per_s": {"now": _number(history.rate(current)), "before": _number(history.rate(before))},
+        "predicted_throughput": history.predicted,
+        "margin": next((event["text"] for event in reversed(history.of("margin"))), None),
+        "checkpoint": history.checkpoint,
+    }
+
+
+def lines(known: dict) -> Iterator[tuple[str, str]]:
+    workers, speed, rate = known["workers"], known["step_s"], known["samples_per_s"]
+    yield "state", known["end"] or f"running; last event {known['silent_s']:.1f} s ago"
+    yield "step", "none committed yet" if known["step"] is None else f"{known['step']}" + _if(known["loss"], ", loss {:.6f}")
+    yield "workers", f"{workers['live']} of {workers['of']}"
+    for one in known["gone"]:
+        yield "gone", f"{one['seat']}, {one['before_s']:.0f} s ago: {one['why']}"
+    if speed["now"] is not None:
+        yield "now", f"{rate['now']:.4g} samples/s, {speed['now']:.3f} s a step"
+    if speed["before"] is not None and known["gone"]:
+        yield "before", f"{rate['before']:.4g} samples/s, {speed['before']:.3f} s a step"
+    yield "predicted", f"{known['predicted_throughput']:.0%} of the throughput with everybody there" + _if(known["margin"], "; {}")
+    yield "checkpoint", known["checkpoint"] or "none"
+
+
+def _number(value: float) -> float | None:
+    return round(value, 4) if isfinite(value) else None
+
+
+def _if(value: object, text: str) -> str:
+    return "" if value is None else text.format(value)

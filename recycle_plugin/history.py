@@ -1,0 +1,199 @@
+"""A run as its event log tells it: steps, throughput, who was lost and why; for status, report, demo and benchmarks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from math import nan
+from pathlib import Path
+from statistics import median
+from typing import Any, Mapping
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.faults import Fault
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import ClusterView, Topology
+
+EVENTS = "events.jsonl"
+WARM_UP = 3  # steps at the start of a run that no median counts
+RECENT = 10  # steps that "now" is over
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One lost worker.  ``step`` was interrupted; times are seconds since the epoch, as the events have them, None where it did not
+    come to that.  ``fault``: what was injected, if that was it.
+
+    ``struck_at``: when that struck, else as ``seen_at``; ``seen_at``: the coordinator knew; ``resumed_at``: the survivors had
+    agreed where to go on; ``committed_at``: the step that they went on with was committed.
+    """
+
+    seat: Seat
+    pid: int
+    how: str
+    fault: Fault | None
+    step: int
+    struck_at: float
+    seen_at: float
+    resumed_at: float | None
+    committed_at: float | None
+
+    @property
+    def stall_s(self) -> float:
+        return (self.committed_at or nan) - self.struck_at
+
+
+@dataclass(frozen=True)
+class History:
+    """``events``: of one start of a job, in their order."""
+
+    events: tuple[dict, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> History:
+        """Of the last job that was started in the run folder ``folder``.  Raises ValueError, in one line, where there is none."""
+        path = folder / EVENTS
+        if not path.is_file():
+            missing = "has no events.jsonl" if folder.is_dir() else "is no folder"
+            raise ValueError(f"{folder} {missing}: name a run folder (recycle.run_dir; by default one under runs/)")
+        events = list(read_events(path))
+        starts = [number for number, event in enumerate(events) if event["event"] == "start"]
+        if not starts:
+            raise ValueError(f"{path} tells of no job: it has no start event")
+        first = starts[-1]
+        while first and events[first - 1]["event"] == "worker":  # they connect before the start
+            first -= 1
+        return cls(tuple(events[first:]))
+
+    def of(self, kind: str) -> list[dict]:
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def job(self) -> dict[str, Any]:
+        return self.of("start")[0]["job"]
+
+    @property
+    def seats(self) -> dict[str, int]:
+        """The rank that started at each seat."""
+        return self.of("start")[0]["seats"]
+
+    @property
+    def shape(self) -> Topology:
+        return Topology(self.job["replicas"], self.job["stages"], self.job["micro_batches"])
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(**_tuples(self.job["policy"]))
+
+    @property
+    def costs(self) -> CostModel:
+        """Those that plans were made with."""
+        known = _tuples(self.job["costs"])
+        return CostModel(**known | {"slowness": tuple((Seat(*seat), percent) for seat, percent in known["slowness"])})
+
+    @cached_property
+    def commits(self) -> dict[int, float]:
+        """When each step was committed, in seconds since the epoch."""
+        return {event["step"]: event["time"] for event in self.of("committed")}
+
+    @cached_property
+    def curve(self) -> dict[int, float]:
+        """The loss of each step, as it was announced."""
+        return {event["step"]: event["loss"] for event in self.of("loss")}
+
+    @cached_property
+    def pids(self) -> dict[int, int]:
+        """The first process of each rank."""
+        return {event["rank"]: event["pid"] for event in reversed(self.of("worker"))}
+
+    @cached_property
+    def gone(self) -> dict[str, str]:
+        """Seats that are lost or have left before the end, and why."""
+        confirmed = {event["rank"]: f"; {event['text']}" for event in self.of("confirmed")}
+        lost = {event["seat"]: event["how"] + confirmed.get(event["rank"], "") for event in self.of("lost")}
+        early = {event["seat"]: event["text"] for event in self.of("leaving")}
+        at = {rank: seat for seat, rank in self.seats.items()}
+        left = {at[event["rank"]] for event in self.of("left")}
+        return lost | {seat: why.partition(": ")[2] for seat, why in early.items() if seat in left}
+
+    @property
+    def view(self) -> ClusterView:
+        """Who is left."""
+        return self.shape.full().without(*map(Seat.parse, self.gone))
+
+    @cached_property
+    def failures(self) -> tuple[Failure, ...]:
+        return tuple(self._failure(event) for event in self.of("lost"))
+
+    def _failure(self, lost: dict) -> Failure:
+        fault = next((event for event in self.of("fault") if event["seat"] == lost["seat"] and event["struck_at"] <= lost["seen_at"]), None)
+        resumed = next((event for event in self.of("resume") if event["time"] >= lost["time"]), None)
+        before = [step for step, at in self.commits.items() if at <= lost["time"]]
+        step = resumed["committed"] + 1 if resumed else max(before, default=0) + 1
+        return Failure(
+            Seat.parse(lost["seat"]), self.pids[lost["rank"]], lost["how"], Fault.parse(fault["fault"]) if fault else None, step,
+            fault["struck_at"] if fault else lost["seen_at"], lost["seen_at"], resumed and resumed["time"],
+            self.commits.get(step) if resumed else None,
+        )  # fmt: skip
+
+    @property
+    def before_s(self) -> float:
+        """Median seconds of a step before the first failure; nan where that came too soon."""
+        last = self.failures[0].step - 1 if self.failures else max(self.commits, default=0)
+        first = min(self.commits, default=1)
+        return step_times(self.commits, first + (WARM_UP if last >= first + WARM_UP else 1), last)
+
+    @property
+    def now_s(self) -> float:
+        """The same of the last steps, none of which was interrupted; nan where there are none since the last failure."""
+        last = max(self.commits, default=0)
+        return step_times(self.commits, max([last - RECENT + 1, *(failure.step + 1 for failure in self.failures)]), last)
+
+    @property
+    def predicted(self) -> float:
+        """The planner's throughput of those that are left, where 1 is everybody's."""
+        return next((event["throughput"] for event in reversed(self.of("resume"))), 1.0)
+
+    @property
+    def checkpoint(self) -> str | None:
+        """Where the last one is."""
+        return next((event["path"] for event in reversed(self.of("checkpoint"))), None)
+
+    @property
+    def end(self) -> dict | None:
+        """The event that the job ended with, if it has."""
+        return next((event for event in self.events if event["event"] in ("end", "finished")), None)
+
+    def rate(self, step_s: float) -> float:
+        """Samples a second, from seconds a step."""
+        return self.job["batch"] / step_s if step_s else nan
+
+
+def read_events(path: Path) -> list[dict]:
+    """All whole lines of an event log so far; none where there is none.  Raises ValueError for what is no event."""
+    text = path.read_text() if path.exists() else ""
+    events = []
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if line.endswith("\n"):
+            try:
+                event = json.loads(line)
+                event["event"], event["time"]
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(f"{path}, line {number} is no event: {line[:60].strip()}") from None
+            events.append(event)
+    return events
+
+
+def step_times(commits: Mapping[int, float], first: int, last: int) -> float:
+    """Median seconds between commits, over the steps ``first`` to ``last``; nan where there are none."""
+    taken = [commits[step] - commits[step - 1] for step in range(first, last + 1) if step in commits and step - 1 in commits]
+    return median(taken) if taken else nan
+
+
+def _tuples(record: Any) -> Any:
+    """What JSON has made lists of."""
+    if isinstance(record, dict):
+        return {name: _tuples(value) for name, value in record.items()}
+    return tuple(map(_tuples, record)) if isinstance(record, list) else record

@@ -1,0 +1,172 @@
+"""``report.html`` of a run: throughput and loss with the failures marked, the schedule before and after, the events."""
+
+from __future__ import annotations
+
+import io
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Iterator, Sequence
+
+from recycle_plugin.core.executor import Span, run_again
+from recycle_plugin.history import Failure, History
+from recycle_plugin.render import gantt
+from recycle_plugin.render.page import Chart, Table, page
+from recycle_plugin.runtime.announce import QUIET, STYLES
+from recycle_plugin.runtime.trace import read_traces
+
+NAME = "report.html"
+DRAWN_SEATS = 64  # a picture of more would not be read
+DRAWN_FAILURES = 3
+LISTED = 2000  # events
+
+
+def write(folder: Path) -> Path:
+    """Write the report of the last job in the run folder ``folder``.  Raises ValueError, in one line, where there is none."""
+    history = History.read(folder)
+    began = _us(history.of("start")[0]["time"])
+    spans = [span for span in read_traces(folder / "trace") if span.start_us >= began]  # traces of an earlier job in the folder stay there
+    path = folder / NAME
+    path.write_text(page(f"Run {folder.resolve().name}", sections(history, spans)))
+    return path
+
+
+def sections(history: History, spans: Sequence[Span]) -> Iterator[tuple[str, list]]:
+    yield "Job", [Table((), [row for row in summary(history) if row[1]])]
+    yield "Steps", charts(history)
+    if history.failures:
+        yield "Failures", [failures(history)]
+    yield "Schedule", [*schedule(history, spans)]
+    yield "Events", [events(history)]
+
+
+def summary(history: History) -> Iterator[tuple[str, str]]:
+    shape, commits = history.shape, history.commits
+    began = history.of("start")[0]["time"]
+    yield "topology", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each"
+    yield "started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
+    yield "steps", f"{min(commits)} to {max(commits)}, in {max(commits.values()) - began:.1f} s" if commits else "none committed"
+    yield "workers", f"{len(history.view.live)} of {len(shape.seats)} left" + "".join(f"; {seat}: {why}" for seat, why in history.gone.items())
+    yield "throughput", throughput(history)
+    yield "last checkpoint", history.checkpoint or ""
+    yield "end", history.end["text"] if history.end else "none yet, or its process was killed"
+
+
+def throughput(history: History) -> str:
+    """Before the first failure and now, beside what the planner predicted."""
+    before, now = history.before_s, history.now_s
+    text = f"{history.rate(before):.4g} samples/s, {before:.3g} s a step"
+    if history.gone:
+        text += f"; at the end {history.rate(now):.4g} samples/s, {now:.3g} s a step: {before / now:.0%}, predicted {history.predicted:.0%}"
+    return text
+
+
+def charts(history: History) -> list[Chart]:
+    marks = [(failure.step, f"{failure.seat} lost") for failure in history.failures]
+    taken = {later: history.commits[later] - history.commits[step] for step, later in pairwise(sorted(history.commits))}
+    shares = {event["step"]: 100 * event["bubble_share"] for event in history.of("committed") if "bubble_share" in event}
+    lines = {
+        "samples per second": {step: history.rate(spent) for step, spent in taken.items()},
+        "loss": history.curve,
+        "bubbles: share of the live workers' time in which they computed no micro-batch, %": shares,
+    }
+    steps = sorted(history.commits.keys() | history.curve.keys()) or [0]
+    return [Chart(title, points, steps[0], steps[-1], marks) for title, points in lines.items() if points]
+
+
+def failures(history: History) -> Table:
+    redone = {event["step"]: event.get("redone_share", 0.0) for event in history.of("committed")}
+    rows = []
+    for failure in history.failures:
+        stall = f"{failure.stall_s:.3f} s" if failure.committed_at else "the job ended"
+        noticed = f"{failure.resumed_at - failure.seen_at:.3f} s" if failure.resumed_at else ""
+        again = f"{redone[failure.step]:.1%}" if failure.step in redone else ""
+        rows.append((str(failure.seat), failure.how, str(failure.step), noticed, stall, again))
+    return Table(("seat", "how", "in step", "known to regrouped", "to the next commit", "of that step's compute, run again"), rows)
+
+
+def schedule(history: History, spans: Sequence[Span]) -> Iterator[bytes | str]:
+    """As it was traced, around each failure; without traces as it was planned, before and after."""
+    if len(history.shape.seats) > DRAWN_SEATS:
+        yield f"{len(history.shape.seats)} workers are too many to draw; recycle plan --png draws a plan all the same."
+        return
+    traced = [failure for failure in history.failures if failure.resumed_at and _around(spans, failure)][:DRAWN_FAILURES]
+    for failure in traced:
+        yield f"As it ran when {failure.seat} was lost; 0 is when that happened."
+        yield _png(panels(spans, failure))
+    if not traced:
+        yield "As planned, with the costs in the settings" + (", before the first failure and after the last one." if history.gone else ".")
+        yield _png(planned(history))
+
+
+def planned(history: History) -> list[gantt.Panel]:
+    from recycle_plugin import planner
+    from recycle_plugin.planner.assemble import timeline
+
+    views = [history.shape.full()] + [history.view] * bool(history.gone and not history.view.empty_stages())
+    made = [planner.plan(view, history.costs, history.policy) for view in views]
+    lost = ", ".join(map(str, history.view.lost))
+    return [
+        gantt.Panel(f"without {lost}" if plan.view.lost else "with everybody there", timeline(plan, history.costs))
+        for plan in made
+    ]  # fmt: skip
+
+
+def events(history: History) -> Table:
+    began = history.of("start")[0]["time"]
+    told = [event for event in history.events if event["event"] not in QUIET][:LISTED]
+    colours = {number: STYLES.get(event["event"], "").split()[-1:] for number, event in enumerate(told)}
+    styles = {number: {"red": "bad", "green": "good"}[colour[0]] for number, colour in colours.items() if colour and colour[0] in ("red", "green")}
+    return Table(("s", "event", ""), [(f"{max(0.0, event['time'] - began):.3f}", event["event"], event["text"]) for event in told], styles)
+
+
+# --- pictures of traces --------------------------------------------------------------------------------
+
+
+def panels(spans: Sequence[Span], failure: Failure) -> list[gantt.Panel]:
+    """Three consecutive windows of the run: two steps before the failure, the interrupted step, two steps after."""
+    step, struck, resumed = failure.step, _us(failure.struck_at), _us(failure.resumed_at)
+    begins, ends = _extents(spans)
+    last = min(step + 2, max(ends))
+    cuts = [begins[step - 2], begins[step], ends[step], ends[last]]
+    windows = [_window(spans, start, end) for start, end in zip(cuts, cuts[1:])]
+    pause = gantt.Pause(f"{1000 * (failure.resumed_at - failure.struck_at):.0f} ms to notice and regroup", struck, resumed)
+    dead = {failure.seat: struck}
+    return [
+        gantt.Panel(f"steps {step - 2} and {step - 1}", windows[0], origin_us=struck),
+        gantt.Panel(f"step {step}, interrupted", windows[1], dead, None, struck, run_again(windows[1]), (pause,)),
+        gantt.Panel(f"steps {step + 1} and {last}", windows[2], dead, None, struck),
+    ]
+
+
+def _around(spans: Sequence[Span], failure: Failure) -> bool:
+    """Whether there are traces of the steps that a picture of ``failure`` shows."""
+    begins, _ = _extents(spans)
+    return {failure.step - 2, failure.step - 1, failure.step, failure.step + 1} <= begins.keys()
+
+
+def _extents(spans: Sequence[Span]) -> tuple[dict[int, int], dict[int, int]]:
+    """When each step begins and ends."""
+    begins: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for span in spans:
+        number = span.instruction.step
+        begins[number] = min(begins.get(number, span.start_us), span.start_us)
+        ends[number] = max(ends.get(number, 0), span.end_us)
+    return begins, ends
+
+
+def _window(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """What was run between two times; spans over the edge are cut there."""
+    inside = (span for span in spans if span.end_us > start and span.start_us < end)
+    return [span._replace(start_us=max(start, span.start_us), end_us=min(end, span.end_us)) for span in inside]
+
+
+def _png(drawn: Sequence[gantt.Panel]) -> bytes:
+    picture = io.BytesIO()
+    gantt.draw(picture, *drawn)
+    return picture.getvalue()
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

@@ -1,0 +1,63 @@
+"""What people see of a job from outside: DeepSpeed's monitors, ``recycle status``, the report, and the exit code of a job that is too slow."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from recycle_plugin.cli import main
+from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, after_step, faults
+
+SAMPLES = 4  # of a step
+
+
+def curve(folder: Path, name: str) -> dict[int, float]:
+    """By step, from a file of DeepSpeed's CSV monitor: one heading, then each step at most once, in order."""
+    (_, heading), *rows = csv.reader((folder / f"{name}.csv").open())
+    steps = [int(samples) // SAMPLES for samples, _ in rows]
+    assert heading == name.rpartition("_")[2] or name.endswith(heading)
+    assert steps == sorted(set(steps)), f"{name}: {steps}"
+    return dict(zip(steps, (float(value) for _, value in rows)))
+
+
+def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "csv"}}
+    wrap = json.dumps({"name": "with_config"} | monitor)
+    run = launch(faults("kill 0.0 before 0F0.1@8"), "recycle.report=true", script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
+    after_step(run, 12)
+    assert main(["status", str(run.folder), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    result = run.finish()
+    assert result.code == 0 and {event["seat"] for event in result.of("lost")} == {"0.0"}, result.output[-6000:]
+
+    losses = curve(tmp_path / "csv", "Train_Samples_train_loss")
+    assert losses == pytest.approx(dict(enumerate(result.losses, 1)), abs=1e-6)
+    assert set(curve(tmp_path / "csv", "Train_Samples_lr")) == set(range(1, STEPS + 1))
+    live = curve(tmp_path / "csv", "Recycle_live_workers")
+    assert all(workers == (4 if step < 8 else 3) for step, workers in live.items()) and {1, 6, 9, STEPS} <= set(live)
+    for name in ("samples_per_second", "bubble_share", "redone_share", "membership_changes"):
+        assert set(curve(tmp_path / "csv", f"Recycle_{name}")) >= set(live) - {1}, name
+    assert curve(tmp_path / "csv", "Recycle_redone_share")[8] > 0 and curve(tmp_path / "csv", "Recycle_membership_changes")[STEPS] == 1
+
+    assert status["workers"] == {"live": 3, "of": 4} and status["step"] >= 12
+    ((gone,), predicted) = status["gone"], status["predicted_throughput"]
+    assert gone["seat"] == "0.0" and "killed by signal 9" in gone["why"] and 0.4 < predicted < 0.7
+    (told,) = result.of("report")
+    assert told["text"] == str(run.folder / "report.html") and "0.0 lost" in Path(told["text"]).read_text()
+
+
+def test_a_job_that_is_too_slow_leaves_a_checkpoint_to_go_on_from(launch, reference, tmp_path):
+    """As a scheduler would: exit code 75 means to start it again, with workers for every seat."""
+    saved = str(tmp_path / "saved")
+    slow = launch("recycle.max_slowdown=0.4", f"recycle.checkpoint_dir={saved}", faults("kill 1.1 before 1F1.0@5")).finish()
+    assert slow.code == 75 and "Traceback" not in slow.output, slow.output[-6000:]
+    (margin, *_), (escalated,), (checkpoint,) = (slow.of(kind) for kind in ("margin", "escalate", "checkpoint"))
+    assert (margin["losses"], margin["time"] < escalated["time"]) == (1, True) and "one more loss of stage" in margin["text"]
+    last = escalated["step"]
+    assert checkpoint["path"] == f"{saved}/global_step{last}" and last == slow.of("committed")[-1]["step"]
+    plan = json.dumps({"folder": saved, "load": True})
+    again = launch(script="tests/jobs/checkpoint.py", RECYCLE_TEST_CHECKPOINT=plan).finish()
+    assert again.code == 0 and again.losses == pytest.approx(reference().losses[last:], abs=LOSS_TOLERANCE), again.output[-6000:]
