@@ -36,7 +36,7 @@ class Line:
         self.generation: Generation | None = None
         self.pending: Generation | None = None
         self.committed = 0
-        self.news: deque[Committed] = deque(maxlen=UNREAD)
+        self.news: deque[tuple[Generation, Committed]] = deque(maxlen=UNREAD)
         self.end: End | None = None
         self._resume: Resume | None = None
         self._collected: dict[tuple[int, str], dict] = {}
@@ -58,7 +58,7 @@ class Line:
                     self._collected = {key: values for key, values in self._collected.items() if key[0] <= message.committed + 1}
             case Committed():
                 self.committed = max(self.committed, message.step)
-                self.news.append(message)
+                self.news.append((self.generation, message))
                 self._collected = {key: values for key, values in self._collected.items() if key[0] >= message.step}
             case Collected():
                 self._collected[message.step, message.name] = message.values
@@ -89,8 +89,8 @@ class Line:
         if change is not None:
             raise Interrupted(f"generation {change.number}: {change.cause}")
 
-    def take_news(self) -> Iterator[Committed]:
-        """Commits that have not been taken before."""
+    def take_news(self) -> Iterator[tuple[Generation, Committed]]:
+        """Commits that have not been taken before, each with the membership in which it was heard of."""
         while self.news:
             yield self.news.popleft()
 

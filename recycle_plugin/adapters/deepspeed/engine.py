@@ -32,7 +32,7 @@ from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Member, Ready
+from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Generation, Member, Ready
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.verdict import SHARE
@@ -495,7 +495,10 @@ class RecycleEngine(PipelineEngine):
 
     def _is_first(self) -> bool:
         generation = self._job.session.generation
-        return self._job.session.rank == (min(member.rank for member in generation.members) if generation is not None else 0)
+        return self._is_first_in(generation) if generation is not None else self._job.session.rank == 0
+
+    def _is_first_in(self, generation: Generation) -> bool:
+        return self._job.session.rank == min(member.rank for member in generation.members)
 
     def _report_step(self) -> None:
         """Stock's own line and monitor entries, from the lowest live rank."""
@@ -508,11 +511,12 @@ class RecycleEngine(PipelineEngine):
         self._report_commits()
 
     def _report_commits(self) -> None:
-        """What is news of committed steps goes to the monitors."""
-        session, batch = self._job.session, self.train_batch_size()
-        for commit in session.take_news():
-            samples = self.global_samples - (self.global_steps - commit.step) * batch
-            self.monitor.write_events(figures(commit.figures, session.number, batch, samples))
+        """What is news of committed steps goes to the monitors; once, whoever was first when it came."""
+        batch = self.train_batch_size()
+        for generation, commit in self._job.session.take_news():
+            if self._is_first_in(generation):
+                samples = self.global_samples - (self.global_steps - commit.step) * batch
+                self.monitor.write_events(figures(commit.figures, generation.number, batch, samples))
 
 
 def _key(instruction: Instruction) -> tuple[int, MicroBatch]:
