@@ -97,6 +97,18 @@ class Costs(BaseModel):
     )
 
 
+class Checkpoint(BaseModel):
+    """Checkpoints that the plugin makes by itself, in the background."""
+
+    model_config = _STRICT
+
+    overhead: float = _setting(
+        0.035, "a number above 0, below 1",
+        "what they may cost, as a share of the steps between them: how often one is made follows from what the last ones have cost", gt=0, lt=1, allow_inf_nan=False,
+    )
+    keep: int = _setting(2, "a whole number of at least 1", "how many of a run's stay", ge=1)
+
+
 class Settings(BaseModel):
     """All settings of the section, with their defaults."""
 
@@ -160,7 +172,8 @@ class Settings(BaseModel):
     checkpoint_dir: str | None = _setting(
         None,
         "a folder's path, or null",
-        "where the checkpoint of `max_slowdown` goes; null for where the script's last one went, or else `checkpoint` in the run folder",
+        "where the checkpoints of `max_slowdown` and `checkpoint` go, a folder that all hosts share; null for `checkpoint` in the run folder, or for "
+        "`max_slowdown` where the script's last one went",
         min_length=1,
     )
     check_replicas: int = _setting(
@@ -210,6 +223,11 @@ class Settings(BaseModel):
         None,
         'an object such as {"forward_ms": 20, "input_ms": 20, "weight_ms": 20}, or null',
         "what instructions cost, for the planner; null for forward = input = weight = 1 ms",
+    )
+    checkpoint: Checkpoint | None = _setting(
+        None,
+        'an object such as {"overhead": 0.035}, or null',
+        "checkpoints that are made by themselves: copied to host memory between two steps, and written in the background; null for none",
     )
 
     @classmethod
@@ -356,12 +374,16 @@ class Settings(BaseModel):
             raise SettingsError("costs.profile", str(error), "name the profile of this job's model") from None
 
 
+SECTIONS = {"costs": Costs, "checkpoint": Checkpoint}
+"""Settings that are objects of their own."""
+
+
 def reference() -> str:
     """All settings as a Markdown table: key, default, meaning."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    for prefix, model in (("", Settings), ("costs.", Costs)):
+    for section, model in (("", Settings), *SECTIONS.items()):
         for name, field in model.model_fields.items():
-            rows.append(f"| `{prefix}{name}` | `{shown(field.default)}` | {field.description} |")
+            rows.append(f"| `{section}{'.' * bool(section)}{name}` | `{shown(field.default)}` | {field.description} |")
     return "\n".join(rows)
 
 
@@ -383,16 +405,17 @@ def _one_line(error: ValidationError) -> SettingsError:
 def _key(location: tuple[int | str, ...]) -> str:
     """``("costs", "forward_ms", "tuple[...]", 1)`` → ``costs.forward_ms``; ``("faults", 1)`` → ``faults[1]``."""
     head, *rest = location
-    if head == "costs" and rest:
-        return f"costs.{rest[0]}"
+    if head in SECTIONS and rest:
+        return f"{head}.{rest[0]}"
     return f"{head}[{rest[0]}]" if rest and isinstance(rest[0], int) else str(head)
 
 
 def _explained(problem: dict[str, Any]) -> tuple[str, str]:
     """(what is wrong, what to write instead) for one of pydantic's problems."""
     kind, location, value = problem["type"], problem["loc"], problem["input"]
-    fields = Costs.model_fields if location[0] == "costs" and len(location) > 1 else Settings.model_fields
-    name = str(location[1] if fields is Costs.model_fields else location[0])
+    inside = location[0] in SECTIONS and len(location) > 1
+    fields = (SECTIONS[location[0]] if inside else Settings).model_fields
+    name = str(location[inside])
     if kind in ("extra_forbidden", "invalid_key"):
         near = difflib.get_close_matches(name, fields, 1)
         return "no such key", f"did you mean {near[0]}?" if near else f"the keys are {', '.join(fields)}"

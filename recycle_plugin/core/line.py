@@ -27,8 +27,8 @@ class Line:
     """Of the worker of ``rank``.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
-    adopted, ``committed`` the last step said to be committed, ``news`` how that was said, for whoever takes it from there,
-    ``end`` the job's.
+    adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force, ``news`` how commits
+    were said, for whoever takes it from there, ``end`` the job's.
     """
 
     def __init__(self, rank: int) -> None:
@@ -36,6 +36,7 @@ class Line:
         self.generation: Generation | None = None
         self.pending: Generation | None = None
         self.committed = 0
+        self.since = 0
         self.news: deque[tuple[Generation, Committed]] = deque(maxlen=UNREAD)
         self.end: End | None = None
         self._resume: Resume | None = None
@@ -116,5 +117,6 @@ class Line:
     def adopt(self, generation: Generation) -> None:
         """From now on ``generation`` is the membership in force."""
         self.generation = generation
+        self.since = self._resume.committed if self._resume is not None else 0
         if self.pending is generation:
             self.pending = None

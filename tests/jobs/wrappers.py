@@ -136,13 +136,13 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
 
 def hold_files(folder: str) -> None:
     """Whoever has a checkpoint's file to write waits for the file ``folder``/go."""
-    save = checkpoint._Durable.save
+    save = checkpoint.Durable.save
 
     def changed(self, state_dict, path: str) -> None:
         _wait((Path(folder) / "go").exists, f"{folder}/go")
         save(self, state_dict, path)
 
-    checkpoint._Durable.save = changed
+    checkpoint.Durable.save = changed
 
 
 def _wait(ready, what: str) -> None:

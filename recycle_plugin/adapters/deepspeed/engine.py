@@ -10,6 +10,7 @@ import math
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
@@ -18,7 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin import planner
 from recycle_plugin.adapters.deepspeed import schedule as commands
-from recycle_plugin.adapters.deepspeed.checkpoint import Saving, check_stages, stand_in
+from recycle_plugin.adapters.deepspeed.checkpoint import Copied, Durable, check_stages, stand_in
 from recycle_plugin.adapters.deepspeed.clipping import Clipping, Skipped
 from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
@@ -33,15 +34,18 @@ from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Generation, Member, Ready
+from recycle_plugin.core.rhythm import Rhythm
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.verdict import SHARE
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
+from recycle_plugin.runtime.background import Background
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.fingerprint import fingerprint
 from recycle_plugin.runtime.kept import Kept
 from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.randomness import key, keyed
+from recycle_plugin.runtime.saving import Saving
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage import Stage, StageModel
@@ -91,6 +95,7 @@ class RecycleEngine(PipelineEngine):
         self._clipping = Clipping(self._parameters, self.stage_id, self.topology_.replicas, settings.norm, self.gradient_clipping())
         self._applying = 0  # the step that the optimizer is at
         self._loop: Loop | None = None
+        self._background: Background | None = None
         self._trace: TraceFile | None = None
         self._program: Program | None = None
         self._last_forward: Instruction | None = None
@@ -120,6 +125,8 @@ class RecycleEngine(PipelineEngine):
         self._start()
         self.module.train()
         try:
+            if self._background is not None:
+                self._background.before(self._loop.machine.stepped + 1)
             losses = self._loop.train(self._loop.machine.stepped + 1)
         except JobEnded as end:
             if end.code == TOO_SLOW:
@@ -144,12 +151,13 @@ class RecycleEngine(PipelineEngine):
     ) -> bool:
         """DeepSpeed's own checkpoint of the last committed step, complete also while workers are missing, and in place at once."""
         self._start()
+        self._conclude_background()
         self.settle()
         self._saved_to = save_dir
         stock = super().save_checkpoint
 
         def write(unfinished: str) -> None:
-            with stand_in(self, self.seat, self._job.session.generation, self._world.reach_point):
+            with stand_in(self, self.seat, self._job.session.generation, self._durable()):
                 stock(save_dir, unfinished, client_state, False, exclude_frozen_parameters)
 
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
@@ -166,6 +174,7 @@ class RecycleEngine(PipelineEngine):
         if not load_module_only:
             check_stages(Path(load_dir), tag, self.num_stages)
         if self._loop is not None:
+            self._conclude_background()
             self._meet(f"load_checkpoint({load_dir!r}, {tag!r})")
             self._forget_committed()
             self._world.reach_point("load.start")
@@ -175,7 +184,23 @@ class RecycleEngine(PipelineEngine):
             self._world.reach_point("load.end")
             self._transport.rewind(self.global_steps)
             self._loop.loaded(self.global_steps)
+            if self._background is not None:
+                self._background.loaded(self.global_steps)
         return found
+
+    def _durable(self) -> Durable:
+        return Durable(self.checkpoint_engine, self._world.reach_point)
+
+    def _copy_state(self, folder: Path, unfinished: str) -> Callable[[], None]:
+        """What writes this worker's share of a checkpoint of the state as it is now."""
+        files = Copied(self._durable())
+        with stand_in(self, self.seat, self._job.session.generation, files):
+            super().save_checkpoint(str(folder), unfinished, save_latest=False)
+        return files.write
+
+    def _conclude_background(self) -> None:
+        if self._background is not None:
+            self._background.conclude()
 
     def _meet(self, place: str) -> None:
         """Return when all live workers have come to ``place`` with all their steps committed."""
@@ -229,7 +254,17 @@ class RecycleEngine(PipelineEngine):
         loop.start()
         self._loop = loop
         self._saving = Saving(session, loop, self._between_steps, self._world.reach_point)
+        self._background = self._make_background(Path(run_dir))
         session.between_steps = self._between_steps
+
+    def _make_background(self, run_dir: Path) -> Background | None:
+        settings, wanted = self._job.settings, self._job.settings.checkpoint
+        if wanted is None:
+            return None
+        folder = Path(settings.checkpoint_dir or run_dir / "checkpoint")
+        rhythm = Rhythm(wanted.overhead, self._loop.machine.stepped)
+        copy = partial(self._copy_state, folder)
+        return Background(self._job.session, self._loop, self._saving, rhythm, folder, wanted.keep, copy, self._between_steps)
 
     def _job_record(self, run_dir: str, costs: CostModel, policy: Policy) -> dict:
         settings, shape = self._job.settings, self.topology_

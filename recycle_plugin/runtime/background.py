@@ -1,0 +1,167 @@
+"""Checkpoints that are made by themselves, written while training goes on.
+
+Between two steps everybody copies what it has to write (which needs a second copy of the state in host memory, on the lowest live
+replica of each stage), and a thread writes it.  How often follows from the measured cost (core/rhythm.py).  A loss before all have
+written drops the checkpoint, and the next one comes at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.protocol import Arrived, Met
+from recycle_plugin.core.rhythm import Cost, Meter, Rhythm
+from recycle_plugin.core.watch import ELSEWHERE
+from recycle_plugin.runtime import folders
+from recycle_plugin.runtime.loop import Loop
+from recycle_plugin.runtime.saving import Saving, unwatched
+from recycle_plugin.runtime.session import Session
+
+Write = Callable[[], None]
+
+
+@dataclass
+class _Begun:
+    """The state before ``step``, which ``members`` (ranks) write.  ``arrived``: the generation in which this worker has said that it has."""
+
+    step: int
+    tag: str
+    unfinished: str
+    members: frozenset[int]
+    thread: threading.Thread | None = None
+    cost: Cost | None = None
+    error: str = ""
+    arrived: int = -1
+
+    @property
+    def place(self) -> str:
+        return f"the end of checkpoint {self.tag}"
+
+
+class Background:
+    """``keep`` checkpoints stay in ``folder``.  ``copy(tag)``: copies this worker's share of the state and returns what writes it under that
+    tag; ``recover()``: after a membership change between steps."""
+
+    def __init__(
+        self, session: Session, loop: Loop, saving: Saving, rhythm: Rhythm, folder: Path, keep: int,
+        copy: Callable[[str], Write], recover: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._session, self._loop, self._saving, self._rhythm = session, loop, saving, rhythm
+        self._folder, self._keep = folder, keep
+        self._copy, self._recover = copy, recover
+        self._meter = Meter()
+        self._begun: _Begun | None = None
+        self._writing: threading.Thread | None = None
+        self._made: list[str] = []
+        self._members = self._live()
+
+    def before(self, step: int) -> None:
+        """The worker is about to start ``step``."""
+        self._meter.tick(time.monotonic())
+        if self._begun is not None:
+            self._follow(self._begun)
+        if self._members != self._live():
+            self._members = self._live()
+            self._meter.forget()
+        if self._begun is None and step >= self._rhythm.due:
+            self._begin(step)
+
+    def conclude(self) -> None:
+        """Return when none is being written any more."""
+        begun = self._begun
+        if begun is None:
+            return
+        with self._session.heart.at(ELSEWHERE, "a checkpoint"):
+            begun.thread.join()
+        self._meter.tick(time.monotonic())
+        self._arrive(begun)
+        while not (met := self._session.wait(begun.place, lambda: self._session.met(begun.place, begun.arrived), interruptible=False)):
+            self._recover()
+            if not begun.members <= self._live():
+                self._drop()
+                return
+            self._arrive(begun)
+        self._end(begun, met)
+
+    def loaded(self, step: int) -> None:
+        """Everybody goes on from the checkpoint of ``step``."""
+        self._rhythm.loaded(step)
+
+    def _begin(self, step: int) -> None:
+        session, tag = self._session, f"automatic_step{step - 1}"
+        self._loop.settle()
+        try:
+            with session.heart.at(ELSEWHERE, "a checkpoint"), unwatched(session):
+                if self._writing is not None:  # of one that was dropped
+                    self._writing.join()
+                session.assure("a checkpoint")
+                begun = _Begun(step, tag, self._saving.unfinished(tag), self._live())
+                write = self._copy(begun.unfinished)
+            self._loop.meet(f"checkpoint {tag}", {})  # all have a copy of the same step, or nobody writes
+        except Interrupted:
+            self._recover()
+            self._drop()
+            return
+        self._meter.begin()
+        self._begun, self._members = begun, begun.members
+        begun.thread = self._writing = threading.Thread(target=self._write, args=(begun, write), name="recycle: checkpoint", daemon=True)
+        begun.thread.start()
+
+    def _write(self, begun: _Begun, write: Write) -> None:
+        try:
+            write()
+        except (OSError, RuntimeError) as error:  # the latter is torch's word for a full disk
+            begun.error = str(error)
+
+    def _follow(self, begun: _Begun) -> None:
+        """Everybody hears of the end of the writing or of a loss, whichever comes first."""
+        met = self._session.met(begun.place, begun.arrived)
+        if met:
+            self._end(begun, met)
+        elif not begun.members <= self._live():
+            self._drop()
+        elif not begun.thread.is_alive():
+            self._arrive(begun)
+
+    def _arrive(self, begun: _Begun) -> None:
+        """Once in each generation: the coordinator forgets who is where when the membership changes."""
+        session = self._session
+        if begun.arrived != session.number:
+            begun.arrived, begun.cost = session.number, begun.cost or self._meter.end()
+            session.send(Arrived(session.rank, session.number, begun.place, {str(session.rank): [*begun.cost, begun.error]}))
+
+    def _end(self, begun: _Begun, met: Met) -> None:
+        self._begun = None
+        costs = [Cost(seconds, step_s) for seconds, step_s, _ in met.values.values()]
+        self._rhythm.made(begun.step, costs, met.from_step)
+        error = next((error for *_, error in met.values.values() if error), "")
+        first = self._saving.is_first and begun.members <= self._live()  # or else the first one may have done it before it was lost
+        if error:
+            if first:
+                self._session.note("warning", f"checkpoint {begun.tag} could not be written: {error}")
+            return
+        self._made.append(begun.tag)
+        if first:
+            self._publish(begun, max(costs))
+        del self._made[: -self._keep]
+
+    def _publish(self, begun: _Begun, cost: Cost) -> None:
+        said = (f"checkpoint of step {begun.step - 1}, which has cost {cost.seconds:.3f} s with steps of {cost.step_s:.3f} s, "
+                f"the next one before step {self._rhythm.due},")
+        details = {"cost_s": round(cost.seconds, 4), "step_s": round(cost.step_s, 4), "every": self._rhythm.every}
+        self._saving.publish(self._folder, begun.tag, begun.unfinished, True, said, **details)
+        for tag in self._made[: -self._keep]:
+            threading.Thread(target=folders.remove, args=(self._folder / tag,), name="recycle: old checkpoint", daemon=True).start()
+
+    def _live(self) -> frozenset[int]:
+        return frozenset(member.rank for member in self._session.generation.members)
+
+    def _drop(self) -> None:
+        self._begun = None
+        self._meter.forget()
+        self._rhythm.dropped(self._session.since)

@@ -1,0 +1,76 @@
+"""How often checkpoints are made by themselves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recycle_plugin.core.rhythm import COSTS, FIRST, RESUMED, Cost, Meter, Rhythm
+
+seconds = st.floats(0, 100)
+step_times = st.floats(0.001, 10)
+
+
+def test_the_first_one_comes_when_it_is_known_how_long_steps_take():
+    assert Rhythm(0.035, stepped=7).due == 7 + FIRST + 1
+
+
+@given(seconds, step_times, st.floats(0.001, 0.999))
+def test_the_share_is_kept_and_no_step_more_than_that_takes(cost, step_s, overhead):
+    rhythm = Rhythm(overhead, 0)
+    rhythm.made(11, [Cost(cost, step_s)], 0)
+    assert rhythm.due == 11 + rhythm.every
+    assert cost <= overhead * step_s * rhythm.every * (1 + 1e-9)
+    assert rhythm.every == 1 or cost > overhead * step_s * (rhythm.every - 1) * (1 - 1e-9)
+
+
+def test_the_slowest_worker_counts_and_one_bad_moment_does_not():
+    rhythm = Rhythm(0.1, 0)
+    for _ in range(COSTS - 1):
+        rhythm.made(1, [Cost(0.1, 0.1), Cost(0.5, 0.1), Cost(0.0, 0.1)], 0)
+        assert rhythm.every == 50
+    rhythm.made(1, [Cost(90.0, 0.1)], 0)
+    assert rhythm.every == 50
+
+
+def test_never_before_a_step_that_somebody_may_have_started():
+    rhythm = Rhythm(0.5, 0)
+    rhythm.made(11, [Cost(0.1, 0.1)], 40)
+    assert (rhythm.every, rhythm.due) == (2, 40)
+
+
+def test_one_that_was_dropped_is_made_up_for_at_once_and_a_loaded_one_begins_the_interval_anew():
+    rhythm = Rhythm(0.1, 0)
+    rhythm.made(11, [Cost(0.5, 0.1)], 0)
+    rhythm.dropped(30)
+    assert rhythm.due == 30 + RESUMED
+    rhythm.loaded(4)
+    assert rhythm.due == 4 + 50 + 1
+
+
+def test_what_steps_take_longer_than_usual_is_the_cost():
+    meter, now = Meter(), 0.0
+    for took in [9.0, 1.0, 1.0, 1.0, 1.0]:  # the first step compiles
+        meter.tick(now)
+        now += took
+    meter.tick(now)
+    meter.begin()
+    for took in (1.5, 1.25, 1.0):
+        now += took
+        meter.tick(now)
+    assert meter.end() == pytest.approx((0.75, 1.0))
+    meter.tick(now + 1.0)
+    meter.begin()
+    meter.tick(now + 1.5)
+    assert meter.end() == pytest.approx((0.0, 1.0))  # faster than usual costs nothing
+
+
+def test_without_a_usual_step_those_that_it_has_slowed_down_are_taken_for_usual():
+    meter = Meter()
+    meter.tick(1.0)
+    meter.tick(1.5)
+    meter.forget()
+    meter.begin()
+    meter.tick(3.5)
+    assert meter.end() == Cost(0.0, 2.0)
