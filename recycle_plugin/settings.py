@@ -140,6 +140,9 @@ class Settings(BaseModel):
         '"end" or "skip"',
         "what a gradient norm that is not finite does, where it is computed (with gradient_clipping, or clip: validate): end the job, or skip the step",
     )
+    loss_scaling: bool = _setting(
+        False, _BOOL, "scale losses as the fp16 section says, dynamically by default, and skip steps that overflow (in fp32 too; fp16 itself is refused yet)"
+    )
     undo: Literal["snapshot", "inverse"] = _setting(
         "snapshot",
         '"snapshot" or "inverse"',
@@ -276,6 +279,10 @@ class Settings(BaseModel):
                 '"validate" contradicts recycle.norm = "deepspeed", which is no norm over all stages',
                 'write "sync", or set recycle.norm to true',
             )
+        if self.loss_scaling and self.nonfinite == "end":
+            raise SettingsError(
+                "loss_scaling", 'contradicts recycle.nonfinite = "end", since overflows are how the scale is found', 'write false, or set recycle.nonfinite to "skip"'
+            )
         if self.check_replicas and self.undo == "inverse":
             raise SettingsError(
                 "check_replicas",
@@ -308,6 +315,10 @@ class Settings(BaseModel):
             raise SettingsError("costs.profile", f"{self.costs.profile}: {error.strerror}", _OF_A_PROFILE) from None
         except ValueError as error:
             raise SettingsError("costs.profile", " ".join(str(error).split()), _OF_A_PROFILE) from None
+
+    def waits_for_norm(self, clipping: float) -> bool:
+        """Whether no step is applied before the norm over all stages is known; ``clipping``: DeepSpeed's gradient_clipping."""
+        return self.clip == "sync" and (clipping > 0 or self.loss_scaling)
 
     def policy(self, validate: bool, stages: int) -> Policy:
         """What the planner may use.  ``validate``: gradient clipping is on, so that a step waits for its norm.

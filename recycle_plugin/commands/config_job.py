@@ -90,7 +90,7 @@ def job_of(found: argparse.Namespace) -> Job:
     count, samples, mismatch = batch(config, found.micro_batches, found.dp, found.config)
     shape = Topology(found.dp, found.pp, count)
     clip = clipping(config, found.config)
-    policy = settings.policy(clip > 0 and settings.clip == "sync", found.pp)
+    policy = settings.policy(settings.waits_for_norm(clip), found.pp)
     costs, origin, taken = costs_of(found, settings, shape, samples)
     if not any((*costs.forward, *costs.input, *costs.weight)):
         raise ValueError(f"{found.config}: {SECTION}.costs are 0 for every micro-batch; write at least one that is more")

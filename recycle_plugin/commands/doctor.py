@@ -237,7 +237,7 @@ def costly(job: Job) -> Section:
         said = "" if CLIPPING in job.config else " (DeepSpeed's default)"
         waits = f"{job.clipping:g}{said}: steps wait for the norm over all stages"
         redone = f"{job.clipping:g}{said}: no step waits for the norm; one that is over it is taken back and clipped"
-        rows.append(_switch(job, CLIPPING, waits, f'0, or {SECTION}.clip "validate"', validate=False) if settings.clip == "sync" else
+        rows.append(_switch(job, CLIPPING, waits, f'0, or {SECTION}.clip "validate"', validate=False) if settings.waits_for_norm(job.clipping) else
                     {"setting": CLIPPING, "text": redone})  # fmt: skip
     for name, why in ("split_backward", "weight gradients fill no bubbles"), ("stagger_optimizer", "all stages step together"):
         if not getattr(settings, name):

@@ -72,6 +72,7 @@ class Stage:
         self._shelves: dict[Key, Shelf] = {}
         self._counted: set[Key] = set()  # in parameter.grad
         self.losses: dict[Key, torch.Tensor] = {}
+        self.loss_scale = 1.0  # what losses are multiplied by before the backward
         self.peak = 0  # most micro-batches that had an activation, a gradient or weight work here at once
 
     # --- inputs ------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Stage:
             if model.last:
                 loss = model.loss(outputs, shelf.labels) if model.loss is not None else outputs
                 self.losses[key] = loss.detach()
-                shelf.loss = loss / model.scale
+                shelf.loss = loss / model.scale * self.loss_scale
             else:
                 shelf.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         shelf.data = shelf.labels = None

@@ -99,3 +99,45 @@ def test_a_failure_between_a_step_that_is_not_finite_and_its_commit(launch):
 def test_the_job_ends_where_they_are_not_to_be_skipped(launch, clip):
     result = launch(CLIPPED, f"recycle.clip={clip}", script=WRAPPED, RECYCLE_TEST_WRAP=OVERFLOW).finish()
     assert_one_line(result, "the gradient norm of step 4 is inf. No checkpoint was saved")
+
+
+# --- the loss scale -----------------------------------------------------------------------------------
+
+SCALING = {"initial_scale_power": 8, "loss_scale_window": 4, "hysteresis": 1}
+SCALED = (*VALIDATE, "recycle.nonfinite=skip", "recycle.loss_scaling=true")
+
+
+def scaled(launch, *more: str, also: tuple[dict, ...] = (), **options):
+    wraps = json.dumps([{"name": "fp16_section", "section": SCALING}, *also])
+    return launch(*SCALED, *more, script=WRAPPED, RECYCLE_TEST_WRAP=wraps, **options).finish()
+
+
+def scales(skipped: set[int]) -> list[tuple[int, float]]:
+    """After which steps the scale changes, and to what: four good steps in a row double it, an overflow halves it."""
+    scale, good, found = 2.0**8, 0, []
+    for step in range(1, STEPS + 1):
+        before = scale
+        if step in skipped:
+            scale, good = scale / 2, -1
+        elif good and good % 4 == 0:
+            scale *= 2
+        good += 1
+        if scale != before:
+            found.append((step, scale))
+    return found
+
+
+def test_a_scaled_loss_changes_nothing_but_what_overflows(launch, reference):
+    """Scales are powers of two, so every number is the same."""
+    result = scaled(launch)
+    assert_same_training(result, reference(CLIPPED))
+    assert result.losses == reference(CLIPPED).losses and difference(result, reference(CLIPPED)).parameters == 0
+    assert {(event["step"], event["scale"]) for event in result.of("loss_scale")} == set(scales(set()))
+
+
+@pytest.mark.parametrize("kill", (None, "kill 0.1 after 1STEP@4", pytest.param("kill 1.0 before 0STEP@9", marks=MORE)))
+def test_an_overflow_takes_the_scale_down_on_all_stages_and_what_had_the_old_one_is_void(launch, kill):
+    result = scaled(launch, *([faults(kill)] if kill else []), also=(json.loads(OVERFLOW),))
+    assert_same_training(result, overflowing(launch, CLIPPED), {kill.split()[1]} if kill else set())
+    final = dict(sorted((event["step"], event["scale"]) for event in result.of("loss_scale")))  # the last word counts
+    assert set(scales({4, 9})) <= set(final.items()) and {4, 9} <= set(rejected(result))

@@ -85,6 +85,12 @@ def keep_rejected(**gated: object) -> None:
     RecycleEngine.void = lambda self, after, era: None
 
 
+def fp16_section(section: dict) -> None:
+    """The DeepSpeed config has this section besides."""
+    config = Job.deepspeed_config
+    Job.deepspeed_config = lambda self: {**config(self), "fp16": section}
+
+
 def masks_by_worker() -> None:
     """Random numbers are keyed by who runs a micro-batch: a peer that takes it over draws another mask."""
     rank = int(os.environ["RANK"])

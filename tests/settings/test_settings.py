@@ -64,6 +64,16 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ({"keep_bytes": 0}, f"recycle.keep_bytes: 0 is not possible; {SIZE}"),
         ({"keep_bytes": 1.5}, f"recycle.keep_bytes: 1.5 is a number; {SIZE}"),
         ({"keep_bytes": "all"}, f'recycle.keep_bytes: "all" is not possible; {SIZE}'),
+        ({"clip": "later"}, 'recycle.clip: "later" is not possible; write "sync" or "validate"'),
+        (
+            {"clip": "validate", "norm": "deepspeed"},
+            'recycle.clip: "validate" contradicts recycle.norm = "deepspeed", which is no norm over all stages; write "sync", or set recycle.norm to true',
+        ),
+        (
+            {"loss_scaling": True},
+            'recycle.loss_scaling: contradicts recycle.nonfinite = "end", since overflows are how the scale is found; write false, or set '
+            'recycle.nonfinite to "skip"',
+        ),
         ({"norm": False}, 'recycle.norm: false is not possible; write true or "deepspeed"'),
         ({"rng": "x"}, 'recycle.rng: "x" is not possible; write "keyed" or "stream"'),
         (

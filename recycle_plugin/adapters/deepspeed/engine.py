@@ -24,6 +24,7 @@ from recycle_plugin.adapters.deepspeed.clipping import Clipping, Skipped
 from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive, figures
+from recycle_plugin.adapters.deepspeed.scaling import LossScale
 from recycle_plugin.core.contributions import LOSS, NORM
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum
@@ -93,6 +94,8 @@ class RecycleEngine(PipelineEngine):
         self._kept = Kept(settings.keep_bytes)
         self._gradients = Gradients(self, self._parameters)
         self._clipping = Clipping(self._parameters, self.stage_id, self.topology_.replicas, settings.norm, self.gradient_clipping())
+        self._loss_scale = LossScale(self._config.float16_config if settings.loss_scaling else None)
+        self._stage.loss_scale = self._loss_scale.value
         self._applying = 0  # the step that the optimizer is at
         self._loop: Loop | None = None
         self._background: Background | None = None
@@ -239,7 +242,7 @@ class RecycleEngine(PipelineEngine):
         planner.warm()  # so that no failure has to wait for a compiler
         session, settings = self._job.session, self._job.settings
         machine = StepMachine(self.global_steps)
-        waits = self.gradient_clipping() > 0 and settings.clip == "sync"
+        waits = settings.waits_for_norm(self.gradient_clipping())
         self._run_dir = run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._world = TorchWorld(session, machine, self._perform, {Op.RECV_ACT: self._await, Op.RECV_GRAD: self._await},
                                  settings.fault_script(self.seat), self._record)
@@ -275,7 +278,8 @@ class RecycleEngine(PipelineEngine):
             "batch": self.train_batch_size(), "costs": asdict(costs), "policy": asdict(policy), "max_slowdown": settings.max_slowdown,
             "report": settings.report, "rebalance": settings.rebalance, "stagger_optimizer": settings.stagger_optimizer,
             "clipping": self.gradient_clipping(), "clip": settings.clip, "nonfinite": settings.nonfinite, "norm": str(settings.norm),
-            "undo": settings.undo, "keep_bytes": settings.keep_bytes, "rng": settings.rng, "seed": settings.seed,
+            "loss_scaling": settings.loss_scaling, "undo": settings.undo, "keep_bytes": settings.keep_bytes, "rng": settings.rng,
+            "seed": settings.seed,
         }  # fmt: skip
 
     def _undo_record(self) -> Undo:
@@ -443,11 +447,12 @@ class RecycleEngine(PipelineEngine):
     def _say_share(self, step: int, name: str) -> float:
         with self._gradients.of(step):
             share = self._clipping.share()
+        share /= self._loss_scale.value**2
         self._contribute(step, name, {str(self.stage_id): share}, self.num_stages)
         return share
 
     def clip_fp32_gradients(self) -> None:
-        """Called by stock code inside the optimizer step."""
+        """Called by stock code inside the optimizer step, where clipping is on."""
         self._clipping.clip(self._applying)
 
     def _exec_step(self, instruction: Instruction) -> None:
@@ -455,8 +460,10 @@ class RecycleEngine(PipelineEngine):
         self._stage.drop_stashes(step - 1)  # left by what a later failure has made needless
         if self._job.settings.clip == "validate" and step not in self._clipping.judged():
             self._validate_later(step)
-        once = self._skip if self._clipping.skips(step) else super()._exec_optimizer_step
-        self._gradients.apply(step, self.basic_optimizer, once, self._clipping.clips(step))
+        skips, scaled = self._clipping.skips(step), self._loss_scale.value != 1.0
+        once = self._skip if skips else self._unscale_and_step if scaled else super()._exec_optimizer_step
+        self._gradients.apply(step, self.basic_optimizer, once, scaled or self._clipping.clips(step))
+        self._rescale(step, skips)
         self._say_fingerprint(step)
         self._job.session.send(self._stopwatch.pace(self.global_rank, step))
         self._loop.applied(step)
@@ -466,6 +473,18 @@ class RecycleEngine(PipelineEngine):
         share = self._say_share(step, SHARE)
         if not math.isfinite(share):
             self._clipping.judge(step, share)
+
+    def _unscale_and_step(self) -> None:
+        self._loss_scale.unscale(self._parameters)
+        super()._exec_optimizer_step()
+
+    def _rescale(self, step: int, skipped: bool) -> None:
+        before = self._loss_scale.value
+        self._loss_scale.stepped(skipped)
+        self._stage.loss_scale = self._loss_scale.value
+        if self._stage.loss_scale != before and self._is_first():
+            text = f"the loss scale goes from {before:g} to {self._stage.loss_scale:g} after step {step}"
+            self._job.session.note("loss_scale", text, step=step, scale=self._stage.loss_scale)
 
     def _skip(self) -> None:
         """Count the step, and change no weight: to take that back there is nothing but counts."""
@@ -513,11 +532,13 @@ class RecycleEngine(PipelineEngine):
 
     def _counters(self) -> dict:
         scheduler = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
-        return {"scheduler": scheduler, **{name: getattr(self, name) for name in COUNTERS}}
+        return {"scheduler": scheduler, "loss_scale": self._loss_scale.state(), **{name: getattr(self, name) for name in COUNTERS}}
 
     def _set_counters(self, counters: dict) -> None:
         if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(counters["scheduler"])
+        self._loss_scale.set_state(counters["loss_scale"])
+        self._stage.loss_scale = self._loss_scale.value
         for name in COUNTERS:
             setattr(self, name, counters[name])
 

@@ -1,0 +1,51 @@
+"""fp16's loss scale, by DeepSpeed's own rules, as something that a step changes and an undo puts back.
+
+The last stage multiplies its losses, every stage divides its gradients before they are applied, and where a norm is not finite the
+step is skipped and the scale goes down.  All stages come to the same scale, since each has applied or skipped the same steps;
+a step that is taken back takes its change of the scale with it, and what was computed with that scale is void (core/verdict.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+
+from recycle_plugin.runtime.errors import RecycleError
+
+
+class LossScale:
+    """``fp16``: DeepSpeed's section of that name, whether it is enabled or not; None: the loss is not scaled."""
+
+    def __init__(self, fp16: Any) -> None:
+        self._scaler = fp16 and CreateLossScaler(torch.half, fp16.loss_scale, fp16.loss_scale == 0, {
+            "init_scale": 2.0**fp16.initial_scale_power, "scale_window": fp16.loss_scale_window, "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis, "min_scale": fp16.min_loss_scale,
+        })  # fmt: skip
+
+    @property
+    def value(self) -> float:
+        return self._scaler.loss_scale if self._scaler else 1.0
+
+    def unscale(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Put gradients of their own in place; what they were stays for peers that lack it."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / self.value
+
+    def stepped(self, skipped: bool) -> None:
+        """A step was applied, or skipped.  RecycleError where the scale can't go down any more."""
+        if self._scaler:
+            try:
+                self._scaler.update_scale(skipped)
+            except Exception as error:  # DeepSpeed raises just that
+                raise RecycleError(f"fp16.min_loss_scale: the loss scale is {self.value:g} and gradients still overflow ({error}); look for "
+                                   "what makes them infinite, or write a smaller minimum") from None
+
+    def state(self) -> dict[str, Any]:
+        return dict(vars(self._scaler)) if self._scaler else {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if self._scaler:
+            vars(self._scaler).update(state)
