@@ -118,7 +118,7 @@ def committed_by_one(monkeypatch) -> None:
     monkeypatch.setattr(Membership, "_step", step)
 
 
-@mistake("a report for an older membership counts", seen=289)
+@mistake("a report for an older membership counts", seen=1277)
 def stale_report(monkeypatch) -> None:
     report = Membership._report
 
