@@ -151,8 +151,8 @@ class Settings(BaseModel):
     keep_bytes: _Bytes = _setting(
         None,
         'a whole number of at least 1, a size such as "2GiB", or null',
-        "what one worker may keep, until a step is committed, of what it has sent to peers: a number of bytes or a size; null for all of "
-        "it; what is not there any more after a failure is run again",
+        "what one worker may keep in host memory, until a step is committed, of what it has sent to peers: a number of bytes or a size; null for "
+        "all of it; what is not there any more after a failure is run again; the event `peak` says how much it was",
     )
     rng: Literal["keyed", "stream"] = _setting(
         "keyed",

@@ -155,7 +155,7 @@ def test_what_was_not_kept_is_run_again(launch, reference):
     assert_same_training(result, reference(), {"0.1"})
     assert struck(result) == {kill}
     senders = {event["seat"]: event for event in result.of("peak")}
-    assert all(event["dropped"] and event["kept_bytes"] for event in senders.values()), senders
+    assert all(event["dropped"] and event["kept_bytes"] and f"let {event['dropped']} of them go" in event["text"] for event in senders.values()), senders
     kept = launch(faults(kill)).finish()
     assert not any(event["dropped"] for event in kept.of("peak"))
     assert left_to_compute(result) > left_to_compute(kept), "otherwise nothing had to be made again"

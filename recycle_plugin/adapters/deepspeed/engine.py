@@ -225,8 +225,10 @@ class RecycleEngine(PipelineEngine):
         self.settle()
         self._report_commits()
         kept = self._kept
+        let_go = f"; recycle.keep_bytes let {kept.dropped} of them go before their step was committed" if kept.dropped else ""
         self._job.session.note(
-            "peak", f"seat {self.seat} held at most {self._stage.peak} micro-batches, and {kept.peak_bytes} bytes of boundary tensors for its peers",
+            "peak", f"seat {self.seat} held at most {self._stage.peak} micro-batches, and {kept.peak_bytes} bytes of boundary tensors for its peers, "
+            f"sent or still to be sent{let_go}",
             seat=str(self.seat), held=self._stage.peak, kept_bytes=kept.peak_bytes, dropped=kept.dropped,
         )  # fmt: skip
         if self._trace is not None:
