@@ -15,6 +15,7 @@ from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.protocol import Exited, Fatal, Heard, Hello, Left, Over, Ready, Welcome, decode, encode
 from recycle_plugin.core.watch import TICK_S
+from recycle_plugin.runtime import pulse
 
 
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
@@ -38,11 +39,13 @@ class Coordinator:
         self._regroup_timeout_s = 120.0
         self._watched = -1
         self._server: asyncio.Server | None = None
+        self._pulses: asyncio.DatagramTransport | None = None
         self._ticking: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int) -> None:
         """Listen; OSError when the port is taken."""
         self._server = await asyncio.start_server(self._serve, host, port, limit=1 << 24)
+        self._pulses = await pulse.listen((host, port), self._take)
         self._tick()
 
     async def all_gone(self, goodbye_s: float) -> None:
@@ -61,6 +64,7 @@ class Coordinator:
         """Close every connection and wait for those that serve them: cancelled later, they would say so."""
         if self._server is not None:
             self._server.close()
+            self._pulses.close()
             self._ticking.cancel()
         for writer in self._serving.values():
             writer.close()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from recycle_plugin.core.output import Event
 from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Pulse, Terminate, Welcome, decode, encode
+from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.coordinator import Coordinator
 from recycle_plugin.runtime.errors import CutOff
@@ -70,12 +71,12 @@ class Supervisor:
         self._over = asyncio.get_running_loop().create_future()
         listening = asyncio.create_task(self._listen(reader))
         self._worker = await spawn("recycle_plugin.worker", self._command, self._worker_environment(welcome.store_port))
-        pulse = asyncio.create_task(self._pulse())
+        pulsing = asyncio.create_task(self._pulse())
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._tell, Terminate(self._rank, f"a supervisor got {number.name}"))
         code = await self._until_both_ended(self._worker)
         listening.cancel()
-        pulse.cancel()
+        pulsing.cancel()
         self._writer.close()
         return code
 
@@ -119,9 +120,15 @@ class Supervisor:
 
     async def _pulse(self) -> None:
         """Say now and then that the worker's process is there, and whether it runs."""
-        while self._worker is not None and not self._over.done():
-            self._tell(Pulse(self._rank, is_stopped(self._worker.pid)))
-            await asyncio.sleep(PULSE_S)
+        datagrams = await pulse.connect(self._writer.get_extra_info("peername")[:2])
+        try:
+            while self._worker is not None and not self._over.done():
+                message = Pulse(self._rank, is_stopped(self._worker.pid))
+                self._tell(message)
+                datagrams.sendto(encode(message))
+                await asyncio.sleep(PULSE_S)
+        finally:
+            datagrams.close()
 
     def _fence(self) -> None:
         """The others go on without the worker: it must not wake up."""

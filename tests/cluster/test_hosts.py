@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import Iterator
@@ -16,6 +17,7 @@ from tests.support.hosts import Hosts, HostsRun, NoHosts, hosts
 from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training
 
 SILENT = "nothing was heard of it or its supervisor for"
+BREAK_S = 1.2  # less than the default deadline, which is 3 s, and more than an exponential back-off leaves of it
 LOST = {"1.0", "1.1"}  # beta's replica
 
 
@@ -40,8 +42,12 @@ def wraps(*more: dict) -> dict:
     return {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps([{"name": "a_replica_a_host"}, *more])}
 
 
-def test_a_job_over_two_hosts_is_the_same_training(launch, reference):
+def test_a_job_over_two_hosts_is_the_same_training_whatever_the_network_does_for_a_moment(launch, reference, pair):
     run = launch(**wraps())
+    after_step(run, 5)
+    pair.cut("beta")
+    time.sleep(BREAK_S)
+    pair.mend("beta")
     assert_same_training(run.finish(), reference())
     assert run.others["beta"].wait(60) == 0
 

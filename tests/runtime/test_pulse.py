@@ -1,0 +1,24 @@
+"""Pulses by datagram."""
+
+from __future__ import annotations
+
+import asyncio
+
+from recycle_plugin.core.protocol import Hello, Pulse, encode
+from recycle_plugin.runtime import pulse
+
+
+def test_pulses_get_through_and_nothing_else_does():
+    async def exchange() -> list[object]:
+        taken, last = [], Pulse(3, False)
+        arrived = asyncio.Event()
+        listener = await pulse.listen(("127.0.0.1", 0), lambda message: (taken.append(message), message == last and arrived.set()))
+        line = await pulse.connect(listener.get_extra_info("sockname"))
+        for data in (b"\xff{", b"[]", encode(Hello(1, "worker", 1, "h")), encode(Pulse(1, True)), encode(last)):
+            line.sendto(data)
+        await asyncio.wait_for(arrived.wait(), 10)
+        line.close()
+        listener.close()
+        return taken
+
+    assert asyncio.run(exchange()) == [Pulse(1, True), Pulse(3, False)]
