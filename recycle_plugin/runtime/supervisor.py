@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from ipaddress import ip_address
 from pathlib import Path
 
 from recycle_plugin.core.output import Event
@@ -31,11 +32,12 @@ GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job
 PULSE_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 REPORT_S = 60.0  # how long the report may take
+ANOTHER_ADDRESS = "start the launcher with --master_addr and an address that is that host's for all others"
 END_S = 15.0  # how long a worker that was told to end may take
 
 
-class PortBusy(RuntimeError):
-    """The master port is taken."""
+class BadMaster(RuntimeError):
+    """The master's address or port can't be used; the message says what to give the launcher instead."""
 
 
 class Supervisor:
@@ -53,12 +55,20 @@ class Supervisor:
 
     async def run(self) -> int:
         """The exit code for the launcher: 0 also when the worker was killed and the job went on."""
-        hosted = await Hosted.start(self._address, int(self._environment["WORLD_SIZE"])) if self._rank == 0 else None
+        hosted = await self._host() if self._rank == 0 else None
         try:
             return await self._supervise()
         finally:
             if hosted is not None:
                 await hosted.close()
+
+    async def _host(self) -> Hosted:
+        """Workers tell each other the addresses at which they reach the coordinator: over a loopback that is none for other hosts."""
+        ranks = int(self._environment["WORLD_SIZE"])
+        several = ranks > int(self._environment.get("LOCAL_SIZE", ranks))
+        if several and ip_address(found := _resolved(self._address[0])).is_loopback:
+            raise BadMaster(f"master address {self._address[0]} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}")
+        return await Hosted.start(self._address, ranks)
 
     async def _supervise(self) -> int:
         reader, self._writer = await _connect(self._address)
@@ -172,7 +182,7 @@ class Hosted:
         try:
             await coordinator.start("0.0.0.0", address[1])
         except OSError as error:
-            raise PortBusy(
+            raise BadMaster(
                 f"master port {address[1]} cannot be used ({error.strerror}): start the launcher with --master_port and a free one"
             ) from error
         os.set_inheritable(listener.fileno(), True)
@@ -227,6 +237,13 @@ async def _connect(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyn
             await asyncio.sleep(RETRY_S)
 
 
+def _resolved(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise BadMaster(f"master address {host} is unknown on its own host ({error.strerror}): {ANOTHER_ADDRESS}") from error
+
+
 def is_stopped(pid: int) -> bool:
     """Whether the process has got SIGSTOP or the like."""
     try:
@@ -238,6 +255,6 @@ def is_stopped(pid: int) -> bool:
 def main(command: list[str]) -> int:
     try:
         return asyncio.run(Supervisor(command, dict(os.environ)).run())
-    except (PortBusy, ConnectionError) as error:
+    except (BadMaster, ConnectionError) as error:
         print(f"recycle: error: {error}", file=sys.stderr, flush=True)
         return 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Iterator
 import pytest
 
 from recycle_plugin.core.instruction import Op
+from recycle_plugin.runs import environment, free_port
 from recycle_plugin.runtime.trace import read_traces
 from tests.cluster.conftest import launching
 from tests.support.hosts import Hosts, HostsRun, NoHosts, hosts
@@ -50,6 +53,14 @@ def test_a_job_over_two_hosts_is_the_same_training_whatever_the_network_does_for
     pair.mend("beta")
     assert_same_training(run.finish(), reference())
     assert run.others["beta"].wait(60) == 0
+
+
+@pytest.mark.parametrize("master, wrong", [("localhost", "is 127.0.0.1 on its own host"), ("nowhere.invalid", "is unknown on its own host")])
+def test_a_master_address_that_others_cant_use_is_refused(master, wrong):
+    place = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": str(free_port())}
+    done = subprocess.run([sys.executable, "-m", "recycle_plugin.launch", "train.py"], env=environment(**place), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert f"recycle: error: master address {master} {wrong}" in done.stderr
 
 
 @pytest.mark.all_kills
