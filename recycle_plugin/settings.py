@@ -148,6 +148,18 @@ class Settings(BaseModel):
         '"snapshot" or "inverse"',
         "what takes an uncommitted step back: an exact copy made before each step, or the optimizer's rule turned round",
     )
+    exact: bool = _setting(
+        False,
+        _BOOL,
+        "the same bits whoever fails: parameters, optimizer state and losses are those of the exact run without a failure; gradients are "
+        "added block by block",
+    )
+    exact_block: _Count | None = _setting(
+        None,
+        "a whole number of at least 1, or null",
+        "with `exact`, consecutive micro-batches of a replica that stay on one worker; null for all of them; fewer leave more freedom to "
+        "reroute, and each block of a worker beyond its first takes one more buffer of the gradients' size",
+    )
     keep_bytes: _Bytes = _setting(
         None,
         'a whole number of at least 1, a size such as "2GiB", or null',
@@ -289,6 +301,7 @@ class Settings(BaseModel):
                 'contradicts recycle.undo = "inverse", which rounds: after a failure replicas differ without being wrong',
                 'write 0, or set recycle.undo to "snapshot"',
             )
+        self._refuse_inexact()
         if self.faults and not self.enabled:
             raise SettingsError(
                 "faults",
@@ -303,6 +316,16 @@ class Settings(BaseModel):
                 "activation_cap",
                 f"{shown(self.activation_cap)} counts bytes, and without a profile nobody knows those of a micro-batch",
                 'set recycle.costs to {"profile": "path/to/profile.json"}, or write a number of micro-batches',
+            )
+
+    def _refuse_inexact(self) -> None:
+        if self.exact_block is not None and not self.exact:
+            raise SettingsError("exact_block", f"{self.exact_block} without recycle.exact = true has no effect", "write null, or set recycle.exact to true")
+        if self.exact and self.undo == "inverse":
+            raise SettingsError("exact", 'contradicts recycle.undo = "inverse", which rounds', 'write false, or set recycle.undo to "snapshot"')
+        if self.exact and self.rng == "stream":
+            raise SettingsError(
+                "exact", 'contradicts recycle.rng = "stream", because who runs a micro-batch then decides its dropout mask', 'write false, or set recycle.rng to "keyed"'
             )
 
     def _profile(self) -> Profile | None:
@@ -333,7 +356,7 @@ class Settings(BaseModel):
                 held, room = None, cap.memory_bytes(held, self._profile(), stages, self.undo)
             except ValueError as error:
                 raise SettingsError("activation_cap", f'"auto" is not possible: {error}', "write a number of micro-batches") from None
-        return Policy(self.split_backward, self.stagger_optimizer, self.reroute, held, validate, room)
+        return Policy(self.split_backward, self.stagger_optimizer, self.reroute, held, validate, room, block=self.exact_block if self.exact else 1)
 
     @property
     def fault_list(self) -> tuple[Fault, ...]:

@@ -6,6 +6,9 @@ closure* of what is missing, through ``core.dataflow``: a weight gradient needs 
 needs the stash and the gradient from one stage down, and so on, until something is met that a live worker holds.
 Boundary tensors are kept by who made them until the step is committed, and sent once more.
 
+In exact mode weight gradients are in the sums of blocks (core/blocks.py).  A block that a live worker has begun goes on there, in
+order; one whose worker has died is made again, all of it, by one worker.
+
 Nothing surviving, this is the restart of the step; more surviving (a log), it is SWIFT's replay (PPoPP'23).
 
 Where the closure runs through a worker that has already stepped, that worker takes its step back first and steps
@@ -18,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import AbstractSet, Mapping
 
+from recycle_plugin.core.blocks import Block
 from recycle_plugin.core.dataflow import Datum, provides, requires
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
@@ -25,6 +29,9 @@ from recycle_plugin.core.plan import Plan
 
 Held = Mapping[Seat, AbstractSet[Datum]]
 """What each live worker still has."""
+
+
+MADE_OF_BLOCK = ("wgrad", "inner", "stash")  # what of it is only with its worker, most of it first
 
 
 class Torn(Exception):
@@ -133,7 +140,9 @@ class _Closure:
     def __init__(self, plan: Plan, step: int, held: Held) -> None:
         self._plan, self._step, self._held = plan, step, held
         self._seats = {stage: sorted(seat for seat in plan.view.live if seat.stage == stage) for stage in range(plan.stages)}
+        self._blocks = plan.policy.blocks(plan.view.topology)
         self._where = _index(held, step)
+        self._homes = self._begun()
         self._lacking: set[int] = set()  # stages in which somebody has no reduced gradient
         self._whole: set[Instruction] = set()  # input gradients that leave their weights' half
         self.holders: dict[int, Seat] = {}
@@ -154,13 +163,20 @@ class _Closure:
         if holders:
             self.holders[stage] = holders[0]
             return
+        missing: set[Block] = set()
         for micro_batch in self._plan.view.topology.batch:
-            found = self._where.get(Datum("wgrad", stage, micro_batch, self._step), ())
+            found, block = self._where.get(Datum("wgrad", stage, micro_batch, self._step), ()), self._blocks.of(micro_batch)
             if len(found) > 1:
-                raise Torn(f"the weight gradient of micro-batch {micro_batch} on stage {stage}, step {self._step}, is in the sums of seats {_names(found)}, and would be "
-                           "counted twice: this is a mistake of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl")
+                self._torn(stage, micro_batch, f"is in the sums of seats {_names(found)}, and would be counted twice")
             if not found:
+                missing.add(block)
                 self._weight(stage, micro_batch)
+            elif block in missing or found[0] != self._homes[stage, block]:
+                self._torn(stage, micro_batch, f"is in the sum of seat {found[0]}, and what its block adds before it is not")
+
+    def _torn(self, stage: int, micro_batch: MicroBatch, how: str) -> None:
+        raise Torn(f"the weight gradient of micro-batch {micro_batch} on stage {stage}, step {self._step}, {how}: "
+                   "this is a mistake of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl")
 
     def close(self) -> None:
         """REDUCE where a stage lacks its result, then VALIDATE, by all or by nobody, and STEP."""
@@ -223,12 +239,17 @@ class _Closure:
                 self.moves[datum] = Move(makers[0] if makers else self._make(datum), seat, bool(makers))
 
     def _seat_of(self, stage: int, micro_batch: MicroBatch) -> Seat:
-        """Who works on it: the worker that has most of it, or the one that the plan names."""
-        for kind in ("inner", "stash"):
-            found = self._where.get(Datum(kind, stage, micro_batch, self._step))
-            if found:
-                return found[0]
-        return self._plan.route[stage, micro_batch]
+        """Who works on it: the worker that has most of its block, or the one that the plan names."""
+        return self._homes.get((stage, self._blocks.of(micro_batch))) or self._plan.route[stage, micro_batch]
+
+    def _begun(self) -> dict[tuple[int, Block], Seat]:
+        """Who has most of each block that somebody has begun.  A stash may be left of what was run for its boundary tensor only."""
+        homes: dict[tuple[int, Block], tuple[int, Seat]] = {}
+        for datum, seats in self._where.items():
+            if datum.kind in MADE_OF_BLOCK:
+                key = datum.stage, self._blocks.of(datum.micro_batch)
+                homes[key] = min(homes.get(key, (len(MADE_OF_BLOCK), seats[0])), (MADE_OF_BLOCK.index(datum.kind), seats[0]))
+        return {key: seat for key, (_, seat) in homes.items()}
 
 
 def _index(held: Held, step: int) -> dict[Datum, list[Seat]]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Mapping, Sequence
 
+from recycle_plugin.core.blocks import Blocks
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.program import Packed, Programs, Route
-from recycle_plugin.core.topology import ClusterView
+from recycle_plugin.core.topology import ClusterView, Topology
 
 ONE_F_ONE_B = "1f1b"
 
@@ -27,6 +28,7 @@ class Policy:
     ``activation_bytes`` and then replaces ``activation_cap``.
     ``couple``: a backward may run as one B where that saves memory or time (split backward on).
     ``validate``: the step waits for the gradient norm over all stages (gradient clipping).
+    ``block``: so many consecutive micro-batches of a replica stay together (core/blocks.py); None: all of them.
     """
 
     split_backward: bool = True
@@ -36,6 +38,7 @@ class Policy:
     validate: bool = False
     memory_bytes: int | tuple[int, ...] | None = None
     couple: bool = False
+    block: int | None = 1
 
     def __post_init__(self) -> None:
         cap = self.activation_cap
@@ -43,6 +46,10 @@ class Policy:
             raise ValueError(f'activation_cap is {cap!r}: a number of micro-batches, one per stage, or "{ONE_F_ONE_B}"')
         if isinstance(cap, (int, tuple)) and min(cap if isinstance(cap, tuple) else (cap,), default=0) < 1:
             raise ValueError(f"activation_cap is {cap}: a worker has to hold at least 1 micro-batch")
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"block is {self.block}: it has at least 1 micro-batch")
+        if self.couple and self.block != 1:
+            raise ValueError("couple and block: a backward in one piece would overtake a weight gradient of its block that waits; choose one")
 
     def cap(self, stage: int, stages: int) -> int:
         """Micro-batches that a worker of ``stage`` may hold.  1F1B's own is one for each stage still ahead."""
@@ -54,6 +61,9 @@ class Policy:
                 raise ValueError(f"activation_cap has {len(cap)} entries for {stages} stages")
             return cap[stage]
         return stages if cap is None else cap
+
+    def blocks(self, topology: Topology) -> Blocks:
+        return Blocks(topology, topology.micro_batches if self.block is None else min(self.block, topology.micro_batches))
 
 
 @dataclass(frozen=True)

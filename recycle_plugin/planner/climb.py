@@ -4,7 +4,7 @@ The classic neighbourhood of job shops (van Laarhoven, Aarts, Lenstra 1992; inse
 and Trubian 1993): only a change on a critical path can shorten a schedule.  Here the path is that of the
 stage whose window is the widest.  Unlike the greedy rules it may leave a worker idle on purpose,
 which pays where costs are unequal.  A micro-batch that was dealt to a peer of its lost worker may also be
-handed to another peer, or swapped with one of theirs.  Changes that lengthen a little are accepted too, less and
+handed to another peer, or swapped with one of theirs (with its block: core/blocks.py).  Changes that lengthen a little are accepted too, less and
 less (threshold accepting), from a generator with a seed: the same arguments give the same order anywhere.
 """
 
@@ -84,11 +84,13 @@ def critical(net, state, firsts, lasts, random, path):
 
 @inner
 def limit_later(net, state, operation):
-    """The last place at which ``operation`` still stands before all that need it."""
+    """The last place at which ``operation`` still stands before all that need it, and before what may not overtake it."""
     last = state.order.size - 1
     for nth in range(2):
         if net.follows[nth, operation] >= 0:
             last = min(last, state.place[net.follows[nth, operation]] - 1)
+    if net.behind[operation] >= 0:
+        last = min(last, state.place[net.behind[operation]] - 1)
     return last
 
 
@@ -103,8 +105,9 @@ def choose(net, state, path, count, random):
         while hops and state.before[target] < operations:
             target = state.before[target]
             hops -= 1
-        needed = net.source[later]
-        return later if needed < 0 or state.place[needed] < state.place[target] else -1, target
+        needed, ahead = net.source[later], net.ahead[later]
+        free = (needed < 0 or state.place[needed] < state.place[target]) and (ahead < 0 or state.place[ahead] < state.place[target])
+        return later if free else -1, target
     target, most = later, limit_later(net, state, earlier)
     while hops and state.after[target] < operations and state.place[state.after[target]] <= most:
         target = state.after[target]

@@ -2,7 +2,7 @@
 
 Useful up to some 800 operations.  Needs the extra ``exact`` (ortools).  The model is the problem's own statement and shares nothing with
 the scheduler but the :class:`Problem`: one start per operation, one operation at a time per worker,
-memory as a cumulative resource, and a period no shorter than each stage's window with reduce and step.
+memory as a cumulative resource, weight gradients of a block in their order, and a period no shorter than each stage's window with reduce and step.
 Routes are as given; no backward is coupled unless all are.
 """
 
@@ -87,7 +87,7 @@ def _model(model, problem: Problem, start: Solution, least: int, most: int | Non
     """The starts per operation, and the period."""
     records, width, kinds = problem.records, problem.width, (0, 1, 2) if problem.split else (0, 3)
     horizon = 2 * start.span + int(problem.closing.max())
-    worker, spend = problem.worker.tolist(), problem.spend.tolist()
+    worker, spend, in_turn = problem.worker.tolist(), problem.spend.tolist(), problem.follows_in_block.tolist()
     starts, busy = {}, [[] for _ in range(problem.workers)]
     for kind in kinds:
         for record in range(records):
@@ -109,6 +109,8 @@ def _model(model, problem: Problem, start: Solution, least: int, most: int | Non
         model.add(starts[gradient * records + record] >= end(0, record))
         if problem.split:
             model.add(starts[2 * records + record] >= end(1, record))
+        if in_turn[record]:
+            model.add(starts[kinds[-1] * records + record] >= end(kinds[-1], record - 1))
     _memory(model, problem, starts, end, horizon)
     return starts, _period(model, problem, starts, end, kinds[-1], least, start.period if most is None else most)
 

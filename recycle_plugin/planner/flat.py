@@ -47,10 +47,16 @@ class Problem:
     loads: Array  # [worker] micro-batches
     live: Array  # [worker] 1 or 0
     alike: bool  # the workers of a stage are equally fast, and so are all links
+    block: int  # micro-batches of a replica that stay together
 
     @property
     def ranks(self) -> int:
         return len(self.replicas)
+
+    @property
+    def follows_in_block(self) -> NDArray[np.bool_]:
+        """[record] whether the one before is of the same block."""
+        return np.arange(self.records) % self.micro_batches % self.block > 0
 
     @property
     def width(self) -> int:
@@ -98,6 +104,7 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
         np.bincount(worker, minlength=stages * ranks),
         live,
         len({costs.percent(seat) for seat in view.live}) == 1 and _transfers(costs) == (costs.communication,) * 2,
+        policy.blocks(topology).size,
     )
 
 

@@ -28,6 +28,8 @@ class Net(NamedTuple):
     spend: Array  # [operation or worker]
     change: Array  # [operation] of the memory held
     follows: Array  # [2, operation] who needs its result, -1: nobody
+    ahead: Array  # [operation] of its block on its worker, that it may not overtake, -1: none
+    behind: Array  # [operation] likewise, that may not overtake it
     cap: Array  # [worker]
     stage_of: Array  # [worker]
     release: Array  # [stage] when its workers begin
@@ -35,6 +37,7 @@ class Net(NamedTuple):
     joint: int  # 1: windows begin with the step, not with the stage
     dealt: Array  # records that may be handed to other workers of their stage, in any order
     may_deal: Array  # [record] 1: is one of them
+    mate: Array  # [record] the next of its block, in a circle
 
 
 class State(NamedTuple):
@@ -216,26 +219,29 @@ def unmove(net, state, operation, previous, place):
 
 @inner
 def hand(net, state, scratch, record, worker, size):
-    """Let ``worker`` run all operations of ``record``, in the order's sequence; returns how many are queued."""
-    operations = state.place.size
-    for operation in range(record, operations, operations // 4):
-        at = state.place[operation]
-        if at < 0:
-            continue
-        size = enqueue(state, scratch, size, delist(state, operation))
-        state.who[operation] = worker
-        at -= 1
-        while at >= 0 and state.who[state.order[at]] != worker:
+    """Let ``worker`` run all operations of ``record``'s block, in the order's sequence; returns how many are queued."""
+    operations, each = state.place.size, record
+    while True:
+        for operation in range(each, operations, operations // 4):
+            at = state.place[operation]
+            if at < 0:
+                continue
+            size = enqueue(state, scratch, size, delist(state, operation))
+            state.who[operation] = worker
             at -= 1
-        enlist(state, operation, state.order[at] if at >= 0 else operations + worker)
-        size = enqueue(state, scratch, size, operation)
-        size = enqueue(state, scratch, size, state.after[operation])
-    return size
+            while at >= 0 and state.who[state.order[at]] != worker:
+                at -= 1
+            enlist(state, operation, state.order[at] if at >= 0 else operations + worker)
+            size = enqueue(state, scratch, size, operation)
+            size = enqueue(state, scratch, size, state.after[operation])
+        each = net.mate[each]
+        if each == record:
+            return size
 
 
 @inner
 def deal(net, state, scratch, one, theirs, other, mine, firsts, limit):
-    """Let ``theirs`` run ``one``, and, if it is another, ``mine`` run ``other``; as ``settle``, -FAR where memory is short."""
+    """Let ``theirs`` run the block of ``one``, and, if it is another, ``mine`` that of ``other``; as ``settle``, -FAR where memory is short."""
     was = state.who[one]
     size = hand(net, state, scratch, one, theirs, 0)
     size = hand(net, state, scratch, other, mine, size) if mine != theirs else size
@@ -247,7 +253,7 @@ def deal(net, state, scratch, one, theirs, other, mine, firsts, limit):
 
 @inner
 def undeal(net, state, scratch, one, mine, other, theirs):
-    """Take back that ``mine`` and ``theirs`` exchanged records."""
+    """Take back that ``mine`` and ``theirs`` exchanged blocks."""
     size = hand(net, state, scratch, one, mine, 0)
     if state.who[other] != theirs:
         size = hand(net, state, scratch, other, theirs, size)

@@ -8,6 +8,8 @@ one peer: 42 slots instead of 36 in the paper's running example).
 Where workers differ in speed, a stage's micro-batches are shared so that its slowest worker ends
 earliest: a straggler keeps fewer than its replica brings, and hands out the others as a lost worker
 does, every so-manieth of them.
+
+Where the policy keeps micro-batches together (core/blocks.py), all of this is done with whole blocks.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def route(view: ClusterView, policy: Policy, costs: CostModel | None = None) -> 
     replicas = canonical_replicas(view, costs)
     rank_of = {replica: rank for rank, replica in enumerate(replicas)}
     home = np.arange(len(replicas))[:, None]
-    rank = np.broadcast_to(home, (topology.stages, len(replicas), topology.micro_batches)).astype(np.int64)
+    block = np.arange(topology.micro_batches) // policy.blocks(topology).size  # of each index
+    rank = np.broadcast_to(home, (topology.stages, len(replicas), block[-1] + 1)).astype(np.int64)
     for stage in range(topology.stages):
         workers = sorted(rank_of[replica] for replica in view.live_replicas(stage))
         percents = [costs.percent(Seat(replicas[worker], stage)) if costs is not None else 100 for worker in workers]
@@ -70,18 +73,18 @@ def route(view: ClusterView, policy: Policy, costs: CostModel | None = None) -> 
             _share(rank[stage], workers, percents)
         elif len(workers) < len(replicas):
             _deal(rank[stage], workers)
-    return Routing(replicas, rank)
+    return Routing(replicas, rank[:, :, block])
 
 
 def _deal(rank: NDArray[np.int64], workers: list[int]) -> None:
-    """Give the lost workers' micro-batches to ``workers`` in turn."""
+    """Give the lost workers' blocks to ``workers`` in turn."""
     lost = np.setdiff1d(np.arange(len(rank)), workers)
     number = np.arange(rank.shape[1] * len(lost)).reshape(rank.shape[1], len(lost))
     rank[lost] = np.array(workers)[number % len(workers)].T
 
 
 def shares(total: int, percents: list[int]) -> list[int]:
-    """How many of ``total`` equal micro-batches each worker takes so that the last one ends earliest.
+    """How many of ``total`` equal blocks each worker takes so that the last one ends earliest.
 
     Also no less than its part of an even share where all are alike; ties go to the first.
     """
@@ -96,7 +99,7 @@ def shares(total: int, percents: list[int]) -> list[int]:
 
 
 def _share(rank: NDArray[np.int64], workers: list[int], percents: list[int]) -> None:
-    """Each worker keeps its own up to its share; what is over is dealt to those below theirs, by index."""
+    """Each worker keeps its own up to its share; what is over is dealt to those below theirs, in the blocks' order."""
     own, total = rank.shape[1], rank.size
     share = dict(zip(workers, shares(total, percents)))
     wanting = {worker: share[worker] - min(own, share[worker]) for worker in workers}

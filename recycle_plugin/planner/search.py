@@ -42,11 +42,28 @@ def net(problem: Problem, order: Array, release: Array, closing: Array, deal: bo
     activation, pending = problem.memory.activation[stage], problem.memory.pending[stage]
     change = np.choose(kind, [activation, pending - activation, -pending, -activation])
     stage_of = np.arange(problem.workers) // problem.ranks
+    ahead, behind, mate = _in_blocks(problem)
     may_deal = (problem.worker != np.arange(records) // problem.micro_batches) & deal
     return Net(
-        source, lag, spend, change, follows, problem.memory.cap[stage_of], stage_of, release, closing, int(problem.synchronous),
-        np.flatnonzero(may_deal), may_deal.astype(np.int64),
+        source, lag, spend, change, follows, ahead, behind, problem.memory.cap[stage_of], stage_of, release, closing, int(problem.synchronous),
+        np.flatnonzero(may_deal), may_deal.astype(np.int64), mate,
     )  # fmt: skip
+
+
+def _in_blocks(problem: Problem) -> tuple[Array, Array, Array]:
+    """``ahead``, ``behind`` and ``mate`` of a net: weight gradients of a block keep their order, and a block has one worker.
+
+    Nothing else has to be held to that order: greedy's queues keep F, I and B of a block in it, and W follows its I.
+    """
+    records = problem.records
+    later = np.flatnonzero(problem.follows_in_block)
+    ahead, behind, mate = np.full(4 * records, -1), np.full(4 * records, -1), np.arange(records)
+    for kind in (2, 3):
+        ahead[kind * records + later] = kind * records + later - 1
+        behind[kind * records + later - 1] = kind * records + later
+    for record in later:  # into the circle, behind the one before
+        mate[record], mate[record - 1] = mate[record - 1], record
+    return ahead, behind, mate
 
 
 OPERATIONS_CLIMBED = 1_000_000  # in all moves of a polish together: bounds its time without looking at a clock
@@ -125,8 +142,9 @@ def _any_order(problem: Problem, best: Solution, random: Random) -> Array:
         backward=random.choice((0, 0, 1)),
     )
     noise = np.random.default_rng(random.getrandbits(30))
+    first = np.maximum.accumulate(np.where(problem.follows_in_block, 0, np.arange(problem.records)))  # of each record's block: it has the same
     forward, backward = (
-        key if key[0] < 0 else key * 16 + noise.integers(0, random.choice((1, 8, 24, 64)), problem.records) for key in keys(problem, rule)
+        key if key[0] < 0 else key * 16 + noise.integers(0, random.choice((1, 8, 24, 64)), problem.records)[first] for key in keys(problem, rule)
     )
     wake = beginnings(problem, best) if random.random() < 0.5 else np.zeros(stages, np.int64)
     return greedy_order(problem, rule, forward, backward, wake)

@@ -1,6 +1,7 @@
 """Checks a plan before anybody runs it.  Separate code: it reads programs and ``requires``/``provides``, nothing of the scheduler.
 
 * every (micro-batch, stage) runs F < I < W, or F < B, exactly once, on the one live worker that the route names;
+* blocks of micro-batches that stay together have one worker on a stage, and their weight gradients run in order;
 * activations and pending weight gradients stay under the cap at every prefix of a program;
 * every program ends with REDUCE, VALIDATE where the policy asks for it, STEP;
 * data edges and program order have no cycle, a REDUCE being one joint event of its stage's live workers.
@@ -53,6 +54,7 @@ def verify(plan: Plan, costs: CostModel | None = None) -> None:
     rows = _rows(plan)
     _check_end(plan, rows)
     _check_once(plan, rows)
+    _check_blocks(plan, rows)
     _check_memory(plan, rows, costs)
     _check_progress(plan, rows)
 
@@ -100,6 +102,23 @@ def _check_once(plan: Plan, rows: Rows) -> None:
         names = {number: " ".join(map(str, ran)) or "nothing" for ran, number in _states().items()}
         ran, micro_batch = names[int(state[stage, replica, index])], MicroBatch(replica, index)
         raise VerificationError(f"of micro-batch {micro_batch} stage {stage} runs {ran}", plan, plan.route.get((stage, micro_batch)))
+
+
+def _check_blocks(plan: Plan, rows: Rows) -> None:
+    topology, size = plan.view.topology, plan.policy.blocks(plan.view.topology).size
+    if size == 1:
+        return
+    route = np.frombuffer(plan.route.data, np.int32).reshape(topology.stages, topology.replicas, topology.micro_batches)
+    apart = np.argwhere(route != route[:, :, np.arange(topology.micro_batches) // size * size])
+    if len(apart):
+        stage, replica, index = map(int, apart[0])
+        micro_batch, first = MicroBatch(replica, index), MicroBatch(replica, index // size * size)
+        raise VerificationError(f"micro-batches {first} and {micro_batch} of one block have different workers on stage {stage}", plan,
+                                plan.route[stage, micro_batch])  # fmt: skip
+    adds = np.array([op in (Op.W, Op.B) for op in OPS])
+    row, place = loops.in_turn(rows.codes, rows.begins, rows.ends, rows.stages, adds, size, np.full((*route.shape[:2], topology.micro_batches), -1))
+    if row >= 0:
+        _refuse("runs after a later one of its block", plan, row, place)
 
 
 def _check_memory(plan: Plan, rows: Rows, costs: CostModel | None) -> None:

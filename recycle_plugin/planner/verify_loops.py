@@ -50,6 +50,21 @@ def once(codes, begins, ends, replicas, stages, route, after, state):
 
 
 @compiled
+def in_turn(codes, begins, ends, stages, adds, size, latest):
+    """Whether the ops that ``adds`` names run in ascending order within blocks of ``size``: (row, place) of one that does not, row -1 if
+    all do.  ``latest``: [stage, replica, block] index of the last one, -1 at first."""
+    for row in range(ends.size):
+        for at in range(begins[row], ends[row]):
+            if not adds[codes[at] >> OP]:
+                continue
+            stage, replica, index = stages[row], codes[at] >> REPLICA_AT & PLACES, codes[at] & PLACES
+            if index < latest[stage, replica, index // size]:
+                return row, at - begins[row]
+            latest[stage, replica, index // size] = index
+    return -1, np.int64(-1)
+
+
+@compiled
 def memory(codes, begins, ends, stages, change, cap):
     """Whether any prefix holds more than its stage's cap: (row, place, held), row -1 if none does."""
     for row in range(ends.size):

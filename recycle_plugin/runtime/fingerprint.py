@@ -1,4 +1,4 @@
-"""A hash of a worker's state, to be compared with those of the stage's other replicas (core/replicas.py)."""
+"""A hash of a worker's state, to be compared with those of the stage's other replicas (core/replicas.py), and what rounds alike."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def fingerprint(parameters: Iterable[torch.nn.Parameter], optimizer: torch.optim
             found.update(name.encode())
             _add(found, value) if torch.is_tensor(value) else found.update(repr(value).encode())
     return found.hexdigest()
+
+
+def arithmetic() -> str:
+    """What decides how operations on the CPU round, besides their inputs: workers with the same text round alike."""
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
 
 
 def _add(found: "hashlib._Hash", tensor: torch.Tensor) -> None:

@@ -110,6 +110,20 @@ class MemberGroup(dist.ProcessGroup):
 
         return self._run("a receive", lambda inner, held: inner.recv(held, peer(), tag), tensors, peer)
 
+    # --- among the live members only, whatever the logical size (runtime/blocks.py) ------------------
+
+    def live_position(self) -> tuple[int, int]:
+        """Which of the live members this one is, and how many there are."""
+        self._members()
+        return self._position[self._rank], len(self._position)
+
+    def exchange(self, target: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int]) -> None:
+        """Give each live member its part of ``source``, and write what comes from each to ``target``."""
+        if self.live_position()[1] == 1:
+            target.copy_(source)
+            return
+        self._run("an exchange", lambda inner, held: inner.alltoall_base(held[0], source, incoming, outgoing, dist.AllToAllOptions()), [target])
+
     # --- membership -----------------------------------------------------------------------------------
 
     def _run(self, what: str, start: Start, tensors: Sequence[torch.Tensor] = (), check: Callable[[], object] = bool) -> Finished:

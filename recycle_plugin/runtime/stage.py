@@ -3,7 +3,8 @@
 Holds what lives between the instructions of a micro-batch: its inputs, its graph (stash), and the
 weight-gradient work that a split backward has put off.  Gradients end up in ``parameter.grad``,
 summed in the order in which the program runs the weight gradients; which micro-batches are in that sum is
-remembered, so that after a failure none is missing and none is counted twice.
+remembered, so that after a failure none is missing and none is counted twice.  In exact mode they end up in sums of blocks
+(runtime/blocks.py), all of a micro-batch's at its W: also those of layers whose backward is not split, which are made in its I.
 
 After a failure a *bare* forward or input gradient is run for the boundary tensor alone, because a peer needs it once
 more: it leaves no stash and adds nothing to any gradient.
@@ -11,14 +12,15 @@ more: it leaves no stash and adds nothing to any gradient.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Iterable, Iterator
 
 import torch
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.runtime.blocks import BlockSums, Gradients, in_place_of
 from recycle_plugin.runtime.split_backward import DeferredWeights, PendingWeights
 
 Tensors = tuple[torch.Tensor, ...]
@@ -37,6 +39,7 @@ class Shelf:
     grads: Tensors | None = None  # received gradients of the outputs
     pending: PendingWeights | None = None
     inner: bool = False  # between I and W
+    early: Gradients | None = None  # in exact mode, weight gradients that I has made
 
     @property
     def stash(self) -> bool:
@@ -63,10 +66,16 @@ class StageModel:
 
 
 class Stage:
-    """Runs forward and backward of single micro-batches.  ``deferred`` splits the backward, None leaves it fused."""
+    """Runs forward and backward of single micro-batches.  ``deferred`` splits the backward, None leaves it fused.
+    ``blocks``: exact mode's sums."""
 
-    def __init__(self, model: StageModel, deferred: DeferredWeights | None, randomness: Callable[[MicroBatch, int], AbstractContextManager]) -> None:
+    def __init__(
+        self, model: StageModel, deferred: DeferredWeights | None, randomness: Callable[[MicroBatch, int], AbstractContextManager],
+        blocks: BlockSums | None = None,
+    ) -> None:  # fmt: skip
         self._model = model
+        self._parameters = list(model.module.parameters())
+        self._blocks = blocks
         self._deferred = deferred
         self._randomness = randomness
         self._shelves: dict[Key, Shelf] = {}
@@ -104,7 +113,8 @@ class Stage:
     def forward(self, key: Key, bare: bool = False) -> Tensors:
         """Returns what goes to the next stage."""
         shelf, model, (step, micro_batch) = self._shelves[key], self._model, key
-        with self._randomness(micro_batch, step), torch.set_grad_enabled(not bare):
+        exact = self._blocks is not None  # without a graph torch may choose kernels that round differently
+        with self._randomness(micro_batch, step), torch.set_grad_enabled(exact or not bare):
             outputs = model.module(shelf.data if model.first else _unpack(shelf.inputs))
             if model.last:
                 loss = model.loss(outputs, shelf.labels) if model.loss is not None else outputs
@@ -121,15 +131,17 @@ class Stage:
 
     def backward(self, key: Key) -> Tensors:
         """Both gradients at once; returns what goes to the previous stage."""
-        made = self._differentiate(key)
-        self._count(key)
-        return made
+        with self._summing(key):
+            return self._differentiate(key)
 
     def backward_input(self, key: Key) -> Tensors:
         """The gradient of the input, which it returns; the weights' work is put off until :meth:`backward_weight`."""
-        with self._deferred.hold() if self._deferred is not None else nullcontext() as pending:
+        early = [None] * len(self._parameters) if self._blocks is not None else None
+        aside = nullcontext() if early is None else in_place_of(self._parameters, early)
+        with self._deferred.hold() if self._deferred is not None else nullcontext() as pending, aside:
             made = self._differentiate(key)
-        self._shelf(key).pending, self._shelf(key).inner = pending, True
+        shelf = self._shelf(key)
+        shelf.pending, shelf.inner, shelf.early = pending, True, early
         return made
 
     def backward_input_bare(self, key: Key) -> Tensors:
@@ -137,22 +149,16 @@ class Stage:
 
         Parameters' gradients are put aside: torch.autograd.grad, which would leave them alone, refuses checkpointed layers.
         """
-        aside = [(parameter, parameter.grad) for parameter in self._model.module.parameters()]
-        for parameter, _ in aside:
-            parameter.grad = None
-        try:
-            with self._deferred.hold() if self._deferred is not None else nullcontext():
-                return self._differentiate(key)
-        finally:
-            for parameter, gradient in aside:
-                parameter.grad = gradient
+        with in_place_of(self._parameters, [None] * len(self._parameters)), self._deferred.hold() if self._deferred is not None else nullcontext():
+            return self._differentiate(key)
 
     def backward_weight(self, key: Key) -> None:
         shelf = self._shelves[key]
-        if shelf.pending is not None:
-            shelf.pending.run()
-        self._count(key)
-        shelf.pending, shelf.inner = None, False
+        with self._summing(key):
+            _add(self._parameters, shelf.early or ())
+            if shelf.pending is not None:
+                shelf.pending.run()
+        shelf.pending, shelf.inner, shelf.early = None, False, None
         if not shelf.awaits_backward:
             del self._shelves[key]
 
@@ -171,8 +177,10 @@ class Stage:
         return found
 
     def summed(self) -> None:
-        """``parameter.grad`` is the sum over all workers now, no contribution any more."""
+        """What was counted is in a sum over all workers now, no contribution any more."""
         self._counted.clear()
+        if self._blocks is not None:
+            self._blocks.clear()
 
     def drop(self, step: int) -> None:
         """``step`` is committed."""
@@ -182,10 +190,12 @@ class Stage:
             del self.losses[key]
 
     def void(self, after: int) -> None:
-        """What was computed of the steps after ``after`` is of no use, contributions in ``parameter.grad`` included."""
+        """What was computed of the steps after ``after`` is of no use, contributions in ``parameter.grad`` or in sums of blocks included."""
         self._shelves = {key: shelf for key, shelf in self._shelves.items() if key[0] <= after}
         self.losses = {key: loss for key, loss in self.losses.items() if key[0] <= after}
         self._counted = {key for key in self._counted if key[0] <= after}
+        if self._blocks is not None and not self._counted:  # contributions here are of one step at most
+            self._blocks.clear()
 
     def drop_stashes(self, after: int) -> None:
         """Parameters are about to change under what was computed for the steps after ``after``."""
@@ -210,16 +220,25 @@ class Stage:
         """The stash and what it was made of; a pending weight gradient of the same micro-batch stays."""
         shelf = self._shelves.pop(key)
         if shelf.inner:
-            self._shelves[key] = Shelf(pending=shelf.pending, inner=True)
+            self._shelves[key] = Shelf(pending=shelf.pending, inner=True, early=shelf.early)
 
-    def _count(self, key: Key) -> None:
-        """The micro-batch's weight gradient is in the sum."""
+    @contextmanager
+    def _summing(self, key: Key) -> Iterator[None]:
+        """What is added meanwhile is the micro-batch's weight gradient, which is then in the sum."""
         if key in self._counted:
             raise AssertionError(f"the weight gradient of micro-batch {key[1]}, step {key[0]}, would be counted twice")
+        with nullcontext() if self._blocks is None else self._blocks.adding(key[1]):
+            yield
         self._counted.add(key)
 
     def _shelf(self, key: Key) -> Shelf:
         return self._shelves.setdefault(key, Shelf())
+
+
+def _add(parameters: list[torch.nn.Parameter], gradients: Iterable[torch.Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def _with_grads(shelf: Shelf) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -16,6 +16,7 @@ from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.compose import Job
 from recycle_plugin.core.instruction import COMPUTE
+from recycle_plugin.runtime.fingerprint import fingerprint
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.stage import Stage
@@ -131,8 +132,8 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
         gate(folder, before, reduce, by)
     collective = Gradients._sum
 
-    def changed(self: Gradients, bucket, step: int, holder: int | None) -> torch.Tensor:
-        made, engine = collective(self, bucket, step, holder), self._engine
+    def changed(self: Gradients, bucket, step: int, *of: object) -> torch.Tensor:
+        made, engine = collective(self, bucket, step, *of), self._engine
         if str(engine.seat) in seats and f"{engine.stage_id}REDUCE@{step}" == reduce and not engine._program.resumed:
             engine._job.session.wait("a membership change", lambda: None)
         return made
@@ -270,6 +271,20 @@ def record_norms(folder: str) -> None:
         clip(self)
 
     RecycleEngine.clip_fp32_gradients = changed
+
+
+def record_states(folder: str) -> None:
+    """After each optimizer step its number and the hash of parameters and optimizer state go to folder/rank<r>.txt."""
+    apply = Gradients.apply
+    path = Path(folder) / f"rank{os.environ['RANK']}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def changed(self: Gradients, step: int, optimizer, *others) -> None:
+        apply(self, step, optimizer, *others)
+        with path.open("a") as file:
+            file.write(f"{step} {fingerprint(self._parameters, optimizer)}\n")
+
+    Gradients.apply = changed
 
 
 def uneven_end(apart_s: float, steps: int) -> None:

@@ -17,6 +17,7 @@ UNIT = CostModel.uniform(4)
 STOCK = Policy(split_backward=False, stagger_optimizer=False, reroute=False)
 REROUTE = Policy(split_backward=False, stagger_optimizer=False)
 SPLIT = Policy(stagger_optimizer=False)
+BLOCK = st.sampled_from([1, 1, 2, 3, None])  # micro-batches that stay together
 
 
 @st.composite
@@ -42,7 +43,7 @@ def costs(stages: int) -> st.SearchStrategy[CostModel]:
 def policies(stages: int) -> st.SearchStrategy[Policy]:
     """Every mixture of techniques and caps; rerouting stays on."""
     cap = st.none() | st.integers(1, 2 * stages)
-    return st.builds(Policy, st.booleans(), st.booleans(), st.just(True), cap, st.booleans())
+    return st.builds(Policy, st.booleans(), st.booleans(), st.just(True), cap, st.booleans(), block=BLOCK)
 
 
 @st.composite
@@ -69,4 +70,5 @@ def wide_jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
     )
     cap = draw(st.none() | st.just("1f1b") | st.integers(1, 2 * stages) | st.tuples(*[st.integers(1, 6)] * stages))
     room = draw(st.none() | st.integers(6, 40) | st.tuples(*[st.integers(6, 40)] * stages))
-    return view, model, Policy(draw(st.booleans()), draw(st.booleans()), True, cap, draw(st.booleans()), room, draw(st.booleans()))
+    block = draw(BLOCK)
+    return view, model, Policy(draw(st.booleans()), draw(st.booleans()), True, cap, draw(st.booleans()), room, draw(st.booleans()) and block == 1, block)

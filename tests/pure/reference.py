@@ -13,7 +13,7 @@ ORDERS = ([Op.F, Op.I, Op.W], [Op.F, Op.B])
 
 def acceptable(plan: Plan) -> bool:
     """Whether ``plan`` keeps every rule; memory in micro-batches."""
-    return all(rule(plan) for rule in (_ends, _once, _memory, _progress))
+    return all(rule(plan) for rule in (_ends, _once, _blocks, _memory, _progress))
 
 
 def _ends(plan: Plan) -> bool:
@@ -34,6 +34,20 @@ def _once(plan: Plan) -> bool:
                     return False
                 ran[one.stage, one.micro_batch].append(one.op)
     return all(ran[stage, mb] in ORDERS for stage in range(plan.stages) for mb in plan.view.topology.batch)
+
+
+def _blocks(plan: Plan) -> bool:
+    workers, last, size = {}, {}, plan.policy.block or plan.view.topology.micro_batches
+    for seat, program in plan.programs.items():
+        for one in program:
+            if one.op in COMPUTE:
+                block = one.stage, one.micro_batch.replica, one.micro_batch.index // size
+                if workers.setdefault(block, seat) != seat:
+                    return False
+                if one.op in (Op.W, Op.B) and last.setdefault(block, -1) > one.micro_batch.index:
+                    return False
+                last[block] = one.micro_batch.index if one.op in (Op.W, Op.B) else last.get(block, -1)
+    return True
 
 
 def _memory(plan: Plan) -> bool:

@@ -23,7 +23,7 @@ from recycle_plugin.planner import arrange, lower, plan
 from recycle_plugin.simulator.job import Job
 from recycle_plugin.simulator.machine import by_name
 
-from tests.pure.jobs import jobs
+from tests.pure.jobs import costs, jobs, policies
 
 SHAPE = Topology(3, 4, 6)
 COSTS = CostModel.uniform(4)
@@ -68,14 +68,72 @@ def test_every_program_of_a_rest_finds_what_it_needs(job, drawn) -> None:
     stages, held = view.topology.stages, start(planned)
     programs = {seat: list(lower(planned, seat, STEP)) for seat in planned.programs}
     wanted = {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()}
-    counted = _run(programs, held, stages, wanted, defaultdict(int))
+    blocks = policy.blocks(view.topology)
+    counted = _run(programs, held, stages, wanted, defaultdict(int), blocks)
     rest = remainder(planned, STEP, held)
-    _run({seat: list(program) for seat, program in arrange(rest, planned, costs, held).items()}, held, stages, None, counted)
+    _run({seat: list(program) for seat, program in arrange(rest, planned, costs, held).items()}, held, stages, None, counted, blocks)
     assert all(Datum("params", seat.stage, None, STEP + 1) in have for seat, have in held.items())
     assert set(counted.values()) == {1} and len(counted) == stages * len(view.topology.batch)
 
 
-def _run(programs, held, stages, wanted, counted):
+@st.composite
+def wide_full_jobs(draw: st.DrawFn):
+    """Nobody is lost yet, and losses change who is dealt what."""
+    shape = Topology(draw(st.integers(2, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 4)))
+    return shape.full(), draw(costs(shape.stages)), draw(policies(shape.stages))
+
+
+@given(wide_full_jobs(), st.data())
+@settings(max_examples=150)
+def test_blocks_stay_whole_whoever_dies(job, drawn) -> None:
+    """Up to four losses, one after the other, each while what is left of the step runs: every block's weight gradients are added
+    on one worker and in order (``_perform`` looks), and none is missing."""
+    view, model, policy = job
+    stages, blocks = view.topology.stages, policy.blocks(view.topology)
+    planned = plan(view, model, policy)
+    held, programs = start(planned), {seat: list(lower(planned, seat, STEP)) for seat in planned.programs}
+    for _ in range(drawn.draw(st.integers(1, 4))):
+        able = sorted(seat for seat in view.live if len(view.live_replicas(seat.stage)) > 1)
+        if not able:
+            break
+        _run(programs, held, stages, {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()}, defaultdict(int), blocks)
+        view = view.without(drawn.draw(st.sampled_from(able)))
+        planned = plan(view, model, policy)
+        held = {seat: held[seat] for seat in view.live}
+        if unfinished(planned, STEP - 1, held) == () and any(Datum("params", seat.stage, None, STEP + 1) in held[seat] for seat in held):
+            return  # applied by all who are left
+        rest = remainder(planned, STEP, held)
+        for seat in rest.undo:
+            held[seat] ^= {Datum("params", seat.stage, None, step) for step in (STEP, STEP + 1)}
+        programs = {seat: list(program) for seat, program in arrange(rest, planned, model, held).items()}
+    counted = defaultdict(int, {(datum.stage, datum.micro_batch): 1 for have in held.values() for datum in have if datum.kind == "wgrad"})
+    whole = {seat.stage for seat, have in held.items() if Datum("reduced", seat.stage, None, STEP) in have}
+    _run(programs, held, stages, None, counted, blocks)
+    assert all(Datum("params", seat.stage, None, STEP + 1) in have for seat, have in held.items())
+    assert all(counted[stage, micro_batch] == 1 for stage in set(range(stages)) - whole for micro_batch in view.topology.batch)
+
+
+def test_a_weight_gradient_that_is_ready_waits_for_those_before_it_in_its_block() -> None:
+    """Also for one whose input gradient was overtaken, and beyond ten, which text sorts before two."""
+    planned = plan(Topology(2, 2, 12).full(), CostModel.uniform(2), Policy(block=None))
+    held, home = start(planned), Seat(0, 1)
+    held[home] |= {Datum("stash", 1, MicroBatch(0, 0), STEP)} | {Datum(kind, 1, MicroBatch(0, index), STEP) for index in range(1, 12) for kind in ("inner", "grad")}
+    program = arrange(remainder(planned, STEP, held), planned, CostModel.uniform(2), held)[home]
+    assert [one.micro_batch for one in program if one.op is Op.W] == [MicroBatch(0, index) for index in range(12)]
+
+
+@pytest.mark.parametrize("wrong", (((0, 0, 1), (1, 0, 2)), ((0, 0, 2),)), ids=("on two workers", "out of order"))
+def test_a_block_that_is_not_added_in_order_by_one_worker_is_refused(wrong) -> None:
+    planned = plan(SHAPE.full(), COSTS, Policy(block=None))
+    held = start(planned)
+    for replica, home, index in wrong:
+        held[Seat(replica, 2)].add(Datum("wgrad", 2, MicroBatch(home, index), STEP))
+    held[Seat(0, 2)].add(Datum("wgrad", 2, MicroBatch(0, 0), STEP))
+    with pytest.raises(Torn, match=r"micro-batch 0\.2 on stage 2, step 7, is in the sum of seat [01]\.2, and what its block adds before it is not"):
+        remainder(planned, STEP, held)
+
+
+def _run(programs, held, stages, wanted, counted, blocks):
     """Let workers run until nobody can, each at most ``wanted`` instructions; REDUCE waits for its stage."""
     done = dict.fromkeys(programs, 0)
     moved = True
@@ -83,7 +141,7 @@ def _run(programs, held, stages, wanted, counted):
         moved = False
         for seat, program in programs.items():
             while done[seat] < len(program) and (wanted is None or done[seat] < wanted[seat]) and _able(seat, program[done[seat]], programs, done, held, stages):
-                _perform(seat, program[done[seat]], programs, held, stages, counted)
+                _perform(seat, program[done[seat]], programs, held, stages, counted, blocks)
                 done[seat] += 1
                 moved = True
     if wanted is None:
@@ -98,7 +156,7 @@ def _able(seat, one, programs, done, held, stages) -> bool:
     return one.op is Op.VALIDATE or all(datum in held[seat] for datum in requires(one, stages))
 
 
-def _perform(seat, one, programs, held, stages, counted) -> None:
+def _perform(seat, one, programs, held, stages, counted, blocks) -> None:
     if one.op in (Op.SEND_ACT, Op.SEND_GRAD):
         held[one.peer] |= set(requires(one, stages))
         return
@@ -107,6 +165,8 @@ def _perform(seat, one, programs, held, stages, counted) -> None:
     held[seat] |= set(provides(one))
     if one.op in (Op.W, Op.B):
         counted[one.stage, one.micro_batch] += 1
+        before = blocks.before(one.micro_batch)
+        assert before is None or Datum("wgrad", one.stage, before, one.step) in held[seat], f"{one} is not in its block's turn"
     if one.op is Op.STEP:
         held[seat].discard(Datum("params", seat.stage, None, STEP))
 

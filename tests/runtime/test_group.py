@@ -53,6 +53,10 @@ def worker(rank: int, port: int, store_port: int, results, between_steps: bool) 
     dist.all_reduce(both, group=pair)
     sent = torch.tensor([42.0 if rank == 0 else 0.0])
     dist.broadcast(sent, 0)
+    swapped = torch.zeros(3)
+    lengths = [1, 2] if rank == 0 else [2, 1]
+    dist.group.WORLD.exchange(swapped, torch.arange(3.0) + 10 * rank, lengths, lengths)
+    results.put((rank, "exchanged", (dist.group.WORLD.live_position(), swapped.tolist())))
     results.put((rank, "survivors", (again.item(), both.item(), sent.item(), dist.get_world_size())))
     try:
         dist.broadcast(sent, 2)
@@ -105,5 +109,6 @@ def test_survivors_leave_a_blocked_operation_and_go_on(processes, between_steps,
     coordinator.tell(generation(1, [0, 1]))
     assert results.of("interrupted", {0, 1}) == dict.fromkeys(range(2), expected)
     assert results.of("survivors", {0, 1}) == dict.fromkeys(range(2), (3.0, 3.0, 42.0, RANKS))
+    assert results.of("exchanged", {0, 1}) == {0: ((0, 2), [0.0, 10.0, 11.0]), 1: ((1, 2), [1.0, 2.0, 12.0])}
     assert set(results.of("refused", {0, 1}).values()) == {"cannot broadcast from rank 2: that worker is lost"}
     coordinator.close()

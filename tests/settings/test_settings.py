@@ -97,6 +97,17 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
             "write a number between them",
         ),
         (
+            {"exact": True, "undo": "inverse"},
+            'recycle.exact: contradicts recycle.undo = "inverse", which rounds; write false, or set recycle.undo to "snapshot"',
+        ),
+        (
+            {"exact": True, "rng": "stream", "reroute": False},
+            'recycle.exact: contradicts recycle.rng = "stream", because who runs a micro-batch then decides its dropout mask; '
+            'write false, or set recycle.rng to "keyed"',
+        ),
+        ({"exact_block": 2}, "recycle.exact_block: 2 without recycle.exact = true has no effect; write null, or set recycle.exact to true"),
+        ({"exact": True, "exact_block": 0}, "recycle.exact_block: 0 is not possible; write a whole number of at least 1, or null"),
+        (
             {"check_replicas": 10, "undo": "inverse"},
             'recycle.check_replicas: contradicts recycle.undo = "inverse", which rounds: after a failure replicas differ without being '
             'wrong; write 0, or set recycle.undo to "snapshot"',

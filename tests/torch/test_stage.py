@@ -13,6 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from recycle_plugin.core.dataflow import Datum, consumes, provides, requires
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.runtime.blocks import BlockSums
+from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.randomness import key as random_key
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.split_backward import DeferredWeights
@@ -30,15 +34,20 @@ class Checkpointed(nn.Sequential):
         return checkpoint(super().forward, x, use_reentrant=self.reentrant)
 
 
-def stage_at(stages: int, stage: int, split: bool, reentrant: bool | None) -> tuple[Stage, nn.Module]:
-    """Linears, which are converted, with a LayerNorm, which is not, and dropout between them.  ``reentrant``: checkpointed, that way."""
+def stage_at(stages: int, stage: int, split: bool, reentrant: bool | None, block: int | None = None) -> tuple[Stage, nn.Module]:
+    """Linears, which are converted, with a LayerNorm, which is not, and dropout between them.  ``reentrant``: checkpointed, that way.
+    ``block``: exact, with blocks of so many of 2 x 4 micro-batches."""
     torch.manual_seed(stage)
     layers = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
     module = nn.Sequential(*layers) if reentrant is None else Checkpointed(*layers)
     module.reentrant = reentrant
     model = StageModel(module, nn.functional.mse_loss, 2, stage == 0, stage == stages - 1, torch.device("cpu"))
     deferred = DeferredWeights(module) if split else None
-    return Stage(model, deferred, lambda micro_batch, step: keyed(random_key(1, step, micro_batch, stage))), module
+    return Stage(model, deferred, lambda micro_batch, step: keyed(random_key(1, step, micro_batch, stage)), block_sums(module, block)), module
+
+
+def block_sums(module: nn.Module, block: int | None) -> BlockSums | None:
+    return None if block is None else BlockSums(list(module.parameters()), Policy(block=block).blocks(Topology(2, 3, 4)))
 
 
 def tensor(seed: int) -> torch.Tensor:
@@ -61,9 +70,10 @@ def feed(stage: Stage, key: Key, wanted: Iterable[Datum]) -> None:
 class Runner:
     """A stage at one of PLACES that gets the inputs of each instruction when that runs."""
 
-    def __init__(self, place: str, split: bool = True, reentrant: bool | None = None) -> None:
+    def __init__(self, place: str, split: bool = True, reentrant: bool | None = None, block: int | None = None) -> None:
         self.stages, self.number = PLACES[place]
-        self.stage, module = stage_at(self.stages, self.number, split, reentrant)
+        self.stage, module = stage_at(self.stages, self.number, split, reentrant, block)
+        self.blocks = self.stage._blocks
         self.parameters = list(module.parameters())
 
     def instruction(self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP) -> Instruction:
@@ -237,3 +247,84 @@ def test_a_micro_batch_that_is_counted_twice_is_refused(ops):
         runner.run(op)
     with pytest.raises(AssertionError, match=r"micro-batch 0\.0, step 7, would be counted twice"):
         runner.run(ops[-1])
+
+
+# --- exact mode: sums of blocks ---------------------------------------------------------------------
+
+OWN, TAKEN = [MicroBatch(0, index) for index in range(4)], [MicroBatch(1, index) for index in range(4)]
+
+
+class Alone:
+    """A stage's only live worker, as runtime.blocks.Group."""
+
+    def live_position(self) -> tuple[int, int]:
+        return 0, 1
+
+    def exchange(self, target, source, incoming, outgoing) -> None:
+        target.copy_(source)
+
+
+def total(runner: Runner) -> torch.Tensor:
+    owners = runner.blocks.owners(Alone())
+    return runner.blocks.total(list(range(len(runner.parameters))), owners, Alone())
+
+
+def run_all(runner: Runner, micro_batches: list[MicroBatch], ops) -> None:
+    for micro_batch in micro_batches:
+        for op in ops:
+            runner.run(op, micro_batch)
+
+
+@pytest.mark.parametrize("place, reentrant", [*((place, None) for place in PLACES), ("middle", True)])
+@pytest.mark.parametrize("ops", (SPLIT, FUSED), ids=("F, I, W", "F, B"))
+def test_the_sum_of_blocks_has_the_same_bits_however_their_work_interleaves(place, ops, reentrant):
+    """The two halves of each replica's four micro-batches are blocks.  LayerNorms, which are not split, are run out of order."""
+    plain, mixed = Runner(place, ops is SPLIT, reentrant, 2), Runner(place, ops is SPLIT, reentrant, 2)
+    run_all(plain, OWN + TAKEN, ops)
+    turns = [micro_batch for pair in zip(TAKEN, OWN) for micro_batch in pair]
+    if ops is SPLIT:
+        for op in (Op.F, Op.I):
+            for micro_batch in reversed(turns):
+                mixed.run(op, micro_batch)
+        for micro_batch in turns:
+            mixed.run(Op.W, micro_batch)
+    else:
+        run_all(mixed, turns, ops)
+    assert torch.equal(total(mixed), total(plain)) and total(plain).abs().sum() > 0
+    assert all(gradient is None for gradient in mixed.gradients())
+
+
+def test_the_sum_of_blocks_is_that_of_parameter_grad_up_to_roundings():
+    exact, other = Runner("middle", block=2), Runner("middle")
+    run_all(exact, OWN + TAKEN, SPLIT), run_all(other, OWN + TAKEN, SPLIT)
+    flat = torch.cat([gradient.view(-1) for gradient in other.gradients()])
+    assert torch.allclose(total(exact), flat, rtol=1e-5, atol=1e-6) and not torch.equal(total(exact), flat)
+
+
+@pytest.mark.parametrize("ops", (SPLIT, FUSED), ids=("F, I, W", "F, B"))
+def test_a_weight_gradient_out_of_its_blocks_turn_is_refused(ops):
+    runner = Runner("last", ops is SPLIT, block=2)
+    with pytest.raises(AssertionError, match=r"micro-batch 0\.1 is not in its turn: its block has 0 so far"):
+        run_all(runner, [OWN[1]], ops)
+
+
+def test_bare_work_in_exact_mode_leaves_the_sums_as_they_are():
+    full, runner = Runner("middle", block=2), Runner("middle", block=2)
+    run_all(full, OWN + TAKEN, SPLIT), run_all(runner, OWN[:1], SPLIT)
+    made, kept = runner.run(Op.F, OWN[0], bare=True), runner.run(Op.F, OWN[0])
+    assert same(made, kept)
+    runner.run(Op.I, OWN[0], bare=True)
+    run_all(runner, OWN[1:] + TAKEN, SPLIT)
+    assert torch.equal(total(runner), total(full))
+
+
+def test_a_missing_or_unfinished_block_is_an_error():
+    runner = Runner("middle", block=2)
+    run_all(runner, OWN + TAKEN[:3], SPLIT)
+    with pytest.raises(RecycleError, match=r"the block of micro-batches 1\.2 to 1\.3 has \[1\] weight gradients"):
+        total(runner)
+    run_all(runner, TAKEN[3:], SPLIT)
+    assert total(runner).isfinite().all()
+    runner.stage.summed()
+    with pytest.raises(RecycleError, match=r"the block of micro-batches 0\.0 to 0\.1 has \[0\]"):
+        total(runner)

@@ -41,8 +41,9 @@ from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.verdict import SHARE
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
 from recycle_plugin.runtime.background import Background
+from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.fingerprint import fingerprint
+from recycle_plugin.runtime.fingerprint import arithmetic, fingerprint
 from recycle_plugin.runtime.kept import Kept
 from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.randomness import key, keyed
@@ -88,11 +89,12 @@ class RecycleEngine(PipelineEngine):
         self._check_faults(settings)
         self._deferred = _split(self.module) if settings.split_backward else None
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self._stage = Stage(self._stage_model(), self._deferred, self._randomness)
+        blocks = BlockSums(self._parameters, settings.policy(False, self.num_stages).blocks(self.topology_)) if settings.exact else None
+        self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks)
         self._undo = self._undo_record()
         self._transport = Transport(job.session)
         self._kept = Kept(settings.keep_bytes)
-        self._gradients = Gradients(self, self._parameters)
+        self._gradients = Gradients(self, self._parameters, blocks)
         self._clipping = Clipping(self._parameters, self.stage_id, self.topology_.replicas, settings.norm, self.gradient_clipping())
         self._loss_scale = LossScale(self._config.float16_config if settings.loss_scaling else None)
         self._stage.loss_scale = self._loss_scale.value
@@ -281,7 +283,7 @@ class RecycleEngine(PipelineEngine):
             "report": settings.report, "rebalance": settings.rebalance, "stagger_optimizer": settings.stagger_optimizer,
             "clipping": self.gradient_clipping(), "clip": settings.clip, "nonfinite": settings.nonfinite, "norm": str(settings.norm),
             "loss_scaling": settings.loss_scaling, "undo": settings.undo, "keep_bytes": settings.keep_bytes, "rng": settings.rng,
-            "seed": settings.seed,
+            "seed": settings.seed, "exact": settings.exact, "arithmetic": arithmetic() if settings.exact else None,
         }  # fmt: skip
 
     def _undo_record(self) -> Undo:

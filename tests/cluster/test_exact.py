@@ -1,0 +1,143 @@
+"""Exact mode: losses, parameters and optimizer state have the bits of the exact run without a failure, after every step, whoever fails.
+
+Dropout is on; the control at the end shows that without exact mode the same failure changes bits.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.cluster.conftest import launching
+from tests.cluster.test_kills import FIRST, SECOND, Kill, matrix
+from tests.support.cluster import Result
+from tests.support.jobs import SQUARE, STEPS, WRAPPED, Shape, faults
+
+EXACT = "recycle.exact=true"
+CLIPPED, FUSED, SGD = "gradient_clipping=0.5", "recycle.split_backward=false", ("optimizer=sgd", "optimizer.params.momentum=0.9")
+MORE = pytest.mark.all_kills
+WIDE = Shape(replicas=4)
+
+
+def wraps(folder, *others: dict) -> dict[str, str]:
+    return {"RECYCLE_TEST_WRAP": json.dumps([{"name": "record_states", "folder": str(folder)}, *others])}
+
+
+@pytest.fixture
+def train(launch, tmp_path) -> Callable[..., Result]:
+    """``train(*overrides, shape=, others=)``: a job that records its states."""
+
+    def run(*more: str, shape: Shape = SQUARE, others: tuple[dict, ...] = ()) -> Result:
+        result = launch(*more, shape=shape, script=WRAPPED, **wraps(tmp_path / "run0" / "states", *others)).finish()
+        assert result.code == 0, result.output[-6000:]
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def calm(server, tmp_path_factory) -> Iterator[Callable[..., Result]]:
+    """``calm(*overrides, shape=)``: that job without a failure; each is run once."""
+    results: dict[tuple, Result] = {}
+
+    def run(*more: str, shape: Shape = SQUARE) -> Result:
+        if (shape, more) not in results:
+            folder = tmp_path_factory.mktemp("calm")
+            with launching(server, folder) as launch:
+                results[shape, more] = launch(*more, shape=shape, script=WRAPPED, **wraps(folder / "run0" / "states")).finish()
+            assert results[shape, more].code == 0 and not results[shape, more].of("lost"), results[shape, more].output[-6000:]
+        return results[shape, more]
+
+    yield run
+
+
+def states(result: Result, rank: int) -> dict[int, str]:
+    """The last word on each step: one that was taken back is applied again."""
+    lines = (result.folder / "states" / f"rank{rank}.txt").read_text().splitlines()
+    return {int(step): digest for step, digest in map(str.split, lines)}
+
+
+def differing(result: Result, reference: Result) -> list[str]:
+    """What is not the same to the bit, by name."""
+    found = [f"loss of step {step}" for step, (one, two) in enumerate(zip(result.losses, reference.losses, strict=True), 1) if one != two]
+    for rank in result.records:
+        mine, theirs = states(result, rank), states(reference, rank)
+        assert set(mine) == set(theirs) == set(range(1, STEPS + 1))
+        found += [f"state of rank {rank} after step {step}" for step in theirs if mine[step] != theirs[step]]
+        mine, theirs = result.parameters(rank), reference.parameters(rank)
+        found += [f"{name} of rank {rank}" for name in theirs if not torch.equal(mine[name], theirs[name])]
+    return found
+
+
+def assert_exact(result: Result, reference: Result, lost: set[str], struck: tuple[str, ...] = ()) -> None:
+    assert {event["seat"] for event in result.of("lost")} == lost and len(result.records) == len(result.pids) - len(lost)
+    assert {event["fault"] for event in result.of("fault")} >= set(struck)
+    assert not differing(result, reference)
+
+
+# --- every seat, every kind of instruction ------------------------------------------------------------
+
+DEFAULT = (3, 26)
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    [pytest.param(*pair, id=f"{pair[0]}, {pair[1]}", marks=() if number in DEFAULT else MORE) for number, pair in enumerate(matrix())],
+)
+def test_each_rank_at_named_instructions(train, calm, first: Kill, second: Kill):
+    kills = first.at(FIRST), second.at(SECOND)
+    assert_exact(train(EXACT, faults(*kills)), calm(EXACT), {first.seat, second.seat}, kills)
+
+
+@pytest.mark.parametrize(
+    "settings, kills",
+    [
+        pytest.param(SGD, ("kill 1.1 after 1W1.0@5", "kill 0.0 before 0I0.1@9"), id="SGD with momentum"),
+        pytest.param((CLIPPED,), ("kill 0.1 before 1VALIDATE@5", "kill 1.0 after 0VALIDATE@9"), id="clipped"),
+        pytest.param((CLIPPED, "recycle.clip=validate"), ("kill 0.1 before 1REDUCE@5", "kill 1.0 after 0STEP@9"), id="validated", marks=MORE),
+        pytest.param((FUSED,), ("kill 0.0 after 0B0.0@5", "kill 1.1 before 1B1.1@9"), id="fused", marks=MORE),
+        pytest.param(("recycle.exact_block=1",), ("kill 1.0 after 0W1.0@5", "kill 1.1 before 1W0.1@9"), id="blocks of one", marks=MORE),
+        pytest.param(("recycle.keep_bytes=1",), ("kill 0.1 before 1W0.1@6",), id="nothing is kept", marks=MORE),
+    ],
+)
+def test_other_settings(train, calm, settings, kills):
+    assert_exact(train(EXACT, *settings, faults(*kills)), calm(EXACT, *settings), {kill.split()[1] for kill in kills}, kills)
+
+
+# --- several at once, and stops -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, kills",
+    [
+        (("recycle.exact_block=2", "topology.micro_batches=4"), ("kill 0.1 before 1W0.2@6", "kill 2.1 after 1W2.1@6")),
+        pytest.param((), ("kill 3.0 before 0REDUCE@6", "kill 1.1 after 1REDUCE@6"), marks=MORE),
+        pytest.param((), ("kill 1.0 before 0I1.0@5", "kill 3.0 at recovery.report:2"), marks=MORE),
+    ],
+)
+def test_two_of_eight(train, calm, settings, kills):
+    assert_exact(train(EXACT, *settings, faults(*kills), shape=WIDE), calm(EXACT, *settings, shape=WIDE), {kill.split()[1] for kill in kills}, kills)
+
+
+def test_a_worker_that_is_stopped(train, calm):
+    fault = "stop 0.1 before 1F0.1@6"
+    assert_exact(train(EXACT, "recycle.progress_timeout_s=2", faults(fault)), calm(EXACT), {"0.1"}, (fault,))
+
+
+# --- controls -------------------------------------------------------------------------------------------
+
+
+def test_without_exact_mode_the_same_failure_changes_bits(train, calm):
+    result = train(faults("kill 1.1 after 1W1.0@5"))
+    found = differing(result, calm())
+    assert "loss of step 5" not in found and any(f"after step {STEPS}" in each for each in found), found
+
+
+def test_the_exact_run_trains_what_the_other_does(calm):
+    """Only roundings are others."""
+    exact, other = calm(EXACT), calm()
+    assert exact.losses == pytest.approx(other.losses, abs=5e-6)
+    assert [run.of("start")[0]["job"]["exact"] for run in (exact, other)] == [True, False]

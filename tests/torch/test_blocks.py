@@ -1,0 +1,88 @@
+"""The sum over blocks: bit for bit that of a plain loop in the blocks' order, whoever has them and however many workers there are."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from recycle_plugin.core.blocks import Block
+from recycle_plugin.runtime.blocks import fixed_order_sum
+
+DEADLINE_S = 30
+BLOCKS = [Block(replica, number) for replica in range(3) for number in range(2)]
+
+
+class Threads:
+    """As many live workers as threads of this process."""
+
+    def __init__(self, live: int) -> None:
+        self.live, self._barrier, self._sent = live, threading.Barrier(live), {}
+
+    def member(self, position: int) -> "Member":
+        return Member(self, position)
+
+    def swap(self, position: int, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        self._sent[position] = parts
+        self._barrier.wait(DEADLINE_S)
+        found = [self._sent[other][position] for other in range(self.live)]
+        self._barrier.wait(DEADLINE_S)
+        return found
+
+
+class Member:
+    def __init__(self, threads: Threads, position: int) -> None:
+        self._threads, self._position = threads, position
+
+    def live_position(self) -> tuple[int, int]:
+        return self._position, self._threads.live
+
+    def exchange(self, target, source, incoming, outgoing) -> None:
+        got = self._threads.swap(self._position, [part.clone() for part in source.split(outgoing)])
+        assert [len(part) for part in got] == incoming
+        target.copy_(torch.cat(got))
+
+
+def summed(values: dict[Block, torch.Tensor], owners: list[list[Block]]) -> list[torch.Tensor]:
+    """What every worker gets."""
+    threads, found = Threads(len(owners)), {}
+
+    def work(position: int) -> None:
+        mine = {block: values[block] for block in owners[position]}
+        found[position] = fixed_order_sum(mine, owners, torch.empty_like(values[BLOCKS[0]]), threads.member(position))
+
+    workers = [threading.Thread(target=work, args=(position,), daemon=True) for position in range(len(owners))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(DEADLINE_S)
+    return [found[position] for position in range(len(owners))]
+
+
+def in_order(values: dict[Block, torch.Tensor], blocks: list[Block]) -> torch.Tensor:
+    result = values[blocks[0]].clone()
+    for block in blocks[1:]:
+        result += values[block]
+    return result
+
+
+OWNERS = {
+    "each its own": [BLOCKS[:2], BLOCKS[2:4], BLOCKS[4:]],
+    "one has all": [BLOCKS],
+    "one has none": [BLOCKS[3:], [], BLOCKS[:3]],
+    "mixed": [[BLOCKS[5], BLOCKS[0]], [BLOCKS[4], BLOCKS[2], BLOCKS[1]], [BLOCKS[3]], []],
+}
+
+
+@pytest.mark.parametrize("length", (1, 3, 1000))
+@pytest.mark.parametrize("owners", OWNERS)
+def test_bits_do_not_depend_on_who_has_which_block(owners, length):
+    generator = torch.Generator().manual_seed(length)
+    values = {block: torch.randn(length, generator=generator) * 10 ** torch.randn(length, generator=generator) for block in BLOCKS}
+    before = {block: value.clone() for block, value in values.items()}
+    expected = in_order(values, BLOCKS)
+    assert all(torch.equal(result, expected) for result in summed(values, OWNERS[owners]))
+    assert all(torch.equal(values[block], before[block]) for block in BLOCKS), "contributions have to stay as they are"
+    if length == 1000:
+        assert not torch.equal(in_order(values, BLOCKS[::-1]), expected), "otherwise any order would do"
