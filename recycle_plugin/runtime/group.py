@@ -233,11 +233,13 @@ class Link:
 
     Which sockets are Gloo's nobody tells.  They are those opened while it connected that lead to a
     port on which some member's Gloo listens; members tell each other those ports through the store,
-    so that no connection of anybody else's is ever shut.
+    so that no connection of anybody else's is ever shut: not the next generation's either, which may connect at the same time.
 
     Gloo gets a connection to the store of its own: while it waits there for a peer, and it may do so long after its
     generation has passed, nobody else can use that connection.
     """
+
+    _opening = threading.Lock()  # of a port: whose it is must be clear
 
     def __init__(self, generation: int, store: dist.Store, position: int, members: int, address: str, timeout: timedelta) -> None:
         self.generation = generation
@@ -259,14 +261,21 @@ class Link:
         with self._lock:
             if self._group is None:
                 before = set(_sockets())
-                self._group = dist.ProcessGroupGloo(self._store.clone(), self._position, self._members, _options(self._address, self._timeout))
-                opened = _sockets()
-                self._opened = set(opened) - before
-                self._store.set(f"listening{self._position}", ",".join(str(opened[inode]) for inode in self._opened if opened[inode]))
+                options, ports = self._listening()
+                self._group = dist.ProcessGroupGloo(self._store.clone(), self._position, self._members, options)
+                self._opened = set(_sockets()) - before
+                self._store.set(f"listening{self._position}", ",".join(map(str, ports)))
             if self._abandoned:
                 self._shut_down()
                 raise RecycleError("this membership has passed")
             return self._group
+
+    def _listening(self) -> tuple[dist.ProcessGroupGloo._Options, list[int]]:
+        """Options of a group that listens already, and where."""
+        with self._opening:
+            before = set(_sockets())
+            options = _options(self._address, self._timeout)
+            return options, [port for inode, port in _sockets().items() if port and inode not in before]
 
     def abandon(self) -> None:
         """End what still blocks in here, in the background: taking a Gloo group down costs 0.1 s."""

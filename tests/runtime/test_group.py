@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.multiprocessing as multiprocessing
@@ -112,3 +115,33 @@ def test_survivors_leave_a_blocked_operation_and_go_on(processes, between_steps,
     assert results.of("exchanged", {0, 1}) == {0: ((0, 2), [0.0, 10.0, 11.0]), 1: ((1, 2), [1.0, 2.0, 12.0])}
     assert set(results.of("refused", {0, 1}).values()) == {"cannot broadcast from rank 2: that worker is lost"}
     coordinator.close()
+
+
+def test_a_link_that_connects_late_leaves_the_next_ones_connections_alone() -> None:
+    """A member of the first generation comes only when the second has long connected, in the same processes; all this is one here."""
+    import torch
+    import torch.distributed as dist
+
+    from recycle_plugin.runtime.errors import RecycleError
+    from recycle_plugin.runtime.group import Link, _sockets
+
+    def listening() -> int:
+        return sum(port > 0 for port in _sockets().values())
+
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    first, second = ([Link(number, dist.PrefixStore(str(number), store), place, 2, "127.0.0.1", timedelta(seconds=30)) for place in (0, 1)] for number in (1, 2))
+    with ThreadPoolExecutor(4) as threads:
+        before, deadline = listening(), time.monotonic() + 30
+        early = threads.submit(first[0].connected)
+        while listening() == before:
+            assert time.monotonic() < deadline, "the first link does not listen"
+        groups = [each.result(30) for each in [threads.submit(link.connected) for link in second]]
+        for link in first:
+            link.abandon()
+        for attempt in (early, threads.submit(first[1].connected)):
+            with pytest.raises(RecycleError, match="this membership has passed"):
+                attempt.result(30)
+        held = [torch.ones(1), torch.ones(1)]
+        for work in [group.allreduce([tensor]) for group, tensor in zip(groups, held)]:
+            work.wait(timedelta(seconds=30))
+    assert [tensor.item() for tensor in held] == [2.0, 2.0]
