@@ -12,10 +12,11 @@ from recycle_plugin.runtime.trace import read_traces
 from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, WRAPPED, Shape, after_step, assert_one_line, difference
 
 SOON = ("recycle.heartbeat_timeout_s=2", "recycle.regroup_timeout_s=4")
+UNHEARD = "has heard nothing of the coordinator for 4 s"
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    """Whether the launcher has killed those that the test has stopped; the last of them may still be ending when it goes itself."""
+    """Whether those that the test has stopped have ended; the last of them may still be at it when the launcher goes."""
     return not psutil.wait_procs(processes, timeout=30)[1]
 
 
@@ -33,7 +34,7 @@ def test_one_that_is_cut_off_stops_and_the_others_go_on(launch, reference):
     assert difference(result, reference()).parameters <= PARAMETER_TOLERANCE
     apart = [step for step, (loss, other) in enumerate(zip(result.losses, reference().losses), 1) if abs(loss - other) > LOSS_TOLERANCE]
     assert apart == [event["step"] for event in result.of("warning") if "loss of step" in event["text"]] == [7]
-    (line,) = [line for line in result.output.splitlines() if "has heard nothing of the coordinator for 4 s" in line]
+    (line,) = [line for line in result.output.splitlines() if UNHEARD in line]
     assert "worker 2 " in line
 
 
@@ -43,10 +44,11 @@ def test_without_the_coordinator_nobody_commits_and_all_stop(launch):
     after_step(run, 4)
     stopped = supervisor(run, 0)
     stopped.send_signal(signal.SIGSTOP)
+    run.wait_for(lambda: run.output.count(UNHEARD) == 4, "line of each worker")
+    stopped.kill()  # or the launcher would wait for it
     result = run.finish()
-    assert gone([stopped])
     assert result.code != 0 and not result.records and "Traceback" not in result.output
-    assert result.output.count("has heard nothing of the coordinator for 4 s") == 4
+    assert result.output.count(UNHEARD) == 4
     committed = result.of("committed")[-1]["step"]
     stepped = [span.instruction.step for span in read_traces(result.folder / "trace") if span.instruction.op is Op.STEP]
     assert max(stepped) <= committed + 2  # one that it had committed and not yet said so, and the one after
@@ -59,6 +61,9 @@ def test_the_coordinator_stops_where_most_are_silent(launch):
     stopped = [process for rank in (1, 2, 3) for process in (supervisor(run, rank), psutil.Process(run.pids()[rank]))]
     for process in stopped:
         process.send_signal(signal.SIGSTOP)
+    run.wait_for(lambda: any(event["event"] == "end" for event in run.events()), "end of the job")
+    for process in stopped:  # or the launcher would wait for each
+        process.send_signal(signal.SIGCONT)
     result = run.finish()
     assert gone(stopped)
     assert_one_line(result, "the job ends: 3 workers can't be reached and aren't known to be dead, and only 1 are left here")
