@@ -193,7 +193,7 @@ def _check_faults(job: Job) -> None:
     """A fault in a step that the run never reaches would be a test that tests nothing."""
     for number, fault in enumerate(Settings.from_section(job.recycle).fault_list):
         step = None if fault.when == "at" else Instruction.parse(fault.where).step
-        if step is not None and not 1 <= step <= job.steps:
+        if step is not None and step >= 0 and not 1 <= step <= job.steps:  # an evaluation's is negative, and how many there are is not known
             raise ComposeError(
                 f"recycle.faults[{number}]: '{fault}' names step {step}, and the run has steps 1 to {job.steps}; "
                 f"write a step such as {fault.where.partition('@')[0]}@{(job.steps + 1) // 2}"

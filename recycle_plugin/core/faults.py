@@ -19,7 +19,7 @@ POINTS = (
     "checkpoint.start", "checkpoint.file", "checkpoint.written", "checkpoint.publish", "checkpoint.named", "checkpoint.latest",
     "load.start", "load.end",
 )  # fmt: skip
-_FORM = re.compile(r"(?P<kind>\w+) (?P<seat>\d+\.\d+) (?P<when>before|after|at) (?P<where>[\w.<>@]+)(?::(?P<count>\d+))?")
+_FORM = re.compile(r"(?P<kind>\w+) (?P<seat>\d+\.\d+) (?P<when>before|after|at) (?P<where>[\w.<>@-]+)(?::(?P<count>\d+))?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The one instruction vocabulary: plans, programs, traces, faults, errors and tests all speak it.
 
-``2F1.3`` is stage 2, forward, micro-batch 3 of replica 1; ``2F1.3@17`` the same in step 17;
+``2F1.3`` is stage 2, forward, micro-batch 3 of replica 1; ``2F1.3@17`` the same in step 17, and ``2F1.3@-2`` in the second evaluation;
 ``1SA0.2>0.2`` sends an activation to seat 0.2 and ``2RA0.2<0.1`` receives it from seat 0.1.
 """
 
@@ -40,13 +40,14 @@ COMPUTE = frozenset({Op.F, Op.I, Op.W, Op.B})
 
 _FORM = re.compile(
     r"(?P<stage>\d+)(?P<op>LOAD|REDUCE|VALIDATE|STEP|RA|SA|RG|SG|F|I|W|B)"
-    r"(?P<micro_batch>\d+\.\d+)?(?:(?P<way>[<>])(?P<peer>\d+\.\d+))?(?:@(?P<step>\d+))?"
+    r"(?P<micro_batch>\d+\.\d+)?(?:(?P<way>[<>])(?P<peer>\d+\.\d+))?(?:@(?P<step>-?\d+))?"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One action of one worker.  ``step`` is the optimizer step that it belongs to; 0 in a plan's template."""
+    """One action of one worker.  ``step`` is the optimizer step that it belongs to; 0 in a plan's template,
+    negative in an evaluation (runtime/evaluation.py)."""
 
     op: Op
     stage: int

@@ -67,6 +67,10 @@ class Loop:
     def recover(self) -> None:
         _drain(self._loop.recover())
 
+    @property
+    def plan(self) -> Plan:
+        return self._loop.plan
+
     def meet(self, place: str, values: dict) -> Met:
         return _drain(self._loop.meet(place, values))
 

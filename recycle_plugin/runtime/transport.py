@@ -91,7 +91,7 @@ class Transport:
         """``step`` is committed: nothing that belongs to it is of use any more, now or later."""
         with self._session.changed:
             self._committed = step
-            for datum in [datum for datum in self._inbox if datum.step <= step]:
+            for datum in [datum for datum in self._inbox if 0 < datum.step <= step]:
                 del self._inbox[datum]
 
     def void(self, after: int, era: int) -> None:
@@ -99,6 +99,12 @@ class Transport:
         with self._session.changed:
             self._era = era
             self._inbox = {datum: come for datum, come in self._inbox.items() if datum.step <= after or come[0] >= era}
+
+    def drop_evaluation(self, step: int) -> None:
+        """The evaluation ``step`` (negative) is through, or given up."""
+        with self._session.changed:
+            for datum in [datum for datum in self._inbox if step <= datum.step < 0]:
+                del self._inbox[datum]
 
     def rewind(self, step: int) -> None:
         """Everybody goes on from ``step`` once all have met again, and later ones come once more: another era."""
@@ -169,7 +175,7 @@ class Transport:
 
     def _deliver(self, datum: Datum, era: int, tensors: Tensors) -> None:
         with self._session.changed:
-            if datum.step > self._committed and era >= self._era:
+            if (datum.step > self._committed or datum.step < 0) and era >= self._era:
                 self._inbox[datum] = era, tensors
                 self._session.changed.notify_all()
 

@@ -34,15 +34,16 @@ def parameter_difference(mine: dict, theirs: dict) -> float:
 def test_stock_goes_on_from_a_degraded_checkpoint(train):
     """Both stages have lost a worker, rank 0 among them, when the checkpoint is written."""
     whole = train(evaluate_at=HALF)
-    (evaluated,) = {record["evaluated"] for record in whole.records.values()}
+    ((evaluated,),) = {tuple(record["evaluated"]) for record in whole.records.values()}
     degraded = train(faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF], evaluate_at=HALF)
     assert_same_training(degraded, whole, {"0.0", "1.1"})
     (refusal,) = {record["refused"] for record in degraded.records.values()}
     assert "0.0, 1.1" in refusal and "lost" in refusal
+    assert all(record["evaluated"] == pytest.approx([evaluated], abs=LOSS_TOLERANCE) for record in degraded.records.values())
     stock = train("recycle.enabled=false", load=True)
     assert {record["engine"] for record in stock.records.values()} == {"PipelineEngine"}
     assert stock.losses == pytest.approx(whole.losses[HALF:], abs=LOSS_TOLERANCE)
-    assert [record["evaluated"] for record in stock.records.values()] == pytest.approx([evaluated] * 4, abs=LOSS_TOLERANCE)
+    assert all(record["evaluated"] == pytest.approx([evaluated], abs=LOSS_TOLERANCE) for record in stock.records.values())
     for rank in stock.records:
         assert parameter_difference(stock.parameters(rank), whole.parameters(rank)) <= PARAMETER_TOLERANCE
 

@@ -1,9 +1,10 @@
 """Trains as scripts/train_gpt.py does, and saves, loads, evaluates and reads parameters on the way.
 
-RECYCLE_TEST_CHECKPOINT holds as JSON: ``folder`` of the checkpoints; ``save_at`` steps; ``load`` true to
-start from the last one, ``module_only`` true from its weights alone; ``load_at`` a step after which, once, that of the step ``load_step`` is loaded; ``evaluate_at`` a step; ``read_at``
-a step after which stage 1 reads its parameters while stage 0 waits for the file ``flags``/seat.  ``hold`` true: each file of the last save
-waits for ``flags``/go.  Each rank writes what it saw to run_dir/losses/rank<r>.json.
+RECYCLE_TEST_CHECKPOINT holds as JSON: ``folder`` of the checkpoints; ``save_at`` steps; ``load`` true to start from the last one,
+``module_only`` true from its weights alone; ``load_at`` a step after which, once, that of the step ``load_step`` is loaded; ``evaluate_at``
+a step, after which ``times`` (1) evaluations come; ``read_at`` a step after which stage 1 reads its parameters while stage 0 waits for
+the file ``flags``/seat; ``hold`` true: each file of the last save waits for ``flags``/go.  Each rank writes what it saw to
+run_dir/losses/rank<r>.json.
 """
 
 from __future__ import annotations
@@ -40,9 +41,14 @@ record = {"rank": RANK, "pid": os.getpid(), "losses": [], "engine": type(engine)
 
 
 def evaluate() -> None:
-    batch = torch.utils.data.default_collate([data[7]])
+    """Each replica has data of its own, and its middle stages have none."""
+    count = job.topology.micro_batches
+    first = 7 + count * engine.grid.data_parallel_id
+    batches = [torch.utils.data.default_collate([data[first + index]]) for index in range(count)]
+    end = engine.is_first_stage() or engine.is_last_stage()
+    record.setdefault("evaluated", []).append(engine.eval_batch(iter(batches) if end else None).item())
     try:
-        record["evaluated"] = engine.eval_batch(iter([batch] * job.topology.micro_batches)).item()
+        engine.eval_batch(iter(batches) if end else None, return_logits=True)
     except RecycleError as error:
         record["refused"] = str(error)
 
@@ -66,7 +72,8 @@ if plan.get("load"):
 while engine.global_steps < job.steps:
     record["losses"].append(engine.train_batch().item())
     if engine.global_steps == plan.get("evaluate_at"):
-        evaluate()
+        for _ in range(plan.get("times", 1)):
+            evaluate()
     if engine.global_steps in plan.get("save_at", ()):
         if engine.global_steps == plan["save_at"][-1] and plan.get("hold"):
             wrappers.hold_files(plan["flags"])

@@ -43,6 +43,7 @@ from recycle_plugin.core.watch import ELSEWHERE, promise_s
 from recycle_plugin.runtime.background import Background
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.evaluation import Evaluations
 from recycle_plugin.runtime.fingerprint import arithmetic, fingerprint
 from recycle_plugin.runtime.kept import Kept
 from recycle_plugin.runtime.loop import Loop
@@ -141,15 +142,38 @@ class RecycleEngine(PipelineEngine):
         self._report_step()
         return self.agg_train_loss
 
-    def eval_batch(self, data_iter: Any, *arguments: Any, **named: Any) -> Any:
-        """Stock evaluation, after all training steps so far are committed.  Refuses while a worker is missing."""
+    def eval_batch(
+        self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True, reduce_output: str | None = "avg",
+        bcast_loss: bool = True, num_micro_batches: int | None = None,
+    ) -> Any:  # fmt: skip
+        """The mean loss, on every worker, after all training steps so far are committed; whoever dies meanwhile.
+
+        Whatever else stock evaluation returns needs every worker.
+        """
+        self._start()
         self.settle()
-        if self._degraded():
-            raise RecycleError(
-                f"eval_batch() needs every worker yet, and seat {self._missing()} is lost; evaluate from a checkpoint, "
-                "or catch this error and go on training"
-            )
-        return super().eval_batch(data_iter, *arguments, **named)
+        if return_logits or not compute_loss or reduce_output != "avg":
+            if self._degraded():
+                raise RecycleError(
+                    f"eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg' needs every worker, and seat "
+                    f"{self._missing()} is lost; ask for the mean loss alone, or evaluate from a checkpoint"
+                )
+            return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
+        count = num_micro_batches or self.micro_batches
+        self.module.eval()
+        losses = self._evaluations.run(self._read(data_iter, count), count)
+        mean = torch.tensor(sum(losses.values()) / len(losses), device=self.device)
+        if self._is_first() and self.monitor.enabled:
+            self.monitor.write_events([("Train/Samples/eval_loss", mean.item(), self.global_samples)])
+        return mean
+
+    def _read(self, data_iter: Any, count: int) -> list[Any]:
+        """As stock does: the first and the last stage's workers read all of their replica's batches."""
+        training, self.data_iterator = self.data_iterator, data_iter
+        try:
+            return [self._next_batch() for _ in range(count)] if self.is_first_stage() or self.is_last_stage() else []
+        finally:
+            self.data_iterator = training
 
     def save_checkpoint(
         self, save_dir: str, tag: str | None = None, client_state: dict = {}, save_latest: bool = True, exclude_frozen_parameters: bool = False
@@ -262,6 +286,7 @@ class RecycleEngine(PipelineEngine):
         self._loop = loop
         self._saving = Saving(session, loop, self._between_steps, self._world.reach_point)
         self._background = self._make_background(Path(run_dir))
+        self._evaluations = Evaluations(session, loop, self._transport, self.seat, self, self._between_steps)
         session.between_steps = self._between_steps
 
     def _make_background(self, run_dir: Path) -> Background | None:
@@ -331,7 +356,8 @@ class RecycleEngine(PipelineEngine):
         self._forget_committed()
         known = {"reduced": self._gradients.steps(), "norm": self._clipping.judged()}
         of_stage = {Datum(kind, self.stage_id, None, step) for kind, steps in known.items() for step in steps}
-        return self._stage.held(self.stage_id) | self._transport.held() | self._kept.promise() | of_stage
+        arrived = {datum for datum in self._transport.held() if datum.step > 0}
+        return self._stage.held(self.stage_id) | arrived | self._kept.promise() | of_stage
 
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back (runtime.loop.Replica)."""
@@ -371,26 +397,32 @@ class RecycleEngine(PipelineEngine):
         self._INSTRUCTION_MAP[commands.COMMANDS[instruction.op]](self, instruction)
 
     def _record(self, span: Any) -> None:
-        self._stopwatch.add(span)
+        if span.instruction.step > 0:
+            self._stopwatch.add(span)
         if self._trace is not None:
             self._trace.add(span)
 
     # --- instructions ------------------------------------------------------------------------------
 
     def _exec_load(self, instruction: Instruction) -> None:
-        self._stage.load(_key(instruction), self._source(instruction.step, instruction.micro_batch))
+        step, one = _key(instruction)
+        self._stage.load((step, one), self._source(step, one) if step > 0 else self._evaluations.batch(one))
 
     def _exec_forward(self, instruction: Instruction) -> None:
         made = self._stage.forward(_key(instruction), instruction in self._program.bare)
         if not self.is_last_stage():
             self._kept.put(Datum("act", self.stage_id, instruction.micro_batch, instruction.step), made)
-        elif instruction == self._last_forward:
+        elif instruction == self._last_forward and instruction.step > 0:
             self._say_losses(instruction.step)
 
     def _say_losses(self, step: int) -> None:
-        losses = {str(micro_batch): loss.item() for (of, micro_batch), loss in self._stage.losses.items() if of == step}
+        losses = self.losses_of(step)
         if losses:
             self._contribute(step, LOSS, losses, len(self.topology_.batch))
+
+    def losses_of(self, step: int) -> dict[str, float]:
+        """By micro-batch, of those whose last stage has run here (runtime.evaluation.Evaluator)."""
+        return {str(micro_batch): loss.item() for (of, micro_batch), loss in self._stage.losses.items() if of == step}
 
     def _exec_backward(self, instruction: Instruction) -> None:
         self._keep_grad(instruction, self._stage.backward(_key(instruction)))

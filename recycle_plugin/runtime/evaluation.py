@@ -1,0 +1,96 @@
+"""Evaluations between steps, by whoever is left: every worker has the mean loss, or all do it once more after a loss.
+
+They run through the one executor, as steps of their own with negative numbers: ``1F0.2@-3`` is a forward of the third evaluation.
+Who runs a micro-batch of a lost worker gets its data from the replica's other end (planner/forwards.py), which has kept what it has read.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any, Callable, Protocol
+
+import torch
+
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.instruction import Op
+from recycle_plugin.core.loop import Program
+from recycle_plugin.core.plan import Plan
+from recycle_plugin.planner.forwards import forwards, readers, runner
+from recycle_plugin.runtime.loop import Loop
+from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.transport import Transport
+
+
+class Evaluator(Protocol):
+    """What the framework's adapter does."""
+
+    def execute(self, program: Program) -> None: ...
+
+    def losses_of(self, step: int) -> dict[str, float]:
+        """By micro-batch, of those whose last stage has run here."""
+
+
+class Evaluations:
+    """Of the worker at ``seat``.  ``recover()``: after a membership change between steps."""
+
+    def __init__(self, session: Session, loop: Loop, transport: Transport, seat: Seat, evaluator: Evaluator, recover: Callable[[], None]) -> None:
+        self._session, self._loop, self._transport = session, loop, transport
+        self._seat, self._evaluator, self._recover = seat, evaluator, recover
+        self._number = 0
+        self._read: list[Any] = []  # batches of this worker's own iterator
+
+    def run(self, batches: list[Any], count: int) -> dict[str, float]:
+        """The loss of each micro-batch.  ``batches``: the ``count`` that this worker has read, if it is an end of its replica."""
+        self._number += 1
+        self._read = batches
+        while True:
+            self._loop.settle()
+            try:
+                return self._run(self._loop.plan, count)
+            except Interrupted:
+                self._recover()
+            finally:
+                self._transport.drop_evaluation(-self._number)
+
+    def _run(self, plan: Plan, count: int) -> dict[str, float]:
+        readable = readers(plan.view)
+        self._say(plan, readable)
+        self._hand_out(plan, readable, count)
+        program = tuple(forwards(plan, self._seat, -self._number, count))
+        self._evaluator.execute(Program(-self._number, program, frozenset(one for one in program if one.op is Op.F)))
+        return self._loop.meet(f"the end of evaluation {self._number}", self._evaluator.losses_of(-self._number)).values
+
+    def batch(self, micro_batch: MicroBatch) -> Any:
+        """What is evaluated (inputs and labels): of this worker's own reading, or from who has read it."""
+        stage = self._seat.stage
+        reader = readers(self._loop.plan.view)[micro_batch.replica][stage > 0]
+        if reader == self._seat:
+            return copy.deepcopy(self._read[micro_batch.index])  # the model may change it, and it may be needed once more
+        (packed,) = self._transport.wait(Datum("data", stage, micro_batch, -self._number), reader)
+        return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+
+    def _hand_out(self, plan: Plan, readable: dict[int, tuple[Seat, Seat]], count: int) -> None:
+        """What this worker has read and others run, which is only so where somebody is lost."""
+        addresses = {member.seat: member.address for member in self._session.generation.members}
+        for replica, ends in readable.items():
+            for stage, reader in zip((0, plan.stages - 1), ends):
+                for one in (MicroBatch(replica, index) for index in range(count)) if reader == self._seat else ():
+                    taker = runner(plan, stage, one)
+                    if taker != self._seat:
+                        self._transport.send(addresses[taker], Datum("data", stage, one, -self._number), (_packed(self._read[one.index]),))
+
+    def _say(self, plan: Plan, readable: dict[int, tuple[Seat, Seat]]) -> None:
+        missing = sorted(set(range(plan.view.topology.replicas)) - readable.keys())
+        if missing and self._session.rank == min(member.rank for member in self._session.generation.members):
+            text = f"evaluation {self._number} is without the data of replicas {', '.join(map(str, missing))}, whose ends are lost"
+            self._session.note("warning", text, replicas=missing)
+
+
+def _packed(batch: Any) -> torch.Tensor:
+    """As bytes; the transport carries tensors."""
+    written = io.BytesIO()
+    torch.save(batch, written)
+    return torch.frombuffer(bytearray(written.getbuffer()), dtype=torch.uint8)
