@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Iterable, Mapping
 
@@ -59,7 +59,7 @@ class Report:
 
 
 def scenario(seed: int) -> Scenario:
-    """Two in five have two troubles or more."""
+    """Two in five have two troubles or more, and two in five are exact."""
     random = Random(seed)
     shape = Topology(random.randint(2, 4), random.randint(2, 4), random.randint(2, 6))
     policy = Policy(random.random() < 0.8, random.random() < 0.8, True, random.choice((None, 2 * shape.stages, "1f1b")))
@@ -75,6 +75,7 @@ def scenario(seed: int) -> Scenario:
         replica = random.randrange(shape.replicas)
         troubles.append(Trouble("slow", 0, (Seat(replica, shape.stages - 1),), percent=300))
         troubles.append(Trouble("delay", random.randrange(CALM_US // 4), (Seat(replica, 0),), Seat(replica, 1), 200 * MILLISECOND))
+    policy = replace(policy, block=random.choice((1, 1, 1, 2, None)))
     return Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
 
 
@@ -115,7 +116,7 @@ def run(name: str, given: Scenario) -> Outcome:
     """Run it and check it."""
     weights = WEIGHTS[: given.shape.stages]
     late = any(trouble.kind != "kill" for trouble in given.troubles) or any(fault.kind != "kill" for fault in given.faults)
-    watcher = Watcher(given.shape, weights, given.steps, given.budget, late, given.clip)
+    watcher = Watcher(given, weights, late)
     cluster = Cluster(given, weights, watcher)
     try:
         cluster.run(LIMIT_US)

@@ -2,7 +2,7 @@
 
 Safety, while the job runs: every sum that becomes a gradient holds each micro-batch exactly once; no weight gradient is
 counted twice by its worker; a committed step stays committed, and at its commit all live replicas of a stage hold the
-weights that the fault-free run has; no worker keeps more than its budget.  Progress, at the end: all troubles being over,
+weights that the fault-free run has, also where its sums depend on their order; no worker keeps more than its budget.  Progress, at the end: all troubles being over,
 every live worker has trained every step, with the fault-free losses, unless the job has ended for a reason that allows it.
 """
 
@@ -15,14 +15,16 @@ from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.topology import Topology
-from recycle_plugin.simulator.exact import LEARNING_RATE, PRIME, clipped, sample, share
+from recycle_plugin.simulator.exact import LEARNING_RATE, PRIME, added, clipped, sample, share
+from recycle_plugin.simulator.worker import Scenario
 
 
 class Reference:
     """The fault-free run, worked out directly: weights before each step, and the last stage's losses."""
 
-    def __init__(self, shape: Topology, weights: tuple[int, ...], steps: int, clip: float = 0.0) -> None:
-        self.clip = clip
+    def __init__(self, shape: Topology, weights: tuple[int, ...], steps: int, clip: float = 0.0, block: int | None = 1) -> None:
+        """``block``: as core.plan.Policy's."""
+        self.clip, self.exact, self.block = clip, block != 1, block or shape.micro_batches
         self.weights = {1: weights}
         self.losses: dict[int, dict[str, int]] = {}
         for step in range(1, steps + 1):
@@ -30,17 +32,29 @@ class Reference:
             self.weights[step + 1] = weights
 
     def _step(self, shape: Topology, weights: tuple[int, ...], step: int) -> tuple[tuple[int, ...], dict[str, int]]:
-        gradients, losses = [0] * len(weights), {}
+        gradients: list[list[int]] = [[] for _ in weights]  # of each stage, in the micro-batches' order
+        losses = {}
         for micro_batch in shape.batch:
             inputs = [sample(micro_batch, step, 1)]
             for weight in weights:
                 inputs.append((weight * inputs[-1] + inputs[-1] ** 2) % PRIME)
             gradient = losses[str(micro_batch)] = (inputs[-1] - sample(micro_batch, step, 2)) % PRIME
             for stage in reversed(range(len(weights))):
-                gradients[stage] += gradient * inputs[stage]
+                gradients[stage].append(gradient * inputs[stage] % PRIME)
                 gradient = gradient * (weights[stage] + 2 * inputs[stage]) % PRIME
-        updates = self._clipped([gradient % PRIME for gradient in gradients])
+        updates = self._clipped([self._sum(values, shape.micro_batches) for values in gradients])
         return tuple((weight - LEARNING_RATE * update) % PRIME for weight, update in zip(weights, updates)), losses
+
+    def _sum(self, values: list[int], micro_batches: int) -> int:
+        """Block by block."""
+        total = 0
+        for replica in range(0, len(values), micro_batches):
+            for begin in range(replica, replica + micro_batches, self.block):
+                part = 0
+                for value in values[begin : min(begin + self.block, replica + micro_batches)]:
+                    part = added(part, value, self.exact)
+                total = added(total, part, self.exact)
+        return total
 
     def _clipped(self, gradients: list[int]) -> list[int]:
         """As a worker that waits for all stages' shares before it applies anything."""
@@ -53,10 +67,10 @@ class Reference:
 class Watcher:
     """Told by ``simulator.cluster`` what happens; ``violations`` in words."""
 
-    def __init__(self, shape: Topology, weights: tuple[int, ...], steps: int, budget: int | None, late: bool, clip: float = 0.0) -> None:
+    def __init__(self, given: Scenario, weights: tuple[int, ...], late: bool) -> None:
         """``late``: tensors may be lost or come late, since a line is broken or a worker is held up."""
-        self.shape, self.steps, self.budget, self.late = shape, steps, budget, late
-        self.reference = Reference(shape, weights, steps, clip)
+        self.shape, self.steps, self.budget, self.late = given.shape, given.steps, given.budget, late
+        self.reference = Reference(given.shape, weights, given.steps, given.clip, given.policy.block)
         self.violations: list[str] = []
         self._counted: dict[Seat, Counter] = defaultdict(Counter)
         self._committed = 0

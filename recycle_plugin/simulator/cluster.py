@@ -52,6 +52,7 @@ class Cluster:
         self.over = False
         self._watched = -1
         self.planner = Planner(scenario.costs, scenario.policy)
+        self.blocks = scenario.policy.blocks(scenario.shape)
 
     def run(self, until_us: int) -> None:
         """Until nobody has anything left to do, or ``until_us``."""

@@ -1,7 +1,8 @@
 """The virtual world with exact numbers: integers modulo a prime, so that sums don't depend on their order.
 
 Stage p with weight w maps x to w x + x^2; the loss is half the squared difference to the label.  Both
-are not linear, so a wrong stash, stale parameters, a dropped or doubled micro-batch change the weights.
+are not linear, so a wrong stash, stale parameters, a dropped or doubled micro-batch change the weights.  Where a job is to be exact
+(core/blocks.py) its sums do depend on their order, as those of floating-point numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ LEARNING_RATE = 1_000_003
 def sample(micro_batch: MicroBatch, step: int, salt: int) -> int:
     """Input (salt 1) or label (salt 2) of a micro-batch: any number that differs between all of them."""
     return pow(1 + salt + 5 * micro_batch.index + 1009 * micro_batch.replica + 1_000_033 * step, 7, PRIME)
+
+
+def added(total: int, value: int, exact: bool) -> int:
+    """``total`` with ``value`` added to it; in exact mode every other order, and every other grouping, gives something else."""
+    return (31 * total + value + 1) % PRIME if exact else (total + value) % PRIME
 
 
 def share(reduced: int) -> float:

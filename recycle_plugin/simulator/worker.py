@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 from recycle_plugin import planner
+from recycle_plugin.core.blocks import Block
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum, consumes, requires
 from recycle_plugin.core.executor import Span, execute
@@ -23,7 +24,7 @@ from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.watch import COMPUTES, WAITS
 from recycle_plugin.core.verdict import SHARE
-from recycle_plugin.simulator.exact import PRIME, compute, share
+from recycle_plugin.simulator.exact import PRIME, added, compute, share
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
@@ -71,6 +72,11 @@ class Scenario:
     torn_share: float = 0.5
     clip: float = 0.0
 
+    @property
+    def exact(self) -> bool:
+        """Sums depend on their order."""
+        return self.policy.block != 1
+
 
 class Died(BaseException):
     """Ends the execution of a worker that is dead."""
@@ -105,6 +111,7 @@ class Worker:
         self.life: Iterator[Any]
         self.program: Program | None = None
         self._before: Any = None
+        self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
         self._sent: dict[Datum, None] = {}
         self.era, self._eras = 0, {}  # of this worker, and of what has come from others (core.loop.Replica.void)
         self._own_losses: dict[int, dict[str, int]] = defaultdict(dict)
@@ -181,6 +188,7 @@ class Worker:
         for datum in [datum for datum in self.have if datum.step > after and datum.kind != "params" and self._eras.get(datum, 0) < era]:
             del self.have[datum]
         self._own_losses = defaultdict(dict, {step: losses for step, losses in self._own_losses.items() if step <= after})
+        self._sums = {key: total for key, total in self._sums.items() if key[0] <= after}
 
     def arrive(self, datum: Datum, value: Any, era: int) -> None:
         """A boundary tensor, from a peer in ``era``."""
@@ -242,12 +250,19 @@ class Worker:
             self.have.pop(datum, None)
         self.have |= {datum: value for datum, value in made.items() if not (bare and datum.kind in ("stash", "inner"))}
         self.cluster.watcher.computed(self, instruction, bare)
+        if instruction.op in (Op.W, Op.B):
+            self._count(instruction, made)
         if instruction.op is Op.F and self.seat.stage == stages - 1:
             self._own_losses[instruction.step][str(instruction.micro_batch)] = made[Datum("stash", self.seat.stage, instruction.micro_batch, instruction.step)][1]
             if instruction == next(one for one in reversed(self.program.instructions) if one.op is Op.F):
                 self._say_losses(instruction.step)
         elif instruction.op is Op.STEP:
             self.loop.applied(instruction.step)
+
+    def _count(self, instruction: Instruction, made: dict[Datum, Any]) -> None:
+        scenario, key = self.cluster.scenario, (instruction.step, self.cluster.blocks.of(instruction.micro_batch))
+        value = made[Datum("wgrad", self.seat.stage, instruction.micro_batch, instruction.step)]
+        self._sums[key] = added(self._sums.get(key, 0), value, scenario.exact)
 
     def _say_share(self, step: int) -> None:
         stage = self.seat.stage
@@ -268,7 +283,8 @@ class Worker:
         members = frozenset(member.rank for member in self.line.generation.members if member.seat.stage == stage)
         sum_ = self.cluster.sums.setdefault((self.line.number, stage, step), Sum(members))
         whole = self.program.holder == self.seat
-        sum_.brought[self.rank] = self.have[reduced] if whole else own if self.program.holder is None else None
+        mine = own, {block: total for (of, block), total in self._sums.items() if of == step}
+        sum_.brought[self.rank] = self.have[reduced] if whole else mine if self.program.holder is None else None
         if set(sum_.brought) == members:
             sum_.done = True
             for rank in members:
@@ -283,10 +299,16 @@ class Worker:
         if self.program.holder is not None:
             self.have[reduced] = sum_.brought[self.cluster.rank_of[self.program.holder]]
         else:
-            self.have[reduced] = sum(value for part in sum_.brought.values() for value in part.values()) % PRIME
-            self.cluster.watcher.summed(self, step, list(sum_.brought.values()))
+            self.have[reduced] = self._total([totals for _, totals in sum_.brought.values()])
+            self.cluster.watcher.summed(self, step, [part for part, _ in sum_.brought.values()])
         for datum in own:
             del self.have[datum]
+        self._sums = {key: total for key, total in self._sums.items() if key[0] != step}
+
+    def _total(self, brought: list[dict[Block, int]]) -> int:
+        """The blocks' sums added in the blocks' order."""
+        totals = {block: total for part in brought for block, total in part.items()}
+        return reduce(lambda total, block: added(total, totals[block], self.cluster.scenario.exact), sorted(totals), 0)
 
     def _hang(self) -> Iterator[Any]:
         while True:

@@ -6,16 +6,19 @@ tensors, lines) change that.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Callable
 
 import pytest
 
+from recycle_plugin import planner
 from recycle_plugin.core import lineage, loop
+from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.line import Line
 from recycle_plugin.core.membership import Membership
-from recycle_plugin.simulator import cluster, worker
+from recycle_plugin.simulator import cluster, exact, worker
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 MISTAKES: dict[str, Patch] = {}
@@ -236,6 +239,42 @@ def no_step(monkeypatch) -> None:
         arrive(self, target, datum._replace(step=datum.step + 1), value, era)
 
     monkeypatch.setattr(cluster.Cluster, "_arrive", changed)
+
+
+# --- exact mode -----------------------------------------------------------------------------------------
+
+
+@mistake("blocks are added in the order in which they come", seen=2)
+def order_of_arrival(monkeypatch) -> None:
+    def total(self, before, brought):
+        totals = [total for part in brought for total in part.values()]
+        return functools.reduce(lambda found, total: exact.added(found, total, self.cluster.scenario.exact), totals, 0)
+
+    changed_worker(monkeypatch, "_total", total)
+
+
+@mistake("a block that a worker has begun goes on with another", seen=130)
+def homeless(monkeypatch) -> None:
+    def seat_of(self, stage, micro_batch):
+        found = [self._where.get(Datum(kind, stage, micro_batch, self._step)) for kind in ("inner", "stash")]
+        return next((seats[0] for seats in found if seats), self._plan.route[stage, micro_batch])
+
+    monkeypatch.setattr(lineage._Closure, "_seat_of", seat_of)
+
+
+@mistake("what is left of a block is added in another order", seen=20)
+def turned_round(monkeypatch) -> None:
+    arranged = planner.arrange
+
+    def changed(rest, plan, costs, held):
+        def turned(program):
+            last = iter(sorted((one for one in program if one.op is Op.W), key=lambda one: one.micro_batch, reverse=True))
+            return tuple(next(last) if one.op is Op.W else one for one in program)
+
+        return {seat: turned(program) if all(Datum("inner", one.stage, one.micro_batch, one.step) in held[seat] for one in program if one.op is Op.W) else program
+                for seat, program in arranged(rest, plan, costs, held).items()}  # fmt: skip
+
+    monkeypatch.setattr(planner, "arrange", changed)
 
 
 # --- rejected steps -----------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ def test_random_failures(request) -> None:
     assert report.seeds == seeds and report.faults > seeds
     several = sum(len(given.troubles) + len(given.faults) > 1 for given in map(campaign.scenario, range(seeds)))
     assert several >= seeds / 3
+    assert sum(campaign.scenario(seed).exact for seed in range(seeds)) > seeds / 4
 
 
 def test_every_worker_killed_around_its_instructions() -> None:
