@@ -77,14 +77,15 @@ class RecycleEngine(PipelineEngine):
     ``training_data``, and ``settle()`` waits until all steps done so far are committed.
     """
 
-    def __init__(self, *arguments: Any, job: Job, **named: Any) -> None:
-        self._job = job
+    _job: Job  # of the class that engine_class makes: users' constructors need not know of it
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
         self._source: Source | None = None
         super().__init__(*arguments, **named)
         self.monitor = FirstLive(self.monitor, self._is_first, self._job.session.note)
         if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "state_dict"):
             raise RecycleError(f"the learning-rate scheduler {type(self.lr_scheduler).__name__} has no state_dict, so a step could not be taken back")
-        settings = job.settings
+        settings = self._job.settings
         self.seat = Seat(self.grid.data_parallel_id, self.stage_id)
         self.topology_ = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches)
         self._check_faults(settings)
@@ -93,7 +94,7 @@ class RecycleEngine(PipelineEngine):
         blocks = BlockSums(self._parameters, settings.policy(False, self.num_stages).blocks(self.topology_)) if settings.exact else None
         self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks)
         self._undo = self._undo_record()
-        self._transport = Transport(job.session)
+        self._transport = Transport(self._job.session)
         self._kept = Kept(settings.keep_bytes)
         self._gradients = Gradients(self, self._parameters, blocks)
         self._clipping = Clipping(self._parameters, self.stage_id, self.topology_.replicas, settings.norm, self.gradient_clipping())
@@ -240,6 +241,13 @@ class RecycleEngine(PipelineEngine):
                 return
             except Interrupted:
                 self._between_steps()
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        if train_batch_size != self.train_batch_size():
+            raise RecycleError(
+                f"set_train_batch_size({train_batch_size}): another number of micro-batches than the {self.micro_batches} of the first step is not "
+                "supported yet, because the plan and the places in the data follow from it; set gradient_accumulation_steps in the config"
+            )
 
     def settle(self) -> None:
         """Return when every step that ``train_batch`` has returned for is committed, whoever dies meanwhile."""
@@ -609,6 +617,19 @@ class RecycleEngine(PipelineEngine):
             if self._is_first_in(generation):
                 samples = self.global_samples - (self.global_steps - commit.step) * batch
                 self.monitor.write_events(figures(commit.figures, generation.number, batch, samples))
+
+
+def engine_class(users: type, job: Job) -> type:
+    """``users``, DeepSpeed's engine or a subclass of it, on top of ours: what it overrides and hands on to ``super()`` gets here."""
+    mine = {name for each in users.__mro__ if not issubclass(PipelineEngine, each) for name in vars(each)}
+    unheard = sorted(name for name in mine if name.startswith("_exec_") or name in ("_INSTRUCTION_MAP", "_train_schedule", "_aggregate_total_loss"))
+    if unheard:
+        raise RecycleError(
+            f"{users.__name__}.{unheard[0]} overrides a part of DeepSpeed's schedule, which the plugin's own takes the place of, so it would not be "
+            "called; override train_batch, eval_batch, save_checkpoint or load_checkpoint instead, or set recycle.enabled to false"
+        )
+    bases = (RecycleEngine,) if users is PipelineEngine else (users, RecycleEngine)
+    return type(RecycleEngine.__name__ if users is PipelineEngine else users.__name__, bases, {"_job": job})
 
 
 def _key(instruction: Instruction) -> tuple[int, MicroBatch]:

@@ -82,16 +82,16 @@ class Plugin:
 
     @contextmanager
     def _our_engine(self, module: ModuleType, config: dict, settings: Settings, model: Any, data: Any) -> Iterator[None]:
-        """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment."""
+        """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment, which may be a class of the user's."""
         from recycle_plugin.adapters.deepspeed.checks import check_config, check_dataset
-        from recycle_plugin.adapters.deepspeed.engine import Job, RecycleEngine
+        from recycle_plugin.adapters.deepspeed.engine import Job, engine_class
 
         if self.engine is not None:
             raise RecycleError("deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet")
         check_config(config, model)
         check_dataset(data)
         self.session.wait_timeout_s, self.session.regroup_timeout_s = settings.wait_timeout_s, settings.regroup_timeout_s
-        stock, module.PipelineEngine = module.PipelineEngine, functools.partial(RecycleEngine, job=Job(self.session, settings))
+        stock, module.PipelineEngine = module.PipelineEngine, engine_class(module.PipelineEngine, Job(self.session, settings))
         try:
             yield
         finally:

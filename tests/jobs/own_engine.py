@@ -1,0 +1,85 @@
+"""A user's own script, with a learning-rate scheduler and an engine class of its own.
+
+RECYCLE_TEST_OWN holds as JSON: ``folder``; ``enabled``; ``faults``; ``scheduler``, "config" or "callback"; ``engine``, "" for DeepSpeed's own;
+``gate``, arguments of wrappers.gate; ``batch_size``, to which the job's is changed after the third step.  Each rank writes what it saw to
+folder/losses/rank<r>.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+import deepspeed
+import wrappers
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+REPLICAS, STEPS, WIDTH = 3, 9, 8
+job = json.loads(os.environ["RECYCLE_TEST_OWN"])
+
+
+class Counting(PipelineEngine):
+    """Counts its steps, as the losses have come back."""
+
+    def __init__(self, *arguments, **named) -> None:
+        super().__init__(*arguments, **named)
+        self.seen = []
+
+    def train_batch(self, data_iter=None):
+        loss = super().train_batch(data_iter)
+        self.seen.append(loss.item())
+        return loss
+
+
+class Scheduling(PipelineEngine):
+    """Does something else in the forward pass."""
+
+    def _exec_forward_pass(self, buffer_id) -> None:
+        super()._exec_forward_pass(buffer_id)
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int):
+        made = torch.Generator().manual_seed(index)
+        return torch.randn(WIDTH, generator=made), torch.randn(WIDTH, generator=made)
+
+
+if job["gate"]:
+    wrappers.gate(**job["gate"])
+if job["engine"]:
+    deepspeed.PipelineEngine = {"counting": Counting, "scheduling": Scheduling}[job["engine"]]
+deepspeed.init_distributed()
+torch.manual_seed(7)
+config = {
+    "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0, "steps_per_print": 10**9,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+    "recycle": {"enabled": job["enabled"], "run_dir": job["folder"], "report": False, "faults": job["faults"] if job["enabled"] else []},
+}  # fmt: skip
+more = {}
+if job["scheduler"] == "config":
+    config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.02, "warmup_num_steps": STEPS, "warmup_type": "linear"}}
+else:
+    more["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+layers = [LayerSpec(torch.nn.Linear, WIDTH, WIDTH), LayerSpec(torch.nn.Tanh), LayerSpec(torch.nn.Linear, WIDTH, WIDTH), LayerSpec(torch.nn.Linear, WIDTH, WIDTH)]
+model = PipelineModule(
+    layers, topology=PipeDataParallelTopology(2, REPLICAS), loss_fn=torch.nn.functional.mse_loss, partition_method="uniform", seed_layers=True
+)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=Samples(), **more)
+record = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "losses": [], "rates": [], "engine": type(engine).__name__}
+for step in range(STEPS):
+    if step == 3 and job["batch_size"]:
+        engine.set_train_batch_size(job["batch_size"])
+    record["losses"].append(engine.train_batch().item())
+    record["rates"] += engine.get_lr()
+record["seen"] = getattr(engine, "seen", None)
+path = Path(job["folder"]) / "losses" / f"rank{record['rank']}.json"
+path.parent.mkdir(parents=True, exist_ok=True)
+path.write_text(json.dumps(record))
