@@ -10,6 +10,8 @@ kept so that entries can be changed (deepspeed/ops/__init__.py).
 
 from __future__ import annotations
 
+from recycle_plugin.versions import RANGES
+
 EXTENSION = "deepspeed_shm_comm"
 
 
@@ -24,7 +26,7 @@ def apply() -> None:
     if table is None:
         raise RuntimeError(
             f"DeepSpeed {deepspeed.__version__} has no deepspeed.ops.__compatible_ops__: "
-            f"expected >=0.19,<0.20; without it {EXTENSION} is compiled at every start"
+            f"expected {RANGES['deepspeed']}; without it {EXTENSION} is compiled at every start"
         )
     table[EXTENSION] = False
 

@@ -7,7 +7,6 @@ import json
 import os
 import textwrap
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any, Iterator
 
 from recycle_plugin.commands.config_job import CLIPPING, COUNT, ONE_HOST, Job, at_risk, job_of
@@ -15,6 +14,7 @@ from recycle_plugin.commands.losses import NAMED, clipped, host_cases, stages_te
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.profile import UNDO_BYTES
 from recycle_plugin.settings import SECTION, shown
+from recycle_plugin.versions import releases
 
 DESCRIPTION = """\
 Say which failures a job survives, how much slower each makes it, what its settings cost, what is refused, and whether it
@@ -32,7 +32,6 @@ Exit code: 0 where nothing has to change; 1 where something has to, in lines tha
 WIDTH = 100
 OPTIONS_UP_TO = 128  # workers; what else could be done takes seconds to predict for each loss in larger jobs
 ROWS = 8  # hosts in a table: --json has all
-CHECKED = ("torch", "deepspeed", "megatron-core")
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -313,24 +312,11 @@ def refused(job: Job) -> Section:
 
 
 def versions() -> Section:
-    """What is installed here against what setup.cfg declares."""
-    from packaging.requirements import Requirement
-
-    try:
-        declared = {one.name: one.specifier for one in map(Requirement, metadata.requires("recycle_plugin") or ())}
-    except metadata.PackageNotFoundError:
-        return Section("versions", "Versions here", [], ("recycle_plugin is not installed, so that what it needs is not known: pip install it",))
-    rows = []
-    for name in CHECKED:
-        try:
-            installed = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            installed = None
-        fits = installed is None or declared[name].contains(installed, prereleases=True)
-        rows.append({"name": name, "installed": installed, "needs": str(declared[name]), "fits": fits})
-    wrong = tuple(f"{row['name']} {row['installed']}: pip install '{row['name']}{row['needs']}'" for row in rows if not row["fits"])
-    table = aligned([(row["name"], row["installed"] or "not installed", f"needs {row['needs']}") for row in rows])
-    return Section("versions", "Versions here", rows, (), wrong, tuple(table))
+    """What is installed here against what the plugin is written for."""
+    known = releases()
+    table = aligned([(one.name, one.installed or "not installed", f"needs {one.needs}") for one in known])
+    rows = [{**one._asdict(), "fits": one.fits} for one in known]
+    return Section("versions", "Versions here", rows, (), tuple(one.wrong for one in known if not one.fits), tuple(table))
 
 
 # --- memory ----------------------------------------------------------------------------------------------

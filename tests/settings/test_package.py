@@ -4,9 +4,12 @@ import configparser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from recycle_plugin import __version__
 from recycle_plugin.cli import main
+from recycle_plugin.versions import RANGES
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -35,6 +38,13 @@ def test_constraints_pin_every_dependency():
         name = line.split(">")[0]
         assert f"\n{name}==" in pinned, name
     assert "+" not in pinned.replace("++", "")
+
+
+def test_setup_cfg_and_the_check_at_the_start_name_the_same_releases():
+    parser = configparser.ConfigParser()
+    parser.read(CHECKOUT / "setup.cfg")
+    declared = {one.name: one.specifier for one in map(Requirement, parser["options"]["install_requires"].split("\n")[1:])}
+    assert {name: declared[name] for name in RANGES} == {name: SpecifierSet(needs) for name, needs in RANGES.items()}
 
 
 def test_version(capsys):

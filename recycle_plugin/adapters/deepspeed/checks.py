@@ -52,7 +52,7 @@ def _check_module(model: PipelineModule) -> None:
             f"{tracking[0]} keeps running statistics, which a forward that is run again would count twice; "
             "use a normalisation without them (LayerNorm, GroupNorm), or track_running_stats=False"
         )
-    grid = model._grid
+    grid = model.mpu()
     if grid.slice_parallel_size > 1:
         raise RecycleError("tensor parallelism above 1 is not supported yet: build the PipelineModule with a topology of the axes pipe and data only")
     if grid.pipe_parallel_size > len(model._layer_specs):

@@ -1,0 +1,41 @@
+"""The releases that the plugin is written for.  setup.cfg tells pip the same; a test compares the two.
+
+DeepSpeed: releases before 0.19.3 divide the gradients of all stages but the last by ``gradient_accumulation_steps`` once more at
+every stage that they pass (since 0.18), so that training would go on with other numbers where the plugin is switched on or off.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Iterable, NamedTuple
+
+from packaging.specifiers import SpecifierSet
+
+RANGES = {"torch": ">=2.6", "deepspeed": ">=0.19.3,<0.20", "megatron-core": ">=0.16,<0.17"}
+
+
+class Release(NamedTuple):
+    """``installed``: its version here, None where it is not."""
+
+    name: str
+    installed: str | None
+    needs: str
+
+    @property
+    def fits(self) -> bool:
+        return self.installed is None or SpecifierSet(self.needs).contains(self.installed, prereleases=True)
+
+    @property
+    def wrong(self) -> str:
+        return f"{self.name} {self.installed}: pip install '{self.name}{self.needs}'"
+
+
+def releases(names: Iterable[str] = RANGES) -> list[Release]:
+    return [Release(name, _installed(name), RANGES[name]) for name in names]
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
