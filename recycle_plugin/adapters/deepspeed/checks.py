@@ -8,6 +8,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
+from recycle_plugin.adapters.deepspeed.engine import layer_specs
 from recycle_plugin.adapters.deepspeed.refusals import refusals
 from recycle_plugin.runtime.errors import RecycleError
 
@@ -43,7 +44,7 @@ def _check_device() -> None:
 
 
 def _check_module(model: PipelineModule) -> None:
-    tied = sorted({spec.key for spec in model._layer_specs if isinstance(spec, TiedLayerSpec)})
+    tied = sorted({spec.key for spec in layer_specs(model) if isinstance(spec, TiedLayerSpec)})
     if tied:
         raise RecycleError(f"tied layers ({', '.join(tied)}) couple stages and are not supported yet; use LayerSpec instead of TiedLayerSpec for now")
     tracking = [name for name, module in model.named_modules() if getattr(module, "track_running_stats", False)]
@@ -55,9 +56,9 @@ def _check_module(model: PipelineModule) -> None:
     grid = model.mpu()
     if grid.slice_parallel_size > 1:
         raise RecycleError("tensor parallelism above 1 is not supported yet: build the PipelineModule with a topology of the axes pipe and data only")
-    if grid.pipe_parallel_size > len(model._layer_specs):
+    if grid.pipe_parallel_size > len(layer_specs(model)):
         raise RecycleError(
-            f"the pipeline has {grid.pipe_parallel_size} stages for {len(model._layer_specs)} layers, so that a stage would have none; "
+            f"the pipeline has {grid.pipe_parallel_size} stages for {len(layer_specs(model))} layers, so that a stage would have none; "
             "use fewer stages, or give the model more layers"
         )
     if grid.data_parallel_size == 1:

@@ -1,7 +1,8 @@
 """The DeepSpeed engine that runs plans: ``PipelineEngine`` with another schedule and instruction map.
 
 No algorithm lives here.  It lends DeepSpeed's model, optimizer, gradient buckets and checkpoints to
-the runtime's loop, and keeps the signatures that user scripts call.
+the runtime's loop, and keeps the signatures that user scripts call.  DeepSpeed's private names are
+used in this module only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 import torch
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin import planner
@@ -630,6 +632,11 @@ def engine_class(users: type, job: Job) -> type:
         )
     bases = (RecycleEngine,) if users is PipelineEngine else (users, RecycleEngine)
     return type(RecycleEngine.__name__ if users is PipelineEngine else users.__name__, bases, {"_job": job})
+
+
+def layer_specs(model: PipelineModule) -> list:
+    """What the layers of all stages are built from."""
+    return model._layer_specs
 
 
 def _key(instruction: Instruction) -> tuple[int, MicroBatch]:

@@ -22,6 +22,7 @@ from typing import Any, Callable, Iterator
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.settings import SECTION, Settings
+from recycle_plugin.versions import RANGES, releases
 
 GLOO_NAMES = (None, "gloo", "cpu:gloo", "recycle")
 
@@ -83,6 +84,7 @@ class Plugin:
     @contextmanager
     def _our_engine(self, module: ModuleType, config: dict, settings: Settings, model: Any, data: Any) -> Iterator[None]:
         """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment, which may be a class of the user's."""
+        check_versions()
         from recycle_plugin.adapters.deepspeed.checks import check_config, check_dataset
         from recycle_plugin.adapters.deepspeed.engine import Job, engine_class
 
@@ -107,6 +109,15 @@ def find_config(arguments: tuple, named: dict[str, Any]) -> dict[str, Any]:
     if isinstance(config, (str, Path)) and Path(config).is_file():
         config = json.loads(Path(config).read_text())
     return config if isinstance(config, dict) else {}
+
+
+def check_versions() -> None:
+    """Refuse releases that the plugin is not written for; megatron-core's only where the script uses it."""
+    used = [name for name in RANGES if name != "megatron-core" or "megatron.core" in sys.modules]
+    wrong = next((one for one in releases(used) if not one.fits), None)
+    if wrong is not None:
+        raise RecycleError(f"{wrong.name} {wrong.installed} is installed, and the plugin needs {wrong.needs}: pip install '{wrong.name}{wrong.needs}', "
+                           "or set recycle.enabled to false")
 
 
 def _has_cuda() -> bool:
