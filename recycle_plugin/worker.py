@@ -20,6 +20,7 @@ from recycle_plugin.adapters.deepspeed import Plugin
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.lineage import Torn
 from recycle_plugin.core.protocol import Fatal
+from recycle_plugin.core.sources import Gone
 from recycle_plugin.planner import PlanError
 from recycle_plugin.runtime.errors import CutOff, RecycleError
 from recycle_plugin.runtime.session import Session, connect_from_environment
@@ -55,7 +56,7 @@ def main(command: list[str]) -> int:
     except CutOff as error:
         print(f"recycle: error: {error}", file=sys.stderr, flush=True)
         return error.code
-    except (RecycleError, SettingsError, PlanError, Torn) as error:
+    except (RecycleError, SettingsError, PlanError, Torn, Gone) as error:
         if os.environ.get("RECYCLE_TRACEBACK"):
             traceback.print_exc()
         session.send(Fatal(session.rank, str(error)))

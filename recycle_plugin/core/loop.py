@@ -22,6 +22,8 @@ from recycle_plugin.core.lineage import Held, Rest, surviving, unfinished
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.plan import Plan
 from recycle_plugin.core.protocol import Arrived, Generation, Loaded, Note, Report, Resume, Stepped
+from recycle_plugin.core.sources import Standing
+from recycle_plugin.core.sources import unpack as unpack_drawn
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
 
@@ -48,6 +50,12 @@ class Replica(Protocol):
 
     def held(self) -> Iterable[Datum]:
         """What this worker has of steps that are not committed, but parameters."""
+
+    def drawn(self) -> dict[str, str]:
+        """What this worker keeps of plain iterators' data (core.sources.pack)."""
+
+    def stand(self, standing: Standing) -> None:
+        """From now on this holds, until it is said again."""
 
     def undo(self, step: int) -> None:
         """Take ``step``, the last applied one, back."""
@@ -201,8 +209,10 @@ class Loop:
         planned = self._port.clock()
         self._port.reach("recovery.report")
         timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
+        drawn = self._replica.drawn()  # first: from here on nothing of a lost worker's is taken any more
         held = pack({*self._replica.held(), Datum("params", self.seat.stage, None, self.machine.stepped + 1)})
-        self._port.send(Report(self._line.rank, generation.number, self.machine.stepped, plan.digest, held, timings, self._loaded, plan.period_us))
+        report = Report(self._line.rank, generation.number, self.machine.stepped, plan.digest, held, timings, self._loaded, plan.period_us, drawn)
+        self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
         resume = yield from self._port.wait(what, lambda: self._line.resume_of(generation), interruptible=False)
         if not resume:
@@ -219,15 +229,17 @@ class Loop:
     def _take_up(self, plan: Plan, resume: Resume) -> None:
         """Work out what is left of the unfinished steps, and take the last one back where that is in the way."""
         started = self._port.clock()
-        held = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
+        held = reported = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
+        rests = {rest.step: rest for rest in unfinished(plan, resume.committed, held, resume.void)}
         self._rests, undo = {}, False
         if resume.norm is not None:
             self._replica.judge(resume.committed + 1, resume.norm)
-        for rest in unfinished(plan, resume.committed, held, resume.void):
+        for rest in rests.values():
             program = self._planner.arrange(rest, plan, held)[self.seat]
             self._rests[rest.step] = Program(rest.step, program, rest.bare, rest.holders.get(self.seat.stage), resumed=True)
             undo |= self.seat in rest.undo
             held = surviving(held, rest)
+        self._replica.stand(Standing(plan, reported, {Seat.parse(seat): unpack_drawn(packed) for seat, packed in resume.drawn.items()}, rests))
         self.machine.resume(resume.committed, undo)
         if undo:
             self._replica.undo(resume.committed + 1)

@@ -250,7 +250,8 @@ class Membership:
         counts = [report.stepped for report in self._reports.values()]
         if any(report.loaded for report in self._reports.values()) and not self._rewind(counts, out):
             return
-        held = {str(member.seat): self._reports[member.rank].held for member in generation.members if member.rank in self._reports}
+        reports = {str(member.seat): self._reports[member.rank] for member in generation.members if member.rank in self._reports}
+        held, drawn = ({seat: getattr(report, what) for seat, report in reports.items()} for what in ("held", "drawn"))
         committed = min(counts) - self._to_do_again(min(counts), held)
         ahead, norm = max(counts) - committed, self._verdicts.rejection(committed + 1)
         void = self._to_do_again(committed + 1, held)
@@ -265,7 +266,7 @@ class Membership:
         kept = {member.rank for member in generation.members} - self.left
         self.members = {rank: member for rank, member in self.members.items() if rank in kept}
         self._stepped = dict.fromkeys(kept, committed)  # whoever is ahead, and stays so, says it again
-        out.tell(WORKERS, Resume(generation.number, committed, held, norm, void))
+        out.tell(WORKERS, Resume(generation.number, committed, held, norm, void, drawn))
         slowest = max(self._reports.values(), key=lambda report: sum(report.timings.values()))
         out.say("resume", f"{len(kept)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
                 generation=generation.number, committed=committed, ahead=ahead, regroup_s=round(now - generation.at, 4),

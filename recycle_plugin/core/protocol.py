@@ -55,8 +55,8 @@ class Ready:
 @dataclass(frozen=True)
 class Report:
     """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest``, by which a step
-    takes ``period_us``, and still holds ``held`` (core.dataflow.pack).  ``loaded``: its state is that of a checkpoint that all have
-    loaded."""
+    takes ``period_us``, and still holds ``held`` (core.dataflow.pack), and of plain iterators' data ``drawn`` (core.sources.pack).
+    ``loaded``: its state is that of a checkpoint that all have loaded."""
 
     rank: int
     generation: int
@@ -66,6 +66,7 @@ class Report:
     timings: dict = field(default_factory=dict)
     loaded: bool = False
     period_us: int = 0
+    drawn: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -251,8 +252,8 @@ class Generation:
 class Resume:
     """Everybody in ``generation`` has reported: go on behind step ``committed``, with what each seat holds of later ones.
 
-    ``held``: by the seat's text form, as reported.  ``norm``: where the next step was rejected (core.verdict), why; ``void``: not
-    everybody knew that, so what was computed after it counts nowhere.
+    ``held``, ``drawn``: by the seat's text form, as reported.  ``norm``: where the next step was rejected (core.verdict), why; ``void``:
+    not everybody knew that, so what was computed after it counts nowhere.
     """
 
     generation: int
@@ -260,6 +261,7 @@ class Resume:
     held: dict = field(default_factory=dict)
     norm: float | None = None
     void: bool = False
+    drawn: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

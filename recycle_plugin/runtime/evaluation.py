@@ -6,11 +6,7 @@ Who runs a micro-batch of a lost worker gets its data from the replica's other e
 
 from __future__ import annotations
 
-import copy
-import io
 from typing import Any, Callable, Protocol
-
-import torch
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import Interrupted
@@ -19,6 +15,7 @@ from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Plan
 from recycle_plugin.planner.forwards import forwards, readers, runner
+from recycle_plugin.runtime.batches import Tensors, packed, unpacked
 from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.transport import Transport
@@ -40,12 +37,12 @@ class Evaluations:
         self._session, self._loop, self._transport = session, loop, transport
         self._seat, self._evaluator, self._recover = seat, evaluator, recover
         self._number = 0
-        self._read: list[Any] = []  # batches of this worker's own iterator
+        self._read: list[Tensors] = []  # batches of this worker's own iterator
 
     def run(self, batches: list[Any], count: int) -> dict[str, float]:
         """The loss of each micro-batch.  ``batches``: the ``count`` that this worker has read, if it is an end of its replica."""
         self._number += 1
-        self._read = batches
+        self._read = [packed(batch) for batch in batches]
         while True:
             self._loop.settle()
             try:
@@ -68,9 +65,8 @@ class Evaluations:
         stage = self._seat.stage
         reader = readers(self._loop.plan.view)[micro_batch.replica][stage > 0]
         if reader == self._seat:
-            return copy.deepcopy(self._read[micro_batch.index])  # the model may change it, and it may be needed once more
-        (packed,) = self._transport.wait(Datum("data", stage, micro_batch, -self._number), reader)
-        return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+            return unpacked(self._read[micro_batch.index])
+        return unpacked(self._transport.wait(Datum("data", stage, micro_batch, -self._number), reader))
 
     def _hand_out(self, plan: Plan, readable: dict[int, tuple[Seat, Seat]], count: int) -> None:
         """What this worker has read and others run, which is only so where somebody is lost."""
@@ -80,17 +76,10 @@ class Evaluations:
                 for one in (MicroBatch(replica, index) for index in range(count)) if reader == self._seat else ():
                     taker = runner(plan, stage, one)
                     if taker != self._seat:
-                        self._transport.send(addresses[taker], Datum("data", stage, one, -self._number), (_packed(self._read[one.index]),))
+                        self._transport.send(addresses[taker], Datum("data", stage, one, -self._number), self._read[one.index])
 
     def _say(self, plan: Plan, readable: dict[int, tuple[Seat, Seat]]) -> None:
         missing = sorted(set(range(plan.view.topology.replicas)) - readable.keys())
         if missing and self._session.rank == min(member.rank for member in self._session.generation.members):
             text = f"evaluation {self._number} is without the data of replicas {', '.join(map(str, missing))}, whose ends are lost"
             self._session.note("warning", text, replicas=missing)
-
-
-def _packed(batch: Any) -> torch.Tensor:
-    """As bytes; the transport carries tensors."""
-    written = io.BytesIO()
-    torch.save(batch, written)
-    return torch.frombuffer(bytearray(written.getbuffer()), dtype=torch.uint8)

@@ -15,6 +15,7 @@ from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.plan import Plan, Policy
 from recycle_plugin.core.protocol import Met
+from recycle_plugin.core.sources import Standing
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.runtime.ahead import Ahead
@@ -29,6 +30,10 @@ class Replica(Protocol):
     def execute(self, program: core.Program) -> None: ...
 
     def held(self) -> Iterable[Datum]: ...
+
+    def drawn(self) -> dict[str, str]: ...
+
+    def stand(self, standing: Standing) -> None: ...
 
     def undo(self, step: int) -> None: ...
 
@@ -93,7 +98,7 @@ class _Port:
 class _Replica:
     def __init__(self, replica: Replica, transport: Transport) -> None:
         self._replica = replica
-        self.held, self.undo, self.leave = replica.held, replica.undo, transport.leave
+        self.held, self.drawn, self.stand, self.undo, self.leave = replica.held, replica.drawn, replica.stand, replica.undo, transport.leave
         self.judge, self.void = replica.judge, replica.void
 
     def execute(self, program: core.Program) -> Iterator[Any]:

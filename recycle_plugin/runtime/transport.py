@@ -5,9 +5,10 @@ for, whatever the order of arrival.  Who sent it, and in which membership, does 
 same numbers whoever makes it, so what has arrived stays good when the membership changes, and a second copy
 does no harm.  The exception is what was computed with weights that are taken back (core/verdict.py), or put aside for a
 checkpoint's: every message carries its sender's *era*, the membership in which it last went on from other weights, and what
-comes from an earlier era is dropped.  Shapes and dtypes travel with the tensors, so they may change from step to step.  Sends
-never block, so programs need no matching order of sends and receives to be free of deadlock.  Tensors of an accelerator pass through
-host memory.
+comes from an earlier era is dropped.  (Where data comes from plain iterators a lost worker's may be replaced, and
+:meth:`Transport.hear_out` sees to it that nothing made of it comes late.)  Shapes and dtypes travel with the tensors, so they may
+change from step to step.  Sends never block, so programs need no matching order of sends and receives to be free of deadlock.
+Tensors of an accelerator pass through host memory.
 
 A connection that breaks between two live workers is news for the coordinator: all meet again, over new connections, and
 what was lost on the way is sent once more by who made it.
@@ -24,11 +25,11 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import Callable
+from typing import Any, Callable, Iterable
 
 import torch
 
-from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.dataflow import TRAVELS, Datum
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.protocol import Missing
 from recycle_plugin.runtime.errors import WaitTimeout
@@ -43,7 +44,7 @@ LINGER_S = 1.0  # how long what live peers still have to get may take
 
 
 class Transport:
-    """One inbox of this worker and one outbox per peer."""
+    """One inbox of this worker and one outbox per peer.  Each connection begins with the sender's address."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -54,7 +55,8 @@ class Transport:
         self._listener = socket.create_server(("", 0), backlog=1024)
         self._accepted: set[socket.socket] = set()
         self._closed = False
-        self._readers: list[threading.Thread] = []
+        self._readers: dict[threading.Thread, str] = {}  # with the address of whose messages each reads, once that is said
+        self._heard: set[str] | None = None  # from these only, if that is said
         self.address = f"tcp://{session.own_address}:{self._listener.getsockname()[1]}"
         self._accepting = threading.Thread(target=self._accept, name="recycle: transport", daemon=True)
         self._accepting.start()
@@ -63,11 +65,11 @@ class Transport:
         """Send ``tensors`` to the peer at ``address``; returns them in host memory.  Neither may be changed in place afterwards."""
         held = tuple(tensor.detach().contiguous().cpu() for tensor in tensors)
         shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in held]
-        header = json.dumps([datum.kind, datum.stage, *datum.micro_batch, datum.step, self._era, shapes]).encode()
+        header = _header([datum.kind, datum.stage, *datum.micro_batch, datum.step, self._era, shapes])
         frames = [_bytes(tensor) for tensor in held if tensor.numel()]
         if address not in self._outboxes:
-            self._outboxes[address] = Outbox(address, self._broke)
-        self._outboxes[address].send([memoryview(len(header).to_bytes(HEADER_BYTES, "big") + header), *frames])
+            self._outboxes[address] = Outbox(address, self.address, self._broke, self._emptied)
+        self._outboxes[address].send([memoryview(header), *frames])
         return held
 
     def wait(self, datum: Datum, sender: object) -> Tensors:
@@ -82,10 +84,26 @@ class Transport:
             session.send(Missing(session.rank, session.number, str(datum), str(sender)))
         return session.wait(lambda: f"{datum} from seat {sender}, once more", ready)
 
+    def wait_sent(self, addresses: Iterable[str]) -> None:
+        """Return when all that was sent to these peers has left this process: its death does not stop it any more.  Interruptible."""
+        outboxes = [self._outboxes[address] for address in addresses if address in self._outboxes]
+        self._session.wait("a peer to take what is sent to it", lambda: None if any(outbox.backlog for outbox in outboxes) else True)
+
     def held(self) -> set[Datum]:
-        """What has arrived and was not waited for yet."""
+        """Boundary tensors that have arrived and were not waited for yet."""
         with self._session.changed:
-            return set(self._inbox)
+            return {datum for datum in self._inbox if datum.kind in TRAVELS}
+
+    def collect(self, kind: str) -> dict[Datum, Tensors]:
+        """All of this kind that has arrived; it is handed out once."""
+        with self._session.changed:
+            return {datum: self._inbox.pop(datum)[1] for datum in [datum for datum in self._inbox if datum.kind == kind]}
+
+    def hear_out(self, peers: set[str]) -> None:
+        """Take what all but ``peers`` have sent before they went, and nothing of theirs that comes after this."""
+        with self._session.changed:  # a process that has ended has closed its connections, so this takes long only where a host is gone
+            self._session.changed.wait_for(lambda: peers.issuperset(self._readers.values()), DEATH_S)
+            self._heard = peers
 
     def drop(self, step: int) -> None:
         """``step`` is committed: nothing that belongs to it is of use any more, now or later."""
@@ -142,7 +160,7 @@ class Transport:
         self._listener.close()
         for connection in list(self._accepted):
             _end(connection)
-        for reader in self._readers:
+        for reader in list(self._readers):
             reader.join(LINGER_S)
 
     # --- receiving ---------------------------------------------------------------------------------
@@ -154,41 +172,52 @@ class Transport:
             except OSError:  # closed
                 return
             self._accepted.add(connection)
-            self._readers = [reader for reader in self._readers if reader.is_alive()]
-            self._readers.append(threading.Thread(target=self._read, args=(connection,), name="recycle: transport", daemon=True))
-            self._readers[-1].start()
+            reader = threading.Thread(target=self._read, args=(connection,), name="recycle: transport", daemon=True)
+            with self._session.changed:
+                self._readers[reader] = ""
+            reader.start()
 
     def _read(self, connection: socket.socket) -> None:
         """Deliver one peer's messages until it closes, breaks off in the middle of one, or says what is none."""
+        reader = threading.current_thread()
         try:
+            sender = str(_receive_header(connection))
+            with self._session.changed:
+                self._readers[reader] = sender
+                self._session.changed.notify_all()
             while True:
-                length = int.from_bytes(_receive(connection, HEADER_BYTES), "big")
-                if length > LONGEST_HEADER:
-                    break
-                kind, stage, replica, index, step, era, shapes = json.loads(_receive(connection, length))
+                kind, stage, replica, index, step, era, shapes = _receive_header(connection)
                 tensors = tuple(_receive_tensor(connection, dtype, shape) for dtype, shape in shapes)
-                self._deliver(Datum(kind, stage, MicroBatch(replica, index), step), era, tensors)
+                self._deliver(sender, Datum(kind, stage, MicroBatch(replica, index), step), era, tensors)
         except (OSError, EOFError, ValueError, TypeError):
             pass
         self._accepted.discard(connection)
         connection.close()
-
-    def _deliver(self, datum: Datum, era: int, tensors: Tensors) -> None:
         with self._session.changed:
-            if (datum.step > self._committed or datum.step < 0) and era >= self._era:
+            del self._readers[reader]
+            self._session.changed.notify_all()
+
+    def _deliver(self, sender: str, datum: Datum, era: int, tensors: Tensors) -> None:
+        with self._session.changed:
+            heard = self._heard is None or sender in self._heard
+            if (datum.step > self._committed or datum.step < 0) and era >= self._era and heard:
                 self._inbox[datum] = era, tensors
                 self._session.changed.notify_all()
+
+    def _emptied(self) -> None:
+        with self._session.changed:
+            self._session.changed.notify_all()
 
 
 class Outbox:
     """To one peer.  What the socket does not take at once waits for a thread, so that no sender ever does.
 
     A peer that cannot be reached any more is the coordinator's business: what was for it is dropped, and ``tell(address)``
-    is called, once.
+    is called, once.  ``emptied`` is called when nothing waits any more.  ``own``: the sender's address.
     """
 
-    def __init__(self, address: str, tell: Callable[[str], None]) -> None:
-        self._address, self._tell = address, tell
+    def __init__(self, address: str, own: str, tell: Callable[[str], None], emptied: Callable[[], None]) -> None:
+        self._address, self._own, self._tell, self._emptied = address, own, tell, emptied
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self._peer = (host, int(port))
         self._changed = threading.Condition()
@@ -198,6 +227,11 @@ class Outbox:
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="recycle: transport", daemon=True)
         self._thread.start()
+
+    @property
+    def backlog(self) -> bool:
+        """Whether something waits, for a peer that may still take it."""
+        return bool(self._waiting) and not self.broken
 
     def send(self, parts: list[memoryview]) -> None:
         with self._changed:
@@ -237,9 +271,11 @@ class Outbox:
             connection = socket.create_connection(self._peer, CONNECT_S)
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(_header(self._own))
         except OSError:
             with self._changed:
                 self._break_off()
+            self._emptied()
             return
         with connection:
             with self._changed:
@@ -252,6 +288,8 @@ class Outbox:
                 with self._changed:
                     self._waiting.popleft() if part is not None and self._waiting else self._break_off()
                     self._changed.notify_all()
+                if not self._waiting:
+                    self._emptied()
 
     def _next(self) -> memoryview | None:
         """The part to be sent next; it stays in the queue meanwhile, so that nothing overtakes it."""
@@ -265,6 +303,18 @@ class Outbox:
         self.broken = True
         self._waiting.clear()
         self._changed.notify_all()
+
+
+def _header(content: object) -> bytes:
+    text = json.dumps(content).encode()
+    return len(text).to_bytes(HEADER_BYTES, "big") + text
+
+
+def _receive_header(connection: socket.socket) -> Any:
+    length = int.from_bytes(_receive(connection, HEADER_BYTES), "big")
+    if length > LONGEST_HEADER:
+        raise ValueError(f"a header of {length} bytes")
+    return json.loads(_receive(connection, length))
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

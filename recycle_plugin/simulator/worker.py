@@ -174,6 +174,12 @@ class Worker:
         self._sent.clear()  # peers plan with what is here: it stays until it is sent once more
         return {datum for datum in self.have if datum.kind != "params"}
 
+    def drawn(self) -> dict[str, str]:
+        return {}  # its data is addressed by name
+
+    def stand(self, standing: Any) -> None:
+        pass
+
     def undo(self, step: int) -> None:
         del self.have[Datum("params", self.seat.stage, None, step + 1)]
         self.have[Datum("params", self.seat.stage, None, step)] = self._before

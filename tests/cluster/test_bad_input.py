@@ -17,7 +17,6 @@ PAIR = Shape(replicas=2, stages=1)
 CASES = {
     "unknown key": "recycle.spilt_backward: no such key; did you mean split_backward?",
     "one replica": "data parallelism is 1",
-    "plain iterator": "a plain iterator cannot be read again by a peer",
     "iterable dataset": "training_data is a Endless, which cannot be read by index: give a map-style dataset",
     "ZeRO 1": "zero_optimization.stage 1 shards the optimizer state",
     "ZeRO 2": "zero_optimization.stage 2 does not work with pipelines",

@@ -57,8 +57,5 @@ if case == "no pipeline":
     model = torch.nn.Linear(4, 4)
 else:
     model = PipelineModule(layers, topology=topology, loss_fn=torch.nn.functional.mse_loss)
-with_data = {} if case == "plain iterator" else {"training_data": data}
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **with_data)
-if case == "plain iterator":
-    engine.train_batch(data_iter=iter(torch.utils.data.DataLoader(data)))
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=data)
 engine.train_batch()

@@ -121,3 +121,43 @@ def test_sends_to_a_peer_that_is_gone_do_not_block(coordinator):
         alive.send(address, act(index), (torch.zeros(1 << 16),))
     alive.leave(set())
     alive.close()
+
+
+def data(index: int) -> Datum:
+    return Datum("data", 0, MicroBatch(0, index), 1)
+
+
+def test_data_is_no_boundary_tensor_and_is_collected_by_its_kind(pair):
+    sender, receiver = pair
+    sender.send(receiver.address, data(0), (torch.tensor([5]),))
+    sender.send(receiver.address, act(0), (torch.tensor([1]),))
+    receiver.wait(act(0), "0.0")
+    assert receiver.held() == set()
+    assert {datum: tensors[0].item() for datum, tensors in receiver.collect("data").items()} == {data(0): 5}
+    assert receiver.collect("data") == {}
+
+
+def test_what_somebody_sent_before_it_went_is_heard_and_nothing_of_it_after(pair):
+    sender, receiver = pair
+    big = torch.zeros(1 << 20)
+    for index in range(8):
+        sender.send(receiver.address, act(index), (big,))
+    sender.wait_sent([receiver.address])
+    sender.leave(set())  # its connection ends, as that of a process that is killed
+    receiver.hear_out({"tcp://somebody:else"})
+    assert receiver.held() == {act(index) for index in range(8)}
+    sender.send(receiver.address, act(9), (big,))
+    sender.wait_sent([receiver.address])
+    sender.leave(set())
+    receiver.hear_out({"tcp://somebody:else"})
+    assert receiver.held() == {act(index) for index in range(8)}
+
+
+def test_who_waits_until_its_peer_has_taken_everything_hears_of_a_membership_change(pair, coordinator):
+    sender, receiver = pair
+    silent = socket.create_server(("127.0.0.1", 0))  # takes what its buffers hold, and reads nothing
+    address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+    sender.send(address, act(0), (torch.zeros(1 << 24),))
+    coordinator.tell(generation(1, [0]))
+    with silent, pytest.raises(Interrupted):
+        sender.wait_sent([address])

@@ -29,8 +29,8 @@ def check_dataset(dataset: Any) -> None:
     iterable = isinstance(dataset, torch.utils.data.IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
     if dataset is not None and iterable:
         raise RecycleError(
-            f"training_data is a {type(dataset).__name__}, which cannot be read by index: give a map-style dataset; "
-            "iterable datasets and plain iterators cannot be read again by a peer and come later"
+            f"training_data is a {type(dataset).__name__}, which cannot be read by index: give a map-style dataset, "
+            "or pass an iterator to train_batch(data_iter=…)"
         )
 
 

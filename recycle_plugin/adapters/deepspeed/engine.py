@@ -38,6 +38,7 @@ from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Generation, Member, Ready
 from recycle_plugin.core.rhythm import Rhythm
+from recycle_plugin.core.sources import Standing
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.verdict import SHARE
@@ -55,10 +56,11 @@ from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage import Stage, StageModel
 from recycle_plugin.runtime.stopwatch import Stopwatch
+from recycle_plugin.runtime.supply import Supply
 from recycle_plugin.runtime.trace import TraceFile
 from recycle_plugin.runtime.transport import Transport
 from recycle_plugin.runtime.undo import KINDS, Undo
-from recycle_plugin.runtime.world import TorchWorld
+from recycle_plugin.runtime.world import OUTWARD, TorchWorld
 from recycle_plugin.settings import Settings
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -76,13 +78,15 @@ class RecycleEngine(PipelineEngine):
     """``train_batch``, ``eval_batch``, ``save_checkpoint`` as in DeepSpeed; they survive the loss of workers.
 
     Besides: ``set_data_source(source)`` gives batches by (step, micro-batch) instead of
-    ``training_data``, and ``settle()`` waits until all steps done so far are committed.
+    ``training_data`` or an iterator, and ``settle()`` waits until all steps done so far are committed.
     """
 
     _job: Job  # of the class that engine_class makes: users' constructors need not know of it
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self._source: Source | None = None
+        self._source_is_set = False  # by the script
+        self._trained = False  # a step, so that where data comes from is settled
         super().__init__(*arguments, **named)
         self.monitor = FirstLive(self.monitor, self._is_first, self._job.session.note)
         if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "state_dict"):
@@ -98,6 +102,8 @@ class RecycleEngine(PipelineEngine):
         self._undo = self._undo_record()
         self._transport = Transport(self._job.session)
         self._kept = Kept(settings.keep_bytes)
+        ends = self.is_first_stage() or self.is_last_stage()
+        self._supply = Supply(job.session, self._transport, self.seat, self._read_iterator) if ends else None  # in use where there is no source
         self._gradients = Gradients(self, self._parameters, blocks)
         self._clipping = Clipping(self._parameters, self.stage_id, self.topology_.replicas, settings.norm, self.gradient_clipping())
         self._loss_scale = LossScale(self._config.float16_config if settings.loss_scaling else None)
@@ -115,23 +121,32 @@ class RecycleEngine(PipelineEngine):
     # --- what scripts call -------------------------------------------------------------------------
 
     def set_data_source(self, source: Callable[[int, int, int], Any]) -> None:
-        """``source(step, replica, micro_batch)`` gives (inputs, labels); steps count from 1, the same on every worker."""
-        self._source = lambda step, micro_batch: source(step, *micro_batch)
+        """``source(step, replica, micro_batch)`` gives (inputs, labels); steps count from 1, the same on every worker.
+
+        Iterators that ``train_batch`` is given are not read then.
+        """
+        if self._source is None and self._trained:
+            raise RecycleError("set_data_source() was called after a step with data from an iterator: call it before the first train_batch()")
+        self._source, self._source_is_set = lambda step, micro_batch: source(step, *micro_batch), True
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """One optimizer step; returns the mean loss over all micro-batches of all replicas, on every worker.
 
         It may return before the step is committed.  What it returned stays final: recovery finishes
         the step inside the next call into the engine.
+
+        ``data_iter``: as in DeepSpeed, read by the first and the last stage; core/sources.py has what happens to it after a loss.
         """
-        if data_iter is not None or self._source is None:
-            raise RecycleError(
-                "train_batch(data_iter=…): a plain iterator cannot be read again by a peer, so it is not supported yet; pass "
-                "training_data= (a map-style dataset) to deepspeed.initialize, or call engine.set_data_source(source)"
-            )
+        self._take_iterator(data_iter)
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         self._start()
+        if self._draws and not self._trained and self._is_first():
+            self._job.session.note(
+                "data", "data comes from plain iterators: a step that a loss interrupts is finished with its own data, after that the survivors' iterators "
+                "give the lost replica's share; engine.set_data_source() would keep every step's data, and needs no replica with both ends alive",
+            )  # fmt: skip
+        self._trained = True
         self.module.train()
         try:
             if self._background is not None:
@@ -202,7 +217,9 @@ class RecycleEngine(PipelineEngine):
         self.save_checkpoint(settings.checkpoint_dir or self._saved_to or str(Path(self._run_dir) / "checkpoint"))
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, *arguments: Any, load_module_only: bool = False, **named: Any) -> Any:
-        """Stock; while training, everybody goes on from the checkpoint's step, from which data and randomness are those of the first time."""
+        """Stock; while training, everybody goes on from the checkpoint's step, from which data and randomness are those of the first time.
+
+        But plain iterators go on where they stand, as in DeepSpeed."""
         if not load_module_only:
             check_stages(Path(load_dir), tag, self.num_stages)
         if self._loop is not None:
@@ -215,6 +232,8 @@ class RecycleEngine(PipelineEngine):
         if self._loop is not None and found[0] is not None:
             self._world.reach_point("load.end")
             self._transport.rewind(self.global_steps)
+            if self._supply is not None:
+                self._supply.rewind()
             self._loop.loaded(self.global_steps)
             if self._background is not None:
                 self._background.loaded(self.global_steps)
@@ -282,8 +301,8 @@ class RecycleEngine(PipelineEngine):
         machine = StepMachine(self.global_steps)
         waits = settings.waits_for_norm(self.gradient_clipping())
         self._run_dir = run_dir = settings.run_dir or f"runs/{session.job_id}"
-        self._world = TorchWorld(session, machine, self._perform, {Op.RECV_ACT: self._await, Op.RECV_GRAD: self._await},
-                                 settings.fault_script(self.seat), self._record)
+        receive = {Op.LOAD: self._await_data, Op.RECV_ACT: self._await, Op.RECV_GRAD: self._await}
+        self._world = TorchWorld(session, machine, self._perform, receive, settings.fault_script(self.seat), self._record)
         if settings.trace:
             self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
         costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(waits, self.num_stages)
@@ -298,6 +317,38 @@ class RecycleEngine(PipelineEngine):
         self._background = self._make_background(Path(run_dir))
         self._evaluations = Evaluations(session, loop, self._transport, self.seat, self, self._between_steps)
         session.between_steps = self._between_steps
+
+    def _take_iterator(self, data_iter: Any) -> None:
+        """What the script passes stands above ``training_data``, as in DeepSpeed, and below a source that it has set."""
+        if self._supply is None or self._source_is_set:
+            return
+        if data_iter is None:
+            if self._source is None and self.data_iterator is None:
+                raise RecycleError("train_batch() has no data: pass data_iter=, or training_data= to deepspeed.initialize, or call engine.set_data_source(source)")
+            return
+        if not hasattr(data_iter, "__next__"):
+            raise RecycleError(f"train_batch(data_iter=…) is a {type(data_iter).__name__}, which is no iterator: pass iter(…) of it, or deepspeed.utils.RepeatingLoader(…)")
+        if self._source is not None and self._trained:
+            raise RecycleError("train_batch(data_iter=…) after steps with training_data: pass an iterator from the first step on, or never")
+        self._source = None
+        self.set_dataiterator(data_iter)
+
+    @property
+    def _draws(self) -> bool:
+        """Whether this worker's data comes from a plain iterator."""
+        return self._supply is not None and self._source is None
+
+    def _read_iterator(self, what: str) -> tuple[Any, Any]:
+        try:
+            batch = self._next_batch()
+        except StopIteration:
+            raise RecycleError(
+                f"the data iterator of seat {self.seat} has ended in {what}: wrap its loader in deepspeed.utils.RepeatingLoader; "
+                "after a loss the survivors' iterators give the lost replica's share as well"
+            ) from None
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise RecycleError(f"the data iterator gives a {type(batch).__name__}: the pipeline engine takes (inputs, labels); engine.set_batch_fn() makes them of anything")
+        return batch[0], batch[1]
 
     def _make_background(self, run_dir: Path) -> Background | None:
         settings, wanted = self._job.settings, self._job.settings.checkpoint
@@ -354,6 +405,8 @@ class RecycleEngine(PipelineEngine):
         self._stopwatch.begin(program)
         self._job.session.between_steps = None
         try:
+            if self._draws and program.step > 0:
+                self._supply.provide(program.step)
             if program.resumed:
                 self._say_losses(program.step)  # of forwards that the failure has cut off from their last one
             self._exec_schedule(commands.PlanSchedule(program, self.micro_batches, self.num_stages, self.stage_id))
@@ -368,6 +421,18 @@ class RecycleEngine(PipelineEngine):
         of_stage = {Datum(kind, self.stage_id, None, step) for kind, steps in known.items() for step in steps}
         arrived = {datum for datum in self._transport.held() if datum.step > 0}
         return self._stage.held(self.stage_id) | arrived | self._kept.promise() | of_stage
+
+    def drawn(self) -> dict[str, str]:
+        """What is kept of iterators' data (runtime.loop.Replica)."""
+        session = self._job.session
+        if self._source is None and session.interruption() is not None:
+            self._transport.hear_out({member.address for member in session.pending.members})
+        return self._supply.drawn() if self._supply is not None else {}
+
+    def stand(self, standing: Standing) -> None:
+        """What everybody has (runtime.loop.Replica)."""
+        if self._supply is not None:
+            self._supply.stand(standing)
 
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back (runtime.loop.Replica)."""
@@ -387,7 +452,8 @@ class RecycleEngine(PipelineEngine):
     def _forget_committed(self) -> None:
         """Nobody will ask for anything of a committed step again."""
         committed = self._job.session.committed
-        for holder in (self._stage, self._transport, self._kept, self._gradients, self._clipping, self._stopwatch):
+        holders = (self._stage, self._transport, self._kept, self._gradients, self._clipping, self._stopwatch, *([self._supply] if self._supply else []))
+        for holder in holders:
             holder.drop(committed)
 
     def _between_steps(self) -> None:
@@ -404,6 +470,8 @@ class RecycleEngine(PipelineEngine):
         drain(execute(self.seat, pipe_schedule.instructions(), self._world))
 
     def _perform(self, instruction: Instruction) -> None:
+        if self._draws and instruction.op in OUTWARD:
+            self._supply.wait_sent()
         self._INSTRUCTION_MAP[commands.COMMANDS[instruction.op]](self, instruction)
 
     def _record(self, span: Any) -> None:
@@ -416,7 +484,8 @@ class RecycleEngine(PipelineEngine):
 
     def _exec_load(self, instruction: Instruction) -> None:
         step, one = _key(instruction)
-        self._stage.load((step, one), self._source(step, one) if step > 0 else self._evaluations.batch(one))
+        source = self._supply.take if self._draws else self._source
+        self._stage.load((step, one), source(step, one) if step > 0 else self._evaluations.batch(one))
 
     def _exec_forward(self, instruction: Instruction) -> None:
         made = self._stage.forward(_key(instruction), instruction in self._program.bare)
@@ -448,6 +517,10 @@ class RecycleEngine(PipelineEngine):
 
     def _exec_backward_weight(self, instruction: Instruction) -> None:
         self._stage.backward_weight(_key(instruction))
+
+    def _await_data(self, instruction: Instruction) -> None:
+        if self._draws and instruction.step > 0:
+            self._supply.wait(instruction.step, instruction.micro_batch)
 
     def _await(self, instruction: Instruction) -> None:
         activation = instruction.op is Op.RECV_ACT

@@ -1,0 +1,187 @@
+"""``train_batch(data_iter=…)`` through losses: the interrupted step is finished with its own data, and from then on the survivors'
+iterators give as many samples as before, each used once, inputs with their labels (see tests/jobs/iterators.py)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.support.cluster import Result
+from tests.support.jobs import LOSS_TOLERANCE, SQUARE, Shape, assert_one_line
+
+STEPS, MICRO_BATCHES, SIZE = 8, 2, 2
+A_STEP = MICRO_BATCHES * SIZE  # samples of one replica
+
+
+@pytest.fixture
+def train(launch, tmp_path):
+    """``train(*faults, case=, shape=)``: the finished job."""
+
+    def run(*faults: str, case: str = "plain", shape: Shape = SQUARE) -> Result:
+        job = {"folder": str(tmp_path / "run0"), "faults": faults, "steps": STEPS, "case": case, "replicas": shape.replicas, "stages": shape.stages}
+        return launch(shape=shape, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job)).finish()
+
+    return run
+
+
+def ends(result: Result, folder: str = "rows") -> dict[int, dict]:
+    """What each rank that got to the end has written."""
+    assert result.code == 0, result.output[-6000:]
+    return {int(path.stem.removeprefix("rank")): torch.load(path) for path in sorted((result.folder / folder).iterdir())}
+
+
+def counts(result: Result, shape: Shape) -> list[list[int]]:
+    """By replica, how often each sample of its iterator was used; all ranks' weights say the same."""
+    found = [-shape.replicas * MICRO_BATCHES * end["rows"] for end in ends(result).values()]
+    assert len(found) == shape.ranks - len(result.of("lost")) - len(result.of("leaving"))
+    assert all(torch.equal(each, found[0]) for each in found)
+    return found[0].reshape(shape.replicas, -1).int().tolist()
+
+
+def assert_each_once(result: Result, shape: Shape, own_until: dict[int, int]) -> None:
+    """Replica r's samples of the steps up to ``own_until[r]``, and as many more of the others' as are missing, evenly: each once."""
+    used = counts(result, shape)
+    numbers = [sum(each) for each in used]
+    for replica, each in enumerate(used):
+        assert each == [1] * numbers[replica] + [0] * (len(each) - numbers[replica]), f"replica {replica}: {each}"
+    assert sum(numbers) == STEPS * shape.replicas * A_STEP
+    for replica in range(shape.replicas):
+        if replica in own_until:
+            assert numbers[replica] == own_until[replica] * A_STEP
+        else:
+            assert numbers[replica] >= STEPS * A_STEP
+
+
+def retired(result: Result) -> list[tuple[int, list[int]]]:
+    return [(event["step"], event["replicas"]) for event in result.of("data") if "replicas" in event]
+
+
+@pytest.mark.parametrize("case", (pytest.param("plain", marks=pytest.mark.all_kills), "batch_fn", pytest.param("repeating", marks=pytest.mark.all_kills)))
+def test_without_a_failure_everybody_reads_its_own(train, case):
+    result = train(case=case)
+    assert_each_once(result, SQUARE, {0: STEPS, 1: STEPS})
+    assert not retired(result)
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        pytest.param("kill 0.0 before 0LOAD0.0@4", marks=pytest.mark.all_kills),
+        "kill 0.0 before 0F0.1@4",
+        pytest.param("kill 0.1 before 1LOAD0.0@4", marks=pytest.mark.all_kills),
+        pytest.param("kill 0.1 after 1SG0.0>0.0@4", marks=pytest.mark.all_kills),
+        "kill 0.1 before 1W0.1@4",
+        pytest.param("kill 0.0 before 0REDUCE@4", marks=pytest.mark.all_kills),
+    ],
+)
+def test_either_end_in_mid_step(train, kill):
+    """The interrupted step has its own data; the next may have been begun."""
+    result = train(kill)
+    ((first, replicas),) = retired(result)
+    assert replicas == [0] and first in (5, 6)
+    assert_each_once(result, SQUARE, {0: first - 1})
+
+
+@pytest.mark.parametrize("kill", ("kill 0.0 at step.end@4", "kill 0.1 before 1STEP@4"))
+def test_either_end_before_it_has_drawn(train, kill):
+    """The other end of the replica has drawn the step already, or not."""
+    result = train(kill)
+    ((first, _),) = retired(result)
+    assert first in (5, 6)
+    assert_each_once(result, SQUARE, {0: first - 1})
+
+
+@pytest.mark.parametrize(
+    "shape, kills, lost",
+    [
+        pytest.param(Shape(3), ("kill 0.0 before 0F0.1@4", "kill 0.1 before 1F0.1@4"), {0}, id="both ends of a replica"),
+        pytest.param(Shape(3), ("kill 0.0 before 0F0.1@4", "kill 1.1 before 1W1.0@4"), {0, 1}, id="one end each of two"),
+        pytest.param(
+            Shape(3), ("kill 2.0 before 0F2.1@3", "kill 1.1 at recovery.resume:2"), {1, 2}, id="another while recovering", marks=pytest.mark.all_kills
+        ),
+        pytest.param(Shape(2, 3), ("kill 0.1 before 1F0.1@3", "kill 1.2 before 2W1.0@6"), {1}, id="a stage between the ends, then an end"),
+        pytest.param(Shape(2, 1), ("kill 0.0 before 0I0.1@4",), {0}, id="one stage"),
+    ],
+)
+def test_several_losses(train, shape, kills, lost):
+    result = train(*kills, shape=shape)
+    assert len(result.of("lost")) == len(kills)
+    since = {replica: step for step, replicas in reversed(retired(result)) for replica in replicas}
+    assert since.keys() == lost
+    assert_each_once(result, shape, {replica: step - 1 for replica, step in since.items()})
+
+
+def test_a_planned_leave(train):
+    result = train("leave 0.1 before 1F0.0@3")
+    ((first, replicas),) = retired(result)
+    assert replicas == [0]
+    assert_each_once(result, SQUARE, {0: first - 1})
+
+
+def test_a_data_source_keeps_every_steps_data(train):
+    result = train("kill 0.0 before 0F0.1@4", case="data_source")
+    assert_each_once(result, SQUARE, {0: STEPS, 1: STEPS})
+    assert all(end["reads"] == 0 for end in ends(result).values()) and not result.of("data")
+
+
+def test_epochs_that_micro_batches_do_not_divide(train):
+    """Nine samples in batches of two: the fifth of each epoch has one."""
+    result = train("kill 0.0 before 0F0.1@4", case="not a multiple")
+    ((first, _),) = retired(result)
+    own = (first - 1) * MICRO_BATCHES
+    for used, batches in zip(counts(result, SQUARE), (own, 2 * STEPS * MICRO_BATCHES - own), strict=True):
+        expected = [0] * len(used)
+        for batch in range(batches):
+            for sample in range(batch % 5 * SIZE, min(9, (batch % 5 + 1) * SIZE)):
+                expected[sample] += 1
+        assert used == expected
+
+
+# --- what ends the job ------------------------------------------------------------------------------
+
+
+def test_both_copies_gone(train):
+    """1.0 has the copy of what 0.0 had drawn, and dies before it can hand it on; stage 1 has computed with it."""
+    result = train("kill 0.0 before 0F0.1@4", "kill 1.0 at recovery.start:2", shape=Shape(3))
+    assert_one_line(result, "step 4: everybody who kept the inputs of micro-batch 0.0 is lost, and plain iterators can't be read again")
+
+
+def test_no_replica_with_both_ends(train):
+    result = train("kill 0.0 before 0F0.1@4", "kill 1.1 before 1W1.0@6")
+    assert_one_line(result, "no replica has both its first and its last stage left")
+
+
+@pytest.mark.parametrize(
+    "case, text",
+    [
+        ("short", "has ended in step 2, at its micro-batch 1: wrap its loader in deepspeed.utils.RepeatingLoader"),
+        ("loader", "train_batch(data_iter=…) is a DataLoader, which is no iterator"),
+        ("no data", "train_batch() has no data: pass data_iter="),
+    ],
+)
+def test_iterators_that_will_not_do(train, case, text):
+    assert_one_line(train(case=case, shape=Shape(2, 1)), text)
+
+
+# --- scripts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script, shape, kill", [("megatron_like", SQUARE, "kill 0.0 before 0F0.1@5"), ("neox_like", Shape(2, 3), "kill 1.2 before 2W1.0@5")])
+def test_scripts_written_like_known_codebases(launch, tmp_path, script, shape, kill):
+    """Up to the interrupted step, that one included, the losses are those of the run without a failure."""
+    found = []
+    for number, faults in enumerate(([], [kill])):
+        job = {"folder": str(tmp_path / f"run{number}"), "faults": faults, "steps": 10}
+        result = launch(shape=shape, script=f"tests/jobs/{script}.py", RECYCLE_TEST_SCRIPT=json.dumps(job)).finish()
+        found.append(ends(result, "ends"))
+        assert [event["seat"] for event in result.of("lost")] == [kill.split()[1]][: len(faults)]
+    ((first, _),) = retired(result)
+    for rank, end in found[1].items():
+        reference = found[0][rank]
+        assert end["losses"][: first - 1] == pytest.approx(reference["losses"][: first - 1], abs=LOSS_TOLERANCE)
+        assert end["losses"][-1] != pytest.approx(reference["losses"][-1], abs=10 * LOSS_TOLERANCE), "the data after the loss is another's"
+        assert end["losses"][-1] < end["losses"][0] - 0.1
+        assert {name: end[name] for name in ("rates", "steps", "samples")} == {name: reference[name] for name in ("rates", "steps", "samples")}
+    assert len({tuple(end["losses"]) for end in found[1].values()}) == 1

@@ -1,0 +1,111 @@
+"""A user's own script with plain iterators; counts by the weights how often each sample was used (as count.py does).
+
+Sample n of replica r's iterator is the number r × EACH + n, its label a function of it that the loss checks.  The iterators, of
+both ends of a replica, are generators: they can't be read again.  RECYCLE_TEST_ITERATORS: {"folder", "faults", "steps",
+"replicas", "stages", "case"}; each rank writes its rows, losses and how many batches it has read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import torch
+
+import deepspeed
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.utils import RepeatingLoader
+
+MICRO_BATCHES, SIZE = 2, 2
+job = json.loads(os.environ["RECYCLE_TEST_ITERATORS"])
+EACH = 2 * MICRO_BATCHES * SIZE * job["steps"] * job["replicas"]
+
+
+def label(ids: torch.Tensor) -> torch.Tensor:
+    return 7 * ids + 3
+
+
+class Rows(torch.nn.Module):
+    """Adds this stage's row of each sample to what the earlier stages have summed: (ids, sums) to the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(EACH * job["replicas"], 1)
+        torch.nn.init.zeros_(self.rows.weight)
+
+    def forward(self, given):
+        ids, sums = given if isinstance(given, tuple) else (given, 0.0)
+        return ids, sums + self.rows(ids).squeeze(-1)
+
+
+def loss(outputs, labels) -> torch.Tensor:
+    ids, sums = outputs
+    if not torch.equal(labels, label(ids)):
+        raise AssertionError(f"inputs {ids.tolist()} meet labels {labels.tolist()}")
+    return sums.sum()
+
+
+class Samples(torch.utils.data.Dataset):
+    """A replica's, ``length`` of them."""
+
+    def __init__(self, replica: int, length: int) -> None:
+        self.first, self.length = replica * EACH, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int):
+        ids = torch.tensor(self.first + index)
+        return ids, label(ids)
+
+
+reads = 0
+
+
+def iterator(replica: int):
+    """What the case has for this replica."""
+    length = {"short": 5, "not a multiple": 4 * SIZE + 1}.get(job["case"], EACH)
+    loader = torch.utils.data.DataLoader(Samples(replica, length), batch_size=SIZE)
+    return RepeatingLoader(loader) if job["case"] in ("repeating", "not a multiple") else counted(iter(loader))
+
+
+def counted(batches):
+    global reads
+    for ids, labels in batches:
+        reads += 1
+        yield {"text": ids, "labels": labels} if job["case"] == "batch_fn" else (ids, labels)
+
+
+deepspeed.init_distributed()
+model = PipelineModule(
+    [LayerSpec(Rows) for _ in range(job["stages"])],
+    topology=PipeDataParallelTopology(job["stages"], job["replicas"]),
+    loss_fn=loss,
+)
+config = {
+    "train_micro_batch_size_per_gpu": SIZE, "gradient_accumulation_steps": MICRO_BATCHES, "gradient_clipping": 0.0,
+    "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "steps_per_print": 10**9,
+    "recycle": {"enabled": True, "run_dir": job["folder"], "faults": job["faults"]},
+}  # fmt: skip
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+replica = engine.grid.get_data_parallel_rank()
+if job["case"] == "data_source":
+    samples = [Samples(r, EACH) for r in range(job["replicas"])]
+
+    def source(step: int, of: int, micro_batch: int):
+        first = ((step - 1) * MICRO_BATCHES + micro_batch) * SIZE
+        return torch.utils.data.default_collate([samples[of][first + n] for n in range(SIZE)])
+
+    engine.set_data_source(source)
+if job["case"] == "batch_fn":
+    engine.set_batch_fn(lambda batch: (batch["text"], batch["labels"]))
+ends = engine.is_first_stage() or engine.is_last_stage()
+batches = iterator(replica) if ends and job["case"] != "no data" else None
+if job["case"] == "loader":
+    batches = torch.utils.data.DataLoader(Samples(replica, EACH))
+losses = [engine.train_batch(data_iter=batches).item() for _ in range(job["steps"])]
+rank = os.environ["RANK"]
+(rows,) = engine.module.state_dict().values()
+os.makedirs(f"{job['folder']}/rows", exist_ok=True)
+torch.save({"rows": rows.flatten(), "losses": losses, "reads": reads}, f"{job['folder']}/rows/rank{rank}.pt")
