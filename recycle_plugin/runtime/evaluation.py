@@ -48,9 +48,10 @@ class Evaluations:
             try:
                 return self._run(self._loop.plan, count)
             except Interrupted:
-                self._recover()
-            finally:
+                pass
+            finally:  # before this worker meets the others: after that somebody may have sent what is to be evaluated once more
                 self._transport.drop_evaluation(-self._number)
+            self._recover()
 
     def _run(self, plan: Plan, count: int) -> dict[str, float]:
         readable = readers(plan.view)

@@ -1,6 +1,4 @@
-"""What a worker of the first or last stage does with a plain iterator: draw, hand on, keep.  The rules: core/sources.py.
-
-"""
+"""What a worker of the first or last stage does with a plain iterator: draw, hand on, keep.  The rules: core/sources.py."""
 
 from __future__ import annotations
 
