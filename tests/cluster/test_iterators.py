@@ -114,7 +114,7 @@ def test_several_losses(train, shape, kills, lost):
 
 
 def test_a_planned_leave(train):
-    result = train("leave 0.1 before 1F0.0@3")
+    result = train("leave 0.1 before 1F0.0@3", case="leaving")
     ((first, replicas),) = retired(result)
     assert replicas == [0]
     assert_each_once(result, SQUARE, {0: first - 1})

@@ -104,7 +104,12 @@ ends = engine.is_first_stage() or engine.is_last_stage()
 batches = iterator(replica) if ends and job["case"] != "no data" else None
 if job["case"] == "loader":
     batches = torch.utils.data.DataLoader(Samples(replica, EACH))
-losses = [engine.train_batch(data_iter=batches).item() for _ in range(job["steps"])]
+losses = []
+for step in range(1, job["steps"] + 1):
+    losses.append(engine.train_batch(data_iter=batches).item())
+    if (job["case"], step) == ("leaving", 3):
+        session = engine._job.session
+        session.wait("the announcement of the leave", lambda: session.pending)
 rank = os.environ["RANK"]
 (rows,) = engine.module.state_dict().values()
 os.makedirs(f"{job['folder']}/rows", exist_ok=True)

@@ -103,7 +103,7 @@ class RecycleEngine(PipelineEngine):
         self._transport = Transport(self._job.session)
         self._kept = Kept(settings.keep_bytes)
         ends = self.is_first_stage() or self.is_last_stage()
-        self._supply = Supply(job.session, self._transport, self.seat, self._read_iterator) if ends else None  # in use where there is no source
+        self._supply = Supply(self._job.session, self._transport, self.seat, self._read_iterator) if ends else None  # in use where there is no source
         self._gradients = Gradients(self, self._parameters, blocks)
         self._clipping = Clipping(self._parameters, self.stage_id, self.topology_.replicas, settings.norm, self.gradient_clipping())
         self._loss_scale = LossScale(self._config.float16_config if settings.loss_scaling else None)
