@@ -11,7 +11,6 @@ import math
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
@@ -21,7 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin import planner
 from recycle_plugin.adapters.deepspeed import schedule as commands
-from recycle_plugin.adapters.deepspeed.checkpoint import Copied, Durable, check_stages, stand_in
+from recycle_plugin.adapters.deepspeed.between import BetweenSteps
 from recycle_plugin.adapters.deepspeed.clipping import Clipping, Skipped
 from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
@@ -30,28 +29,24 @@ from recycle_plugin.adapters.deepspeed.scaling import LossScale
 from recycle_plugin.core.contributions import LOSS, NORM
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.executor import Interrupted, drain, execute
+from recycle_plugin.core.executor import drain, execute
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Generation, Member, Ready
-from recycle_plugin.core.rhythm import Rhythm
 from recycle_plugin.core.sources import Standing
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.verdict import SHARE
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
-from recycle_plugin.runtime.background import Background
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.evaluation import Evaluations
 from recycle_plugin.runtime.fingerprint import arithmetic, fingerprint
 from recycle_plugin.runtime.kept import Kept
 from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.randomness import key, keyed
-from recycle_plugin.runtime.saving import Saving
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage import Stage, StageModel
@@ -74,7 +69,7 @@ class Job:
     settings: Settings
 
 
-class RecycleEngine(PipelineEngine):
+class RecycleEngine(BetweenSteps):
     """``train_batch``, ``eval_batch``, ``save_checkpoint`` as in DeepSpeed; they survive the loss of workers.
 
     Besides: ``set_data_source(source)`` gives batches by (step, micro-batch) instead of
@@ -110,11 +105,9 @@ class RecycleEngine(PipelineEngine):
         self._stage.loss_scale = self._loss_scale.value
         self._applying = 0  # the step that the optimizer is at
         self._loop: Loop | None = None
-        self._background: Background | None = None
         self._trace: TraceFile | None = None
         self._program: Program | None = None
         self._last_forward: Instruction | None = None
-        self._saved_to: str | None = None
         self._arrived: tuple[torch.Tensor, ...] = ()
         self.module.register_state_dict_pre_hook(lambda *_: self.settle())
 
@@ -149,8 +142,7 @@ class RecycleEngine(PipelineEngine):
         self._trained = True
         self.module.train()
         try:
-            if self._background is not None:
-                self._background.before(self._loop.machine.stepped + 1)
+            self._checkpoint_if_due()
             losses = self._loop.train(self._loop.machine.stepped + 1)
         except JobEnded as end:
             if end.code == TOO_SLOW:
@@ -159,109 +151,6 @@ class RecycleEngine(PipelineEngine):
         self.agg_train_loss = torch.tensor(sum(losses.values()) / len(losses), device=self.device)
         self._report_step()
         return self.agg_train_loss
-
-    def eval_batch(
-        self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True, reduce_output: str | None = "avg",
-        bcast_loss: bool = True, num_micro_batches: int | None = None,
-    ) -> Any:  # fmt: skip
-        """The mean loss, on every worker, after all training steps so far are committed; whoever dies meanwhile.
-
-        Whatever else stock evaluation returns needs every worker.
-        """
-        self._start()
-        self.settle()
-        if return_logits or not compute_loss or reduce_output != "avg":
-            if self._degraded():
-                raise RecycleError(
-                    f"eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg' needs every worker, and seat "
-                    f"{self._missing()} is lost; ask for the mean loss alone, or evaluate from a checkpoint"
-                )
-            return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
-        count = num_micro_batches or self.micro_batches
-        self.module.eval()
-        losses = self._evaluations.run(self._read(data_iter, count), count)
-        mean = torch.tensor(sum(losses.values()) / len(losses), device=self.device)
-        if self._is_first() and self.monitor.enabled:
-            self.monitor.write_events([("Train/Samples/eval_loss", mean.item(), self.global_samples)])
-        return mean
-
-    def _read(self, data_iter: Any, count: int) -> list[Any]:
-        """As stock does: the first and the last stage's workers read all of their replica's batches."""
-        training, self.data_iterator = self.data_iterator, data_iter
-        try:
-            return [self._next_batch() for _ in range(count)] if self.is_first_stage() or self.is_last_stage() else []
-        finally:
-            self.data_iterator = training
-
-    def save_checkpoint(
-        self, save_dir: str, tag: str | None = None, client_state: dict = {}, save_latest: bool = True, exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """DeepSpeed's own checkpoint of the last committed step, complete also while workers are missing, and in place at once."""
-        self._start()
-        self._conclude_background()
-        self.settle()
-        self._saved_to = save_dir
-        stock = super().save_checkpoint
-
-        def write(unfinished: str) -> None:
-            with stand_in(self, self.seat, self._job.session.generation, self._durable()):
-                stock(save_dir, unfinished, client_state, False, exclude_frozen_parameters)
-
-        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
-        self._saving.save(Path(save_dir), tag, save_latest, write, f"checkpoint of step {self.global_steps}")
-        return True
-
-    def _save_last(self) -> None:
-        """The checkpoint that a job leaves which has become too slow; whatever the script adds to its own ones is not in it."""
-        settings = self._job.settings
-        self.save_checkpoint(settings.checkpoint_dir or self._saved_to or str(Path(self._run_dir) / "checkpoint"))
-
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *arguments: Any, load_module_only: bool = False, **named: Any) -> Any:
-        """Stock; while training, everybody goes on from the checkpoint's step, from which data and randomness are those of the first time.
-
-        But plain iterators go on where they stand, as in DeepSpeed."""
-        if not load_module_only:
-            check_stages(Path(load_dir), tag, self.num_stages)
-        if self._loop is not None:
-            self._conclude_background()
-            self._meet(f"load_checkpoint({load_dir!r}, {tag!r})")
-            self._forget_committed()
-            self._world.reach_point("load.start")
-        with self._job.session.heart.at(ELSEWHERE, "a checkpoint"):
-            found = super().load_checkpoint(load_dir, tag, *arguments, load_module_only=load_module_only, **named)
-        if self._loop is not None and found[0] is not None:
-            self._world.reach_point("load.end")
-            self._transport.rewind(self.global_steps)
-            if self._supply is not None:
-                self._supply.rewind()
-            self._loop.loaded(self.global_steps)
-            if self._background is not None:
-                self._background.loaded(self.global_steps)
-        return found
-
-    def _durable(self) -> Durable:
-        return Durable(self.checkpoint_engine, self._world.reach_point)
-
-    def _copy_state(self, folder: Path, unfinished: str) -> Callable[[], None]:
-        """What writes this worker's share of a checkpoint of the state as it is now."""
-        files = Copied(self._durable())
-        with stand_in(self, self.seat, self._job.session.generation, files):
-            super().save_checkpoint(str(folder), unfinished, save_latest=False)
-        return files.write
-
-    def _conclude_background(self) -> None:
-        if self._background is not None:
-            self._background.conclude()
-
-    def _meet(self, place: str) -> None:
-        """Return when all live workers have come to ``place`` with all their steps committed."""
-        while True:
-            self.settle()
-            try:
-                self._loop.meet(place, {})
-                return
-            except Interrupted:
-                self._between_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         if train_batch_size != self.train_batch_size():
@@ -313,9 +202,7 @@ class RecycleEngine(PipelineEngine):
         session.send(Ready(member, machine.stepped, self._job_record(run_dir, costs, policy)))
         loop.start()
         self._loop = loop
-        self._saving = Saving(session, loop, self._between_steps, self._world.reach_point)
-        self._background = self._make_background(Path(run_dir))
-        self._evaluations = Evaluations(session, loop, self._transport, self.seat, self, self._between_steps)
+        self._start_between_steps(run_dir)
         session.between_steps = self._between_steps
 
     def _take_iterator(self, data_iter: Any) -> None:
@@ -349,15 +236,6 @@ class RecycleEngine(PipelineEngine):
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise RecycleError(f"the data iterator gives a {type(batch).__name__}: the pipeline engine takes (inputs, labels); engine.set_batch_fn() makes them of anything")
         return batch[0], batch[1]
-
-    def _make_background(self, run_dir: Path) -> Background | None:
-        settings, wanted = self._job.settings, self._job.settings.checkpoint
-        if wanted is None:
-            return None
-        folder = Path(settings.checkpoint_dir or run_dir / "checkpoint")
-        rhythm = Rhythm(wanted.overhead, self._loop.machine.stepped)
-        copy = partial(self._copy_state, folder)
-        return Background(self._job.session, self._loop, self._saving, rhythm, folder, wanted.keep, copy, self._between_steps)
 
     def _job_record(self, run_dir: str, costs: CostModel, policy: Policy) -> dict:
         settings, shape = self._job.settings, self.topology_

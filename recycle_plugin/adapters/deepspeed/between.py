@@ -1,0 +1,145 @@
+"""What scripts do between steps: evaluate, save and load; all of it survives the loss of workers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from recycle_plugin.adapters.deepspeed.checkpoint import Copied, Durable, check_stages, stand_in
+from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.rhythm import Rhythm
+from recycle_plugin.core.watch import ELSEWHERE
+from recycle_plugin.runtime.background import Background
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.evaluation import Evaluations
+from recycle_plugin.runtime.saving import Saving
+
+
+class BetweenSteps(PipelineEngine):
+    """The part of :class:`~recycle_plugin.adapters.deepspeed.engine.RecycleEngine` that no step needs."""
+
+    _background: Background | None = None
+    _saved_to: str | None = None
+
+    def _start_between_steps(self, run_dir: str) -> None:
+        """Training starts."""
+        session, loop, settings = self._job.session, self._loop, self._job.settings
+        self._saving = Saving(session, loop, self._between_steps, self._world.reach_point)
+        self._evaluations = Evaluations(session, loop, self._transport, self.seat, self, self._between_steps)
+        if settings.checkpoint is not None:
+            folder = Path(settings.checkpoint_dir or Path(run_dir) / "checkpoint")
+            rhythm, copy = Rhythm(settings.checkpoint.overhead, loop.machine.stepped), partial(self._copy_state, folder)
+            self._background = Background(session, loop, self._saving, rhythm, folder, settings.checkpoint.keep, copy, self._between_steps)
+
+    def eval_batch(
+        self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True, reduce_output: str | None = "avg",
+        bcast_loss: bool = True, num_micro_batches: int | None = None,
+    ) -> Any:  # fmt: skip
+        """The mean loss, on every worker, after all training steps so far are committed; whoever dies meanwhile.
+
+        Whatever else stock evaluation returns needs every worker.
+        """
+        self._start()
+        self.settle()
+        if return_logits or not compute_loss or reduce_output != "avg":
+            if self._degraded():
+                raise RecycleError(
+                    f"eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg' needs every worker, and seat "
+                    f"{self._missing()} is lost; ask for the mean loss alone, or evaluate from a checkpoint"
+                )
+            return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
+        count = num_micro_batches or self.micro_batches
+        self.module.eval()
+        losses = self._evaluations.run(self._read(data_iter, count), count)
+        mean = torch.tensor(sum(losses.values()) / len(losses), device=self.device)
+        if self._is_first() and self.monitor.enabled:
+            self.monitor.write_events([("Train/Samples/eval_loss", mean.item(), self.global_samples)])
+        return mean
+
+    def _read(self, data_iter: Any, count: int) -> list[Any]:
+        """As stock does: the first and the last stage's workers read all of their replica's batches."""
+        training, self.data_iterator = self.data_iterator, data_iter
+        try:
+            return [self._next_batch() for _ in range(count)] if self.is_first_stage() or self.is_last_stage() else []
+        finally:
+            self.data_iterator = training
+
+    def save_checkpoint(
+        self, save_dir: str, tag: str | None = None, client_state: dict = {}, save_latest: bool = True, exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """DeepSpeed's own checkpoint of the last committed step, complete also while workers are missing, and in place at once."""
+        self._start()
+        self._conclude_background()
+        self.settle()
+        self._saved_to = save_dir
+        stock = super().save_checkpoint
+
+        def write(unfinished: str) -> None:
+            with stand_in(self, self.seat, self._job.session.generation, self._durable()):
+                stock(save_dir, unfinished, client_state, False, exclude_frozen_parameters)
+
+        tag = str(tag if tag is not None else f"global_step{self.global_steps}")
+        self._saving.save(Path(save_dir), tag, save_latest, write, f"checkpoint of step {self.global_steps}")
+        return True
+
+    def _save_last(self) -> None:
+        """The checkpoint that a job leaves which has become too slow; whatever the script adds to its own ones is not in it."""
+        settings = self._job.settings
+        self.save_checkpoint(settings.checkpoint_dir or self._saved_to or str(Path(self._run_dir) / "checkpoint"))
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, *arguments: Any, load_module_only: bool = False, **named: Any) -> Any:
+        """Stock; while training, everybody goes on from the checkpoint's step, from which data and randomness are those of the first time.
+
+        But plain iterators go on where they stand, as in DeepSpeed.
+        """
+        if not load_module_only:
+            check_stages(Path(load_dir), tag, self.num_stages)
+        if self._loop is not None:
+            self._conclude_background()
+            self._meet(f"load_checkpoint({load_dir!r}, {tag!r})")
+            self._forget_committed()
+            self._world.reach_point("load.start")
+        with self._job.session.heart.at(ELSEWHERE, "a checkpoint"):
+            found = super().load_checkpoint(load_dir, tag, *arguments, load_module_only=load_module_only, **named)
+        if self._loop is not None and found[0] is not None:
+            self._world.reach_point("load.end")
+            self._transport.rewind(self.global_steps)
+            if self._supply is not None:
+                self._supply.rewind()
+            self._loop.loaded(self.global_steps)
+            if self._background is not None:
+                self._background.loaded(self.global_steps)
+        return found
+
+    def _durable(self) -> Durable:
+        return Durable(self.checkpoint_engine, self._world.reach_point)
+
+    def _copy_state(self, folder: Path, unfinished: str) -> Callable[[], None]:
+        """What writes this worker's share of a checkpoint of the state as it is now."""
+        files = Copied(self._durable())
+        with stand_in(self, self.seat, self._job.session.generation, files):
+            super().save_checkpoint(str(folder), unfinished, save_latest=False)
+        return files.write
+
+    def _conclude_background(self) -> None:
+        if self._background is not None:
+            self._background.conclude()
+
+    def _checkpoint_if_due(self) -> None:
+        """Before each step."""
+        if self._background is not None:
+            self._background.before(self._loop.machine.stepped + 1)
+
+    def _meet(self, place: str) -> None:
+        """Return when all live workers have come to ``place`` with all their steps committed."""
+        while True:
+            self.settle()
+            try:
+                self._loop.meet(place, {})
+                return
+            except Interrupted:
+                self._between_steps()
