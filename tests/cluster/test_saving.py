@@ -167,3 +167,10 @@ def test_checkpoints_by_themselves(start, undisturbed, tmp_path):
     whole = start(f"steps={step + 3}").finish()
     assert resumed.code == whole.code == 0, resumed.output[-6000:]
     assert resumed.losses == pytest.approx(whole.losses[step:], abs=LOSS_TOLERANCE)
+
+
+def test_steps_that_are_rejected_drop_no_checkpoint(start, tmp_path):
+    """Each makes another membership of the same members."""
+    result = start("steps=30", "gradient_clipping=0.05", "recycle.clip=validate", "recycle.checkpoint={overhead: 0.9}", f"recycle.checkpoint_dir={tmp_path}/own").finish()
+    assert result.code == 0 and len(result.of("rejected")) >= 25, result.output[-6000:]
+    assert len(result.of("checkpoint")) >= 2, result.output[-6000:]
