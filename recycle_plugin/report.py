@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from typing import Iterator, Sequence
 
@@ -55,9 +56,10 @@ def summary(history: History) -> Iterator[tuple[str, str]]:
 def throughput(history: History) -> str:
     """Before the first failure and now, beside what the planner predicted."""
     before, now = history.before_s, history.now_s
-    text = f"{history.rate(before):.4g} samples/s, {before:.3g} s a step"
-    if history.gone:
-        text += f"; at the end {history.rate(now):.4g} samples/s, {now:.3g} s a step: {before / now:.0%}, predicted {history.predicted:.0%}"
+    text = f"{history.rate(before):.4g} samples/s, {before:.3g} s a step" if isfinite(before) else "not known: too few steps before the first failure"
+    if history.gone and isfinite(now):
+        share = f"{before / now:.0%}, " if isfinite(before) else ""
+        text += f"; at the end {history.rate(now):.4g} samples/s, {now:.3g} s a step: {share}predicted {history.predicted:.0%}"
     return text
 
 
