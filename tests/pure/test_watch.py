@@ -163,6 +163,31 @@ def test_a_host_that_is_silent_for_less_is_not_given_up():
     assert played.events == []
 
 
+LONGEST_S = {"gone": HEARTBEAT_S, "stopped": DEADLINE_S, COMPUTES: DEADLINE_S, ELSEWHERE: IDLE_S, WAITS: IDLE_S}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_shorter_than_its_deadline_is_nothing(seed):
+    """Every worker is silent, stopped, computes or is elsewhere for random times, and the coordinator is held up now and then."""
+    rng, played = random.Random(seed), Played()
+    played.first_step()
+    doing, until = dict.fromkeys(range(4), "done"), dict.fromkeys(range(4), 0.0)
+    for _ in range(2000):
+        for rank in range(4):
+            if doing[rank] == "done":
+                doing[rank] = rng.choice(list(LONGEST_S))
+                until[rank] = played.membership.watch.clock + rng.uniform(0, LONGEST_S[doing[rank]] - LATE_S - 2 * TICK_S)
+            elif played.membership.watch.clock >= until[rank]:
+                doing[rank] = "done"  # one sign of that
+                played.done[rank] += 1
+            played.at[rank] = (doing[rank], f"what {rank} is at") if doing[rank] in (COMPUTES, ELSEWHERE) else (WAITS, "")
+        played.stopped, played.gone = ({rank for rank in range(4) if doing[rank] == of} for of in ("stopped", "gone"))
+        for rank in range(4):
+            played.signs(rank)
+        played.tick(rng.choice((TICK_S, TICK_S, TICK_S, 30.0)))
+    assert played.events == [] and min(played.done.values()) > 10
+
+
 def test_no_beats_while_the_interpreter_is_held_up_is_no_death():
     """A large pickle, say: the supervisor sees the process run."""
     played = Played()
