@@ -68,7 +68,7 @@ class Membership:
         self._outnumbered_at: float | None = None  # by the watch's clock: since then too few are left to go on
         self._finishing = False
         self._leaving: dict[int, str] = {}
-        self._missed: dict[tuple[int, int], int] = {}  # how often who has missed something from whom since the last commit
+        self._missed: dict[tuple[int, int] | str, int] = {}  # how often who has missed something from whom, or a collective was not finished, since the last commit
         self._contributions = Contributions()
         self._meetings = Meetings()
         self._fingerprints = Fingerprints()
@@ -465,19 +465,23 @@ class Membership:
     def _send_again(self, missing: Missing, now: float, out: Output) -> None:
         """A line between two live workers has lost something: all meet again, over new lines, and it is sent once more.
 
-        Where that does not help, the two can't work together, and the one that is not heard goes.
+        Where that does not help, the two can't work together, and the one that is not heard goes; the job ends where nobody knows which.
         """
         member = self.members.get(missing.rank)
         source = next((rank for rank, other in self.members.items() if str(other.seat) == missing.source), None)
-        if member is None or source is None or missing.generation != self._in_force or self._halted:
+        if member is None or (source is None and missing.source) or missing.generation != self._in_force or self._halted:
             return
-        pair = member.rank, source
-        self._missed[pair] = self._missed.get(pair, 0) + 1
-        why = f"seat {member.seat} misses {missing.what} from seat {missing.source}"
-        if self._missed[pair] > TRIES:
-            self._give_up(source, f"{why}, for the {self._missed[pair]}th time", now, out)
-        else:
+        pair = (member.rank, source) if missing.source else missing.what
+        tries = self._missed[pair] = self._missed.get(pair, 0) + 1
+        why = f"seat {member.seat} misses {missing.what} from seat {missing.source}" if missing.source else f"seat {member.seat} could not finish {missing.what}"
+        if tries <= TRIES:
+            out.say("warning", f"{why}: all meet again, over new connections")
             self._regroup(why, now, out)
+        elif missing.source:
+            self._give_up(source, f"{why}, for the {tries}th time", now, out)
+        else:
+            self._end(f"{why}, {tries} times, and nobody in it is lost: see to the network between their hosts, or let GLOO_SOCKET_IFNAME name the interface "
+                      f"that connects them. {self._safe_point()}", out)
 
     def _give_up(self, rank: int, why: str, now: float, out: Output) -> None:
         """Lose a worker that may be alive, and see to it that it does nothing more."""

@@ -175,7 +175,10 @@ class Beat:
 
 @dataclass(frozen=True)
 class Missing:
-    """``what`` has not come from seat ``source`` for long, and both are there: the line between them is broken."""
+    """``what`` has not come from seat ``source`` for long, and both are there: the line between them is broken.
+
+    ``source`` is empty where ``what`` is a collective, which does not say whose line it is.
+    """
 
     rank: int
     generation: int

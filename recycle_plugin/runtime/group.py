@@ -24,8 +24,10 @@ import torch
 import torch.distributed as dist
 
 from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.protocol import Missing
 from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.transport import DEATH_S
 
 Start = Callable[[dist.ProcessGroupGloo, list[torch.Tensor]], dist.Work]
 BACKEND = "recycle"
@@ -168,10 +170,15 @@ class MemberGroup(dist.ProcessGroup):
             self._await_news(name, error)
 
     def _await_news(self, name: str, failure: RuntimeError) -> None:
-        """Raises Interrupted once it is known who is lost."""
+        """Raises Interrupted once it is known who is lost, or, where nobody is, once all meet again over new connections."""
+        what, session = f"news of a lost worker after {name} failed", self._session
         try:
-            self._session.wait(f"news of a lost worker after {name} failed", lambda: None, timeout_s=NEWS_TIMEOUT_S)
+            session.wait(what, lambda: None, timeout_s=DEATH_S)
         except WaitTimeout:
+            session.send(Missing(session.rank, session.number, name, ""))
+        try:
+            session.wait(what, lambda: None, timeout_s=NEWS_TIMEOUT_S)
+        except WaitTimeout:  # before the start nobody can be told to meet again
             raise RecycleError(f"{name} failed, and after {NEWS_TIMEOUT_S:.0f} s none of them is known to be lost: see to the network between their hosts, "
                                f"or let GLOO_SOCKET_IFNAME name the interface that connects them ({failure})") from failure
 

@@ -9,7 +9,7 @@ import psutil
 
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.runtime.trace import read_traces
-from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, WRAPPED, Shape, after_step, assert_one_line, difference
+from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, WRAPPED, Shape, after_step, assert_one_line, assert_same_training, difference
 
 SOON = ("recycle.heartbeat_timeout_s=2", "recycle.regroup_timeout_s=4")
 UNHEARD = "has heard nothing of the coordinator for 4 s"
@@ -36,6 +36,15 @@ def test_one_that_is_cut_off_stops_and_the_others_go_on(launch, reference):
     assert apart == [event["step"] for event in result.of("warning") if "loss of step" in event["text"]] == [7]
     (line,) = [line for line in result.output.splitlines() if UNHEARD in line]
     assert "worker 2 " in line
+
+
+def test_a_sum_whose_connections_break_is_tried_again_over_new_ones(launch, reference):
+    """... twice, and nobody is lost."""
+    wrap = json.dumps({"name": "break_sum", "seat": "1.0", "step": 7, "times": 2})
+    result = launch(script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
+    assert_same_training(result, reference())
+    said = [event["text"] for event in result.of("warning") if "could not finish" in event["text"]]
+    assert len(said) == 2 and all("an all-reduce among ranks 0, 1" in text for text in said)
 
 
 def test_without_the_coordinator_nobody_commits_and_all_stop(launch):

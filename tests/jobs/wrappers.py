@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 from random import Random
@@ -15,8 +16,9 @@ from recycle_plugin.adapters.deepspeed import engine as engine_module
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.compose import Job
-from recycle_plugin.core.instruction import COMPUTE
+from recycle_plugin.core.instruction import COMPUTE, Op
 from recycle_plugin.runtime.fingerprint import fingerprint
+from recycle_plugin.runtime.group import MemberGroup
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.stage import Stage
@@ -215,6 +217,36 @@ def restless(unit_s: float, times: float, first_s: float, pauses: list[int], pau
         perform(self, instruction)
 
     RecycleEngine._perform = changed
+
+
+def break_sum(seat: str, step: int, times: int) -> None:
+    """The first ``times`` that the worker at ``seat`` begins its stage's sum of ``step``, the connections to the others break."""
+    perform, operate, left, due = RecycleEngine._perform, MemberGroup._operate, [True] * times, []
+
+    def changed(self: RecycleEngine, instruction) -> None:
+        if left and (str(self.seat), instruction.op, instruction.step) == (seat, Op.REDUCE, step):
+            due.append(left.pop())
+        perform(self, instruction)
+
+    def broken(self: MemberGroup, name: str, link, start) -> None:
+        if due:
+            due.pop()
+            self._session.run_interruptibly("connections to break", link.connected)
+            _shut(link._opened)
+        operate(self, name, link, start)
+
+    RecycleEngine._perform, MemberGroup._operate = changed, broken
+
+
+def _shut(inodes: set[int]) -> None:
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            if os.stat(f"/proc/self/fd/{descriptor}").st_ino in inodes:
+                with socket.socket(fileno=os.dup(int(descriptor))) as connection:
+                    connection.getpeername()
+                    connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # closed meanwhile, or a listener
 
 
 def cut_line(seat: str, step: int) -> None:
