@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any, Mapping
 
 DRAWN_TICKS = 120
@@ -23,6 +24,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     what.add_argument("--kill", metavar="FAULT", help="one of those of --every-instant, with its story")
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th instant of --every-instant (default 1)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="so many processes (default: one for each core)")
     parser.add_argument("--json", action="store_true", help="the result as JSON: seeds, faults, violations, redone_share, seconds")
     parser.set_defaults(run=run)
 
@@ -31,14 +33,17 @@ def run(found: argparse.Namespace) -> int:
     from recycle_plugin import planner
     from recycle_plugin.simulator import campaign
 
-    if found.seeds < 1 or found.stride < 1 or found.first < 0 or (found.seed is not None and found.seed < 0):
-        raise ValueError("--seeds and --stride: at least 1; --first and --seed: not negative")
+    if found.seeds < 1 or found.stride < 1 or found.jobs < 1 or found.first < 0 or (found.seed is not None and found.seed < 0):
+        raise ValueError("--seeds, --stride and --jobs: at least 1; --first and --seed: not negative")
     planner.warm()
     if found.seed is not None:
         return _story(campaign.run(f"--seed {found.seed}", campaign.scenario(found.seed)))
     if found.kill is not None:
         return _story(campaign.run(f"--kill '{found.kill}'", campaign.one_instant(found.kill)))
-    report = campaign.every_instant(every=found.stride) if found.every_instant else campaign.campaign(range(found.first, found.first + found.seeds))
+    if found.every_instant:
+        report = campaign.every_instant(found.stride, found.jobs)
+    else:
+        report = campaign.campaign(range(found.first, found.first + found.seeds), found.jobs)
     if found.json:
         wrong = [{"replay": f"recycle campaign {one.name}", "faults": one.faults, "what": one.violations} for one in report.violations]
         hits = {kind: {op.value: count for (of, op), count in report.hits.items() if of == kind} for kind in sorted({kind for kind, _ in report.hits})}

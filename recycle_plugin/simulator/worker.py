@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 from recycle_plugin import planner
 from recycle_plugin.core.blocks import Block
+from recycle_plugin.core.contributions import LOSS, NORM
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum, consumes, requires
 from recycle_plugin.core.executor import Span, execute
@@ -22,14 +23,15 @@ from recycle_plugin.core.plan import Plan, Policy
 from recycle_plugin.core.protocol import Contribution, Left, Member, Missing, Ready
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.verdict import SHARE, over
 from recycle_plugin.core.watch import COMPUTES, WAITS
-from recycle_plugin.core.verdict import SHARE
 from recycle_plugin.simulator.exact import PRIME, added, compute, share
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
 
 MILLISECOND = 1000
+HANDLING_US = 200  # of a micro-batch that is loaded, or a boundary tensor that is sent: no plan counts it
 RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
 PROGRESS_S, IDLE_S, REGROUP_S = 1.0, 20.0, 30.0
 
@@ -59,7 +61,7 @@ class Trouble:
 class Scenario:
     """A job and its troubles.  ``faults``: kills and stops at named instructions and points.  ``torn``: seeds who is left
     without the result when a peer dies in a REDUCE; ``budget``: boundary tensors that a worker may keep once sent; ``clip``: the limit of
-    the norm that steps are validated against, 0: they are not."""
+    the norm that steps are validated against (``policy.validate``: that they wait for), 0: there is none."""
 
     shape: Topology
     costs: CostModel
@@ -226,10 +228,11 @@ class Worker:
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
         self.at = (COMPUTES, str(instruction))
         scenario, stages = self.cluster.scenario, self.cluster.scenario.shape.stages
-        if instruction.op is Op.REDUCE:
-            yield from self._reduce(instruction)
+        if instruction.op in (Op.REDUCE, Op.VALIDATE):
+            yield from self._reduce(instruction) if instruction.op is Op.REDUCE else self._validate(instruction.step)
             return
-        spent = scenario.costs.of(instruction.op, self.seat.stage) * self.percent // 100
+        handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
+        spent = (handling + scenario.costs.of(instruction.op, self.seat.stage)) * self.percent // 100
         if spent:
             yield spent
         if self.stuck:
@@ -249,7 +252,8 @@ class Worker:
         bare, before = instruction in self.program.bare, self.machine.stepped
         made = compute(instruction, self.have, stages)
         if instruction.op is Op.STEP:
-            self._say_share(instruction.step)
+            if self.cluster.scenario.clip and not self.cluster.scenario.policy.validate and not self._knows_norm(instruction.step):
+                self._say_share(instruction.step, SHARE)
             self._before = self.have.pop(Datum("params", self.seat.stage, None, instruction.step))
             assert before == instruction.step - 1
         for datum in consumes(instruction, stages):
@@ -270,16 +274,24 @@ class Worker:
         value = made[Datum("wgrad", self.seat.stage, instruction.micro_batch, instruction.step)]
         self._sums[key] = added(self._sums.get(key, 0), value, scenario.exact)
 
-    def _say_share(self, step: int) -> None:
-        stage = self.seat.stage
-        if self.cluster.scenario.clip and Datum("norm", stage, None, step) not in self.have:
-            own = {str(stage): share(self.have[Datum("reduced", stage, None, step)])}
-            self.send(Contribution(self.rank, self.line.number, step, SHARE, own, self.cluster.scenario.shape.stages))
+    def _knows_norm(self, step: int) -> bool:
+        return Datum("norm", self.seat.stage, None, step) in self.have
+
+    def _say_share(self, step: int, name: str) -> None:
+        own = share(self.have[Datum("reduced", self.seat.stage, None, step)])
+        self.send(Contribution(self.rank, self.line.number, step, name, {str(self.seat.stage): own}, self.cluster.scenario.shape.stages))
+
+    def _validate(self, step: int) -> Iterator[Any]:
+        self._say_share(step, NORM)
+        shares = yield from self.wait(f"the norm of step {step}", lambda: self.line.collected(step, NORM))
+        norm = sum(shares.values()) ** 0.5
+        if over(norm, self.cluster.scenario.clip):
+            self.judge(step, norm)
 
     def _say_losses(self, step: int) -> None:
         if self._own_losses[step]:
             expected = len(self.cluster.scenario.shape.batch)
-            self.send(Contribution(self.rank, self.line.number, step, "loss", dict(self._own_losses[step]), expected))
+            self.send(Contribution(self.rank, self.line.number, step, LOSS, dict(self._own_losses[step]), expected))
 
     def _reduce(self, instruction: Instruction) -> Iterator[Any]:
         """As a collective does: nobody has the result before all have come, and a death leaves some with it and some without."""
@@ -366,6 +378,6 @@ def _job(scenario: Scenario) -> dict:
     shape = scenario.shape
     return {
         "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "run_dir": "", "regroup_timeout_s": REGROUP_S,
-        "strict_placement": False, "clipping": scenario.clip, "clip": "validate", "nonfinite": "skip", "stagger_optimizer": scenario.policy.stagger_optimizer,
+        "strict_placement": False, "clipping": scenario.clip, "clip": "sync" if scenario.policy.validate else "validate", "nonfinite": "skip", "stagger_optimizer": scenario.policy.stagger_optimizer,
         "progress_timeout_s": PROGRESS_S, "idle_timeout_s": IDLE_S,
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,12 @@ def test_every_worker_killed_around_its_instructions() -> None:
 def test_the_same_seed_is_the_same_story() -> None:
     one, two = (campaign.run("x", campaign.scenario(14)) for _ in range(2))
     assert one == two and one.story and one.spans
+
+
+def test_several_processes_find_what_one_does(monkeypatch) -> None:
+    MISTAKES["a weight gradient is left out"](monkeypatch)
+    alone, shared = (campaign.campaign(range(24), jobs) for jobs in (1, 2))
+    assert alone.violations and replace(shared, seconds=alone.seconds) == alone
 
 
 def test_it_is_the_production_code_that_runs() -> None:
