@@ -216,10 +216,11 @@ class _Closure:
         seat = self._seat_of(datum.stage, datum.micro_batch)
         if datum.kind == "act":
             self._forward(seat, datum.stage, datum.micro_batch)
-        elif not any(datum in provides(one) for one in self.compute[seat]):
-            one = Instruction(Op.I, datum.stage, datum.micro_batch, self._step)
-            self.compute[seat].add(one)
-            self._inputs_of(one, seat)
+        else:
+            one, fused = (Instruction(op, datum.stage, datum.micro_batch, self._step) for op in (Op.I, Op.B))
+            if self.compute[seat].isdisjoint((one, fused)):
+                self.compute[seat].add(one)
+                self._inputs_of(one, seat)
         return seat
 
     def _forward(self, seat: Seat, stage: int, micro_batch: MicroBatch) -> None:

@@ -28,16 +28,29 @@ Programs = Mapping[Seat, tuple[Instruction, ...]]
 def arrange(rest: Rest, plan: Plan, costs: CostModel, held: Held) -> Programs:
     """Every live seat's program of the rest: first what it keeps for others, then what it computes, then the closing.
 
-    LOAD and RECV stand before their consumer and SEND behind the producer, as in ``planner.lower``.
+    LOAD and RECV stand before their consumer and SEND behind the producer, as in ``planner.lower``; they are put there once
+    somebody asks for a seat's program, since each worker asks for its own only.
     """
-    order = _Order(rest, plan, costs, held).run()
-    programs: dict[Seat, list[Instruction]] = {seat: [] for seat in rest.compute}
-    for datum, move in sorted(rest.moves.items()):
-        if move.kept:
-            programs[move.source].append(_send(datum, move.target))
-    for seat, one in order:
-        programs[seat] += _surround(rest, plan, seat, one)
-    return {seat: (*program, *rest.closing[seat]) for seat, program in programs.items()}
+    return Arranged(rest, plan, _Order(rest, plan, costs, held).run())
+
+
+class Arranged(Mapping[Seat, tuple[Instruction, ...]]):
+    """``computed``: each seat's F, I, W and B in the global order."""
+
+    def __init__(self, rest: Rest, plan: Plan, computed: Mapping[Seat, list[Instruction]]) -> None:
+        self._rest, self._plan, self._computed = rest, plan, computed
+
+    def __getitem__(self, seat: Seat) -> tuple[Instruction, ...]:
+        rest = self._rest
+        kept = (_send(datum, move.target) for datum, move in sorted(rest.moves.items()) if move.kept and move.source == seat)
+        computed = (lowered for one in self._computed[seat] for lowered in _surround(rest, self._plan, seat, one))
+        return (*kept, *computed, *rest.closing[seat])
+
+    def __iter__(self) -> Iterator[Seat]:
+        return iter(self._computed)
+
+    def __len__(self) -> int:
+        return len(self._computed)
 
 
 def _surround(rest: Rest, plan: Plan, seat: Seat, one: Instruction) -> Iterator[Instruction]:
@@ -83,17 +96,17 @@ class _Order:
         self._missing: dict[tuple[Seat, Instruction], int] = {}
         self._users: dict[Datum, tuple[Seat, Instruction]] = {}
         self._now, self._count = 0, 0
+        self._order: dict[Seat, list[Instruction]] = {seat: [] for seat in rest.compute}
+        self._left = sum(map(len, rest.compute.values()))
         made = {datum for work in rest.compute.values() for one in work for datum in provides(one)}
         for seat, work in sorted(rest.compute.items()):
             for one in work:
                 self._await(seat, one, [datum for datum in (*requires(one, plan.stages), *self._in_turn(one)) if datum in made])
 
-    def run(self) -> list[tuple[Seat, Instruction]]:
-        order: list[tuple[Seat, Instruction]] = []
-        total = sum(map(len, self._rest.compute.values()))
-        while len(order) < total:
+    def run(self) -> dict[Seat, list[Instruction]]:
+        while self._left:
             if not self._events:
-                self._force(order)
+                self._force()
             self._now = self._events[0][0]
             touched = []
             while self._events and self._events[0][0] == self._now:
@@ -101,8 +114,8 @@ class _Order:
                 self._end(seat, one) if ended else self._offer(seat, one)
                 touched.append(seat)
             for seat in touched:
-                self._start(seat, order)
-        return order
+                self._start(seat)
+        return self._order
 
     def _in_turn(self, one: Instruction) -> Iterator[Datum]:
         before = self._blocks.before(one.micro_batch)
@@ -140,29 +153,30 @@ class _Order:
                 if not self._missing[user, wanted]:
                     self._push(self._now + (self._costs.transfer(seat, user) if user != seat else 0), user, wanted, False)
 
-    def _start(self, seat: Seat, order: list) -> None:
+    def _start(self, seat: Seat) -> None:
         worker, (activation, pending) = self._workers[seat], self._holds(seat)
         if worker.busy:
             return
         if worker.backwards and (worker.room >= pending - activation or not worker.weights):
-            self._run(seat, heappop(worker.backwards)[-1], order)
+            self._run(seat, heappop(worker.backwards)[-1])
         elif worker.forwards and worker.room >= activation:
-            self._run(seat, heappop(worker.forwards)[-1], order)
+            self._run(seat, heappop(worker.forwards)[-1])
         elif worker.weights:
-            self._run(seat, worker.weights.popleft(), order)
+            self._run(seat, worker.weights.popleft())
 
-    def _run(self, seat: Seat, one: Instruction, order: list) -> None:
+    def _run(self, seat: Seat, one: Instruction) -> None:
         worker = self._workers[seat]
         worker.busy = True
         if one.op is Op.F and one not in self._rest.bare:
             worker.room -= self._holds(seat)[0]
-        order.append((seat, one))
+        self._order[seat].append(one)
+        self._left -= 1
         self._push(self._now + self._costs.of(one.op, seat.stage, seat), seat, one, True)
 
-    def _force(self, order: list) -> None:
+    def _force(self) -> None:
         """Nobody can go on for want of memory: what survived of the old routes and what is new don't fit. Go past the cap."""
         seat = min((seat for seat, worker in self._workers.items() if worker.forwards), key=lambda seat: (-seat.stage, seat))
-        self._run(seat, heappop(self._workers[seat].forwards)[-1], order)
+        self._run(seat, heappop(self._workers[seat].forwards)[-1])
 
     def _holds(self, seat: Seat) -> tuple[int, int]:
         """What an activation and a pending weight gradient take."""
