@@ -52,12 +52,12 @@ def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
 # --- lineage and loop ---------------------------------------------------------------------------------
 
 
-@mistake("no step is taken back", seen=4)
+@mistake("no step is taken back")
 def no_undo(monkeypatch) -> None:
     changed_rests(monkeypatch, lambda rest: replace(rest, undo=frozenset()))
 
 
-@mistake("a stage does not roll forward", seen=115)
+@mistake("a stage does not roll forward", seen=392)
 def no_holder(monkeypatch) -> None:
     changed_rests(monkeypatch, lambda rest: replace(rest, holders={}))
 
@@ -121,7 +121,7 @@ def committed_by_one(monkeypatch) -> None:
     monkeypatch.setattr(Membership, "_step", step)
 
 
-@mistake("a report for an older membership counts", seen=1277)
+@mistake("a report for an older membership counts", seen=1081)
 def stale_report(monkeypatch) -> None:
     report = Membership._report
 
@@ -209,7 +209,7 @@ def broken_promise(monkeypatch) -> None:
     changed_worker(monkeypatch, "held", held)
 
 
-@mistake("what takes a step back goes with the step", seen=4)
+@mistake("what takes a step back goes with the step")
 def no_record(monkeypatch) -> None:
     def compute(self, before, instruction, stages) -> None:
         before(self, instruction, stages)
@@ -280,27 +280,27 @@ def turned_round(monkeypatch) -> None:
 # --- rejected steps -----------------------------------------------------------------------------------
 
 
-@mistake("what was computed with rejected weights stays")
+@mistake("what was computed with rejected weights stays", seen=2)
 def not_void(monkeypatch) -> None:
     monkeypatch.setattr(worker.Worker, "void", lambda self, after, era: None)
 
 
-@mistake("a late tensor computed with rejected weights counts")
+@mistake("a late tensor computed with rejected weights counts", seen=2)
 def late_counts(monkeypatch) -> None:
     arrive = worker.Worker.arrive
     monkeypatch.setattr(worker.Worker, "arrive", lambda self, datum, value, era: arrive(self, datum, value, self.era))
 
 
-@mistake("who has stepped does not hear of a rejection")
+@mistake("who has stepped does not hear of a rejection", seen=2)
 def unheard(monkeypatch) -> None:
     monkeypatch.setattr(worker.Worker, "judge", lambda self, step, norm: None)
 
 
-@mistake("a rejected step is committed by a failure that comes at once")
+@mistake("a rejected step is committed by a failure that comes at once", seen=2)
 def committed_rejected(monkeypatch) -> None:
     monkeypatch.setattr(Membership, "_to_do_again", lambda self, step, held: False)
 
 
-@mistake("a norm counts for the worker that has found it only")
+@mistake("a norm counts for the worker that has found it only", seen=2)
 def unknown_norm(monkeypatch) -> None:
     monkeypatch.setattr(Membership, "_judge", lambda self, message, now, out: None)
