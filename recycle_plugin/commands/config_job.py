@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recycle_plugin import cap as caps
+from recycle_plugin.core.blocks import Blocks
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.placement import stages_at_risk
@@ -55,10 +56,19 @@ class Job:
         """Any loss at all, once the plugin is enabled."""
         return self.settings.reroute and self.replicas > 1
 
+    def blocks(self, block: int | None) -> Blocks:
+        """Of the policy, had it such a ``block``."""
+        return replace(self.policy, block=block).blocks(self.shape)
+
+    def busiest_blocks(self, block: int | None) -> int:
+        """How many the busiest worker has after one loss."""
+        return -(-len(self.blocks(block).members()) // max(1, self.replicas - 1))
+
     @property
     def busiest(self) -> int:
-        """Micro-batches of the busiest worker after one loss."""
-        return -(-self.replicas * self.shape.micro_batches // max(1, self.replicas - 1))
+        """Micro-batches of the busiest worker after one loss, at most."""
+        block = self.policy.block
+        return min(len(self.shape.batch), self.busiest_blocks(block) * self.blocks(block).size)
 
     def planned(self, lost: tuple[Seat, ...] = (), **changed: Any) -> tuple[int, int]:
         """Period and its lower bound in microseconds.  ``changed``: fields of the policy.  Raises PlanError."""

@@ -7,9 +7,11 @@ import json
 import os
 import textwrap
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Iterator
 
 from recycle_plugin.commands.config_job import CLIPPING, COUNT, ONE_HOST, Job, at_risk, job_of
+from recycle_plugin.commands.exact_mode import buffer_bytes, cost
 from recycle_plugin.commands.losses import NAMED, clipped, host_cases, stages_text, worker_cases
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.profile import UNDO_BYTES
@@ -173,7 +175,7 @@ def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[st
 
 def slowdown(job: Job) -> Section:
     free, bound = job.planned()
-    nobody = {"lost": "nobody", "seats": [], "period_us": free, "bound_us": bound, "slowdown": 1.0, "bound": round(bound / free, 4), "faster": None}
+    nobody = _row(job, "nobody", (), free)
     rows, hosts, each = [nobody], [], []
     if job.survives:
         rows += [_row(job, name, lost, free) for name, lost in worker_cases(job)]
@@ -185,26 +187,25 @@ def slowdown(job: Job) -> Section:
         lines.append(f"what would be faster than rerouting is predicted for up to {OPTIONS_UP_TO} workers only")
     if len(hosts) > ROWS:
         lines.append(f"of {len(hosts)} kinds of host the {ROWS} worst are shown: --json has all")
-    table = tuple(_slowdown_table([*rows, *hosts[:ROWS]]))
+    table = tuple(_slowdown_table([*rows, *hosts[:ROWS]], job.settings.exact))
     return Section("slowdown", "Predicted slowdown", {"each_stage": each, "cases": [*rows, *hosts]}, tuple(lines), table=table)
 
 
-def _slowdown_table(rows: list[dict]) -> list[str]:
-    table = [("lost", "step", "slower", "bound", "faster, at best")]
+def _slowdown_table(rows: list[dict], exact: bool) -> list[str]:
+    table = [("lost", "step", "slower", "bound", "without exact", "faster, at best")]
     for row in rows:
         other = row["faster"]
         faster = f"{other['name']}: {times(other['slowdown'])}" if other else ""
-        table.append((row["lost"], ms(row["period_us"]), times(row["slowdown"]), times(row["bound"]), faster))
-    if not any(row["faster"] for row in rows):
-        table = [row[:-1] for row in table]
-    return aligned(table, (1, 2, 3))
+        table.append((row["lost"], ms(row["period_us"]), times(row["slowdown"]), times(row["bound"]), ms(row["without_exact_us"]), faster))
+    shown_columns = [True] * 4 + [exact, any(row["faster"] for row in rows)]
+    return aligned([tuple(compress(row, shown_columns)) for row in table], (1, 2, 3, *([4] if exact else [])))
 
 
 def _row(job: Job, name: str, lost: tuple[Seat, ...], free: int) -> dict:
     period, bound = job.planned(lost)
     return {
         "lost": name, "seats": list(map(str, lost)), "period_us": period, "bound_us": bound, "slowdown": round(period / free, 4),
-        "bound": round(bound / free, 4), "faster": _faster(job, lost, period, free),
+        "bound": round(bound / free, 4), "faster": _faster(job, lost, period, free), "without_exact_us": job.planned(lost, block=1)[0],
     }  # fmt: skip
 
 
@@ -243,9 +244,27 @@ def costly(job: Job) -> Section:
             rows.append(_switch(job, f"{SECTION}.{name}", f"false: {why}", "true", **{name: True}))
     if job.survives:
         rows.append(_cap(job))
+    rows.append({"setting": f"{SECTION}.exact", **(found := cost(job)), "text": _exact(job, found)})
     rows.append({"setting": f"{SECTION}.undo", "bytes_a_parameter": UNDO_BYTES[settings.undo], "text": _undo(settings.undo)})
     lines = tuple(f"{row['setting']} {row.pop('text')}" for row in rows)
     return Section("settings", "What settings cost", rows, lines)
+
+
+def _exact(job: Job, found: dict) -> str:
+    """Exact mode, or what it would cost, side by side with the same job without it."""
+    now, without = found["now"], found["without"]
+    size, each = buffer_bytes(job), f"blocks of {now['block']} micro-batches"
+    said = f"true, {each}: " if found["on"] else f"false: the same bits after any failure ({each}) would cost "
+    said += f"the step {ms(now['period_us'])} (without: {ms(without['period_us'])})"
+    if job.survives:
+        said += f", after one loss {ms(now['period_one_lost_us'])} (without: {ms(without['period_one_lost_us'])})"
+    more = " and ".join(str(count - 1) for count in now["blocks"][: 1 + job.survives])
+    said += f"; {more} gradient buffers more" + (f" of {gib(size)}" if size is not None else "")
+    said += f"; sums move {' and '.join(f'{ratio:g}' for ratio in now['moved'][: 1 + job.survives])} times an all-reduce's bytes"
+    if found["smaller"]:
+        less = [f"{other['block']}: {ms(other['period_one_lost_us'])}, {other['blocks'][1] - 1} buffers" for other in found["smaller"]]
+        said += f"; after one loss with {SECTION}.exact_block {'; '.join(less)}"
+    return said
 
 
 def _undo(way: str) -> str:
@@ -321,7 +340,7 @@ def versions() -> Section:
 
 # --- memory ----------------------------------------------------------------------------------------------
 
-PARTS = {"state": "state", "undo": "undo", "kept": "kept", "activations": "activations", "working": "running", "sum": "sum"}
+PARTS = {"state": "state", "undo": "undo", "blocks": "blocks", "kept": "kept", "activations": "activations", "working": "running", "sum": "sum"}
 
 
 def memory(job: Job) -> Section:
@@ -329,9 +348,10 @@ def memory(job: Job) -> Section:
     if job.profile is None:
         return Section("memory", title, None, ("not known without a profile: recycle profile --out FILE measures one, --profile FILE takes it",))
     rows, device = held_bytes(job), job.profile.device_bytes
-    table = [("stage", *PARTS.values()), *((str(stage), *(gib(row[part]) for part in PARTS)) for stage, row in enumerate(rows))]
+    parts = [part for part in PARTS if part != "blocks" or job.settings.exact]
+    table = [("stage", *map(PARTS.get, parts)), *((str(stage), *(gib(row[part]) for part in parts)) for stage, row in enumerate(rows))]
     has = "the profile does not say how much the device has" if device is None else f"the device has {gib(device)}"
-    lines = (f"{has}; kept: boundary tensors of two steps, after one loss", "activations: at the cap; running: what an instruction needs, an estimate")
+    lines = (f"{has}; kept: boundary tensors of two steps, after one loss" + "; blocks: exact mode's sums" * job.settings.exact, "activations: at the cap; running: what an instruction needs, an estimate")
     wrong = _too_much(rows, device) if device is not None else ()
     return Section("memory", title, {"device": device, "stages": rows}, lines, wrong, tuple(aligned(table, tuple(range(1, len(table[0]))))))
 
@@ -350,15 +370,16 @@ def held_bytes(job: Job) -> list[dict]:
     """Per stage.  ``each``: of one micro-batch.  ``kept``: boundary tensors stay until their step is committed, and two may be under way."""
     profile, stages, policy = job.profile, job.stages, job.policy
     state, working = profile.state_bytes(stages), profile.working_bytes(stages)
-    both = profile.state_bytes(stages, job.settings.undo)
+    both, parts = profile.state_bytes(stages, job.settings.undo), profile.parts(stages)
     rows = []
     for stage in range(stages):
         each = max(job.costs.activation_bytes[stage], job.costs.pending_bytes[stage] * policy.split_backward)
         room = policy.memory_bytes[stage] if isinstance(policy.memory_bytes, tuple) else policy.memory_bytes
         most = each * (job.busiest if room is not None else min(job.busiest, policy.cap(stage, stages)))
         made = (stage > 0) + (stage < stages - 1)
+        blocks = 4 * sum(part.parameters for part in parts[stage]) * (job.busiest_blocks(policy.block) - 1) if job.settings.exact else 0
         row = {
-            "each": each, "state": state[stage], "undo": both[stage] - state[stage], "kept": 2 * made * job.busiest * profile.boundary_bytes,
+            "each": each, "state": state[stage], "undo": both[stage] - state[stage], "blocks": blocks, "kept": 2 * made * job.busiest * profile.boundary_bytes,
             "activations": most if room is None else min(most, room), "working": working[stage],
         }  # fmt: skip
         rows.append(row | {"sum": sum(row[part] for part in PARTS if part != "sum")})

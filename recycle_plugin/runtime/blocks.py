@@ -17,6 +17,7 @@ from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.runtime.errors import RecycleError
 
 Gradients = list[torch.Tensor | None]  # one for each parameter
+PIECE = 1 << 20  # numbers that are added at once: the buffers for more would be mapped, and zeroed by the kernel, at each sum
 
 
 class Group(Protocol):
@@ -92,12 +93,18 @@ class BlockSums:
 
 def fixed_order_sum(mine: dict[Block, torch.Tensor], owners: list[list[Block]], result: torch.Tensor, group: Group) -> torch.Tensor:
     """Fill ``result`` with the sum of everybody's blocks, added in sorted order.  ``mine``: this worker's, each as long as ``result``."""
+    for begin in range(0, result.numel(), PIECE):
+        _sum_piece({block: flat[begin : begin + PIECE] for block, flat in mine.items()}, owners, result[begin : begin + PIECE], group)
+    return result
+
+
+def _sum_piece(mine: dict[Block, torch.Tensor], owners: list[list[Block]], result: torch.Tensor, group: Group) -> None:
     position, live = group.live_position()
     cuts = [result.numel() * part // live for part in range(live + 1)]
     lengths = [end - begin for begin, end in zip(cuts, cuts[1:])]
     here = lengths[position]
     parts = [mine[block][begin:end] for begin, end in zip(cuts, cuts[1:]) for block in sorted(mine)]
-    sent = torch.cat(parts) if parts else result.new_empty(0)
+    sent = next(iter(mine.values())) if len(mine) == 1 else torch.cat(parts) if parts else result.new_empty(0)
     received = result.new_empty(here * sum(map(len, owners)))
     group.exchange(received, sent, [here * len(theirs) for theirs in owners], [length * len(mine) for length in lengths])
     rows = zip([block for theirs in owners for block in sorted(theirs)], received.view(-1, here) if here else [received] * sum(map(len, owners)))
@@ -105,4 +112,3 @@ def fixed_order_sum(mine: dict[Block, torch.Tensor], owners: list[list[Block]], 
     for row in others:
         first += row
     group.exchange(result, first.repeat(live), lengths, [here] * live)
-    return result

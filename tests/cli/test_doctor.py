@@ -266,7 +266,7 @@ def test_bytes_come_from_the_profile(doctor, tmp_path, where) -> None:
     found = data(doctor, {**HEALTHY, "recycle": {"enabled": True, "activation_cap": 3, **section}}, f"--pp 2 --dp 3 {more}")
     row = found["memory"]["stages"][1]
     assert row == {
-        "each": 200 * MIB, "state": 32 * MIB, "undo": 24 * MIB, "kept": 2 * 9 * MIB, "activations": 600 * MIB, "working": 142 * MIB,
+        "each": 200 * MIB, "state": 32 * MIB, "undo": 24 * MIB, "blocks": 0, "kept": 2 * 9 * MIB, "activations": 600 * MIB, "working": 142 * MIB,
         "sum": 816 * MIB,
     }  # fmt: skip
     assert found["memory"]["device"] == 2048 * MIB and found["change"] == []
@@ -319,6 +319,9 @@ Predicted slowdown
 
 What settings cost
   recycle.activation_cap null: one loss costs 1.92x; 3 micro-batches: 1.85x
+  recycle.exact false: the same bits after any failure (blocks of 4 micro-batches) would cost the
+    step 13 ms (without: 13 ms), after one loss 25 ms (without: 25 ms); 0 and 1 gradient buffers
+    more; sums move 1 and 1.5 times an all-reduce's bytes
   recycle.undo "snapshot": 12 bytes a parameter (Adam in fp32); "inverse": 4, not exact
 
 What is refused
@@ -367,6 +370,10 @@ What settings cost
   gradient_clipping 1 (DeepSpeed's default): steps wait for the norm over all stages; 0, or
     recycle.clip "validate": the step 381.1 ms -> 361.1 ms, after one loss 561.1 ms -> 541.1 ms
   recycle.activation_cap 6 is enough: from 3 micro-batches (0.59 GiB) on one loss costs 1.47x
+  recycle.exact false: the same bits after any failure (blocks of 6 micro-batches) would cost the
+    step 381.1 ms (without: 381.1 ms), after one loss 741.1 ms (without: 561.1 ms); 0 and 1 gradient
+    buffers more of 0.01 GiB; sums move 1 and 1.5 times an all-reduce's bytes; after one loss with
+    recycle.exact_block 3: 561.1 ms, 2 buffers
   recycle.undo "snapshot": 12 bytes a parameter (Adam in fp32); "inverse": 4, not exact
 
 What is refused
@@ -391,3 +398,26 @@ Memory of a worker
 
 4 things to change, marked with !
 """
+
+
+# --- exact mode ------------------------------------------------------------------------------------------
+
+
+def test_what_exact_mode_costs_stands_beside_the_same_job_without_it(doctor, tmp_path) -> None:
+    profile.write(small_profile(2048 * MIB), tmp_path / "small.json")
+    sizes = {**HEALTHY, "gradient_accumulation_steps": 8}
+    plain, exact, halves = (
+        data(doctor, {**sizes, "recycle": {"enabled": True, **more}}, "--pp 2 --dp 3 --profile small.json")
+        for more in ({}, {"exact": True}, {"exact": True, "exact_block": 4})
+    )
+    of = [{row["setting"]: row for row in found["settings"]}["recycle.exact"] for found in (plain, exact, halves)]
+    assert [found["on"] for found in of] == [False, True, True]
+    assert of[0]["now"] == of[1]["now"] and of[0]["without"] == of[1]["without"] == of[2]["without"]
+    assert of[1]["now"]["block"] == 8 and of[1]["now"]["blocks"] == [1, 2] and of[1]["now"]["moved"] == [1, 1.5]
+    assert of[2]["now"]["blocks"] == [2, 3] and of[1]["smaller"] == [of[2]["now"], *of[2]["smaller"]]
+    assert of[1]["now"]["period_one_lost_us"] > of[2]["now"]["period_one_lost_us"] > of[2]["without"]["period_one_lost_us"]
+    assert of[2]["without"]["period_one_lost_us"] == max(row["period_us"] for row in plain["slowdown"]["cases"] if len(row["seats"]) == 1)
+    for mine, theirs in zip(exact["slowdown"]["cases"], plain["slowdown"]["cases"], strict=True):
+        assert mine["without_exact_us"] == theirs["period_us"] <= mine["period_us"]
+    assert [row["blocks"] for found in (plain, exact, halves) for row in found["memory"]["stages"]] == [0] * 2 + [8 * MIB] * 2 + [16 * MIB] * 2
+    assert "without exact" in doctor({**sizes, "recycle": {"enabled": True, "exact": True}}, "--pp 2 --dp 3")[1]

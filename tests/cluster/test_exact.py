@@ -99,7 +99,7 @@ def test_each_rank_at_named_instructions(train, calm, first: Kill, second: Kill)
         pytest.param((CLIPPED,), ("kill 0.1 before 1VALIDATE@5", "kill 1.0 after 0VALIDATE@9"), id="clipped"),
         pytest.param((CLIPPED, "recycle.clip=validate"), ("kill 0.1 before 1REDUCE@5", "kill 1.0 after 0STEP@9"), id="validated", marks=MORE),
         pytest.param((FUSED,), ("kill 0.0 after 0B0.0@5", "kill 1.1 before 1B1.1@9"), id="fused", marks=MORE),
-        pytest.param(("recycle.exact_block=1",), ("kill 1.0 after 0W1.0@5", "kill 1.1 before 1W0.1@9"), id="blocks of one", marks=MORE),
+        pytest.param(("recycle.exact_block=1",), ("kill 1.0 after 0W1.0@5", "kill 1.1 before 1W1.1@9"), id="blocks of one", marks=MORE),
         pytest.param(("recycle.keep_bytes=1",), ("kill 0.1 before 1W0.1@6",), id="nothing is kept", marks=MORE),
     ],
 )

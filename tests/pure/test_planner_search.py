@@ -28,9 +28,9 @@ IMPROVABLE = Topology(1, 3, 3).full(), CostModel((3,) * 3, (2, 1, 2), (3,) * 3, 
 @pytest.mark.parametrize("deal", [False, True])
 @pytest.mark.parametrize("seed", range(25))
 def test_what_a_climb_measures_move_by_move_is_what_the_order_takes(seed: int, deal: bool) -> None:
-    """Of the order that it leaves, timed from scratch; which also keeps memory and dependencies."""
+    """Of the order that it leaves, timed from scratch; which also keeps memory, dependencies and blocks."""
     view, costs, policy = small_case(Random(seed), 300)
-    problem = prepare(view, costs, replace(policy, couple=policy.split_backward and seed % 3 == 0))
+    problem = prepare(view, costs, replace(policy, couple=policy.split_backward and seed % 3 == 0, block=(1, 2, None)[seed % 3]))
     solution, _ = solve(problem)
     graph = net(problem, solution.order, np.zeros(problem.stages, np.int64), problem.closing, deal)
     order, who = solution.order[np.argsort(solution.starts, kind="stable")], np.tile(problem.worker, 4)
@@ -42,14 +42,16 @@ def test_what_a_climb_measures_move_by_move_is_what_the_order_takes(seed: int, d
     held, done = np.zeros(problem.workers, np.int64), set()
     for operation in order.tolist():
         held[who[operation]] += graph.change[operation]
-        assert held[who[operation]] <= graph.cap[who[operation]] and int(graph.source[operation]) in done | {-1}
+        assert held[who[operation]] <= graph.cap[who[operation]] and {int(graph.source[operation]), int(graph.ahead[operation])} <= done | {-1}
         done.add(operation)
     assert done == set(solution.order.tolist()) and not held.any()
+    assert (who[: problem.records][graph.mate] == who[: problem.records]).all()
 
 
-def test_only_rerouted_micro_batches_change_their_worker_and_only_to_peers() -> None:
+@pytest.mark.parametrize("block", (1, 4))
+def test_only_rerouted_micro_batches_change_their_worker_and_only_to_peers(block: int) -> None:
     view = Topology(8, 2, 16).full().without(*(Seat(replica, 1 - replica % 2) for replica in range(6)))
-    problem = prepare(view, CostModel.uniform(2), Policy(activation_cap=3))
+    problem = prepare(view, CostModel.uniform(2), Policy(activation_cap=3, block=block))
     solution, least = solve(problem)
     others = [climbed(problem, solution, least, 3000, 2, seed, deal=True)[0] for seed in range(4)]
     assert any((other.worker != problem.worker).any() for other in others)
@@ -58,6 +60,7 @@ def test_only_rerouted_micro_batches_change_their_worker_and_only_to_peers() -> 
         stayed = problem.worker == home
         assert (other.worker[stayed] == home[stayed]).all() and problem.live[other.worker].all()
         assert (other.worker // problem.ranks == np.arange(problem.records) // problem.width).all()
+        assert (other.worker.reshape(-1, block) == other.worker.reshape(-1, block)[:, :1]).all(), "blocks stay whole"
         assert other.loads.tolist() == np.bincount(other.worker, minlength=problem.workers).tolist()
 
 
@@ -83,6 +86,18 @@ def test_the_exact_stage_ends_at_the_optimum() -> None:
     planned = plan(view, costs, policy)
     assert planned.period_us == 29
     assert refine(planned, costs, 0.0, exact_s=20.0).period_us == 28
+
+
+@pytest.mark.parametrize("block", (2, None))
+def test_refined_and_exact_plans_keep_blocks(block) -> None:
+    """The verifier looks; and blocks can't make the optimum shorter."""
+    pytest.importorskip("ortools")
+    view, costs = Topology(3, 2, 4).full().without(Seat(0, 1)), CostModel((3, 4), (4, 2), (3, 5), 1)
+    policy = Policy(activation_cap=5, block=block)
+    planned, free = plan(view, costs, policy), plan(view, costs, replace(policy, block=1))
+    searched, best = refine(planned, costs, 0.3), refine(planned, costs, 0.0, exact_s=3.0)
+    assert best.period_us <= planned.period_us and searched.period_us <= planned.period_us
+    assert free.bound_us <= best.period_us and max(map(len, (planned.own(seat) for seat in view.live))) > 4
 
 
 def test_what_the_exact_stage_cannot_do_is_named(monkeypatch) -> None:

@@ -17,7 +17,7 @@ from recycle_plugin.core.blocks import Block
 from recycle_plugin.runtime.blocks import BlockSums, in_place_of
 
 READ_ONLY = (torch.optim.Adam, torch.optim.AdamW)  # known to leave gradients as they are; Nesterov's foreach form does not
-EXACT_BUCKET = 1 << 24  # numbers
+EXACT_BUCKET = 1 << 22  # numbers
 Parameters = list[torch.nn.Parameter]
 
 
