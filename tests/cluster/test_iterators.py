@@ -159,6 +159,7 @@ def test_no_replica_with_both_ends(train):
         ("short", "has ended in step 2, at its micro-batch 1: wrap its loader in deepspeed.utils.RepeatingLoader"),
         ("loader", "train_batch(data_iter=…) is a DataLoader, which is no iterator"),
         ("no data", "train_batch() has no data: pass data_iter="),
+        ("exact", "recycle.exact with data from a plain iterator: after a loss the survivors' iterators give other batches than without one"),
     ],
 )
 def test_iterators_that_will_not_do(train, case, text):

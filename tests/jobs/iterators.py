@@ -86,7 +86,7 @@ model = PipelineModule(
 config = {
     "train_micro_batch_size_per_gpu": SIZE, "gradient_accumulation_steps": MICRO_BATCHES, "gradient_clipping": 0.0,
     "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "steps_per_print": 10**9,
-    "recycle": {"enabled": True, "run_dir": job["folder"], "faults": job["faults"]},
+    "recycle": {"enabled": True, "run_dir": job["folder"], "faults": job["faults"], "exact": job["case"] == "exact"},
 }  # fmt: skip
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 replica = engine.grid.get_data_parallel_rank()

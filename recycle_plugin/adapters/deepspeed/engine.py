@@ -131,6 +131,11 @@ class RecycleEngine(BetweenSteps):
         ``data_iter``: as in DeepSpeed, read by the first and the last stage; core/sources.py has what happens to it after a loss.
         """
         self._take_iterator(data_iter)
+        if self._draws and self._job.settings.exact:
+            raise RecycleError(
+                "recycle.exact with data from a plain iterator: after a loss the survivors' iterators give other batches than without one; "
+                "pass a map-style dataset as training_data= and call train_batch() without an iterator, or call engine.set_data_source(source)"
+            )
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         self._start()
