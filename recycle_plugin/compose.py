@@ -73,9 +73,19 @@ class JobTopology(_Section):
     micro_batches: PositiveInt
 
 
-class Data(_Section):
+class TextData(_Section):
+    """Bytes of text files as tokens."""
+
+    kind: Literal["text"]
     path: str | None
     limit_bytes: PositiveInt
+
+
+class IndexedData(_Section):
+    """Megatron's .bin and .idx files; ``path`` is their names' common part."""
+
+    kind: Literal["indexed"]
+    path: str | None
 
 
 class Optimizer(_Section):
@@ -97,7 +107,7 @@ class Job(_Section):
     save_parameters: bool
     model: GPTModel | EmulatedModel = Field(discriminator="kind")
     topology: JobTopology
-    data: Data
+    data: TextData | IndexedData = Field(discriminator="kind")
     optimizer: Optimizer
     recycle: dict[str, Any]
 
@@ -184,7 +194,7 @@ def _typed(tree: Any) -> Job:
         return Job.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part not in ("gpt", "emulated"))
+        where = ".".join(str(part) for part in first["loc"] if part not in ("gpt", "emulated", "text", "indexed"))
         value = "" if first["type"] == "missing" else f"{shown(first['input'])}; "
         raise ComposeError(f"{where}: {value}{first['msg'].lower()}") from None
 

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from recycle_plugin.compose import GPTModel, Job, compose_from_command_line
+from recycle_plugin.compose import GPTModel, IndexedData, Job, compose_from_command_line
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -64,12 +64,17 @@ def train(job: Job):
 
 
 def gpt(job: Job):
-    """(layers, loss, data): a GPT of megatron-core layers on byte-level text."""
+    """(layers, loss, data): a GPT of megatron-core layers on byte-level text, or on tokens that Megatron's tools have made."""
     from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss
+    from recycle_plugin.adapters.megatron.indexed import IndexedWindows
     from recycle_plugin.adapters.megatron.text import TextWindows
 
     shape = GPTShape(**job.model.model_dump(exclude={"kind"}))
-    return gpt_layers(shape, seed=job.seed), gpt_loss, TextWindows(job.data.path, shape.sequence, job.data.limit_bytes)
+    if isinstance(job.data, IndexedData):
+        data = IndexedWindows(job.data.path, shape.sequence, shape.vocabulary)
+    else:
+        data = TextWindows(job.data.path, shape.sequence, job.data.limit_bytes)
+    return gpt_layers(shape, seed=job.seed), gpt_loss, data
 
 
 def emulated(job: Job):

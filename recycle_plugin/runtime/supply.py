@@ -42,6 +42,8 @@ class Supply:
 
     def provide(self, step: int) -> None:
         """Before anything of ``step`` is run: draw what this worker has to, and send what others lack."""
+        if self._session.is_committed(step):
+            return  # by the others, who did not need what is here
         shared = self._share(step)
         self._say(step, shared.dealt)
         for draw, micro_batch in shared.of(self._seat):
