@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from math import ceil
-from statistics import median
+from math import ceil, sqrt
+from statistics import fmean, median, median_low, stdev
 from typing import Collection, NamedTuple
 
 FIRST = 10  # steps before the first checkpoint: long enough to know how long a step takes
 REMEMBERED = 20  # steps that count as usual
-COSTS = 5  # checkpoints whose costs are remembered: any one may be measured in a bad moment
+COSTS = 20  # checkpoints whose costs are remembered: any one may be measured in a bad moment
+DOUBTED = 10  # times the usual cost: no more is believed of any one; nor, of the first one alone, an interval so many times the first
 RESUMED = 3  # steps after the last committed one that nobody can have started (core/membership.py)
 
 
 class Cost(NamedTuple):
-    """Of one checkpoint, to one worker: seconds in all, and seconds of a usual step."""
+    """Of one checkpoint, to one worker: seconds in all (less than none where others have slowed down what counts as usual), and
+    seconds of a usual step."""
 
     seconds: float
     step_s: float
@@ -38,9 +40,18 @@ class Rhythm:
     def made(self, begun: int, costs: Collection[Cost], free: int) -> None:
         """The one before step ``begun`` is written, and has cost each worker that.  ``free``: a step that nobody has started."""
         self._costs.append(Cost(max(cost.seconds for cost in costs), median(cost.step_s for cost in costs)))
-        seconds, step_s = (median(values) for values in zip(*self._costs))
-        self.every = max(1, ceil(seconds / (self._overhead * step_s)))
+        step_s = median(cost.step_s for cost in self._costs)
+        self.every = max(1, ceil(self._expected() / (self._overhead * step_s)))
+        if len(self._costs) == 1:
+            self.every = min(self.every, DOUBTED * FIRST)
         self.due = max(begun + self.every, free)
+
+    def _expected(self) -> float:
+        """Seconds that the next one costs, with what the measurements may be wrong by."""
+        seconds = [cost.seconds for cost in self._costs]
+        usual = median_low(seconds)
+        believed = [min(each, DOUBTED * usual) if usual > 0 else each for each in seconds]
+        return fmean(believed) + (stdev(believed) / sqrt(len(believed)) if len(believed) > 1 else 0.0)
 
     def dropped(self, committed: int) -> None:
         """The membership has changed while one was written, and everybody goes on from ``committed``: the next one comes at once."""
@@ -73,7 +84,7 @@ class Meter:
         """Its last file was there before the step that has just begun."""
         slowed, self._slowed = self._slowed, None
         step_s = median(self._usual or slowed)
-        return Cost(max(0.0, sum(slowed) - step_s * len(slowed)), step_s)
+        return Cost(sum(slowed) - step_s * len(slowed), step_s)
 
     def forget(self) -> None:
         """The membership has changed, and steps take another time."""

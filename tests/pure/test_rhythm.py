@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.rhythm import COSTS, FIRST, RESUMED, Cost, Meter, Rhythm
+from recycle_plugin.core.rhythm import COSTS, DOUBTED, FIRST, RESUMED, Cost, Meter, Rhythm
 
 seconds = st.floats(0, 100)
 step_times = st.floats(0.001, 10)
@@ -19,6 +19,8 @@ def test_the_first_one_comes_when_it_is_known_how_long_steps_take():
 @given(seconds, step_times, st.floats(0.001, 0.999))
 def test_the_share_is_kept_and_no_step_more_than_that_takes(cost, step_s, overhead):
     rhythm = Rhythm(overhead, 0)
+    rhythm.made(1, [Cost(cost, step_s)], 0)
+    assert rhythm.every <= DOUBTED * FIRST
     rhythm.made(11, [Cost(cost, step_s)], 0)
     assert rhythm.due == 11 + rhythm.every
     assert cost <= overhead * step_s * rhythm.every * (1 + 1e-9)
@@ -31,7 +33,20 @@ def test_the_slowest_worker_counts_and_one_bad_moment_does_not():
         rhythm.made(1, [Cost(0.1, 0.1), Cost(0.5, 0.1), Cost(0.0, 0.1)], 0)
         assert rhythm.every == 50
     rhythm.made(1, [Cost(90.0, 0.1)], 0)
-    assert rhythm.every == 50
+    assert 50 < rhythm.every < 100
+    rhythm = Rhythm(0.1, 0)
+    rhythm.made(1, [Cost(90.0, 0.1)], 0)  # the first one, of all
+    assert rhythm.every == DOUBTED * FIRST
+    rhythm.made(1, [Cost(0.5, 0.1)], 0)
+    assert 50 < rhythm.every <= 500
+
+
+@given(st.lists(st.floats(0.0, 2.0), min_size=2, max_size=COSTS))
+def test_what_is_expected_is_no_less_than_the_mean_of_what_is_believed(costs):
+    rhythm = Rhythm(0.1, 0)
+    for cost in costs:
+        rhythm.made(1, [Cost(1.0 + cost, 1.0)], 0)
+    assert rhythm.every >= (1.0 + sum(costs) / len(costs)) / 0.1 * (1 - 1e-9)
 
 
 def test_never_before_a_step_that_somebody_may_have_started():
@@ -63,7 +78,7 @@ def test_what_steps_take_longer_than_usual_is_the_cost():
     meter.tick(now + 1.0)
     meter.begin()
     meter.tick(now + 1.5)
-    assert meter.end() == pytest.approx((0.0, 1.0))  # faster than usual costs nothing
+    assert meter.end() == pytest.approx((-0.5, 1.0))  # faster than usual: in the mean noise takes noise away
 
 
 def test_without_a_usual_step_those_that_it_has_slowed_down_are_taken_for_usual():

@@ -93,6 +93,17 @@ def test_the_coordinator_hears_what_does_not_come(pair, coordinator):
     assert Missing(1, 0, str(act(0)), "0.0") in coordinator.hear(Missing)
 
 
+def test_what_was_sent_before_all_went_back_to_a_checkpoint_is_not_taken_for_what_comes_after(pair):
+    sender, receiver = pair
+    receiver.drop(4)
+    receiver.rewind(2)
+    sender.send(receiver.address, act(0, step=3), (torch.tensor([1]),))  # late, and of the first time
+    sender.rewind(2)
+    sender.send(receiver.address, act(1, step=3), (torch.tensor([2]),))
+    assert receiver.wait(act(1, step=3), "0.0")[0].item() == 2
+    assert receiver.held() == set()
+
+
 def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after_meeting_again_arrives(pair, coordinator):
     sender, receiver = pair
     members = (Member(0, Seat(0, 0), sender.address, "h"), Member(1, Seat(0, 1), receiver.address, "h"))
