@@ -122,9 +122,11 @@ def checkpoint(found: argparse.Namespace) -> dict:
     ratio = steps["without"] / steps["with"]
     for each in own:
         print(f"a checkpoint has cost {each['cost_s']:.3f} s with steps of {each['step_s']:.3f} s, the next one {each['every']} steps later")
+    cost_s = sum(each["cost_s"] for each in own)
+    print(f"all together {cost_s:.3f} s, by the job's own account {cost_s / (end - begin - cost_s):.1%} of the other time")
     met = ratio <= SAVING and bool(own)
     print(f"in {end - begin:.0f} s {steps['without']} steps without and {steps['with']} with checkpoints: ratio of step times {ratio:.3f}, target at most {SAVING}: {verdict(met)}")
-    return {"seconds": end - begin, "steps": steps, "ratio": ratio, "target": SAVING, "checkpoints": own, "met": met}
+    return {"seconds": end - begin, "steps": steps, "ratio": ratio, "own_share": cost_s / (end - begin - cost_s), "target": SAVING, "checkpoints": own, "met": met}
 
 
 def take_turns(runs: Mapping[str, TrainingRun]) -> dict[str, list[Turn]]:
