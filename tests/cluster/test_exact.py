@@ -11,8 +11,10 @@ from typing import Callable, Iterator
 import pytest
 import torch
 
+from tests.cluster import test_double_faults as double_faults
 from tests.cluster.conftest import launching
 from tests.cluster.test_kills import FIRST, SECOND, Kill, matrix
+from tests.cluster.test_random_kills import kill_at, schedules
 from tests.support.cluster import Result
 from tests.support.jobs import SQUARE, STEPS, WRAPPED, Shape, faults
 
@@ -125,6 +127,34 @@ def test_two_of_eight(train, calm, settings, kills):
 def test_a_worker_that_is_stopped(train, calm):
     fault = "stop 0.1 before 1F0.1@6"
     assert_exact(train(EXACT, "recycle.progress_timeout_s=2", faults(fault)), calm(EXACT), {"0.1"}, (fault,))
+
+
+# --- from outside, and seeded ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [pytest.param(number, marks=MORE) for number in range(4)])
+def test_kills_from_outside(launch, calm, tmp_path, number):
+    run = launch(EXACT, script=WRAPPED, **wraps(tmp_path / "run0" / "states"))
+    for when, seats in schedules()[number]:
+        kill_at(run, seats, when)
+    result = run.finish()
+    assert result.code == 0, result.output[-6000:]
+    assert_exact(result, calm(EXACT), {seat for _, seats in schedules()[number] for seat in seats})
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=MORE) for seed in range(12)])
+def test_kills_close_together(launch, calm, tmp_path, seed):
+    """Those of tests/cluster/test_double_faults.py, on 4 x 2 and 3 x 3."""
+    given = double_faults.scenario(seed)
+    settings = tuple(each for each in given.variant if each != "recycle.undo=inverse")
+    run = launch(EXACT, faults(*given.named), *settings, shape=given.shape, script=WRAPPED, **wraps(tmp_path / "run0" / "states"))
+    if given.outside is not None:
+        double_faults.kill_from_outside(run, *given.outside)
+    result = run.finish()
+    assert result.code == 0, result.output[-6000:]
+    struck = {event["fault"].split()[1] for event in result.of("fault")}
+    alike = [each for each in settings if "keep_bytes" not in each]
+    assert_exact(result, calm(EXACT, *alike, shape=given.shape), struck | ({given.outside[0]} if given.outside else set()), given.named[:1])
 
 
 # --- controls -------------------------------------------------------------------------------------------
