@@ -64,7 +64,7 @@ class BetweenSteps(PipelineEngine):
         """As stock does: the first and the last stage's workers read all of their replica's batches."""
         training, self.data_iterator = self.data_iterator, data_iter
         try:
-            return [self._next_batch() for _ in range(count)] if self.is_first_stage() or self.is_last_stage() else []
+            return [self.next_batch() for _ in range(count)] if self.is_first_stage() or self.is_last_stage() else []
         finally:
             self.data_iterator = training
 

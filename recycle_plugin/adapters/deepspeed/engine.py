@@ -232,7 +232,7 @@ class RecycleEngine(BetweenSteps):
 
     def _read_iterator(self, what: str) -> tuple[Any, Any]:
         try:
-            batch = self._next_batch()
+            batch = self.next_batch()
         except StopIteration:
             raise RecycleError(
                 f"the data iterator of seat {self.seat} has ended in {what}: wrap its loader in deepspeed.utils.RepeatingLoader; "
@@ -273,7 +273,7 @@ class RecycleEngine(BetweenSteps):
     def _build_data_iter(self, dataset: Any) -> None:
         if self._job.settings.rng == "stream":  # stock's loader draws from the worker's stream as well, at each start of an epoch
             super()._build_data_iter(dataset)
-            self._source = lambda step, micro_batch: self._next_batch()
+            self._source = lambda step, micro_batch: self.next_batch()
             return
         shape = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches)
         self._source = DatasetSource(dataset, shape, self.micro_batch_size, self._config.dataloader_drop_last, self.collate_fn)
@@ -364,6 +364,10 @@ class RecycleEngine(BetweenSteps):
             self._trace.add(span)
 
     # --- instructions ------------------------------------------------------------------------------
+
+    def next_batch(self) -> Any:
+        """The next micro-batch of the script's iterator, or of stock's loader."""
+        return self._next_batch()
 
     def _exec_load(self, instruction: Instruction) -> None:
         step, one = _key(instruction)
