@@ -14,7 +14,7 @@ UNREAD = 64  # commits that nobody has asked about
 class JobEnded(BaseException):
     """The coordinator has ended the job: leave the training script now.
 
-    No Exception, and neither is Interrupted: a user's own ``except Exception`` must not swallow it.
+    No Exception: a user's own ``except Exception`` must not swallow it.
     """
 
     def __init__(self, reason: str, failed: bool, code: int = 0) -> None:

@@ -22,6 +22,7 @@ from recycle_plugin.runtime.group import MemberGroup
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.stage import Stage
+from recycle_plugin.runtime.transport import Transport
 from recycle_plugin.runtime.world import TorchWorld
 
 DEADLINE_S = 150.0
@@ -83,9 +84,11 @@ def overflow(at: list[str]) -> None:
 
 
 def keep_rejected(**gated: object) -> None:
-    """What was computed with rejected weights is used; ``gated``: see :func:`gate`."""
+    """What was computed with rejected weights is used, and not replaced by what comes later; ``gated``: see :func:`gate`."""
     gate(**gated)
+    deliver = Transport._deliver
     RecycleEngine.void = lambda self, after, era: None
+    Transport._deliver = lambda self, sender, datum, *come: None if datum in self._inbox else deliver(self, sender, datum, *come)
 
 
 def fp16_section(section: dict) -> None:
@@ -299,7 +302,7 @@ def record_norms(folder: str) -> None:
     def changed(self: RecycleEngine) -> None:
         squares = sum(parameter.grad.double().pow(2).sum().item() for parameter in self._parameters)
         with path.open("a") as file:
-            file.write(f"{self._clipping.norm(self._applying).item()!r} {squares!r}\n")
+            file.write(f"{self._stepping.norm().item()!r} {squares!r}\n")
         clip(self)
 
     RecycleEngine.clip_fp32_gradients = changed

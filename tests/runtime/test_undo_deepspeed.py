@@ -99,18 +99,17 @@ def test_the_engine_keeps_the_gradient_that_is_applied_the_clipped_one():
     """Stock code clips inside the step: a record made where STEP begins would take another gradient back."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
+    from recycle_plugin.adapters.deepspeed.stepping import undo_record
 
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     engine = SimpleNamespace(
-        _job=SimpleNamespace(settings=SimpleNamespace(undo="inverse")), _parameters=[parameter], basic_optimizer=optimizer, optimizer=optimizer,
-        _counters=dict, _set_counters=lambda counters: None, gradient_clipping=lambda: 1.0, torch_autocast_z0_gradscaler=None,
+        basic_optimizer=optimizer, optimizer=optimizer, gradient_clipping=lambda: 1.0, torch_autocast_z0_gradscaler=None,
         clip_fp32_gradients=lambda: parameter.grad.mul_(0.01), zero_grad=lambda: parameter.grad.zero_(), lr_scheduler=None,
         steps_per_print=lambda: None, managed_gradient_accumulation=lambda: True, train_batch_size=lambda: 1, global_steps=0, global_samples=0,
         **{f"{name}_enabled": lambda: False for name in ("fp16", "bfloat16")}, zero_optimization=lambda: False,
     )  # fmt: skip
-    record = RecycleEngine._undo_record(engine)
+    record = undo_record("inverse", [parameter], optimizer, dict, lambda counters: None)
     parameter.grad = torch.full((3,), 100.0)
     DeepSpeedEngine._take_model_step(engine, None)
     torch.testing.assert_close(parameter.data, torch.full((3,), 0.9))

@@ -7,7 +7,6 @@ used in this module only.
 
 from __future__ import annotations
 
-import math
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -21,12 +20,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from recycle_plugin import planner
 from recycle_plugin.adapters.deepspeed import schedule as commands
 from recycle_plugin.adapters.deepspeed.between import BetweenSteps
-from recycle_plugin.adapters.deepspeed.clipping import Clipping, Skipped
 from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
-from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive, figures
-from recycle_plugin.adapters.deepspeed.scaling import LossScale
-from recycle_plugin.core.contributions import LOSS, NORM
+from recycle_plugin.adapters.deepspeed.stepping import Stepping
+from recycle_plugin.core.contributions import LOSS
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import drain, execute
@@ -39,7 +36,6 @@ from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Ge
 from recycle_plugin.core.sources import Standing
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
-from recycle_plugin.core.verdict import SHARE
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.errors import RecycleError
@@ -54,11 +50,8 @@ from recycle_plugin.runtime.stopwatch import Stopwatch
 from recycle_plugin.runtime.supply import Supply
 from recycle_plugin.runtime.trace import TraceFile
 from recycle_plugin.runtime.transport import Transport
-from recycle_plugin.runtime.undo import KINDS, Undo
 from recycle_plugin.runtime.world import OUTWARD, TorchWorld
 from recycle_plugin.settings import Settings
-
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 @dataclass(frozen=True)
@@ -94,16 +87,12 @@ class RecycleEngine(BetweenSteps):
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         blocks = BlockSums(self._parameters, settings.policy(False, self.num_stages).blocks(self.topology_)) if settings.exact else None
         self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks)
-        self._undo = self._undo_record()
         self._transport = Transport(self._job.session)
         self._kept = Kept(settings.keep_bytes)
         ends = self.is_first_stage() or self.is_last_stage()
         self._supply = Supply(self._job.session, self._transport, self.seat, self._read_iterator) if ends else None  # in use where there is no source
-        self._gradients = Gradients(self, self._parameters, blocks)
-        self._clipping = Clipping(self._parameters, self.stage_id, self.topology_.replicas, settings.norm, self.gradient_clipping())
-        self._loss_scale = LossScale(self._config.float16_config if settings.loss_scaling else None)
-        self._stage.loss_scale = self._loss_scale.value
-        self._applying = 0  # the step that the optimizer is at
+        fp16 = self._config.float16_config if settings.loss_scaling else None
+        self._stepping = Stepping(self, self._stage, self._parameters, blocks, self._job.session, settings, fp16, super()._exec_optimizer_step)
         self._loop: Loop | None = None
         self._trace: TraceFile | None = None
         self._program: Program | None = None
@@ -255,12 +244,6 @@ class RecycleEngine(BetweenSteps):
             "seed": settings.seed, "exact": settings.exact, "arithmetic": arithmetic() if settings.exact else None,
         }  # fmt: skip
 
-    def _undo_record(self) -> Undo:
-        """What takes a step back.  Hooked in where the gradients are what the optimizer will apply: stock code clips after STEP has begun."""
-        record = KINDS[self._job.settings.undo](self._parameters, self.basic_optimizer, self._counters, self._set_counters)
-        self.basic_optimizer.register_step_pre_hook(lambda *_: record.before_step())
-        return record
-
     def _stage_model(self) -> StageModel:
         return StageModel(self.module, self.module.loss_fn, self.micro_batches, self.is_first_stage(), self.is_last_stage(), self.device)
 
@@ -300,10 +283,8 @@ class RecycleEngine(BetweenSteps):
     def held(self) -> set[Datum]:
         """What is here of steps that are not committed (runtime.loop.Replica)."""
         self._forget_committed()
-        known = {"reduced": self._gradients.steps(), "norm": self._clipping.judged()}
-        of_stage = {Datum(kind, self.stage_id, None, step) for kind, steps in known.items() for step in steps}
         arrived = {datum for datum in self._transport.held() if datum.step > 0}
-        return self._stage.held(self.stage_id) | arrived | self._kept.promise() | of_stage
+        return self._stage.held(self.stage_id) | arrived | self._kept.promise() | self._stepping.held()
 
     def drawn(self) -> dict[str, str]:
         """What is kept of iterators' data (runtime.loop.Replica)."""
@@ -319,23 +300,22 @@ class RecycleEngine(BetweenSteps):
 
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back (runtime.loop.Replica)."""
-        self._undo.restore()
-        self._stage.drop_stashes(step)
+        self._stepping.undo(step)
 
     def judge(self, step: int, norm: float) -> None:
         """``step`` was rejected for ``norm`` (runtime.loop.Replica)."""
-        self._clipping.judge(step, norm)
+        self._stepping.judge(step, norm)
 
     def void(self, after: int, era: int) -> None:
         """Nothing that is here of the steps after ``after`` counts (runtime.loop.Replica)."""
-        for holder in (self._stage, self._kept, self._gradients):
+        for holder in (self._stage, self._kept, self._stepping):
             holder.void(after)
         self._transport.void(after, era)
 
     def _forget_committed(self) -> None:
         """Nobody will ask for anything of a committed step again."""
         committed = self._job.session.committed
-        holders = (self._stage, self._transport, self._kept, self._gradients, self._clipping, self._stopwatch, *([self._supply] if self._supply else []))
+        holders = (self._stage, self._transport, self._kept, self._stepping, self._stopwatch, *([self._supply] if self._supply else []))
         for holder in holders:
             holder.drop(committed)
 
@@ -436,72 +416,22 @@ class RecycleEngine(BetweenSteps):
         self._kept.sent(datum, self._transport.send(address, datum, self._kept.get(datum)))
 
     def _exec_reduce(self, instruction: Instruction) -> None:
-        """Every live worker of the stage has the whole gradient, or its contributions are as before.
-
-        Where some worker has the result from before a failure, the others get it from there.
-        """
         holder = self._program.holder
         rank = next((member.rank for member in self._job.session.generation.members if member.seat == holder), None)
-        if self._gradients.reduce(instruction.step, rank):
-            self._stage.summed()
+        self._stepping.reduce(instruction.step, rank)
 
     def _exec_validate(self, instruction: Instruction) -> None:
-        """Wait for the gradient norm over all stages."""
-        self._say_share(instruction.step, NORM)
-        self._clipping.judge_by(instruction.step, self._job.session.wait_collected(instruction.step, NORM))
-
-    def _say_share(self, step: int, name: str) -> float:
-        with self._gradients.of(step):
-            share = self._clipping.share()
-        share /= self._loss_scale.value**2
-        self._contribute(step, name, {str(self.stage_id): share}, self.num_stages)
-        return share
+        self._stepping.validate(instruction.step)
 
     def clip_fp32_gradients(self) -> None:
         """Called by stock code inside the optimizer step, where clipping is on."""
-        self._clipping.clip(self._applying)
+        self._stepping.clip()
 
     def _exec_step(self, instruction: Instruction) -> None:
-        step = self._applying = instruction.step
-        self._stage.drop_stashes(step - 1)  # left by what a later failure has made needless
-        if self._job.settings.clip == "validate" and step not in self._clipping.judged():
-            self._validate_later(step)
-        skips, scaled = self._clipping.skips(step), self._loss_scale.value != 1.0
-        once = self._skip if skips else self._unscale_and_step if scaled else super()._exec_optimizer_step
-        self._gradients.apply(step, self.basic_optimizer, once, scaled or self._clipping.clips(step))
-        self._rescale(step, skips)
-        self._say_fingerprint(step)
-        self._job.session.send(self._stopwatch.pace(self.global_rank, step))
-        self._loop.applied(step)
-
-    def _validate_later(self, step: int) -> None:
-        """The coordinator judges once it has all shares.  One that is not finite leaves nothing to judge, and no way back for some undo."""
-        share = self._say_share(step, SHARE)
-        if not math.isfinite(share):
-            self._clipping.judge(step, share)
-
-    def _unscale_and_step(self) -> None:
-        self._loss_scale.unscale(self._parameters)
-        super()._exec_optimizer_step()
-
-    def _rescale(self, step: int, skipped: bool) -> None:
-        before = self._loss_scale.value
-        self._loss_scale.stepped(skipped)
-        self._stage.loss_scale = self._loss_scale.value
-        if self._stage.loss_scale != before and self._is_first():
-            text = f"the loss scale goes from {before:g} to {self._stage.loss_scale:g} after step {step}"
-            self._job.session.note("loss_scale", text, step=step, scale=self._stage.loss_scale)
-
-    def _skip(self) -> None:
-        """Count the step, and change no weight: to take that back there is nothing but counts."""
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._undo.before_step()
-        self.optimizer, optimizer = Skipped(self.optimizer), self.optimizer
-        try:
-            super()._exec_optimizer_step()
-        finally:
-            self.optimizer = optimizer
+        self._stepping.apply(instruction.step)
+        self._say_fingerprint(instruction.step)
+        self._job.session.send(self._stopwatch.pace(self.global_rank, instruction.step))
+        self._loop.applied(instruction.step)
 
     def _say_fingerprint(self, step: int) -> None:
         session, every = self._job.session, self._job.settings.check_replicas
@@ -535,18 +465,6 @@ class RecycleEngine(BetweenSteps):
         if self._job.settings.rng == "stream":
             return nullcontext()
         return keyed(key(self._job.settings.seed, step, micro_batch, self.stage_id))
-
-    def _counters(self) -> dict:
-        scheduler = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
-        return {"scheduler": scheduler, "loss_scale": self._loss_scale.state(), **{name: getattr(self, name) for name in COUNTERS}}
-
-    def _set_counters(self, counters: dict) -> None:
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(counters["scheduler"])
-        self._loss_scale.set_state(counters["loss_scale"])
-        self._stage.loss_scale = self._loss_scale.value
-        for name in COUNTERS:
-            setattr(self, name, counters[name])
 
     def _degraded(self) -> bool:
         return self._loop is not None and len(self._job.session.generation.members) < len(self.topology_.seats)

@@ -1,0 +1,163 @@
+"""From a stage's contributions to a step that is applied, or skipped, and from there to one that is taken back.
+
+Gradients are summed (gradients.py), judged by their norm (clipping.py, core/verdict.py), unscaled (scaling.py), clipped, and applied
+by stock code, which also counts.  What takes the step back (runtime/undo) is recorded where the gradients are what the optimizer
+will apply: stock code clips after STEP has begun.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable
+
+import torch
+
+from recycle_plugin.adapters.deepspeed.clipping import Clipping, Skipped
+from recycle_plugin.adapters.deepspeed.gradients import Gradients
+from recycle_plugin.adapters.deepspeed.scaling import LossScale
+from recycle_plugin.core.contributions import NORM
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.protocol import Contribution
+from recycle_plugin.core.verdict import SHARE
+from recycle_plugin.runtime.blocks import BlockSums
+from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.stage import Stage
+from recycle_plugin.runtime.undo import KINDS, Undo
+from recycle_plugin.settings import Settings
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+Parameters = list[torch.nn.Parameter]
+
+
+class Stepping:
+    """Of ``engine``, DeepSpeed's.  ``apply_stock``: DeepSpeed's own step; ``fp16``: its section, where losses are to be scaled."""
+
+    def __init__(
+        self, engine: Any, stage: Stage, parameters: Parameters, blocks: BlockSums | None, session: Session, settings: Settings,
+        fp16: Any, apply_stock: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._engine, self._stage, self._parameters, self._session = engine, stage, parameters, session
+        self._validates, self._apply_stock = settings.clip == "validate", apply_stock
+        self._gradients = Gradients(engine, parameters, blocks)
+        self._clipping = Clipping(parameters, engine.stage_id, engine.grid.data_parallel_size, settings.norm, engine.gradient_clipping())
+        self._scale = LossScale(fp16)
+        self._undo = undo_record(settings.undo, parameters, engine.basic_optimizer, self._counters, self._set_counters)
+        self._applying = 0  # the step that the optimizer is at
+        stage.loss_scale = self._scale.value
+
+    # --- forwards ----------------------------------------------------------------------------------
+
+    def reduce(self, step: int, holder: int | None) -> None:
+        """Every live worker of the stage has the whole gradient, or its contributions are as before.
+
+        Where the worker of rank ``holder`` has it from before a failure, the others get it from there.
+        """
+        if self._gradients.reduce(step, holder):
+            self._stage.summed()
+
+    def validate(self, step: int) -> None:
+        """Wait for the gradient norm over all stages."""
+        self._say_share(step, NORM)
+        self._clipping.judge_by(step, self._session.wait_collected(step, NORM))
+
+    def apply(self, step: int) -> None:
+        """Apply ``step``, or skip it where its norm is known and not finite."""
+        self._applying = step
+        self._stage.drop_stashes(step - 1)  # left by what a later failure has made needless
+        if self._validates and step not in self._clipping.judged():
+            self._validate_later(step)
+        skips, scaled = self._clipping.skips(step), self._scale.value != 1.0
+        once = self._skip if skips else self._unscale_and_apply if scaled else self._apply_stock
+        self._gradients.apply(step, self._engine.basic_optimizer, once, scaled or self._clipping.clips(step))
+        self._rescale(step, skips)
+
+    def clip(self) -> None:
+        """Of the step that stock code is applying."""
+        self._clipping.clip(self._applying)
+
+    def norm(self) -> torch.Tensor | None:
+        """... by what that is clipped; None where that is not known yet."""
+        return self._clipping.norm(self._applying)
+
+    def _validate_later(self, step: int) -> None:
+        """The coordinator judges once it has all shares.  One that is not finite leaves nothing to judge, and no way back for some undo."""
+        share = self._say_share(step, SHARE)
+        if not math.isfinite(share):
+            self._clipping.judge(step, share)
+
+    def _say_share(self, step: int, name: str) -> float:
+        with self._gradients.of(step):
+            share = self._clipping.share() / self._scale.value**2
+        session, engine = self._session, self._engine
+        session.send(Contribution(session.rank, session.number, step, name, {str(engine.stage_id): share}, engine.num_stages))
+        return share
+
+    def _unscale_and_apply(self) -> None:
+        self._scale.unscale(self._parameters)
+        self._apply_stock()
+
+    def _skip(self) -> None:
+        """Count the step, and change no weight: to take that back there is nothing but counts."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._undo.before_step()
+        engine, optimizer = self._engine, self._engine.optimizer
+        engine.optimizer = Skipped(optimizer)
+        try:
+            self._apply_stock()
+        finally:
+            engine.optimizer = optimizer
+
+    def _rescale(self, step: int, skipped: bool) -> None:
+        before, session = self._scale.value, self._session
+        self._scale.stepped(skipped)
+        after = self._stage.loss_scale = self._scale.value
+        if after != before and session.rank == min(member.rank for member in session.generation.members):
+            session.note("loss_scale", f"the loss scale goes from {before:g} to {after:g} after step {step}", step=step, scale=after)
+
+    # --- and back ----------------------------------------------------------------------------------
+
+    def held(self) -> set[Datum]:
+        """What is known of whole stages and steps that are not committed."""
+        known = {"reduced": self._gradients.steps(), "norm": self._clipping.judged()}
+        return {Datum(kind, self._engine.stage_id, None, step) for kind, steps in known.items() for step in steps}
+
+    def undo(self, step: int) -> None:
+        """Take ``step``, the last one, back."""
+        self._undo.restore()
+        self._stage.drop_stashes(step)
+
+    def judge(self, step: int, norm: float) -> None:
+        """``step`` was rejected for ``norm``."""
+        self._clipping.judge(step, norm)
+
+    def void(self, after: int) -> None:
+        """No gradient of the steps after ``after`` counts."""
+        self._gradients.void(after)
+
+    def drop(self, step: int) -> None:
+        """``step`` is committed."""
+        self._gradients.drop(step)
+        self._clipping.drop(step)
+
+    def _counters(self) -> dict:
+        scheduler = self._engine.lr_scheduler
+        counts = {name: getattr(self._engine, name) for name in COUNTERS}
+        return {"scheduler": scheduler.state_dict() if scheduler is not None else None, "loss_scale": self._scale.state(), **counts}
+
+    def _set_counters(self, counters: dict) -> None:
+        if self._engine.lr_scheduler is not None:
+            self._engine.lr_scheduler.load_state_dict(counters["scheduler"])
+        self._scale.set_state(counters["loss_scale"])
+        self._stage.loss_scale = self._scale.value
+        for name in COUNTERS:
+            setattr(self._engine, name, counters[name])
+
+
+def undo_record(
+    kind: str, parameters: Parameters, optimizer: torch.optim.Optimizer, counters: Callable[[], Any], set_counters: Callable[[Any], None]
+) -> Undo:
+    """What takes a step of ``optimizer`` back, kept whenever it steps."""
+    record = KINDS[kind](parameters, optimizer, counters, set_counters)
+    optimizer.register_step_pre_hook(lambda *_: record.before_step())
+    return record
