@@ -98,7 +98,7 @@ def test_each_rank_at_named_instructions(train, calm, first: Kill, second: Kill)
     "settings, kills",
     [
         pytest.param(SGD, ("kill 1.1 after 1W1.0@5", "kill 0.0 before 0I0.1@9"), id="SGD with momentum"),
-        pytest.param((CLIPPED,), ("kill 0.1 before 1VALIDATE@5", "kill 1.0 after 0VALIDATE@9"), id="clipped"),
+        pytest.param((CLIPPED,), ("kill 0.1 before 1VALIDATE@5", "kill 1.0 after 0VALIDATE@9"), id="clipped", marks=MORE),
         pytest.param((CLIPPED, "recycle.clip=validate"), ("kill 0.1 before 1REDUCE@5", "kill 1.0 after 0STEP@9"), id="validated", marks=MORE),
         pytest.param((FUSED,), ("kill 0.0 after 0B0.0@5", "kill 1.1 before 1B1.1@9"), id="fused", marks=MORE),
         pytest.param(("recycle.exact_block=1",), ("kill 1.0 after 0W1.0@5", "kill 1.1 before 1W1.1@9"), id="blocks of one", marks=MORE),

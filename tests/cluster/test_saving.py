@@ -83,7 +83,9 @@ DEATHS = [
 ]
 
 
-@pytest.mark.parametrize("deaths", DEATHS, ids=lambda deaths: deaths[0].split(".")[-1])
+@pytest.mark.parametrize(
+    "deaths", [pytest.param(deaths, id=deaths[0].split(".")[-1], marks=[pytest.mark.all_kills] * (number % 2)) for number, deaths in enumerate(DEATHS)]
+)
 def test_a_death_while_saving(start, undisturbed, tmp_path, deaths):
     """One in the second save, and one in its repetition or in the third one; all three end up whole."""
     losses, like = undisturbed

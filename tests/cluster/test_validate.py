@@ -81,7 +81,7 @@ def overflowing(launch, *more: str, **options):
     return launch("recycle.nonfinite=skip", *more, script=WRAPPED, RECYCLE_TEST_WRAP=OVERFLOW, **options).finish()
 
 
-@pytest.mark.parametrize("undo", ("snapshot", "inverse"))
+@pytest.mark.parametrize("undo", ("inverse", pytest.param("snapshot", marks=MORE)))
 def test_steps_that_are_not_finite_are_skipped_on_all_stages(launch, undo):
     waited, result = overflowing(launch, CLIPPED), overflowing(launch, *VALIDATE, f"recycle.undo={undo}")
     assert {4, 9} < set(rejected(result)) and "taken back and skipped" in result.output
@@ -95,7 +95,7 @@ def test_a_failure_between_a_step_that_is_not_finite_and_its_commit(launch):
     assert_same_training(result, overflowing(launch, CLIPPED, shape=shape), {"0.1", "1.0"})
 
 
-@pytest.mark.parametrize("clip", ("sync", "validate"))
+@pytest.mark.parametrize("clip", (pytest.param("sync", marks=MORE), "validate"))
 def test_the_job_ends_where_they_are_not_to_be_skipped(launch, clip):
     result = launch(CLIPPED, f"recycle.clip={clip}", script=WRAPPED, RECYCLE_TEST_WRAP=OVERFLOW).finish()
     assert_one_line(result, "the gradient norm of step 4 is inf. No checkpoint was saved")
@@ -135,7 +135,7 @@ def test_a_scaled_loss_changes_nothing_but_what_overflows(launch, reference):
     assert {(event["step"], event["scale"]) for event in result.of("loss_scale")} == set(scales(set()))
 
 
-@pytest.mark.parametrize("kill", (None, "kill 0.1 after 1STEP@4", pytest.param("kill 1.0 before 0STEP@9", marks=MORE)))
+@pytest.mark.parametrize("kill", (pytest.param(None, marks=MORE), "kill 0.1 after 1STEP@4", pytest.param("kill 1.0 before 0STEP@9", marks=MORE)))
 def test_an_overflow_takes_the_scale_down_on_all_stages_and_what_had_the_old_one_is_void(launch, kill):
     result = scaled(launch, *([faults(kill)] if kill else []), also=(json.loads(OVERFLOW),))
     assert_same_training(result, overflowing(launch, CLIPPED), {kill.split()[1]} if kill else set())
