@@ -21,6 +21,7 @@ import uuid
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Callable, Iterator, Sequence, TypeVar
 
 import psutil
@@ -195,9 +196,14 @@ def terminable() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment."""
-    with socket.create_server(("", 0)) as listener:
-        return listener.getsockname()[1]
+    """A port that nobody listens on at the moment, below those that systems hand out: nobody else gets it by chance before it is used."""
+    for port in Random().sample(range(20_000, 32_000), 100):
+        try:
+            with socket.create_server(("", port)):
+                return port
+        except OSError:  # taken
+            continue
+    raise RuntimeError("none of 100 ports between 20000 and 32000 is free")
 
 
 def training_script() -> Path:
