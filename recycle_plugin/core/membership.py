@@ -22,23 +22,19 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import Iterable
 
-from recycle_plugin.core.contributions import LOSS, NORM, Contributions
-from recycle_plugin.core.dataflow import unpack
+from recycle_plugin.core.escalation import Escalation
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.lineage import uninformed
 from recycle_plugin.core.meeting import Meetings
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
-from recycle_plugin.core.pace import Paces
 from recycle_plugin.core.placement import at_risk, stages_at_risk
 from recycle_plugin.core.protocol import (
-    Arrived, Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Met, Missing,
+    Arrived, Beat, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Met, Missing,
     Note, Over, Pace, Pulse, Ready, Report, Resume, Stepped, Terminate, TOO_SLOW,
 )  # fmt: skip
-from recycle_plugin.core.replicas import Fingerprints
+from recycle_plugin.core.steps import Steps
 from recycle_plugin.core.topology import ClusterView, Topology
-from recycle_plugin.core.verdict import SHARE, Verdicts
+from recycle_plugin.core.verdict import Verdicts
 from recycle_plugin.core.watch import Watch
-from recycle_plugin.core.work import Work
 
 TRIES = 2  # to send something over a new line
 OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
@@ -52,7 +48,6 @@ class Membership:
         self.members: dict[int, Member] = {}
         self.generation = -1
         self._in_force = -1
-        self.committed = 0
         self.started = False
         self.ended: End | None = None
         self.checkpoint = ""
@@ -62,23 +57,15 @@ class Membership:
         self.watch = Watch()
         self._topology: Topology | None = None
         self._ready: dict[int, Ready] = {}
-        self._stepped: dict[int, int] = {}
         self._reports: dict[int, Report] = {}
         self._awaiting: Generation | None = None
         self._outnumbered_at: float | None = None  # by the watch's clock: since then too few are left to go on
         self._finishing = False
         self._leaving: dict[int, str] = {}
         self._missed: dict[tuple[int, int] | str, int] = {}  # how often who has missed something from whom, or a collective was not finished, since the last commit
-        self._contributions = Contributions()
+        self._steps = Steps()
         self._meetings = Meetings()
-        self._fingerprints = Fingerprints()
-        self._paces = Paces()
-        self._verdicts = Verdicts()
-        self._skips = False
-        self._rebalances = False
-        self._work = Work()
-        self._max_slowdown: float | None = None
-        self._period_us = 0  # of a step, as planned with everybody there
+        self._escalation = Escalation()
         self._code = 0
 
     # --- messages in -----------------------------------------------------------------------------
@@ -102,11 +89,9 @@ class Membership:
             case Loaded():
                 self._load(message, now, out)
             case Pace():
-                self._work.add(message)
-                if self._rebalances:
-                    self._paces.add(message)
+                self._steps.add_pace(message)
             case Fingerprint():
-                self._fingerprints.add(message)
+                self._steps.add_fingerprint(message)
             case Leaving():
                 self._leave(message, now, out)
             case Left():
@@ -158,6 +143,11 @@ class Membership:
         return out
 
     @property
+    def committed(self) -> int:
+        """The last step that stays."""
+        return self._steps.committed
+
+    @property
     def regrouping(self) -> int | None:
         """The generation that members are reporting for at once, if any."""
         return self._awaiting.number if self._awaiting and not self._awaiting.from_step else None
@@ -188,13 +178,13 @@ class Membership:
     def _begin(self, job: dict, stepped: int, now: float, out: Output) -> None:
         self._topology = Topology(job["replicas"], job["stages"], job["micro_batches"])
         self.members = {rank: r.member for rank, r in sorted(self._ready.items())}
-        self.committed = stepped
         self.started = True
-        self._rebalances, self._max_slowdown = job.get("rebalance", False), job.get("max_slowdown")
+        self._escalation = Escalation(job.get("max_slowdown"))
         self.watch = Watch(job.get("progress_timeout_s", inf), job.get("idle_timeout_s", inf), job.get("heartbeat_timeout_s", inf), self.watch.clock)
         self.watch.admit(self.members)
         shape = self._topology
-        self._verdicts, self._skips = Verdicts(shape.stages, job["clipping"]), job["nonfinite"] == "skip"
+        verdicts = Verdicts(shape.stages, job["clipping"], job["nonfinite"] == "skip")
+        self._steps = Steps(stepped, verdicts, job.get("rebalance", False))
         out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job['run_dir']}",
                 job=job, seats={str(m.seat): rank for rank, m in self.members.items()}, hosts=sorted({m.host for m in self.members.values()}))
         self._say_weak_points(job, out)
@@ -221,11 +211,11 @@ class Membership:
         self.generation += 1
         gone = self._leaving if from_step else ()
         members = tuple(m for rank, m in sorted(self.members.items()) if rank not in gone)
-        slowness = tuple(sorted(self._paces.percent.items()))
+        slowness = tuple(sorted(self._steps.paces.percent.items()))
         self._awaiting = Generation(self.generation, members, from_step, cause, now, slowness)
         self._reports.clear()
         if not from_step:
-            self._contributions.regrouped()
+            self._steps.regrouped()
             self._meetings.regrouped()
         out.tell(WORKERS, self._awaiting)
 
@@ -252,12 +242,8 @@ class Membership:
             return
         reports = {str(member.seat): self._reports[member.rank] for member in generation.members if member.rank in self._reports}
         held, drawn = ({seat: getattr(report, what) for seat, report in reports.items()} for what in ("held", "drawn"))
-        committed = min(counts) - self._to_do_again(min(counts), held)
-        ahead, norm = max(counts) - committed, self._verdicts.rejection(committed + 1)
-        void = self._to_do_again(committed + 1, held)
-        if void:
-            self._contributions.void(committed + 1)
-            self._verdicts.void(committed + 1)
+        committed, norm, void = self._steps.agree(counts, held)
+        ahead = max(counts) - committed
         self._awaiting = None
         self._in_force = generation.number
         self._meetings.regrouped()  # after a planned change too
@@ -265,13 +251,14 @@ class Membership:
             self._commit(committed, now, out)
         kept = {member.rank for member in generation.members} - self.left
         self.members = {rank: member for rank, member in self.members.items() if rank in kept}
-        self._stepped = dict.fromkeys(kept, committed)  # whoever is ahead, and stays so, says it again
+        self._steps.resume(kept, committed)
         out.tell(WORKERS, Resume(generation.number, committed, held, norm, void, drawn))
         slowest = max(self._reports.values(), key=lambda report: sum(report.timings.values()))
+        throughput = self._escalation.throughput(slowest.period_us)
         out.say("resume", f"{len(kept)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
                 generation=generation.number, committed=committed, ahead=ahead, regroup_s=round(now - generation.at, 4),
-                digest=slowest.digest, timings=slowest.timings, throughput=self._throughput(slowest.period_us))
-        self._escalate(slowest.period_us, out)
+                digest=slowest.digest, timings=slowest.timings, throughput=throughput)
+        self._escalate(throughput, out)
         if self._leaving and not generation.from_step:
             self._plan_leave(now, out)
         self._compare_replicas(now, out)
@@ -280,61 +267,39 @@ class Membership:
         """All go on from a checkpoint's step, earlier or later than the last one."""
         alike = len(set(counts)) == 1 and all(report.loaded for report in self._reports.values())
         if alike:
-            self.committed = counts[0]
+            self._steps.committed = counts[0]
             out.say("loaded", f"everybody goes on from a checkpoint of step {self.committed}", step=self.committed)
         else:
             self._end(f"workers have loaded checkpoints of different steps: {', '.join(map(str, sorted(set(counts))))}", out)
         return alike
 
-    def _to_do_again(self, step: int, held: dict) -> bool:
-        """Whether ``step`` was rejected, and not everybody knew."""
-        if self._verdicts.rejection(step) is None:
-            return False
-        return bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))
-
-    def _throughput(self, period_us: int) -> float:
-        """Of a plan with that period, where 1 is that of the plan with everybody there; which is the first."""
-        self._period_us = self._period_us or period_us
-        return round(self._period_us / period_us, 4) if period_us else 1.0
-
-    def _escalate(self, period_us: int, out: Output) -> None:
-        """Leave it to a scheduler to find more workers, where the survivors are too slow for the user."""
-        share = self._throughput(period_us)
-        if self._max_slowdown is None or self.ended is not None or 1 - share <= self._max_slowdown:
+    def _escalate(self, throughput: float, out: Output) -> None:
+        reason = self._escalation.reason(throughput)
+        if reason is None or self.ended is not None:
             return
-        reason = f"predicted throughput {share:.0%} of the fault-free plan's, and recycle.max_slowdown = {self._max_slowdown:g}"
         self._end_planned(reason, out, TOO_SLOW)
         out.say("escalate", f"{reason}: the job ends with a checkpoint of step {self.ended.step - 1} and exit code {TOO_SLOW}",
-                throughput=share, step=self.ended.step - 1, code=TOO_SLOW)
+                throughput=throughput, step=self.ended.step - 1, code=TOO_SLOW)
 
     # --- steps -----------------------------------------------------------------------------------
 
     def _step(self, stepped: Stepped, now: float, out: Output) -> None:
         if stepped.rank not in self.members or self._halted:
             return
-        self._stepped[stepped.rank] = max(stepped.step, self._stepped.get(stepped.rank, 0))
-        done = min(self._stepped.get(rank, 0) for rank in self.members)
-        for step in range(self.committed + 1, done + 1):
+        for step in self._steps.apply(stepped, self.members):
             self._commit(step, now, out)
         self._compare_replicas(now, out)
         self._rebalance(now, out)
 
     def _commit(self, step: int, now: float, out: Output) -> None:
-        self.committed = step
         self._missed.clear()
         self.watch.committed(now)
-        self._verdicts.committed(step)
-        for late, values in self._contributions.committed(step):  # what the others have said of it is all here
-            out.say("warning", f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it", step=late)
-            self._tell_collected(late, LOSS, values, out)
-        figures = self._work.committed(step, len(self.members), now)
-        out.tell(WORKERS, Committed(step, figures))
-        out.say("committed", f"step {step} committed", step=step, **figures)
+        self._steps.commit(step, len(self.members), self._in_force, now, out)
 
     def _compare_replicas(self, now: float, out: Output) -> None:
         """Whoever differs from a majority is lost as if it had died; what it has contributed since it was right is in everybody's
         state alike, and stays.  Without a majority nobody knows which state to go on with."""
-        for mismatch in self._fingerprints.committed(self.committed, self.members.values()):
+        for mismatch in self._steps.mismatches(self.members.values()):
             if not mismatch.majority:
                 self._end(f"{mismatch}. {self._safe_point()}", out)
                 return
@@ -343,41 +308,31 @@ class Membership:
 
     def _rebalance(self, now: float, out: Output) -> None:
         """Plan anew, for a step that nobody has started, where a worker has become slow, or is so no longer."""
-        self._paces.committed(self.committed, self.members.values())
+        paces = self._steps.paces
+        paces.committed(self.committed, self.members.values())
         if self._halted or self._awaiting is not None or self.ended is not None:
             return
-        for seat, percent in (news := self._paces.news()).items():
+        for seat, percent in (news := paces.news()).items():
             out.say("rebalance", f"seat {seat} needs {percent}% of the time that its stage's others need: work is dealt out anew", seat=str(seat), percent=percent)
         if news:
             self._regroup(f"pace of {', '.join(map(str, news))}", now, out, from_step=self.committed + 3)
 
-    def _judge(self, message: Contribution, now: float, out: Output) -> None:
-        """Once the norm of a step is known and over the limit, everybody has to hear of it, and takes the step back."""
-        norm, verdicts = self._verdicts.add(message.step, message.values), self._verdicts
-        if norm is None or self._ended_by(norm, message.step, out):
-            return
-        out.say("rejected", f"step {message.step} is taken back and {'clipped' if isfinite(norm) else 'skipped'}: its gradient norm is {norm:.4g} "
-                f"({verdicts.rejected} of {verdicts.judged} steps so far)", step=message.step, norm=norm, rejected=verdicts.rejected, judged=verdicts.judged)
-        if not self._halted:
-            self._regroup(f"rejection of step {message.step}", now, out)
-
-    def _ended_by(self, norm: float, step: int, out: Output) -> bool:
-        """Whether nobody may go on with gradients of this norm."""
-        hopeless = not isfinite(norm) and not self._skips
-        if hopeless:
-            self._end(f"the gradient norm of step {step} is {norm}. {self._safe_point()}; to skip such steps set recycle.nonfinite to \"skip\"", out)
-        return hopeless
-
     def _contribute(self, message: Contribution, now: float, out: Output) -> None:
-        if message.name == SHARE:
-            self._judge(message, now, out)
+        counts = message.generation == self._in_force and not self._halted
+        norm = self._steps.contribute(message, self._in_force, counts, out)
+        if norm is not None:
+            self._reject(message.step, norm, now, out)
+
+    def _reject(self, step: int, norm: float, now: float, out: Output) -> None:
+        """Everybody has to hear that ``step`` can't stay as it was applied, and takes it back; some gradients leave nothing to go on with."""
+        verdicts = self._steps.verdicts
+        if verdicts.hopeless(norm):
+            self._end(f"the gradient norm of step {step} is {norm}. {self._safe_point()}; to skip such steps set recycle.nonfinite to \"skip\"", out)
             return
-        stale = message.generation != self._in_force or self._halted
-        if stale and message.name != LOSS:
-            return
-        values = self._contributions.add(message)
-        if values is not None and not (message.name == NORM and self._ended_by(sum(values.values()), message.step, out)):
-            self._tell_collected(message.step, message.name, values, out)
+        out.say("rejected", f"step {step} is taken back and {'clipped' if isfinite(norm) else 'skipped'}: its gradient norm is {norm:.4g} "
+                f"({verdicts.rejected} of {verdicts.judged} steps so far)", step=step, norm=norm, rejected=verdicts.rejected, judged=verdicts.judged)
+        if not self._halted:
+            self._regroup(f"rejection of step {step}", now, out)
 
     def _arrive(self, message: Arrived, out: Output) -> None:
         if message.generation != self._in_force or self._halted:
@@ -391,11 +346,6 @@ class Membership:
             return
         if self._meetings.arrive(Arrived(message.rank, message.generation, "the state of a checkpoint", {}), self.members.keys()) is not None:
             self._regroup("a checkpoint was loaded", now, out)
-
-    def _tell_collected(self, step: int, name: str, values: dict, out: Output) -> None:
-        out.tell(WORKERS, Collected(self._in_force, step, name, values))
-        if name == LOSS:
-            out.say("loss", f"step {step}", step=step, loss=sum(values.values()) / len(values))
 
     # --- leaving and dying ------------------------------------------------------------------------
 
@@ -433,7 +383,7 @@ class Membership:
         early = self._leaving.pop(rank, None) is not None and not through
         planned = early or self.ended is not None
         member = self.members.pop(rank, None)
-        self._stepped.pop(rank, None)
+        self._steps.forget(rank)
         self.watch.dismiss(rank)
         self._finishing |= member is not None and not planned
         if self.started and not (self.ended and self.ended.failed):
@@ -498,7 +448,7 @@ class Membership:
             return
         member = self.members.pop(rank)
         self._leaving.pop(rank, None)
-        self._stepped.pop(rank, None)
+        self._steps.forget(rank)
         self.watch.dismiss(rank)
         view = self.view(self.members.values())
         out.say("lost", f"seat {member.seat} (rank {rank}) lost: {how}. {self._left_over(view, member.seat)}",
@@ -550,7 +500,7 @@ class Membership:
 
     def _finish_if_empty(self, out: Output) -> None:
         if not self.members and self.started and not (self.ended and self.ended.failed):
-            if (verdicts := self._verdicts).judged:
+            if (verdicts := self._steps.verdicts).judged:
                 out.say("validated", f"{verdicts.rejected} of {verdicts.judged} steps were rejected and applied again", rejected=verdicts.rejected, judged=verdicts.judged)
             out.say("finished", f"all workers have left after step {self.committed}", step=self.committed)
             out.tell(SUPERVISORS, Over(self._code))

@@ -23,10 +23,13 @@ def over(norm: float, limit: float) -> bool:
 
 
 class Verdicts:
-    """Of a job of ``stages`` whose gradients are clipped to ``limit``; ``judged`` and ``rejected`` steps so far."""
+    """Of a job of ``stages`` whose gradients are clipped to ``limit``; ``skips``: steps whose norm is not finite are skipped.
 
-    def __init__(self, stages: int = 0, limit: float = 0.0) -> None:
-        self._stages, self._limit = stages, limit
+    ``judged`` and ``rejected`` count the steps so far.
+    """
+
+    def __init__(self, stages: int = 0, limit: float = 0.0, skips: bool = False) -> None:
+        self._stages, self._limit, self._skips = stages, limit, skips
         self._shares: dict[int, dict[str, float]] = {}
         self._norms: dict[int, float] = {}  # of steps that are not committed
         self.judged = self.rejected = 0
@@ -47,6 +50,10 @@ class Verdicts:
         """The norm that ``step``, not committed yet, was rejected for."""
         norm = self._norms.get(step)
         return norm if norm is not None and over(norm, self._limit) else None
+
+    def hopeless(self, norm: float) -> bool:
+        """Whether nobody may go on with gradients of this norm."""
+        return not isfinite(norm) and not self._skips
 
     def void(self, after: int) -> None:
         """What was said of the steps after ``after`` was computed with rejected weights."""

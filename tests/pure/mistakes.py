@@ -18,6 +18,7 @@ from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.line import Line
 from recycle_plugin.core.membership import Membership
+from recycle_plugin.core.steps import Steps
 from recycle_plugin.simulator import cluster, exact, worker
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -298,9 +299,9 @@ def unheard(monkeypatch) -> None:
 
 @mistake("a rejected step is committed by a failure that comes at once", seen=2)
 def committed_rejected(monkeypatch) -> None:
-    monkeypatch.setattr(Membership, "_to_do_again", lambda self, step, held: False)
+    monkeypatch.setattr(Steps, "_unheard", lambda self, step, held: False)
 
 
 @mistake("a norm counts for the worker that has found it only", seen=2)
 def unknown_norm(monkeypatch) -> None:
-    monkeypatch.setattr(Membership, "_judge", lambda self, message, now, out: None)
+    monkeypatch.setattr(Membership, "_reject", lambda self, step, norm, now, out: None)

@@ -1,0 +1,117 @@
+"""What the coordinator knows of the job's steps: who has applied which, what workers have found in them, and which stay for good.
+
+A step is committed when every live worker has applied it.  ``core.membership`` says who is live, and does what follows.
+"""
+
+from __future__ import annotations
+
+from typing import Iterable, Iterator, Mapping
+
+from recycle_plugin.core.contributions import LOSS, NORM, Contributions
+from recycle_plugin.core.dataflow import unpack
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.lineage import uninformed
+from recycle_plugin.core.output import WORKERS, Output
+from recycle_plugin.core.pace import Paces
+from recycle_plugin.core.protocol import Collected, Committed, Contribution, Fingerprint, Member, Pace, Stepped
+from recycle_plugin.core.replicas import Fingerprints, Mismatch
+from recycle_plugin.core.verdict import SHARE, Verdicts
+from recycle_plugin.core.work import Work
+
+
+class Steps:
+    """``committed``: the last step that stays.  ``rebalances``: paces count."""
+
+    def __init__(self, committed: int = 0, verdicts: Verdicts | None = None, rebalances: bool = False) -> None:
+        self.committed = committed
+        self.verdicts = verdicts or Verdicts()
+        self.paces = Paces()
+        self._rebalances = rebalances
+        self._applied: dict[int, int] = {}  # by rank
+        self._contributions = Contributions()
+        self._fingerprints = Fingerprints()
+        self._work = Work()
+
+    # --- what workers say --------------------------------------------------------------------------
+
+    def add_pace(self, message: Pace) -> None:
+        self._work.add(message)
+        if self._rebalances:
+            self.paces.add(message)
+
+    def add_fingerprint(self, message: Fingerprint) -> None:
+        self._fingerprints.add(message)
+
+    def apply(self, message: Stepped, live: Iterable[int]) -> range:
+        """A worker has applied a step; which ones all of ``live`` have by now."""
+        self._applied[message.rank] = max(message.step, self._applied.get(message.rank, 0))
+        return range(self.committed + 1, min(self._applied.get(rank, 0) for rank in live) + 1)
+
+    def contribute(self, message: Contribution, generation: int, counts: bool, out: Output) -> float | None:
+        """What is complete goes to all.  The norm, where with it the step can't stay as it was applied, or can't be.
+
+        ``counts``: ``message`` is of the ``generation`` in force, and that has lost nobody.
+        """
+        if message.name == SHARE:
+            return self.verdicts.add(message.step, message.values)
+        values = self._contributions.add(message) if counts or message.name == LOSS else None
+        if values is None:
+            return None
+        if message.name == NORM and self.verdicts.hopeless(norm := sum(values.values())):
+            return norm
+        _tell_collected(message.step, message.name, values, generation, out)
+        return None
+
+    # --- what follows ------------------------------------------------------------------------------
+
+    def commit(self, step: int, workers: int, generation: int, now: float, out: Output) -> None:
+        """``step`` stays, whatever happens."""
+        self.committed = step
+        self.verdicts.committed(step)
+        for late, values in self._contributions.committed(step):  # what the others have said of it is all here
+            out.say("warning", f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it", step=late)
+            _tell_collected(late, LOSS, values, generation, out)
+        figures = self._work.committed(step, workers, now)
+        out.tell(WORKERS, Committed(step, figures))
+        out.say("committed", f"step {step} committed", step=step, **figures)
+
+    def mismatches(self, members: Iterable[Member]) -> Iterator[Mismatch]:
+        """Replicas that differ, of the committed steps that were not compared yet."""
+        return self._fingerprints.committed(self.committed, members)
+
+    # --- over changes of the membership ------------------------------------------------------------
+
+    def regrouped(self) -> None:
+        """A generation that holds at once is under way."""
+        self._contributions.regrouped()
+
+    def agree(self, counts: Iterable[int], held: Mapping[str, dict]) -> tuple[int, float | None, bool]:
+        """Of a generation whose members have applied ``counts`` steps and hold ``held``: what is committed by that, and the norm and
+        whether later work is void (core.protocol.Resume)."""
+        fewest = min(counts)
+        committed = fewest - self._unheard(fewest, held)
+        norm, void = self.verdicts.rejection(committed + 1), self._unheard(committed + 1, held)
+        if void:
+            self._contributions.void(committed + 1)
+            self.verdicts.void(committed + 1)
+        return committed, norm, void
+
+    def resume(self, ranks: Iterable[int], committed: int) -> None:
+        """``ranks`` go on from there; whoever is ahead, and stays so, says it again."""
+        self._applied = dict.fromkeys(ranks, committed)
+
+    def forget(self, rank: int) -> None:
+        """It is gone."""
+        self._applied.pop(rank, None)
+
+    def _unheard(self, step: int, held: Mapping[str, dict]) -> bool:
+        """Whether ``step`` was rejected, and not everybody knew."""
+        if self.verdicts.rejection(step) is None:
+            return False
+        return bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))
+
+
+def _tell_collected(step: int, name: str, values: dict, generation: int, out: Output) -> None:
+    out.tell(WORKERS, Collected(generation, step, name, values))
+    if name == LOSS:
+        out.say("loss", f"step {step}", step=step, loss=sum(values.values()) / len(values))
