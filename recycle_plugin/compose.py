@@ -22,7 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.topology import Topology
-from recycle_plugin.settings import Settings, SettingsError, shown
+from recycle_plugin.settings import Settings, SettingsError
+from recycle_plugin.wording import shown
 
 CONFIGS = "recycle_plugin.configs"
 

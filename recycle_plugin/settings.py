@@ -8,12 +8,9 @@ stated here only: ``configs/recycle/default.yaml`` is compared with it by a test
 
 from __future__ import annotations
 
-import difflib
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from recycle_plugin import cap
@@ -23,6 +20,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.profile import Profile, read
 from recycle_plugin.core.topology import Topology
+from recycle_plugin.wording import FAULT, explained, kind, shown
 
 SECTION = "recycle"
 
@@ -76,7 +74,6 @@ _ONE = "a number of milliseconds, not negative"
 _CAP = 'a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
 _BOOL = "true or false"
 _OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
-_FAULT = '"kill 0.1 before 1F0.2@5"'
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, validate_default=True)
 
 
@@ -204,7 +201,7 @@ class Settings(BaseModel):
     report: bool = _setting(True, _BOOL, "write `report.html` to the run folder when the job ends")
     trace: bool = _setting(False, _BOOL, "write every executed instruction with its times to the run folder")
     faults: Annotated[tuple[Annotated[str, AfterValidator(_checked_fault)], ...], _as_tuple] = _setting(
-        (), f"a list of faults such as [{_FAULT}]", "faults to inject, each at a named instruction or point"
+        (), f"a list of faults such as [{FAULT}]", "faults to inject, each at a named instruction or point"
     )
     progress_timeout_s: float = _setting(
         5.0,
@@ -252,11 +249,11 @@ class Settings(BaseModel):
         Raises :class:`SettingsError`: unknown key, wrong type, value out of range, contradictory values.
         """
         if section is not None and not isinstance(section, dict):
-            raise SettingsError("", f"{shown(section)} is {_kind(section)}", 'write an object such as {"enabled": true}')
+            raise SettingsError("", f"{shown(section)} is {kind(section)}", 'write an object such as {"enabled": true}')
         try:
             settings = cls.model_validate(section or {})
         except ValidationError as error:
-            raise _one_line(error) from None
+            raise SettingsError(*explained(error, cls, SECTIONS)) from None
         settings._refuse_contradictions()
         settings._profile()
         return settings
@@ -419,65 +416,3 @@ def reference() -> str:
         for name, field in model.model_fields.items():
             rows.append(f"| `{section}{'.' * bool(section)}{name}` | `{shown(field.default)}` | {field.description} |")
     return "\n".join(rows)
-
-
-# --- pydantic's errors in our words ------------------------------------------------------------------
-
-
-def _one_line(error: ValidationError) -> SettingsError:
-    """The first problem in full, the other keys by name."""
-    problems: dict[str, dict[str, Any]] = {}
-    for problem in error.errors():  # a list inside a union also fails as "no number": the deeper problem says more
-        known = problems.setdefault(_key(problem["loc"]), dict(problem))
-        if len(problem["loc"]) > len(known["loc"]):
-            problems[_key(problem["loc"])] = dict(problem)
-    (key, first), *rest = problems.items()
-    wrong, fix = _explained(first)
-    return SettingsError(key, wrong, fix, tuple(other for other, _ in rest))
-
-
-def _key(location: tuple[int | str, ...]) -> str:
-    """``("costs", "forward_ms", "tuple[...]", 1)`` → ``costs.forward_ms``; ``("faults", 1)`` → ``faults[1]``."""
-    head, *rest = location
-    if head in SECTIONS and rest:
-        return f"{head}.{rest[0]}"
-    return f"{head}[{rest[0]}]" if rest and isinstance(rest[0], int) else str(head)
-
-
-def _explained(problem: dict[str, Any]) -> tuple[str, str]:
-    """(what is wrong, what to write instead) for one of pydantic's problems."""
-    kind, location, value = problem["type"], problem["loc"], problem["input"]
-    inside = location[0] in SECTIONS and len(location) > 1
-    fields = (SECTIONS[location[0]] if inside else Settings).model_fields
-    name = str(location[inside])
-    if kind in ("extra_forbidden", "invalid_key"):
-        near = difflib.get_close_matches(name, fields, 1)
-        return "no such key", f"did you mean {near[0]}?" if near else f"the keys are {', '.join(fields)}"
-    write = f"write {_write(fields[name])}"
-    if name == "faults" and len(location) > 1:
-        write = f"write a fault such as {_FAULT}"
-    if kind == "value_error":
-        what, colon, how = str(problem["ctx"]["error"]).partition(": ")
-        return what, (how if how.startswith("write ") else f"write {how}") if colon else write
-    if value == "auto":
-        return '"auto" is not supported here', write
-    if kind.endswith("_type") and value is not None:
-        return f"{shown(value)} is {_kind(value)}", write
-    return f"{shown(value)} is not possible", write
-
-
-def _write(field: FieldInfo) -> str:
-    extra = field.json_schema_extra
-    assert isinstance(extra, dict)
-    return str(extra["write"])
-
-
-def shown(value: Any) -> str:
-    """``value`` as JSON, shortened to a line's part."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", dict: "an object"}
-    return names.get(type(value), "a list" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}")

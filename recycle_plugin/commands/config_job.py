@@ -19,7 +19,8 @@ from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.profile import Profile, read
 from recycle_plugin.core.protocol import Member
 from recycle_plugin.core.topology import ClusterView, Topology
-from recycle_plugin.settings import SECTION, Settings, shown
+from recycle_plugin.settings import SECTION, Settings
+from recycle_plugin.wording import shown
 
 TOTAL, SAMPLES, COUNT = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 CLIPPING, DEFAULT_CLIPPING = "gradient_clipping", 1.0  # DeepSpeed's default

@@ -15,8 +15,9 @@ from recycle_plugin.commands.exact_mode import buffer_bytes, cost
 from recycle_plugin.commands.losses import NAMED, clipped, host_cases, stages_text, worker_cases
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.profile import UNDO_BYTES
-from recycle_plugin.settings import SECTION, shown
+from recycle_plugin.settings import SECTION
 from recycle_plugin.versions import releases
+from recycle_plugin.wording import shown
 
 DESCRIPTION = """\
 Say which failures a job survives, how much slower each makes it, what its settings cost, what is refused, and whether it

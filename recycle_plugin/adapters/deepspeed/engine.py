@@ -11,7 +11,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -20,7 +20,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from recycle_plugin import planner
 from recycle_plugin.adapters.deepspeed import schedule as commands
 from recycle_plugin.adapters.deepspeed.between import BetweenSteps
-from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
+from recycle_plugin.adapters.deepspeed.data import DatasetSource
+from recycle_plugin.adapters.deepspeed.feeding import Feeding
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive, figures
 from recycle_plugin.adapters.deepspeed.stepping import Stepping
 from recycle_plugin.core.contributions import LOSS
@@ -33,7 +34,6 @@ from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Generation, Member, Ready
-from recycle_plugin.core.sources import Standing
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
@@ -62,7 +62,7 @@ class Job:
     settings: Settings
 
 
-class RecycleEngine(BetweenSteps):
+class RecycleEngine(BetweenSteps, Feeding):
     """``train_batch``, ``eval_batch``, ``save_checkpoint`` as in DeepSpeed; they survive the loss of workers.
 
     Besides: ``set_data_source(source)`` gives batches by (step, micro-batch) instead of
@@ -72,9 +72,6 @@ class RecycleEngine(BetweenSteps):
     _job: Job  # of the class that engine_class makes: users' constructors need not know of it
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        self._source: Source | None = None
-        self._source_is_set = False  # by the script
-        self._trained = False  # a step, so that where data comes from is settled
         super().__init__(*arguments, **named)
         self.monitor = FirstLive(self.monitor, self._is_first, self._job.session.note)
         if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "state_dict"):
@@ -90,7 +87,7 @@ class RecycleEngine(BetweenSteps):
         self._transport = Transport(self._job.session)
         self._kept = Kept(settings.keep_bytes)
         ends = self.is_first_stage() or self.is_last_stage()
-        self._supply = Supply(self._job.session, self._transport, self.seat, self._read_iterator) if ends else None  # in use where there is no source
+        self._supply = Supply(self._job.session, self._transport, self.seat, self._read_iterator) if ends else None
         fp16 = self._config.float16_config if settings.loss_scaling else None
         self._stepping = Stepping(self, self._stage, self._parameters, blocks, self._job.session, settings, fp16, super()._exec_optimizer_step)
         self._loop: Loop | None = None
@@ -102,15 +99,6 @@ class RecycleEngine(BetweenSteps):
 
     # --- what scripts call -------------------------------------------------------------------------
 
-    def set_data_source(self, source: Callable[[int, int, int], Any]) -> None:
-        """``source(step, replica, micro_batch)`` gives (inputs, labels); steps count from 1, the same on every worker.
-
-        Iterators that ``train_batch`` is given are not read then.
-        """
-        if self._source is None and self._trained:
-            raise RecycleError("set_data_source() was called after a step with data from an iterator: call it before the first train_batch()")
-        self._source, self._source_is_set = lambda step, micro_batch: source(step, *micro_batch), True
-
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """One optimizer step; returns the mean loss over all micro-batches of all replicas, on every worker.
 
@@ -120,20 +108,10 @@ class RecycleEngine(BetweenSteps):
         ``data_iter``: as in DeepSpeed, read by the first and the last stage; core/sources.py has what happens to it after a loss.
         """
         self._take_iterator(data_iter)
-        if self._draws and self._job.settings.exact:
-            raise RecycleError(
-                "recycle.exact with data from a plain iterator: after a loss the survivors' iterators give other batches than without one; "
-                "pass a map-style dataset as training_data= and call train_batch() without an iterator, or call engine.set_data_source(source)"
-            )
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         self._start()
-        if self._draws and not self._trained and self._is_first():
-            self._job.session.note(
-                "data", "data comes from plain iterators: a step that a loss interrupts is finished with its own data, after that the survivors' iterators "
-                "give the lost replica's share; engine.set_data_source() would keep every step's data, and needs no replica with both ends alive",
-            )  # fmt: skip
-        self._trained = True
+        self._begin_with_data()
         self.module.train()
         try:
             self._checkpoint_if_due()
@@ -199,38 +177,6 @@ class RecycleEngine(BetweenSteps):
         self._start_between_steps(run_dir)
         session.between_steps = self._between_steps
 
-    def _take_iterator(self, data_iter: Any) -> None:
-        """What the script passes stands above ``training_data``, as in DeepSpeed, and below a source that it has set."""
-        if self._supply is None or self._source_is_set:
-            return
-        if data_iter is None:
-            if self._source is None and self.data_iterator is None:
-                raise RecycleError("train_batch() has no data: pass data_iter=, or training_data= to deepspeed.initialize, or call engine.set_data_source(source)")
-            return
-        if not hasattr(data_iter, "__next__"):
-            raise RecycleError(f"train_batch(data_iter=…) is a {type(data_iter).__name__}, which is no iterator: pass iter(…) of it, or deepspeed.utils.RepeatingLoader(…)")
-        if self._source is not None and self._trained:
-            raise RecycleError("train_batch(data_iter=…) after steps with training_data: pass an iterator from the first step on, or never")
-        self._source = None
-        self.set_dataiterator(data_iter)
-
-    @property
-    def _draws(self) -> bool:
-        """Whether this worker's data comes from a plain iterator."""
-        return self._supply is not None and self._source is None
-
-    def _read_iterator(self, what: str) -> tuple[Any, Any]:
-        try:
-            batch = self.next_batch()
-        except StopIteration:
-            raise RecycleError(
-                f"the data iterator of seat {self.seat} has ended in {what}: wrap its loader in deepspeed.utils.RepeatingLoader; "
-                "after a loss the survivors' iterators give the lost replica's share as well"
-            ) from None
-        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-            raise RecycleError(f"the data iterator gives a {type(batch).__name__}: the pipeline engine takes (inputs, labels); engine.set_batch_fn() makes them of anything")
-        return batch[0], batch[1]
-
     def _job_record(self, run_dir: str, costs: CostModel, policy: Policy) -> dict:
         settings, shape = self._job.settings, self.topology_
         return {
@@ -286,18 +232,6 @@ class RecycleEngine(BetweenSteps):
         arrived = {datum for datum in self._transport.held() if datum.step > 0}
         return self._stage.held(self.stage_id) | arrived | self._kept.promise() | self._stepping.held()
 
-    def drawn(self) -> dict[str, str]:
-        """What is kept of iterators' data (runtime.loop.Replica)."""
-        session = self._job.session
-        if self._source is None and session.interruption() is not None:
-            self._transport.hear_out({member.address for member in session.pending.members})
-        return self._supply.drawn() if self._supply is not None else {}
-
-    def stand(self, standing: Standing) -> None:
-        """What everybody has (runtime.loop.Replica)."""
-        if self._supply is not None:
-            self._supply.stand(standing)
-
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back (runtime.loop.Replica)."""
         self._stepping.undo(step)
@@ -349,11 +283,6 @@ class RecycleEngine(BetweenSteps):
         """The next micro-batch of the script's iterator, or of stock's loader."""
         return self._next_batch()
 
-    def _exec_load(self, instruction: Instruction) -> None:
-        step, one = _key(instruction)
-        source = self._supply.take if self._draws else self._source
-        self._stage.load((step, one), source(step, one) if step > 0 else self._evaluations.batch(one))
-
     def _exec_forward(self, instruction: Instruction) -> None:
         made = self._stage.forward(_key(instruction), instruction in self._program.bare)
         if not self.is_last_stage():
@@ -384,10 +313,6 @@ class RecycleEngine(BetweenSteps):
 
     def _exec_backward_weight(self, instruction: Instruction) -> None:
         self._stage.backward_weight(_key(instruction))
-
-    def _await_data(self, instruction: Instruction) -> None:
-        if self._draws and instruction.step > 0:
-            self._supply.wait(instruction.step, instruction.micro_batch)
 
     def _await(self, instruction: Instruction) -> None:
         activation = instruction.op is Op.RECV_ACT
@@ -445,7 +370,7 @@ class RecycleEngine(BetweenSteps):
 
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
-        commands.Load: _exec_load,
+        commands.Load: Feeding._exec_load,
         commands.Forward: _exec_forward,
         commands.Backward: _exec_backward,
         commands.BackwardInput: _exec_backward_input,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.settings import shown
+from recycle_plugin.wording import shown
 
 
 def refusals(config: dict[str, Any]) -> Iterator[str]:

@@ -1,0 +1,75 @@
+"""What pydantic finds wrong with settings, in our words: which key, what is wrong, what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any, Mapping
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+FAULT = '"kill 0.1 before 1F0.2@5"'
+"""An example of one."""
+
+Sections = Mapping[str, type[BaseModel]]
+"""Settings that are objects of their own."""
+
+
+def explained(error: ValidationError, model: type[BaseModel], sections: Sections) -> tuple[str, str, str, tuple[str, ...]]:
+    """(key, what is wrong, what to write instead) of the first problem, and the other keys with one."""
+    problems: dict[str, dict[str, Any]] = {}
+    for problem in error.errors():  # a list inside a union also fails as "no number": the deeper problem says more
+        key = _key(problem["loc"], sections)
+        if len(problem["loc"]) > len(problems.setdefault(key, dict(problem))["loc"]):
+            problems[key] = dict(problem)
+    (key, first), *rest = problems.items()
+    return key, *_explained(first, model, sections), tuple(other for other, _ in rest)
+
+
+def _key(location: tuple[int | str, ...], sections: Sections) -> str:
+    """``("costs", "forward_ms", "tuple[...]", 1)`` → ``costs.forward_ms``; ``("faults", 1)`` → ``faults[1]``."""
+    head, *rest = location
+    if head in sections and rest:
+        return f"{head}.{rest[0]}"
+    return f"{head}[{rest[0]}]" if rest and isinstance(rest[0], int) else str(head)
+
+
+def _explained(problem: dict[str, Any], model: type[BaseModel], sections: Sections) -> tuple[str, str]:
+    """(what is wrong, what to write instead) for one of pydantic's problems."""
+    what, location, value = problem["type"], problem["loc"], problem["input"]
+    inside = location[0] in sections and len(location) > 1
+    fields = (sections[location[0]] if inside else model).model_fields
+    name = str(location[inside])
+    if what in ("extra_forbidden", "invalid_key"):
+        near = difflib.get_close_matches(name, fields, 1)
+        return "no such key", f"did you mean {near[0]}?" if near else f"the keys are {', '.join(fields)}"
+    write = f"write {_write(fields[name])}"
+    if name == "faults" and len(location) > 1:
+        write = f"write a fault such as {FAULT}"
+    if what == "value_error":
+        wrong, colon, how = str(problem["ctx"]["error"]).partition(": ")
+        return wrong, (how if how.startswith("write ") else f"write {how}") if colon else write
+    if value == "auto":
+        return '"auto" is not supported here', write
+    if what.endswith("_type") and value is not None:
+        return f"{shown(value)} is {kind(value)}", write
+    return f"{shown(value)} is not possible", write
+
+
+def _write(field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)
+    return str(extra["write"])
+
+
+def shown(value: Any) -> str:
+    """``value`` as JSON, shortened to a line's part."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def kind(value: Any) -> str:
+    """What sort of JSON value it is."""
+    names = {bool: "a boolean", int: "a whole number", float: "a number", str: "a string", dict: "an object"}
+    return names.get(type(value), "a list" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}")
