@@ -194,6 +194,12 @@ class Settings(BaseModel):
         "every so many steps the replicas of a stage compare hashes of their parameters and optimizer state; 0: never",
         ge=0,
     )
+    placement: Literal["deepspeed", "spread"] = _setting(
+        "deepspeed",
+        '"deepspeed" or "spread"',
+        "which host has which ranks: as DeepSpeed's launcher gives them out, or dealt out so that no host holds every replica of a stage, for which "
+        "the section has to be in the file that `--deepspeed_config` names on the command line",
+    )
     strict_placement: bool = _setting(False, _BOOL, "refuse to start when one host holds every replica of a stage")
     run_dir: str | None = _setting(
         None, "a folder's path, or null", "where events, traces and reports go; null lets the plugin choose", min_length=1

@@ -14,7 +14,7 @@ from recycle_plugin import cap as caps
 from recycle_plugin.core.blocks import Blocks
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.placement import stages_at_risk
+from recycle_plugin.core.placement import spread, stages_at_risk
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.profile import Profile, read
 from recycle_plugin.core.protocol import Member
@@ -107,7 +107,7 @@ def job_of(found: argparse.Namespace) -> Job:
         raise ValueError(f"{found.config}: {SECTION}.costs are 0 for every micro-batch; write at least one that is more")
     if taken is not None and settings.activation_cap == caps.AUTO:
         policy = replace(policy, memory_bytes=caps.memory_bytes(caps.AUTO, taken, found.pp, settings.undo))
-    hosts, spare = placement(found.hostfile, shape)
+    hosts, spare = placement(found.hostfile, shape, settings.placement)
     return Job(config, settings, shape, policy, costs, origin, taken, hosts, spare, clip, mismatch)
 
 
@@ -181,8 +181,8 @@ def profile_of(path: str) -> Profile:
         raise ValueError(f"--profile {path}: {said}; give the path of a file that recycle profile --out wrote") from None
 
 
-def placement(path: str | None, shape: Topology) -> tuple[dict[str, tuple[Seat, ...]], int]:
-    """The seats of each host that has any, and the number of slots left over.  Raises ValueError."""
+def placement(path: str | None, shape: Topology, way: str) -> tuple[dict[str, tuple[Seat, ...]], int]:
+    """The seats of each host that has any, and the number of slots left over.  ``way``: recycle.placement.  Raises ValueError."""
     ranks = [Seat(rank % shape.replicas, rank // shape.replicas) for rank in range(len(shape.seats))]
     if path is None:
         return {ONE_HOST: tuple(ranks)}, 0
@@ -190,11 +190,12 @@ def placement(path: str | None, shape: Topology) -> tuple[dict[str, tuple[Seat, 
     if sum(slots.values()) < len(ranks):
         raise ValueError(f"--hostfile {path}: {sum(slots.values())} slots for {shape.stages} stages x {shape.replicas} replicas; "
                          f"write hosts with {len(ranks)} slots together, or lower --pp or --dp")  # fmt: skip
-    hosts, next_rank = {}, 0
-    for host, count in slots.items():
-        hosts[host] = tuple(ranks[next_rank : next_rank + count])
-        next_rank += count
-    return {host: seats for host, seats in hosts.items() if seats}, next_rank - len(ranks)
+    places = [host for host, count in slots.items() for _ in range(count)]
+    used = places[: len(ranks)]
+    hosts: dict[str, tuple[Seat, ...]] = {}
+    for host, rank in zip(used, spread(used) if way == "spread" else range(len(used))):
+        hosts[host] = (*hosts.get(host, ()), ranks[rank])
+    return hosts, len(places) - len(ranks)
 
 
 def slots_of(path: str) -> dict[str, int]:

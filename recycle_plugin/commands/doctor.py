@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import textwrap
+from collections import Counter
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Iterator
@@ -14,6 +15,7 @@ from recycle_plugin.commands.config_job import CLIPPING, COUNT, ONE_HOST, Job, a
 from recycle_plugin.commands.exact_mode import buffer_bytes, cost
 from recycle_plugin.commands.losses import NAMED, clipped, host_cases, stages_text, worker_cases
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.placement import remedy
 from recycle_plugin.core.profile import UNDO_BYTES
 from recycle_plugin.settings import SECTION
 from recycle_plugin.versions import releases
@@ -26,7 +28,7 @@ fits into memory.  Nothing is started, and neither torch nor DeepSpeed is import
 recycle doctor ds_config.json --pp 4 --dp 3 --hostfile hosts.txt --profile profile.json
 
 Ranks sit as DeepSpeed puts them: hosts in the hostfile's order, and PipeDataParallelTopology, so that the replicas of a
-stage have neighbouring ranks.  Slowdowns are the planner's, of steps that follow each other, under the config's settings
+stage have neighbouring ranks; or dealt out over the hosts, with recycle.placement "spread".  Slowdowns are the planner's, of steps that follow each other, under the config's settings
 and costs; "bound" is the least that any schedule with this routing and memory could reach.  What would be "faster, at best" is not
 done yet: other ways to go on than rerouting, by their own lower bounds and without the time to change over.
 
@@ -125,22 +127,28 @@ def survival(job: Job) -> Section:
 def _host(job: Job, host: str, risky: tuple[int, ...]) -> dict:
     """``ends``: why the host's loss ends the job, "" where it does not."""
     seats = job.hosts[host]
-    first = seats[0].stage * job.replicas + seats[0].replica
-    reasons = ["coordinator"] * (first == 0) + [f"all of {stages_text(risky)}"] * bool(risky)
+    ranks = [seat.stage * job.replicas + seat.replica for seat in seats]
+    reasons = ["coordinator"] * (ranks[0] == 0) + [f"all of {stages_text(risky)}"] * bool(risky)
     if not (reasons or job.survives):
         reasons = ["no rerouting"]
-    return {"host": host, "ranks": [first, first + len(seats) - 1], "seats": list(map(str, seats)), "ends": "; ".join(reasons)}
+    return {"host": host, "ranks": ranks, "seats": list(map(str, seats)), "ends": "; ".join(reasons)}
 
 
 def _host_table(rows: list[dict]) -> Iterator[str]:
     table = [("host", "ranks", "seats", "its loss")]
     for row in rows[:ROWS]:
-        seats, (first, last) = row["seats"], row["ranks"]
+        seats, ranks = row["seats"], row["ranks"]
         named = " ".join(seats) if len(seats) <= NAMED else f"{seats[0]} ... {seats[-1]}"
-        table.append((clipped(row["host"]), f"{first}-{last}", named, f"ends the job: {row['ends']}" if row["ends"] else "is survived"))
+        table.append((clipped(row["host"]), _numbers(ranks), named, f"ends the job: {row['ends']}" if row["ends"] else "is survived"))
     yield from aligned(table)
     if len(rows) > ROWS:
         yield f"and {len(rows) - ROWS} hosts more: --json has them all"
+
+
+def _numbers(ranks: list[int]) -> str:
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return " ".join(map(str, ranks)) if len(ranks) <= NAMED else f"{ranks[0]} ... {ranks[-1]}"
 
 
 def _weak(job: Job, risky: dict[str, tuple[int, ...]]) -> Iterator[str]:
@@ -159,10 +167,7 @@ def _weak(job: Job, risky: dict[str, tuple[int, ...]]) -> Iterator[str]:
 
 def _mend(job: Job) -> str:
     """What gives the replicas of each stage to different hosts."""
-    seats = iter(job.shape.seats)  # the order of ranks where whole replicas are neighbours
-    if at_risk({host: tuple(next(seats) for _ in old) for host, old in job.hosts.items()}):
-        return "spread the replicas over more hosts"
-    return f"give PipelineModule topology=ProcessTopology(axes=['data', 'pipe'], dims=[{job.replicas}, {job.stages}])"
+    return remedy(Counter({clipped(host): len(seats) for host, seats in job.hosts.items()}), job.shape)
 
 
 def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:

@@ -195,7 +195,7 @@ class Membership:
         """What this job does not survive, and what keeps it from its best speed; an error where the user wants one."""
         out.say("warning", f"single point of failure: host {self.members[0].host} runs the coordinator and the store; its loss ends the job")
         for host, stages in stages_at_risk(self.members.values()).items():
-            text = at_risk(host, stages)
+            text = at_risk(host, stages, self.members.values(), self._topology)
             if job["strict_placement"]:
                 self._end(f"strict_placement: {text}", out)
             else:

@@ -31,7 +31,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Hello:
-    """First line of every connection.  ``role`` is ``worker`` or ``supervisor``."""
+    """First line of every connection.  ``role`` is ``worker`` or ``supervisor``, or ``placing``: a supervisor that has no rank of its own yet."""
 
     rank: int
     role: str
@@ -232,6 +232,13 @@ class Welcome:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """To a supervisor that was placing: the rank of its worker."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Generation:
     """A version of the membership.  ``from_step`` 0: at once, leave what you do; otherwise from that step on.
 
@@ -337,7 +344,7 @@ MESSAGES = {
     kind.__name__: kind
     for kind in (
         Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal, Note,
-        Welcome, Generation, Resume, Heard, Fence, Committed, Collected, Met, End, Over,
+        Welcome, Placed, Generation, Resume, Heard, Fence, Committed, Collected, Met, End, Over,
     )
 }  # fmt: skip
 

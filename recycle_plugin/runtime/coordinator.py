@@ -13,7 +13,8 @@ from typing import Callable
 
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
-from recycle_plugin.core.protocol import Exited, Fatal, Heard, Hello, Left, Over, Ready, Welcome, decode, encode
+from recycle_plugin.core.placement import spread
+from recycle_plugin.core.protocol import Exited, Fatal, Heard, Hello, Left, Over, Placed, Ready, Welcome, decode, encode
 from recycle_plugin.core.watch import TICK_S
 from recycle_plugin.runtime import pulse
 
@@ -31,6 +32,8 @@ class Coordinator:
         self._last_word: Over | None = None
         self._serving: dict[asyncio.Task, asyncio.StreamWriter] = {}
         self._membership = Membership(ranks)
+        self._ranks = ranks
+        self._placing: dict[int, tuple[str, asyncio.StreamWriter]] = {}  # by place: the host of a supervisor that asks for its rank
         self._welcome = Welcome(store_port, time.strftime("recycle-%Y%m%d-%H%M%S"))
         self._say = say
         self._workers: dict[int, asyncio.StreamWriter] = {}
@@ -50,6 +53,8 @@ class Coordinator:
 
     async def all_gone(self, goodbye_s: float) -> None:
         """Return when every supervisor that can be reached has closed its connection, ``goodbye_s`` after the end of the job at the latest."""
+        if not self._supervisors:
+            return
         gone, over = asyncio.create_task(self._gone.wait()), asyncio.create_task(self._over.wait())
         await asyncio.wait({gone, over}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({gone}, timeout=goodbye_s)
@@ -84,6 +89,10 @@ class Coordinator:
         hello = decode(await reader.readline())
         if not isinstance(hello, Hello):
             return
+        if hello.role == "placing":
+            self._place(hello, writer)
+            await reader.read()  # until it has its answer, and goes
+            return
         writer.write(encode(self._welcome))
         end = self._membership.ended if hello.role == "worker" else self._last_word
         if end is not None:  # it comes too late: the job has ended meanwhile
@@ -102,6 +111,14 @@ class Coordinator:
             raise
         connections.pop(hello.rank, None)
         self._closed(hello)
+
+    def _place(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
+        """Once the hosts of all are known, each gets the rank of its worker."""
+        self._placing[hello.rank] = hello.host, writer
+        if len(self._placing) == self._ranks:
+            places = [self._placing[place] for place in range(self._ranks)]
+            for rank, (_, each) in zip(spread([host for host, _ in places]), places):
+                each.write(encode(Placed(rank)))
 
     def _take(self, message: object) -> None:
         if isinstance(message, Exited) and message.rank in self._supervisors:

@@ -19,7 +19,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from recycle_plugin.core.output import Event
-from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Pulse, Terminate, Welcome, decode, encode
+from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Placed, Pulse, Terminate, Welcome, decode, encode
 from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.coordinator import Coordinator
@@ -41,10 +41,14 @@ class BadMaster(RuntimeError):
 
 
 class Supervisor:
-    """Runs one worker: ``command`` is the training script with its arguments."""
+    """Runs one worker: ``command`` is the training script with its arguments.
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+    ``placement`` "spread": the worker's rank is not the one that the launcher gave this place (core/placement.py).
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str], placement: str) -> None:
         self._command = command
+        self._placement = placement
         self._environment = environment
         self._rank = int(environment["RANK"])
         self._address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
@@ -57,6 +61,8 @@ class Supervisor:
         """The exit code for the launcher: 0 also when the worker was killed and the job went on."""
         hosted = await self._host() if self._rank == 0 else None
         try:
+            if self._placement == "spread":
+                self._rank = await self._placed()
             return await self._supervise()
         finally:
             if hosted is not None:
@@ -69,6 +75,20 @@ class Supervisor:
         if several and ip_address(found := _resolved(self._address[0])).is_loopback:
             raise BadMaster(f"master address {self._address[0]} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}")
         return await Hosted.start(self._address, ranks)
+
+    async def _placed(self) -> int:
+        """The worker's rank, which depends on where all the others are."""
+        reader, writer = await _connect(self._address)
+        writer.write(encode(Hello(self._rank, "placing", os.getpid(), socket.gethostname())))
+        try:
+            placed = decode(await asyncio.wait_for(reader.readline(), CONNECT_S))
+        except (TimeoutError, asyncio.TimeoutError, ValueError) as error:
+            raise ConnectionError(f'place {self._rank} has got no rank within {CONNECT_S:.0f} s: with recycle.placement "spread" all supervisors have to be '
+                                  "there first, and all need the same config; see whether each host has started") from error
+        finally:
+            writer.close()
+        assert isinstance(placed, Placed)
+        return placed.rank
 
     async def _supervise(self) -> int:
         reader, self._writer = await _connect(self._address)
@@ -93,6 +113,8 @@ class Supervisor:
     def _worker_environment(self, store_port: int) -> dict[str, str]:
         host, port = self._address
         return self._environment | {
+            "RANK": str(self._rank),
+            "RECYCLE_PLACEMENT": self._placement,
             "MASTER_PORT": str(store_port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, every rank is its client
             "RECYCLE_COORDINATOR": f"{host}:{port}",
@@ -252,9 +274,9 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def main(command: list[str]) -> int:
+def main(command: list[str], placement: str = "deepspeed") -> int:
     try:
-        return asyncio.run(Supervisor(command, dict(os.environ)).run())
+        return asyncio.run(Supervisor(command, dict(os.environ), placement).run())
     except (BadMaster, ConnectionError) as error:
         print(f"recycle: error: {error}", file=sys.stderr, flush=True)
         return 1

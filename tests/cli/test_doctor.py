@@ -167,10 +167,23 @@ def test_ranks_sit_as_deepspeed_puts_them(doctor) -> None:
 
 def test_a_host_with_all_of_a_stage_is_told_and_mended(doctor) -> None:
     code, text = doctor(HEALTHY, "--pp 2 --dp 2", {"a": 2, "b": 2})
-    assert code == 1 and "! a holds every replica of stage 0; b holds every replica of stage 1: give PipelineModule" in text
+    assert code == 1 and "! a holds every replica of stage 0; b holds every replica of stage 1: set recycle.placement to" in text
     assert "topology=ProcessTopology(axes=['data', 'pipe'], dims=[2, 2])" in text
     code, text = doctor(HEALTHY, "--pp 2 --dp 2", {"a": 1, "b": 3})
-    assert code == 1 and "! b holds every replica of stage 1: spread the replicas over more hosts" in text
+    assert code == 1 and "! b holds every replica of stage 1: no placement helps while one host has more than 2" in text
+
+
+def test_ranks_dealt_out_over_the_hosts(doctor) -> None:
+    """What is recommended takes the trouble away, and the loss of a host is then that of whole replicas."""
+    spread = {**HEALTHY, "recycle": {"enabled": True, "placement": "spread"}}
+    found = data(doctor, spread, "--pp 4 --dp 3", dict.fromkeys("abc", 4))
+    assert found["change"] == [] and [row["ends"] for row in found["survives"]["hosts"]] == ["coordinator", "", ""]
+    assert [row["seats"][0] for row in found["survives"]["hosts"]] == ["0.0", "1.0", "2.0"]
+    assert [row["ranks"] for row in found["survives"]["hosts"]] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    costs = {case["lost"]: case["period_us"] for case in found["slowdown"]["cases"]}
+    assert costs["host b (+1 alike)"] == costs["any whole replica"]
+    (line,) = data(doctor, spread, "--pp 2 --dp 2", {"a": 1, "b": 3})["change"]
+    assert line.startswith("b holds every replica of stage 1: no placement helps")
 
 
 def test_hosts_that_may_go(doctor) -> None:

@@ -26,6 +26,7 @@ CASES = {
     "bf16": "bf16.enabled: only fp32 is supported yet",
     "fp16": "fp16.enabled: only fp32 is supported yet",
     "universal checkpoint": "checkpoint.load_universal needs the files of a ZeRO optimizer",
+    "placement unknown at the start": "recycle.placement \"spread\" is about ranks, which were given out before this config was there: put it into a file",
     "no pipeline": "recycle.enabled needs a deepspeed.pipe.PipelineModule",
 }
 

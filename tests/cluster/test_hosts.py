@@ -17,7 +17,7 @@ from recycle_plugin.runs import environment, free_port
 from recycle_plugin.runtime.trace import read_traces
 from tests.cluster.conftest import launching
 from tests.support.hosts import Hosts, HostsRun, NoHosts, hosts
-from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training
+from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training
 
 SILENT = "nothing was heard of it or its supervisor for"
 BREAK_S = 1.2  # less than the default deadline, which is 3 s, and more than an exponential back-off leaves of it
@@ -105,6 +105,36 @@ def test_a_partition_that_heals_leaves_one_side(launch, reference, pair, tmp_pat
     assert all(max(steps) <= together + 1 for steps in stepped.values()), "one step ahead of the commits, at most"
     assert all(max(steps_saved(saved, seat)) <= together for seat in LOST)
     assert steps_saved(saved, "0.0") == steps_saved(saved, "0.1") == list(range(2, STEPS + 1, 2))
+
+
+def by_file(tmp_path: Path, placement: str) -> tuple[str, str]:
+    """Arguments of a script that reads its config from a file."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"recycle": {"enabled": True, "placement": placement}}))
+    return "--deepspeed_config", str(path)
+
+
+@pytest.mark.parametrize("strict", (pytest.param(False, marks=pytest.mark.all_kills), True))
+def test_a_host_goes_and_every_stage_has_a_replica_elsewhere(launch, reference, pair, tmp_path, strict):
+    """The ranks' seats are DeepSpeed's, and so is the training; only which of them beta has is not."""
+    run = launch(*by_file(tmp_path, "spread"), f"recycle.strict_placement={str(strict).lower()}", script=WRAPPED, RECYCLE_TEST_WRAP='{"name": "config_file"}')
+    after_step(run, 5)
+    pair.crash("beta")
+    result = run.finish()
+    assert_same_training(result, reference(), LOST)
+    (start,) = result.of("start")
+    assert start["seats"] == {"0.0": 0, "1.0": 1, "0.1": 2, "1.1": 3}
+    assert not [event for event in result.of("warning") if "holds every replica" in event["text"]]
+
+
+def test_as_deepspeed_places_them_the_loss_of_a_host_is_that_of_a_stage(launch, pair, tmp_path):
+    run = launch(*by_file(tmp_path, "deepspeed"), script=WRAPPED, RECYCLE_TEST_WRAP='{"name": "config_file"}')
+    after_step(run, 5)
+    pair.crash("beta")
+    result = run.finish()
+    assert_one_line(result, "the job ends: stage 1 has no live worker left")
+    (warning,) = [event for event in result.of("warning") if "beta holds every replica of stage 1" in event["text"]]
+    assert 'set recycle.placement to "spread"' in warning["text"]
 
 
 def of(run, kind: str) -> list[dict]:

@@ -49,6 +49,8 @@ match case:
         pass
     case "universal checkpoint":
         config["checkpoint"] = {"load_universal": True}
+    case "placement unknown at the start":
+        config["recycle"]["placement"] = "spread"
     case "no compiler" | "stale lock":
         config["optimizer"] = {"type": "Adam", "params": {"lr": 0.1}}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from random import Random
@@ -273,6 +275,15 @@ def cut_line(seat: str, step: int) -> None:
 def a_replica_a_host() -> None:
     """Ranks go through a replica's stages first: where a host has as many as there are stages, it has one replica."""
     topology.PipeDataParallelTopology = lambda num_pp, num_dp: topology.ProcessTopology(axes=["data", "pipe"], dims=[num_dp, num_pp])
+
+
+def config_file() -> None:
+    """The script takes --deepspeed_config FILE, whose "recycle" section goes before what else the job says."""
+    place = sys.argv.index("--deepspeed_config")
+    section = json.loads(Path(sys.argv[place + 1]).read_text())["recycle"]
+    del sys.argv[place : place + 2]
+    made = Job.deepspeed_config
+    Job.deepspeed_config = lambda self: (config := made(self)) | {"recycle": config["recycle"] | section}
 
 
 def save_each(folder: str, steps: int) -> None:

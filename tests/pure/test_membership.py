@@ -9,7 +9,6 @@ import pytest
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import WORKERS, Output
-from recycle_plugin.core.placement import stages_at_risk
 from recycle_plugin.core.protocol import (
     Collected, Committed, Contribution, End, Exited, Fatal, Fence, Generation, Leaving, Left, Member, Missing,
     Note, Over, Ready, Report, Resume, Stepped, Terminate, decode, encode,
@@ -195,11 +194,6 @@ def test_a_host_that_holds_a_whole_stage_is_named(strict):
         out = membership.receive(Ready(member(rank, host="one" if rank < 2 else "two"), 0, job(strict_placement=strict)), 0.0)
     texts = [event.text for event in out.events if "holds every replica" in event.text]
     assert bool(said(out, End)) is strict and any("host one holds every replica of stage 0" in text for text in texts)
-
-
-def test_stages_at_risk():
-    apart = [Member(0, Seat(0, 0), "", "a"), Member(1, Seat(1, 0), "", "b"), Member(2, Seat(0, 1), "", "a"), Member(3, Seat(1, 1), "", "a")]
-    assert stages_at_risk(apart) == {"a": (1,)}
 
 
 def test_every_message_survives_the_wire():

@@ -9,12 +9,16 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Callable, Iterator, TextIO, TypeVar
 
-from tests.support.cluster import ROOT, ForkServer, Run, WarmLauncher
+import psutil
+
+from tests.support.cluster import POLL_S, ROOT, ForkServer, Run, WarmLauncher
 
 Launcher = TypeVar("Launcher", WarmLauncher, subprocess.Popen)
 
@@ -64,6 +68,22 @@ class Hosts:
     def cut(self, name: str) -> None:
         """Pull the host's plug out of the switch."""
         self._on("switch", "set", name, "down")
+
+    def crash(self, name: str) -> None:
+        """SIGKILL to everything that runs on that host, until nothing does."""
+        while running := self._running(name):
+            for pid in running:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(POLL_S)
+
+    def _running(self, name: str) -> list[int]:
+        host, found = os.readlink(f"/proc/{self.pid(name)}/ns/net"), []
+        for pid in psutil.pids():
+            with suppress(OSError):  # it has ended, or is about to
+                if os.readlink(f"/proc/{pid}/ns/net") == host and pid != self.pid(name):
+                    found.append(pid)
+        return found
 
     def mend(self, name: str) -> None:
         self._on("switch", "set", name, "up")

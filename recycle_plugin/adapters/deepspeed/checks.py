@@ -24,6 +24,22 @@ def check_config(config: dict[str, Any], model: Any) -> None:
     _check_module(model)
 
 
+def check_placement(placement: str, model: PipelineModule, given: str) -> None:
+    """``given``: how ranks were given out, when nobody knew the config but from the command line."""
+    replicas = model.topology().get_axis_comm_lists("data")
+    axes = f"give PipelineModule topology=ProcessTopology(axes=['data', 'pipe'], dims=[{len(replicas[0])}, {len(replicas)}])"
+    if placement == "spread" and given != "spread":
+        raise RecycleError(
+            'recycle.placement "spread" is about ranks, which were given out before this config was there: put it into a file, and name that on the '
+            f"script's command line with --deepspeed_config; or leave placement out, and {axes}"
+        )
+    if given == "spread" and any(ranks != list(range(ranks[0], ranks[0] + len(ranks))) for ranks in map(list, replicas)):
+        raise RecycleError(
+            'recycle.placement "spread" deals neighbouring ranks out to different hosts, and in the topology of this PipelineModule the replicas of a stage '
+            "are no neighbours: leave one of the two out"
+        )
+
+
 def check_dataset(dataset: Any) -> None:
     """``training_data`` as the script gives it.  IterableDataset inherits a __getitem__ that is not there for use."""
     iterable = isinstance(dataset, torch.utils.data.IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))

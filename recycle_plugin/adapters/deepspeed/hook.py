@@ -85,13 +85,14 @@ class Plugin:
     def _our_engine(self, module: ModuleType, config: dict, settings: Settings, model: Any, data: Any) -> Iterator[None]:
         """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment, which may be a class of the user's."""
         check_versions()
-        from recycle_plugin.adapters.deepspeed.checks import check_config, check_dataset
+        from recycle_plugin.adapters.deepspeed.checks import check_config, check_dataset, check_placement
         from recycle_plugin.adapters.deepspeed.engine import Job, engine_class
 
         if self.engine is not None:
             raise RecycleError("deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet")
         check_config(config, model)
         check_dataset(data)
+        check_placement(settings.placement, model, os.environ["RECYCLE_PLACEMENT"])
         self.session.wait_timeout_s, self.session.regroup_timeout_s = settings.wait_timeout_s, settings.regroup_timeout_s
         stock, module.PipelineEngine = module.PipelineEngine, engine_class(module.PipelineEngine, Job(self.session, settings))
         try:
