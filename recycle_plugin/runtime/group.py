@@ -267,15 +267,23 @@ class Link:
     def connected(self) -> dist.ProcessGroupGloo:
         with self._lock:
             if self._group is None:
-                before = set(_sockets())
-                options, ports = self._listening()
-                self._group = dist.ProcessGroupGloo(self._store.clone(), self._position, self._members, options)
-                self._opened = set(_sockets()) - before
-                self._store.set(f"listening{self._position}", ",".join(map(str, ports)))
+                self._connect()
             if self._abandoned:
                 self._shut_down()
                 raise RecycleError("this membership has passed")
             return self._group
+
+    def _connect(self) -> None:
+        before = set(_sockets())
+        options, ports = self._listening()
+        try:
+            self._group = dist.ProcessGroupGloo(self._store.clone(), self._position, self._members, options)
+        except RuntimeError as error:
+            if self._abandoned:  # so have the others, one of them while this one still connected to it
+                raise RecycleError("this membership has passed") from error
+            raise
+        self._opened = set(_sockets()) - before
+        self._store.set(f"listening{self._position}", ",".join(map(str, ports)))
 
     def _listening(self) -> tuple[dist.ProcessGroupGloo._Options, list[int]]:
         """Options of a group that listens already, and where."""
