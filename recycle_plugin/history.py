@@ -81,7 +81,7 @@ class History:
 
     @property
     def shape(self) -> Topology:
-        return Topology(self.job["replicas"], self.job["stages"], self.job["micro_batches"])
+        return Topology(self.job["replicas"], self.job["stages"], self.job["micro_batches"], tuple(map(tuple, self.job.get("ties", ()))))
 
     @property
     def policy(self) -> Policy:

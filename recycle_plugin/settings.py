@@ -87,6 +87,7 @@ class Costs(BaseModel):
     weight_ms: _PerStage = _setting(1.0, _PER_STAGE, "backward of one micro-batch, gradient of the weights")
     communication_ms: _Milliseconds = _setting(0.0, _ONE, "one boundary tensor from worker to worker")
     reduce_ms: _PerStage = _setting(0.0, _PER_STAGE, "sum of a stage's gradients over its workers")
+    tie_ms: _Milliseconds = _setting(0.0, _ONE, "sum of tied weights' gradients over the stages that share them")
     step_ms: _PerStage = _setting(0.0, _PER_STAGE, "optimizer step of a stage")
     dispatch_ms: _Milliseconds = _setting(0.0, _ONE, "fixed cost of every instruction")
     profile: str | None = _setting(
@@ -396,6 +397,7 @@ class Settings(BaseModel):
             reduce=each("reduce_ms"),
             step=each("step_ms"),
             dispatch=round(1000 * costs.dispatch_ms),
+            tie=round(1000 * costs.tie_ms),
         )
 
     def _profiled(self, found: Profile, shape: Topology, samples: int) -> CostModel:

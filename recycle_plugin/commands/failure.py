@@ -10,7 +10,7 @@ from typing import Any
 from recycle_plugin.commands.given import Given
 from recycle_plugin.core.executor import Span, run_again
 from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.instruction import COMPUTE, Op
+from recycle_plugin.core.instruction import COMPUTE, STAGE_WIDE
 
 DRAWN_COLUMNS = 120
 
@@ -32,7 +32,7 @@ def run(found: argparse.Namespace, given: Given, machine: Any) -> int:
     for fault in faults:
         if fault.seat not in struck:
             raise ValueError(f"--fault '{fault}' never strikes before the end of steps 0 to {found.steps - 1} of this plan")
-    spans = [span for span in ran.spans if span.instruction.op in COMPUTE or span.instruction.op in (Op.REDUCE, Op.VALIDATE, Op.STEP)]
+    spans = [span for span in ran.spans if span.instruction.op in COMPUTE | STAGE_WIDE]
     if found.perfetto is not None:
         from recycle_plugin.render import perfetto
 

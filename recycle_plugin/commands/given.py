@@ -13,19 +13,19 @@ from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import ONE_F_ONE_B, Plan, Policy
 from recycle_plugin.core.profile import Profile, read
-from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.topology import ClusterView, Topology, tied
 
 COSTS_HELP = (
-    "F, I, W (one micro-batch), comm (a boundary tensor), across (the same between replicas), reduce, step, "
+    "F, I, W (one micro-batch), comm (a boundary tensor), across (the same between replicas), reduce, tie, step, "
     "B (both backwards at once; I + W without), dispatch; in ticks, a value for each stage where stages differ: F=1/1/2/1"
 )
 PLACEMENTS = ("alone", "replica", "stage")
 FINEST = 1000  # parts of a tick that costs may be given in
 _NAMES = {
     "F": "forward", "I": "input", "W": "weight", "B": "backward", "comm": "communication", "across": "communication_across",
-    "reduce": "reduce", "step": "step", "dispatch": "dispatch",
+    "reduce": "reduce", "tie": "tie", "step": "step", "dispatch": "dispatch",
 }  # fmt: skip
-_SINGLE = ("comm", "across", "dispatch")
+_SINGLE = ("comm", "across", "tie", "dispatch")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
     parser.add_argument("--dp", type=int, required=True, metavar="D", help="replicas of the pipeline (data parallelism)")
     parser.add_argument("--micro-batches", type=int, required=True, metavar="M", help="micro-batches of each replica in a step")
+    parser.add_argument("--tied", default="", metavar="STAGES", help="stages that share weights, comma-separated: 0+3,1+2")
     parser.add_argument("--lost", default="", metavar="SEATS", help="lost workers as replica.stage, comma-separated: 1.2,0.3")
     parser.add_argument("--cap", default="1.0", metavar="C", help="what a worker may hold: micro-batches in units of P, 1f1b for what 1F1B holds, or, with --profile or --preset, bytes: a size such as 12GiB, or auto for what its device has left (default: 1.0)")
     parser.add_argument("--no-split", action="store_true", help="both gradients at once: no decoupled backward")
@@ -79,7 +80,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
 
 def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = "alone") -> Given:
     """What :func:`add_job`'s arguments say.  ``milliseconds``: so long is a tick of ``--costs``; otherwise it has no length."""
-    shape = Topology(found.dp, found.pp, found.micro_batches)
+    shape = Topology(found.dp, found.pp, found.micro_batches, ties(found.tied))
     view = shape.full().without(*seats(found.lost, shape))
     if found.profile is None and found.preset is None:
         if placement != "alone":
@@ -92,6 +93,14 @@ def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = 
     costs = taken.costs(shape.stages, shape.replicas, found.no_split, placement)
     lines = None if placement == "alone" else partial(network.lines, taken, placement, shape.stages)
     return Given(view, costs, techniques(found, taken), "us", 1, taken.title, taken.micro_batch, taken.state_bytes(shape.stages), lines)
+
+
+def ties(text: str) -> tuple[tuple[int, ...], ...]:
+    """What ``--tied`` says."""
+    groups = [group.split("+") for group in text.split(",") if group.strip()]
+    if not all(len(group) > 1 and all(stage.strip().isdecimal() for stage in group) for group in groups):
+        raise ValueError(f"--tied {text}: write the numbers of stages that share weights, for instance 0+3 or 0+3,1+2")
+    return tied([map(int, group) for group in groups])
 
 
 def techniques(found: argparse.Namespace, taken: Profile | None) -> Policy:

@@ -16,6 +16,7 @@ class CostModel:
     ``forward``, ``input``, ``weight``: one micro-batch's F, I and W.
     ``communication``: one boundary tensor from worker to worker (latency plus transfer).
     ``reduce``, ``step``: the stage's gradient sum and optimizer step; 0 by default.
+    ``tie``: the sum of tied weights' gradients over the stages that share them.
     ``dispatch``: fixed cost of every instruction, whatever it does.
     ``backward``: B, both gradients at once; input + weight by default.
     ``communication_across``: a boundary tensor between workers of different replicas; ``communication`` by default.
@@ -37,6 +38,7 @@ class CostModel:
     slowness: tuple[tuple[Seat, int], ...] = ()
     activation_bytes: tuple[int, ...] = ()
     pending_bytes: tuple[int, ...] = ()
+    tie: int = 0
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -69,8 +71,8 @@ class CostModel:
 
         ``seat``: the worker's, where its own speed is to count.
         """
-        if op in (Op.REDUCE, Op.STEP):
-            return self.dispatch + (self.reduce[stage] if op is Op.REDUCE else self.step[stage])
+        if op in (Op.REDUCE, Op.TIE, Op.STEP):
+            return self.dispatch + {Op.REDUCE: self.reduce[stage], Op.TIE: self.tie, Op.STEP: self.step[stage]}[op]
         if op not in (Op.F, Op.I, Op.W, Op.B):
             return 0
         spent = self.dispatch + {

@@ -17,7 +17,7 @@ TRAVELS = frozenset({"act", "grad"})
 
 
 class Datum(NamedTuple):
-    """Something an instruction makes: ``data act grad stash inner wgrad reduced norm params``."""
+    """Something an instruction makes: ``data act grad stash inner wgrad reduced tied norm params``."""
 
     kind: str
     stage: int
@@ -30,10 +30,11 @@ class Datum(NamedTuple):
         ) + f", step {self.step}"
 
 
-def requires(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
+def requires(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = (), tied: bool = False) -> tuple[Datum, ...]:
     """What must exist before ``instruction`` runs, in a pipeline of ``stages`` stages.
 
-    ``own``: the micro-batches that this worker runs on its stage; REDUCE needs all their weight gradients.
+    ``own``: the micro-batches that this worker runs on its stage; REDUCE needs all their weight gradients.  ``tied``: the stage
+    shares weights, so that what is judged and applied is the sum over all stages that do.
     """
     op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
     last = stage == stages - 1
@@ -63,10 +64,10 @@ def requires(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] 
             return (datum("grad"),)
         case Op.REDUCE:
             return tuple(Datum("wgrad", stage, mine, step) for mine in own)
-        case Op.VALIDATE:
-            return (Datum("reduced", stage, None, step),)
-        case Op.STEP:
-            return (Datum("reduced", stage, None, step),)
+        case Op.TIE:
+            return (datum("reduced"),)
+        case Op.VALIDATE | Op.STEP:
+            return (datum("reduced"), datum("tied")) if tied else (datum("reduced"),)
 
 
 def consumes(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
@@ -101,6 +102,8 @@ def provides(instruction: Instruction) -> tuple[Datum, ...]:
             return ()
         case Op.REDUCE:
             return made("reduced")
+        case Op.TIE:
+            return made("tied")
         case Op.VALIDATE:
             return made("norm")
         case Op.STEP:

@@ -26,6 +26,7 @@ class Op(str, Enum):
     W = "W"  # backward, gradient of the weights
     B = "B"  # backward, both at once
     REDUCE = "REDUCE"  # sum of the stage's gradients over its live workers
+    TIE = "TIE"  # sum of tied weights' gradients over the stages that share them (core/topology.py)
     VALIDATE = "VALIDATE"  # global gradient norm
     STEP = "STEP"  # optimizer step of the stage
 
@@ -35,11 +36,11 @@ class Op(str, Enum):
 
 SENDS = frozenset({Op.SEND_ACT, Op.SEND_GRAD})
 RECEIVES = frozenset({Op.RECV_ACT, Op.RECV_GRAD})
-STAGE_WIDE = frozenset({Op.REDUCE, Op.VALIDATE, Op.STEP})
+STAGE_WIDE = frozenset({Op.REDUCE, Op.TIE, Op.VALIDATE, Op.STEP})
 COMPUTE = frozenset({Op.F, Op.I, Op.W, Op.B})
 
 _FORM = re.compile(
-    r"(?P<stage>\d+)(?P<op>LOAD|REDUCE|VALIDATE|STEP|RA|SA|RG|SG|F|I|W|B)"
+    r"(?P<stage>\d+)(?P<op>LOAD|REDUCE|TIE|VALIDATE|STEP|RA|SA|RG|SG|F|I|W|B)"
     r"(?P<micro_batch>\d+\.\d+)?(?:(?P<way>[<>])(?P<peer>\d+\.\d+))?(?:@(?P<step>-?\d+))?"
 )
 

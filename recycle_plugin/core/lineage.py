@@ -14,6 +14,8 @@ Nothing surviving, this is the restart of the step; more surviving (a log), it i
 Where the closure runs through a worker that has already stepped, that worker takes its step back first and steps
 again from the reduced gradient, which it keeps.  Where some live worker of a stage holds the whole reduced gradient,
 the others get it from there (the stage rolls forward); otherwise it is summed again from untouched contributions.
+Where stages share weights (core/topology.py) and somebody lacks the sum over them, all of them make it again from the reduced gradients,
+which everybody keeps: it comes out the same.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class Rest:
     """What is left of ``step``, for every live seat, in no particular order.
 
     ``compute``: F, I, W and B.  ``bare``: those F and I that make a boundary tensor only, because the micro-batch's weight
-    gradient has been counted already.  ``closing``: REDUCE, VALIDATE and STEP, in this order.  ``holders``: from whom the
+    gradient has been counted already.  ``closing``: REDUCE, TIE, VALIDATE and STEP, in this order.  ``holders``: from whom the
     others of a stage get the reduced gradient, where somebody has it.  ``moves``: how boundary tensors that are not on their
     consumer's worker get there.  ``undo``: who has to take the step back before that.
     """
@@ -179,11 +181,18 @@ class _Closure:
                    "this is a mistake of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl")
 
     def close(self) -> None:
-        """REDUCE where a stage lacks its result, then VALIDATE, by all or by nobody, and STEP."""
+        """REDUCE where a stage lacks its result, TIE where one of a tie lacks its own, then VALIDATE, by all or by nobody, and STEP."""
         behind = {seat for seat in self._held if not self._stepped(seat)} | self.undo
+        apart = self._apart()
         for seat in sorted(self._held):
-            ops = [Op.REDUCE] * (seat.stage in self._lacking) + [Op.VALIDATE] * (self._plan.policy.validate and bool(behind))
-            self.closing[seat] = [Instruction(op, seat.stage, None, self._step) for op in (*ops, *[Op.STEP] * (seat in behind))]
+            ops = [Op.REDUCE] * (seat.stage in self._lacking) + [Op.TIE] * (seat.stage in apart)
+            ops += [Op.VALIDATE] * (self._plan.policy.validate and bool(behind)) + [Op.STEP] * (seat in behind)
+            self.closing[seat] = [Instruction(op, seat.stage, None, self._step) for op in ops]
+
+    def _apart(self) -> set[int]:
+        """Stages that share weights, and somebody there has no sum over all that share them."""
+        lacks = {seat.stage for seat, have in self._held.items() if Datum("tied", seat.stage, None, self._step) not in have}
+        return {stage for tie in self._plan.view.topology.ties if lacks.intersection(tie) for stage in tie}
 
     def bare(self) -> frozenset[Instruction]:
         found = set()

@@ -61,7 +61,7 @@ def options(view: ClusterView, costs: CostModel, policy: Policy, layers: int = 0
 def _even(topology: Topology, replicas: int, costs: CostModel, policy: Policy) -> int:
     """The bound with the batch shared by so many whole replicas."""
     each = -(-topology.replicas * topology.micro_batches // replicas)
-    return bound(prepare(Topology(1, topology.stages, each).full(), costs, policy))
+    return bound(prepare(replace(topology, replicas=1, micro_batches=each).full(), costs, policy))
 
 
 def _cut_anew(view: ClusterView, costs: CostModel, policy: Policy, layers: int) -> Option:

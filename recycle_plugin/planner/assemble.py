@@ -9,9 +9,9 @@ from recycle_plugin.core.executor import Span
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.program import OP_SHIFT, OPS, Packed, Programs
+from recycle_plugin.core.program import OP_SHIFT, OPS, STAGE_SHIFT, Packed, Programs
 from recycle_plugin.core.topology import ClusterView
-from recycle_plugin.planner.flat import KINDS, Array, Problem, routing_of
+from recycle_plugin.planner.flat import KINDS, Array, Problem, met, routing_of
 from recycle_plugin.planner.schedule import Solution, windows_of
 from recycle_plugin.planner.timing import project
 
@@ -19,14 +19,13 @@ from recycle_plugin.planner.timing import project
 def assemble(
     view: ClusterView, costs: CostModel, policy: Policy, problem: Problem, solution: Solution, bound_us: int
 ) -> Plan:
-    """The plan that the solution's order projects to, each program closed by its stage's reduce and step."""
-    seats, row, ends = _rows(view, problem, solution.order, 3 if policy.validate else 2)
+    """The plan that the solution's order projects to, each program closed by what its stage does at a step's end."""
+    closing, closing_at = _closing(view, problem, policy, solution)
+    seats, row, ends = _rows(view, problem, solution.order, (closing >= 0).sum(axis=1))
     codes, times = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int64)
-    tail = [_code(Op.REDUCE), _code(Op.VALIDATE) if policy.validate else -1, _code(Op.STEP)] + list(map(_code, KINDS))
-    reduce_at, step_at = _closing(problem, policy, costs, solution)
     project(
-        solution.order, solution.starts, problem.stages, problem.ranks, problem.worker, problem.spend, row, ends, step_at, reduce_at,
-        np.array(tail, np.int64), codes, times, np.array(problem.replicas, np.int64), problem.micro_batches,
+        solution.order, solution.starts, problem.stages, problem.ranks, problem.worker, row, ends, np.array(list(map(_code, KINDS)), np.int64),
+        closing, closing_at, codes, times, np.array(problem.replicas, np.int64), problem.micro_batches,
     )  # fmt: skip
     edges = tuple(ends.tolist())
     return Plan(
@@ -54,20 +53,26 @@ def _code(op: Op) -> int:
     return OPS.index(op) << OP_SHIFT
 
 
-def _rows(view: ClusterView, problem: Problem, order: Array, closing: int) -> tuple[tuple[Seat, ...], Array, Array]:
+def _rows(view: ClusterView, problem: Problem, order: Array, closing: Array) -> tuple[tuple[Seat, ...], Array, Array]:
     """The seats in order, the row of each worker (-1: nobody there), and where each row ends."""
     seats = tuple(sorted(view.live))
     rank_of = {replica: rank for rank, replica in enumerate(problem.replicas)}
     workers = np.array([seat.stage * problem.ranks + rank_of[seat.replica] for seat in seats], np.int64)
     row = np.full(problem.workers, -1, np.int64)
     row[workers] = np.arange(len(seats))
-    lengths = np.bincount(problem.worker[order % problem.records], minlength=problem.workers)[workers] + closing
+    lengths = np.bincount(problem.worker[order % problem.records], minlength=problem.workers)[workers] + closing[workers // problem.ranks]
     return seats, row, np.cumsum(lengths)
 
 
-def _closing(problem: Problem, policy: Policy, costs: CostModel, solution: Solution) -> tuple[Array, Array]:
-    """When each stage reduces, and when it validates and steps."""
+def _closing(view: ClusterView, problem: Problem, policy: Policy, solution: Solution) -> tuple[Array, Array]:
+    """[stage, place] codes of what ends a stage's programs, -1 for what it does without, and when each starts."""
     _, lasts = windows_of(problem, solution.order, solution.starts)
-    reduce = np.array([costs.of(Op.REDUCE, stage) for stage in range(problem.stages)], np.int64)
     reduce_at = np.full(problem.stages, lasts.max()) if problem.synchronous else lasts
-    return reduce_at, reduce_at + (reduce.max() if policy.validate else reduce)
+    tie_at = met(problem.tie, reduce_at + problem.reduce)
+    through = tie_at + problem.tied
+    step_at = np.full(problem.stages, through.max()) if policy.validate else through
+    tied = np.array([bool(view.topology.tie(stage)) for stage in range(problem.stages)])
+    codes = np.empty((problem.stages, 4), np.int64)
+    for place, (op, runs) in enumerate(((Op.REDUCE, True), (Op.TIE, tied), (Op.VALIDATE, policy.validate), (Op.STEP, True))):
+        codes[:, place] = np.where(runs, _code(op) | np.arange(problem.stages) << STAGE_SHIFT, -1)
+    return codes, np.stack([reduce_at, tie_at, step_at, step_at], axis=1)

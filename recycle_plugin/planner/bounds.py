@@ -11,6 +11,9 @@ round trip from the start of a micro-batch's F at p to the arrival of its gradie
   start nor given back at the end: the F that take them, and the W or B that give them back, follow
   each other on one worker.
 
+* ties: a stage of several that share weights steps when the last of them has reduced.  From the first F of stage p the last W
+  of a stage q below is at least the fill and q's own window away; of a stage q above, p's last I, the gradient's way up, and q's backward.
+
 Without a split backward, I stands for the whole backward and W is nothing.  Where a backward may be
 either, each term takes the less.
 """
@@ -35,26 +38,54 @@ class Costs(NamedTuple):
 
 def windows(problem: Problem) -> Array:
     """Per stage, the least microseconds from its first F's start to its last instruction's end."""
+    return _reached(problem).windows
+
+
+class _Reached(NamedTuple):
+    """Per stage, in microseconds from its first F's start: the least to the end of its last I, and to the end of all."""
+
+    quick: Costs
+    before: Array
+    windows: Array
+
+
+def _reached(problem: Problem) -> _Reached:
     quick = _quickest(problem)
     trips = round_trips(problem, quick)
-    least = np.zeros(problem.stages, np.int64)
+    befores, least = np.zeros((2, problem.stages), np.int64)
     hop = 2 * problem.communication[0]
     for stage in range(problem.stages):
         before, window = _busiest(problem, stage, int(trips[stage]))
-        least[stage] = max(least[stage], window)
+        befores[stage], least[stage] = before, max(least[stage], window)
         travel = 0
         for above in range(stage - 1, -1, -1):
             arrival = before + travel + int(quick.forward[above]) + hop
             least[above] = max(least[above], arrival + int(quick.backward[above]))
             travel += int(quick.forward[above] + quick.gradient[above]) + hop
-    return least
+    return _Reached(quick, befores, least)
 
 
 def bound(problem: Problem) -> int:
-    """The least period in microseconds: stages couple at their own reduce-and-step, or all at once if synchronous."""
-    if not problem.synchronous:
-        return int((windows(problem) + problem.closing).max())
-    return span_bound(problem) + problem.joint_closing
+    """The least period in microseconds: stages couple at their own reduce-and-step, or at their tie's, or all at once if synchronous."""
+    if problem.synchronous:
+        return span_bound(problem) + problem.joint_closing
+    reached = _reached(problem)
+    return max(int((reached.windows + problem.closing).max()), _tied(problem, reached))
+
+
+def _tied(problem: Problem, reached: _Reached) -> int:
+    """The least from the first F of a stage to its step, over all stages for whose sum it waits because they share weights."""
+    (forward, gradient, _, backward), hop, found = reached.quick, problem.communication[0], 0
+    for waits in range(problem.stages):
+        for other in np.flatnonzero(problem.tie == problem.tie[waits]).tolist():
+            if other > waits:
+                last = forward[waits:other].sum() + reached.windows[other]
+            elif other < waits:
+                last = reached.before[waits] + gradient[other + 1 : waits].sum() + backward[other]
+            else:
+                continue
+            found = max(found, int(last + abs(other - waits) * hop + problem.reduce[other] + problem.after[waits]))
+    return found
 
 
 def span_bound(problem: Problem) -> int:

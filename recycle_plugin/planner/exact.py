@@ -2,7 +2,8 @@
 
 Useful up to some 800 operations.  Needs the extra ``exact`` (ortools).  The model is the problem's own statement and shares nothing with
 the scheduler but the :class:`Problem`: one start per operation, one operation at a time per worker,
-memory as a cumulative resource, weight gradients of a block in their order, and a period no shorter than each stage's window with reduce and step.
+memory as a cumulative resource, weight gradients of a block in their order, and a period no shorter than each stage's window with reduce and step
+(and, of stages that share weights, from the first start of one to the step of any).
 Routes are as given; no backward is coupled unless all are.
 """
 
@@ -149,7 +150,8 @@ def _period(model, problem: Problem, starts, end, final: int, least: int, most: 
         if problem.synchronous:
             model.add(period >= end(final, record) + problem.joint_closing)
         else:
-            model.add(period >= end(final, record) - first[stage] + int(problem.closing[stage]))
+            for other in np.flatnonzero(problem.tie == problem.tie[stage]).tolist():
+                model.add(period >= end(final, record) - first[other] + int(problem.reduce[stage] + problem.after[other]))
     return period
 
 

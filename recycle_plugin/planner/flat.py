@@ -36,8 +36,11 @@ class Problem:
     couple: bool  # a split backward may still run as one B
     synchronous: bool  # all stages reduce and step together
     cost: Array  # [kind, stage]
-    closing: Array  # [stage] reduce and step
-    joint_closing: int  # reduce and step where all stages do them together
+    reduce: Array  # [stage] the stage's own sum
+    tie: Array  # [stage] the first of the stages that it shares weights with; its own number if it shares none
+    tied: Array  # [stage] the sum over its tie, which begins when all of them have reduced
+    step: Array  # [stage]
+    joint_closing: int  # the same from the last end of all, where all stages step together
     memory: Memory
     communication: tuple[int, int]  # one boundary tensor: the shortest, and between replicas
     worker: Array  # [record]
@@ -52,6 +55,20 @@ class Problem:
     @property
     def ranks(self) -> int:
         return len(self.replicas)
+
+    @property
+    def closing(self) -> Array:
+        """[stage] from a stage's last end to the end of its window, where it waits for no other."""
+        return self.reduce + self.after
+
+    @property
+    def after(self) -> Array:
+        """[stage] from where all of its tie have reduced."""
+        return self.tied + self.step
+
+    def through(self, lasts: Array) -> Array:
+        """[stage] the end of its window, given when each stage's last instruction ends."""
+        return met(self.tie, lasts + self.reduce) + self.after
 
     @property
     def follows_in_block(self) -> NDArray[np.bool_]:
@@ -72,6 +89,13 @@ class Problem:
         return self.stages * self.ranks
 
 
+def met(tie: Array, reduced: Array) -> Array:
+    """[stage] when all stages of its tie have reduced, given when each has; ``tie`` as of :class:`Problem`."""
+    latest = np.zeros(len(tie), np.int64)
+    np.maximum.at(latest, tie, reduced)
+    return latest[tie]
+
+
 def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routing) -> Problem:
     """Raises PlanError where the costs are for another number of stages, or the memory holds no micro-batch."""
     topology = view.topology
@@ -79,6 +103,9 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
     if costs.stages != stages:
         raise PlanError(f"the cost model has {costs.stages} stages, the topology {stages}")
     reduce, step = (np.array([costs.of(op, stage) for stage in range(stages)], np.int64) for op in (Op.REDUCE, Op.STEP))
+    tie = np.array([min(topology.tie(stage), default=stage) for stage in range(stages)], np.int64)
+    tied = np.array([costs.of(Op.TIE, stage) if topology.tie(stage) else 0 for stage in range(stages)], np.int64)
+    joint = met(tie, reduce) + tied
     cost = np.array([[costs.of(kind, stage) for stage in range(stages)] for kind in KINDS], np.int64)
     worker = (routing.rank + ranks * np.arange(stages)[:, None, None]).reshape(-1).astype(np.int64)
     live = np.zeros(stages * ranks, np.int64)
@@ -93,8 +120,11 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
         policy.split_backward and policy.couple,
         policy.validate or not policy.stagger_optimizer,
         cost,
-        reduce + step,
-        int(reduce.max() + step.max() if policy.validate else (reduce + step).max()),
+        reduce,
+        tie,
+        tied,
+        step,
+        int(joint.max() + step.max() if policy.validate else (joint + step).max()),
         memory(costs, policy),
         _transfers(costs),
         worker,

@@ -150,7 +150,7 @@ def timed(problem: Problem, order: Array, least: int, best: Solution | None = No
     below = NEVER if best is None else best.period
     period = evaluate(
         order, problem.stages, problem.ranks, int(problem.synchronous), problem.worker, problem.spend, problem.forward_lag,
-        problem.backward_lag, problem.closing, problem.joint_closing, least, below, starts,
+        problem.backward_lag, problem.reduce, problem.tie, problem.after, problem.joint_closing, least, below, starts,
     )  # fmt: skip
     if period < 0:
         assert best is not None
@@ -167,7 +167,7 @@ def windows_of(problem: Problem, order: Array, starts: Array) -> tuple[Array, Ar
 def beginnings(problem: Problem, solution: Solution) -> Array:
     """When the step before leaves each stage free, in the clock of ``solution``."""
     _, lasts = windows_of(problem, solution.order, solution.starts)
-    return np.maximum(lasts + problem.closing - solution.period, 0)
+    return np.maximum(problem.through(lasts) - solution.period, 0)
 
 
 def keys(problem: Problem, rule: Rule) -> tuple[Array, Array]:

@@ -1,5 +1,7 @@
 """Better orders than the portfolio's: local search (``planner.climb``) and random restarts.
 
+The local search takes each stage's window for itself; where stages share weights (``Problem.tie``), what it finds is timed with that.
+
 ``polish`` makes a fixed number of moves, so that every worker finds the same; ``search`` goes by a clock (its own CPU time).
 """
 

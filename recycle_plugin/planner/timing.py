@@ -2,7 +2,8 @@
 
 With staggered stages a step is a *template*: its starts, shifted by the period T, have to satisfy every
 dependency of the next step.  Steps meet only at a stage's own reduce-and-step, so T is valid exactly
-if for each stage the last end plus reduce and step, less the first start, is at most T.  The least T
+if for each stage the last end plus reduce and step, less the first start, is at most T; a stage that shares weights
+steps once the last of those that share them has reduced.  The least T
 of an order is found by bisection: at a given T, a stage that is too wide has its first start moved
 later, until nothing moves (T is valid) or it goes on for ever (T is too short).
 """
@@ -52,24 +53,29 @@ def run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release,
 
 
 @compiled
-def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, period, release, starts, ends, left):
+def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, reduce, tie, after, period, release, starts, ends, left):
     """The period of a template no longer than ``period``, with its ``starts``; -1 if there is none.
 
+    ``reduce``, ``tie``, ``after``: planner.flat.Problem's.
     ``release``: no more than what the stages' first starts have to be; moved on to what they are.
     A path visits each stage's barrier once at most, so stages + 1 rounds settle it.  ``left[0]``: rounds that may still be
     made; where they run out there is none.
     """
+    met = np.empty(stages, np.int64)
     for _ in range(stages + 2):
         if left[0] == 0:
             break
         left[0] -= 1
         firsts, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
         widest, moved = 0, False
+        met[:] = 0
         for stage in range(stages):
-            window = lasts[stage] + closing[stage] - firsts[stage]
-            widest = max(widest, window)
-            if window > period:
-                release[stage] = lasts[stage] + closing[stage] - period
+            met[tie[stage]] = max(met[tie[stage]], lasts[stage] + reduce[stage])
+        for stage in range(stages):
+            through = met[tie[stage]] + after[stage]
+            widest = max(widest, through - firsts[stage])
+            if through - firsts[stage] > period:
+                release[stage] = through - period
                 moved = True
         if not moved:
             return widest
@@ -77,7 +83,7 @@ def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closi
 
 
 @compiled
-def evaluate(order, stages, ranks, synchronous, worker, spend, forward_lag, backward_lag, closing, joint, least, below, starts):
+def evaluate(order, stages, ranks, synchronous, worker, spend, forward_lag, backward_lag, reduce, tie, after, joint, least, below, starts):
     """The order's least period (to half a per mille of ``least``), with its ``starts``; -1 if it isn't less than ``below``.
 
     ``synchronous``: all stages step together, ``joint`` after the last end; then a step starts from rest.
@@ -89,13 +95,13 @@ def evaluate(order, stages, ranks, synchronous, worker, spend, forward_lag, back
         period = lasts.max() - firsts.min() + joint
         return period if period < below else -1
     left = np.array([max(8, OPERATIONS_SETTLED // max(1, order.size))])  # less than needed only for very large orders
-    best = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, below - 1, release, starts, ends, left)
+    best = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, reduce, tie, after, below - 1, release, starts, ends, left)
     if best <= least:
         return best
     low, probe = least - 1, least  # low: too short
     while best - low > 1 + (least >> 11) and left[0]:
         further = release.copy()
-        found = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, closing, probe, further, trial, ends, left)
+        found = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, reduce, tie, after, probe, further, trial, ends, left)
         if found < 0:
             low = probe
         else:
@@ -123,11 +129,11 @@ def extent(order, starts, stages, ranks, worker, spend):
 
 
 @compiled
-def project(order, starts, stages, ranks, worker, spend, row, ends, step_at, reduce_at, tail, codes, times, names, micro_batches):
+def project(order, starts, stages, ranks, worker, row, ends, kinds, closing, closing_at, codes, times, names, micro_batches):
     """Write each worker's program into its row of ``codes`` and planned starts into ``times``.
 
-    ``row[worker]``: its row, -1 where nobody is; rows end before ``ends``.  ``tail``: codes of the program's last
-    instructions for stage 0 (the stage is added), of which the first starts at ``reduce_at``, others at ``step_at``.
+    ``row[worker]``: its row, -1 where nobody is; rows end before ``ends``.  ``kinds``: codes of F, I, W and B of stage 0 (the stage
+    is added).  ``closing``: [stage, place] codes of a program's last instructions, -1 where there is none, and ``closing_at`` their starts.
     ``names[rank]``: replica number.  ``codes`` as in ``core.program``.
     """
     records = worker.size
@@ -140,15 +146,15 @@ def project(order, starts, stages, ranks, worker, spend, row, ends, step_at, red
         kind, record = order[at] // records, order[at] % records
         here, stage = worker[record], record // width
         replica, index = names[record % width // micro_batches], record % micro_batches
-        codes[place[here]] = tail[3 + kind] | stage << 40 | replica << 20 | index
+        codes[place[here]] = kinds[kind] | stage << 40 | replica << 20 | index
         times[place[here]] = starts[at]
         place[here] += 1
     for here in range(row.size):
         if row[here] < 0:
             continue
         stage = here // ranks
-        for closing in range(3):
-            if tail[closing] >= 0:
-                codes[place[here]] = tail[closing] | stage << 40
-                times[place[here]] = reduce_at[stage] if closing == 0 else step_at[stage]
+        for nth in range(closing.shape[1]):
+            if closing[stage, nth] >= 0:
+                codes[place[here]] = closing[stage, nth]
+                times[place[here]] = closing_at[stage, nth]
                 place[here] += 1

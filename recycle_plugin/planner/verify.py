@@ -3,8 +3,8 @@
 * every (micro-batch, stage) runs F < I < W, or F < B, exactly once, on the one live worker that the route names;
 * blocks of micro-batches that stay together have one worker on a stage, and their weight gradients run in order;
 * activations and pending weight gradients stay under the cap at every prefix of a program;
-* every program ends with REDUCE, VALIDATE where the policy asks for it, STEP;
-* data edges and program order have no cycle, a REDUCE being one joint event of its stage's live workers.
+* every program ends with REDUCE, TIE where its stage shares weights, VALIDATE where the policy asks for it, STEP;
+* data edges and program order have no cycle, a REDUCE being one joint event of its stage's live workers, and a TIE one of its tie's.
   That covers the step boundary too: nothing of a step waits for a later one, so one step runs to its end,
   and with it every stage has the parameters that the next step requires.
 
@@ -72,11 +72,15 @@ def _refuse(rule: str, plan: Plan, row: int, place: int) -> None:
 
 
 def _check_end(plan: Plan, rows: Rows) -> None:
-    tail = (Op.REDUCE, Op.VALIDATE, Op.STEP) if plan.policy.validate else (Op.REDUCE, Op.STEP)
-    compute = np.array([op in COMPUTE for op in OPS])
-    rule, row, place = loops.ending(rows.codes, rows.begins, rows.ends, rows.stages, compute, np.array([OPS.index(op) for op in tail]))
+    validate = (Op.VALIDATE,) if plan.policy.validate else ()
+    tails = [(Op.REDUCE, *([Op.TIE] if plan.view.topology.tie(stage) else []), *validate, Op.STEP) for stage in range(plan.stages)]
+    compute, numbers = np.array([op in COMPUTE for op in OPS]), np.full((plan.stages, 4), -1)
+    for stage, tail in enumerate(tails):
+        numbers[stage, : len(tail)] = [OPS.index(op) for op in tail]
+    rule, row, place = loops.ending(rows.codes, rows.begins, rows.ends, rows.stages, compute, numbers)
     if rule == loops.TAIL:
-        _refuse(f"the program does not end with {', '.join(op.name for op in tail)}", plan, row, rows.ends[row] - rows.begins[row] - 1)
+        names = ", ".join(op.name for op in tails[rows.stages[row]])
+        _refuse(f"the program does not end with {names}", plan, row, rows.ends[row] - rows.begins[row] - 1)
     if rule == loops.EARLY:
         _refuse(f"{plan.programs[plan.programs.seats[row]][place].op.name} before the end of the program", plan, row, place)
     if rule == loops.STAGE:
@@ -139,11 +143,12 @@ def _check_memory(plan: Plan, rows: Rows, costs: CostModel | None) -> None:
 def _check_progress(plan: Plan, rows: Rows) -> None:
     """Run the step without time: each seat goes on as far as its data allow."""
     topology = plan.view.topology
-    tables = _tables(topology.stages)
+    tie = np.array([min(topology.tie(stage), default=stage) for stage in range(topology.stages)])
+    tables = _tables(topology.stages, topology.ties)
     route = np.frombuffer(plan.route.data, np.int32).reshape(topology.stages, -1)
     place = rows.begins.copy()
     live = np.array([len(plan.view.live_replicas(stage)) for stage in range(topology.stages)])
-    loops.progress(rows.codes, place, rows.ends, rows.replicas, rows.stages, route, topology.micro_batches, live, *tables)
+    loops.progress(rows.codes, place, rows.ends, rows.replicas, rows.stages, route, topology.micro_batches, live, tie, *tables)
     stuck = np.flatnonzero(place < rows.ends)
     if len(stuck):
         waits = "; ".join(f"{plan.programs.seats[row]} waits before {decode(int(rows.codes[place[row]]))}" for row in stuck)
@@ -166,13 +171,14 @@ def _progressions() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
 
 
 @lru_cache(maxsize=8)
-def _tables(stages: int) -> tuple[NDArray[np.int64], ...]:
+def _tables(stages: int, ties: tuple[tuple[int, ...], ...]) -> tuple[NDArray[np.int64], ...]:
     """What each op on each stage needs and gives, from ``requires`` and ``provides``.
 
     ``needs``, ``gives``: [op, stage, place] = kind * stages + stage of the datum, -1: no more.  ``wide``: [kind]
     whether there is one for the whole stage; ``given``: [kind] whether it is there from the start.
-    ``joint``: the number of REDUCE's op, and kind of what it needs of each own micro-batch.
+    ``joint``: the numbers of TIE's op and of REDUCE's, and kind of what the latter needs of each own micro-batch.
     """
+    shared = {stage for tie in ties for stage in tie}
     kinds: dict[tuple[str, int], int] = {}
     wide: list[bool] = []
 
@@ -188,9 +194,9 @@ def _tables(stages: int) -> tuple[NDArray[np.int64], ...]:
     for op in COMPUTE | STAGE_WIDE:
         for stage in range(stages):
             one = Instruction(op, stage, None if op in STAGE_WIDE else any_micro_batch)
-            for table, data in ((needs, requires(one, stages)), (gives, provides(one))):
+            for table, data in ((needs, requires(one, stages, tied=stage in shared)), (gives, provides(one))):
                 table[OPS.index(op), stage, : len(data)] = list(map(number, data))
     reduce = requires(Instruction(Op.REDUCE, 0), stages, (any_micro_batch,))
-    joint = np.array([OPS.index(Op.REDUCE)] + [number(datum) // stages for datum in reduce])
+    joint = np.array([OPS.index(Op.TIE), OPS.index(Op.REDUCE)] + [number(datum) // stages for datum in reduce])
     given = np.array([kind in INPUTS and step == 0 for kind, step in kinds])
     return needs, gives, np.array(wide), given, joint

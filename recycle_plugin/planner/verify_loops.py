@@ -13,13 +13,17 @@ FINE, TAIL, EARLY, STAGE, ROUTE, ORDER = range(6)
 
 
 @compiled
-def ending(codes, begins, ends, stages, compute, tail):
-    """The program's last ops, computation before them, and one stage all through: (rule, row, place)."""
+def ending(codes, begins, ends, stages, compute, tails):
+    """The program's last ops, computation before them, and one stage all through: (rule, row, place).
+
+    ``tails``: [stage, place] the ops that end a program of the stage, then -1.
+    """
     for row in range(ends.size):
-        final = ends[row] - tail.size
+        tail = tails[stages[row]]
+        final = ends[row] - (tail >= 0).sum()
         if final < begins[row]:
             return TAIL, row, np.int64(-1)
-        for place in range(tail.size):
+        for place in range(ends[row] - final):
             if codes[final + place] >> OP != tail[place]:
                 return TAIL, row, ends[row] - 1 - begins[row]
         for at in range(begins[row], final):
@@ -83,8 +87,11 @@ def number_of(kind_stage, wide, stages, width, micro_batch):
 
 
 @compiled
-def progress(codes, place, ends, replicas, seat_stage, route, micro_batches, live, needs, gives, wide, given, joint):
-    """Advance ``place`` of every row as far as data allow; a row that ends before ``ends`` waits for ever."""
+def progress(codes, place, ends, replicas, seat_stage, route, micro_batches, live, tie, needs, gives, wide, given, joint):
+    """Advance ``place`` of every row as far as data allow; a row that ends before ``ends`` waits for ever.
+
+    ``live``: [stage] workers; ``tie``: [stage] the first of the stages that it shares weights with, or its own number.
+    """
     stages, width = route.shape
     rows = ends.size
     made = np.zeros(wide.size * stages * width, np.bool_)
@@ -92,7 +99,9 @@ def progress(codes, place, ends, replicas, seat_stage, route, micro_batches, liv
         if given[kind]:
             made[kind * stages * width : (kind + 1) * stages * width] = True
     first_waiting, next_waiting = np.full(made.size, -1, np.int32), np.full(rows, -1, np.int32)
-    arrived = np.zeros(stages, np.int64)
+    awaited, together = live.copy(), np.zeros(stages, np.int64)  # at each stage's REDUCE, and at each tie's TIE
+    for stage in range(stages):
+        together[tie[stage]] += live[stage]
     runnable, ready = np.empty(rows + 1, np.int64), rows
     for row in range(rows):
         runnable[row] = rows - 1 - row
@@ -112,8 +121,8 @@ def progress(codes, place, ends, replicas, seat_stage, route, micro_batches, liv
                 if not made[datum]:
                     missing = datum
                     break
-            if op == joint[0] and missing < 0:
-                for nth in range(1, joint.size):
+            if op == joint[1] and missing < 0:
+                for nth in range(2, joint.size):
                     for own in range(width):
                         datum = number_of(joint[nth] * stages + stage, wide, stages, width, own)
                         if route[stage, own] == replicas[row] and not made[datum]:
@@ -123,18 +132,25 @@ def progress(codes, place, ends, replicas, seat_stage, route, micro_batches, liv
                 first_waiting[missing] = row
                 break
             place[row] += 1
-            if op == joint[0]:
-                arrived[stage] += 1
-                if arrived[stage] < live[stage]:
+            if op == joint[1]:
+                awaited[stage] -= 1
+                if awaited[stage]:
                     continue  # its STEP waits for what the joint event gives
-            for nth in range(gives.shape[2]):
-                if gives[op, stage, nth] < 0:
-                    break
-                datum = number_of(gives[op, stage, nth], wide, stages, width, micro_batch)
-                made[datum] = True
-                waiting = first_waiting[datum]
-                first_waiting[datum] = -1
-                while waiting >= 0:
-                    runnable[ready] = waiting
-                    ready += 1
-                    waiting = next_waiting[waiting]
+            elif op == joint[0]:
+                together[tie[stage]] -= 1
+                if together[tie[stage]]:
+                    continue
+            for giver in range(stages):
+                if giver != stage and (op != joint[0] or tie[giver] != tie[stage]):
+                    continue  # a TIE gives to all stages of its tie
+                for nth in range(gives.shape[2]):
+                    if gives[op, giver, nth] < 0:
+                        break
+                    datum = number_of(gives[op, giver, nth], wide, stages, width, micro_batch)
+                    made[datum] = True
+                    waiting = first_waiting[datum]
+                    first_waiting[datum] = -1
+                    while waiting >= 0:
+                        runnable[ready] = waiting
+                        ready += 1
+                        waiting = next_waiting[waiting]

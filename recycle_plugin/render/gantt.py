@@ -22,6 +22,7 @@ COLOURS = {
     Op.W: "#8fcf9b",
     Op.B: "#e39a86",
     Op.REDUCE: "#b39ddb",
+    Op.TIE: "#d79ac4",
     Op.VALIDATE: "#e6d36a",
     Op.STEP: "#6a5a9e",
 }
@@ -31,6 +32,7 @@ NAMES = {
     Op.W: "backward, weight",
     Op.B: "backward",
     Op.REDUCE: "reduce",
+    Op.TIE: "tied weights",
     Op.VALIDATE: "validate",
     Op.STEP: "optimizer step",
 }

@@ -15,11 +15,11 @@ from recycle_plugin.planner.errors import VerificationError
 
 IDLE, GOES_ON = ".", "="
 HERE = "<-- HERE"
-LABELS = {Op.REDUCE: "R", Op.VALIDATE: "V", Op.STEP: "S"}
+LABELS = {Op.REDUCE: "R", Op.TIE: "T", Op.VALIDATE: "V", Op.STEP: "S"}
 
 
 def cell(seat: Seat, instruction: Instruction) -> str:
-    """``F3`` for an own micro-batch, ``F1.3`` for one of another replica, ``R``, ``V``, ``S`` for the step's end."""
+    """``F3`` for an own micro-batch, ``F1.3`` for one of another replica, ``R``, ``T``, ``V``, ``S`` for the step's end."""
     if instruction.op in STAGE_WIDE:
         return LABELS[instruction.op]
     micro_batch = instruction.micro_batch

@@ -20,9 +20,9 @@ from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.faults import Fault
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Op
+from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.topology import Topology, tied
 from recycle_plugin.planner import lower, plan
 from recycle_plugin.simulator.checks import Watcher
 from recycle_plugin.simulator.cluster import Cluster, redone_share
@@ -62,7 +62,7 @@ class Report:
 
 
 def scenario(seed: int) -> Scenario:
-    """Two in five have two troubles or more, and two in five are exact."""
+    """Two in five have two troubles or more, two in five are exact, and three in ten have stages that share weights."""
     random = Random(seed)
     shape = Topology(random.randint(2, 4), random.randint(2, 4), random.randint(2, 6))
     policy = Policy(random.random() < 0.8, random.random() < 0.8, True, random.choice((None, 2 * shape.stages, "1f1b")))
@@ -81,7 +81,29 @@ def scenario(seed: int) -> Scenario:
         troubles.append(Trouble("slow", 0, (Seat(replica, shape.stages - 1),), percent=300))
         troubles.append(Trouble("delay", random.randrange(CALM_US // 4), (Seat(replica, 0),), Seat(replica, 1), 200 * MILLISECOND))
     policy = replace(policy, block=random.choice((1, 1, 1, 2, None)))
-    return Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
+    return _with_ties(Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip), Random(f"ties in {seed}"))
+
+
+def _with_ties(given: Scenario, random: Random) -> Scenario:
+    """Three jobs in ten have stages that share weights, and in half of these somebody also dies or stops around a TIE.
+
+    ``random``: of its own, so that the rest of a seed's job is what it was before there were ties.
+    """
+    if random.random() >= 0.3:
+        return given
+    shape = replace(given.shape, ties=tied(random.sample(range(given.shape.stages), 2) for _ in range(random.choice((1, 1, 2)))))
+    costs = replace(given.costs, tie=random.choice((0, 4)) * MILLISECOND)
+    faults = given.faults
+    if random.random() < 0.5:
+        seat = Seat(random.randrange(shape.replicas), random.choice(random.choice(shape.ties)))
+        kill = random.choice(("kill", "kill", "stop")), seat, random.choice(("before", "after"))
+        faults += (Fault(*kill, str(Instruction(Op.TIE, seat.stage, None, random.randint(1, given.steps)))),)
+    return replace(given, shape=shape, costs=costs, faults=faults)
+
+
+def initial_weights(shape: Topology) -> tuple[int, ...]:
+    """Of each stage; equal where it is shared."""
+    return tuple(WEIGHTS[min(shape.tie(stage), default=stage)] for stage in range(shape.stages))
 
 
 def _costs(random: Random, stages: int) -> CostModel:
@@ -119,7 +141,7 @@ def _add(
 
 def run(name: str, given: Scenario) -> Outcome:
     """Run it and check it."""
-    weights = WEIGHTS[: given.shape.stages]
+    weights = initial_weights(given.shape)
     late = any(trouble.kind != "kill" for trouble in given.troubles) or any(fault.kind != "kill" for fault in given.faults)
     watcher = Watcher(given, weights, late)
     cluster = Cluster(given, weights, watcher)

@@ -1,7 +1,7 @@
 """What must hold in a simulated job, whatever goes wrong; code of its own, that shares nothing with what it checks.
 
 Safety, while the job runs: every sum that becomes a gradient holds each micro-batch exactly once; no weight gradient is
-counted twice by its worker; a committed step stays committed, and at its commit all live replicas of a stage hold the
+counted twice by its worker; what the stages of a tie add up is one sum each, the same on all its replicas; a committed step stays committed, and at its commit all live replicas of a stage hold the
 weights that the fault-free run has, also where its sums depend on their order; no worker keeps more than its budget.  Progress, at the end: all troubles being over,
 every live worker has trained every step, with the fault-free losses, unless the job has ended for a reason that allows it.
 """
@@ -42,7 +42,15 @@ class Reference:
             for stage in reversed(range(len(weights))):
                 gradients[stage].append(gradient * inputs[stage] % PRIME)
                 gradient = gradient * (weights[stage] + 2 * inputs[stage]) % PRIME
-        updates = self._clipped([self._sum(values, shape.micro_batches) for values in gradients])
+        sums = [self._sum(values, shape.micro_batches) for values in gradients]
+        counted = [True] * len(sums)
+        for first, *others in shape.ties:
+            total = added(0, sums[first], self.exact)
+            for stage in others:
+                total, counted[stage] = added(total, sums[stage], self.exact), False
+            for stage in (first, *others):
+                sums[stage] = total
+        updates = self._clipped(sums, counted)
         return tuple((weight - LEARNING_RATE * update) % PRIME for weight, update in zip(weights, updates)), losses
 
     def _sum(self, values: list[int], micro_batches: int) -> int:
@@ -56,9 +64,9 @@ class Reference:
                 total = added(total, part, self.exact)
         return total
 
-    def _clipped(self, gradients: list[int]) -> list[int]:
-        """As a worker that waits for all stages' shares before it applies anything."""
-        norm = sum(map(share, gradients)) ** 0.5
+    def _clipped(self, gradients: list[int], counted: list[bool]) -> list[int]:
+        """As a worker that waits for all stages' shares before it applies anything.  ``counted``: which stages' are in the norm."""
+        norm = sum(share(gradient) for gradient, counts in zip(gradients, counted) if counts) ** 0.5
         if not self.clip or norm + 1e-6 <= self.clip:
             return gradients
         return [clipped(gradient, norm) for gradient in gradients]
@@ -94,6 +102,12 @@ class Watcher:
         wrong = [str(one) for one in self.shape.batch if found[one] != 1]
         if wrong or sum(found.values()) != len(self.shape.batch):
             self.say(f"the gradient of stage {worker.seat.stage}, step {step}, holds {self._how_often(found, wrong)}")
+
+    def tied(self, worker: Any, step: int, brought: list[tuple[int, int]]) -> None:
+        """``brought``: of each worker, its stage and its stage's sum."""
+        sums = set(brought)
+        if sorted(stage for stage, _ in sums) != list(self.shape.tie(worker.seat.stage)):
+            self.say(f"the tied gradient of seat {worker.seat}, step {step}, is made of stages {sorted(stage for stage, _ in sums)}")
 
     @staticmethod
     def _how_often(found: Counter, wrong: list[str]) -> str:

@@ -43,7 +43,7 @@ class Cluster:
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self.workers = {rank: Worker(self, rank, seat, weights[seat.stage]) for rank, seat in enumerate(scenario.shape.seats)}
         self.rank_of = {seat: rank for rank, seat in enumerate(scenario.shape.seats)}
-        self.sums: dict[tuple[int, int, int], Sum] = {}
+        self.sums: dict[tuple[int, Op, int, int], Sum] = {}  # by generation, what it is, its first stage, step
         self.events: list[tuple[int, Event]] = []
         self.spans: list[Span] = []
         self.links: dict[tuple[int, int], tuple[str, int, int]] = {}  # kind, until, delay

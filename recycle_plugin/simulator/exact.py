@@ -41,8 +41,16 @@ def clipped(reduced: int, norm: float | None) -> int:
     return reduced if norm is None else reduced * (2 + int(1000 * norm)) % PRIME if isfinite(norm) else 0
 
 
-def compute(instruction: Instruction, have: Mapping[Datum, Any], stages: int) -> dict[Datum, Any]:
-    """What ``instruction``, other than a REDUCE, makes of what a worker has."""
+def over_tie(by_stage: Mapping[int, int], exact: bool) -> int:
+    """The sum over the stages that share a weight, in their order."""
+    total = 0
+    for stage in sorted(by_stage):
+        total = added(total, by_stage[stage], exact)
+    return total
+
+
+def compute(instruction: Instruction, have: Mapping[Datum, Any], stages: int, tied: bool = False) -> dict[Datum, Any]:
+    """What ``instruction``, other than a REDUCE or a TIE, makes of what a worker has.  ``tied``: its stage shares its weight."""
     stage, micro_batch, step = instruction.stage, instruction.micro_batch, instruction.step
     params = have.get(Datum("params", stage, None, step))
 
@@ -66,25 +74,29 @@ def compute(instruction: Instruction, have: Mapping[Datum, Any], stages: int) ->
             x, incoming = have[here("inner")]
             return {here("wgrad"): incoming * x % PRIME}
         case Op.STEP:
-            update = clipped(have[here("reduced")], have.get(here("norm")))
+            gradient = have[here("tied" if tied else "reduced")]
+            update = clipped(gradient, have.get(here("norm")))
             return {Datum("params", stage, None, step + 1): (params - LEARNING_RATE * update) % PRIME}
         case _:
             return dict.fromkeys(provides(instruction))
 
 
 class ExactWorld(VirtualWorld):
-    """Parameters are one number for each seat, equal within a stage."""
+    """Parameters are one number for each seat, equal within a stage, and within a tie."""
 
     def contribute(self, seat: Seat, instruction: Instruction) -> tuple[bool, int]:
-        """Whether it is the whole sum, and what it is."""
+        """Whether it is the whole sum of its stage, and what it is."""
         reduced = Datum("reduced", instruction.stage, None, instruction.step)
         if reduced in self.store[seat]:
             return True, self.store[seat][reduced]
         return False, sum(value for datum, value in self.store[seat].items() if datum.kind == "wgrad" and datum.step == instruction.step)
 
     def compute(self, seat: Seat, instruction: Instruction) -> dict[Datum, Any]:
+        if instruction.op is Op.TIE:
+            parts = {peer.stage: total for peer, (_, total) in self.contributions(self.joint(instruction)).items()}
+            return {Datum("tied", instruction.stage, None, instruction.step): over_tie(parts, exact=False)}
         if instruction.op is not Op.REDUCE:
-            return compute(instruction, self.store[seat], self.plan.stages)
+            return compute(instruction, self.store[seat], self.plan.stages, bool(self.plan.view.topology.tie(seat.stage)))
         brought = [each for peer, each in self.contributions(self.joint(instruction)).items() if peer.stage == instruction.stage]
         whole = [value for is_whole, value in brought if is_whole]
         reduced = whole[0] if whole else sum(value for _, value in brought) % PRIME

@@ -2,7 +2,7 @@
 
 Data live where they were made or sent to; a seat waits until what ``requires`` names is there.  A
 transfer occupies no worker; how long it takes says the network.  REDUCE is a joint event of its
-stage's live workers.  With a staggered optimizer nothing else joins seats; without it all seats reduce
+stage's live workers, TIE of those of all stages that share weights.  With a staggered optimizer nothing else joins seats; without it all seats reduce
 together and start the next step when this one is committed; VALIDATE joins all stages either way.
 Steps are applied by the commit rule of ``core.step``.
 
@@ -159,7 +159,7 @@ class VirtualWorld:
         return dict.fromkeys(provides(instruction))
 
     def contribute(self, seat: Seat, instruction: Instruction) -> Any:
-        """What ``seat`` brings to a joint REDUCE."""
+        """What ``seat`` brings to a joint REDUCE or TIE."""
 
     # core.executor.World
 
@@ -179,10 +179,10 @@ class VirtualWorld:
             self.machines[seat].commit(instruction.step - 1)
         own = self._own(seat, instruction)
         have = self.store[seat]
-        for datum in requires(instruction, self.plan.stages, own):
+        for datum in requires(instruction, self.plan.stages, own, bool(self._tie(seat.stage))):
             if datum not in have:
                 yield seat, datum
-        if op is Op.REDUCE or op is Op.VALIDATE:
+        if op is Op.REDUCE or op is Op.TIE or op is Op.VALIDATE:
             joint = self.joint(instruction)
             self._arrive(seat, joint, self.contribute(seat, instruction))
             if joint not in self._open:
@@ -197,8 +197,10 @@ class VirtualWorld:
         spent = self._spent[seat][op]
         if spent:
             yield spent
-        if op is Op.REDUCE and any(peer.stage == seat.stage for peer in self.dead) and self.conditions.torn(seat, instruction):
-            raise Interrupted
+        if op is Op.REDUCE or op is Op.TIE:
+            group = (seat.stage,) if op is Op.REDUCE else self._tie(seat.stage)
+            if any(peer.stage in group for peer in self.dead) and self.conditions.torn(seat, instruction):
+                raise Interrupted
         if op in SENDS:
             (datum,) = requires(instruction, self.plan.stages)
             arrival = self._network.arrival(self._now, seat, instruction)
@@ -225,11 +227,16 @@ class VirtualWorld:
 
     # Joints
 
+    def _tie(self, stage: int) -> tuple[int, ...]:
+        return self.plan.view.topology.tie(stage)
+
     def joint(self, instruction: Instruction) -> Joint:
-        """Where ``instruction`` meets its peers: a stage's own, or all seats' where stages step together.
+        """Where ``instruction`` meets its peers: a stage's own, a tie's (under its first stage), or all seats' where stages step together.
 
         Where a step is finished after a failure, stages have their sums behind them or not, each on its own.
         """
+        if instruction.op is Op.TIE:
+            return Joint("TIE", self._tie(instruction.stage)[0], instruction.step)
         alone = instruction.op is Op.REDUCE and (self.plan.policy.stagger_optimizer or instruction.step in self.state.rests)
         return Joint(instruction.op.name, instruction.stage if alone else None, instruction.step)
 
@@ -239,7 +246,8 @@ class VirtualWorld:
     def _arrive(self, seat: Seat, joint: Joint, contribution: Any = None, later_us: int = 0) -> None:
         """The last one to arrive opens the joint, ``later_us`` later."""
         self._arrived[joint][seat] = contribution
-        everybody = len(self.plan.programs) if joint.stage is None else len(self.plan.view.live_replicas(joint.stage))
+        group = range(self.plan.stages) if joint.stage is None else self._tie(joint.stage) if joint.name == "TIE" else (joint.stage,)
+        everybody = sum(len(self.plan.view.live_replicas(stage)) for stage in group)
         if len(self._arrived[joint]) == everybody:
             if later_us:
                 self._schedule(self._now + later_us, partial(self._open_up, joint))

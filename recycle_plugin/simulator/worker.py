@@ -25,7 +25,7 @@ from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.verdict import SHARE, over
 from recycle_plugin.core.watch import COMPUTES, WAITS
-from recycle_plugin.simulator.exact import PRIME, added, compute, share
+from recycle_plugin.simulator.exact import PRIME, added, compute, over_tie, share
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
@@ -86,7 +86,7 @@ class Died(BaseException):
 
 @dataclass
 class Sum:
-    """A REDUCE under way: who takes part, what each has brought, and whether all are there."""
+    """A REDUCE or a TIE under way: who takes part, what each has brought, and whether all are there."""
 
     members: frozenset[int]
     brought: dict[int, Any] = field(default_factory=dict)
@@ -99,6 +99,7 @@ class Worker:
 
     def __init__(self, cluster: Cluster, rank: int, seat: Seat, weight: int) -> None:
         self.cluster, self.rank, self.seat = cluster, rank, seat
+        self.tie = cluster.scenario.shape.tie(seat.stage)
         self.line = Line(rank)
         self.machine = StepMachine(0)
         self.have: dict[Datum, Any] = {Datum("params", seat.stage, None, 1): weight}
@@ -228,8 +229,11 @@ class Worker:
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
         self.at = (COMPUTES, str(instruction))
         scenario, stages = self.cluster.scenario, self.cluster.scenario.shape.stages
-        if instruction.op in (Op.REDUCE, Op.VALIDATE):
-            yield from self._reduce(instruction) if instruction.op is Op.REDUCE else self._validate(instruction.step)
+        if instruction.op in (Op.REDUCE, Op.TIE):
+            yield from self._reduce(instruction) if instruction.op is Op.REDUCE else self._sum_over_tie(instruction)
+            return
+        if instruction.op is Op.VALIDATE:
+            yield from self._validate(instruction.step)
             return
         handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
         spent = (handling + scenario.costs.of(instruction.op, self.seat.stage)) * self.percent // 100
@@ -250,7 +254,7 @@ class Worker:
 
     def _compute(self, instruction: Instruction, stages: int) -> None:
         bare, before = instruction in self.program.bare, self.machine.stepped
-        made = compute(instruction, self.have, stages)
+        made = compute(instruction, self.have, stages, bool(self.tie))
         if instruction.op is Op.STEP:
             if self.cluster.scenario.clip and not self.cluster.scenario.policy.validate and not self._knows_norm(instruction.step):
                 self._say_share(instruction.step, SHARE)
@@ -278,7 +282,8 @@ class Worker:
         return Datum("norm", self.seat.stage, None, step) in self.have
 
     def _say_share(self, step: int, name: str) -> None:
-        own = share(self.have[Datum("reduced", self.seat.stage, None, step)])
+        kind, counts = ("tied", self.seat.stage == self.tie[0]) if self.tie else ("reduced", True)
+        own = share(self.have[Datum(kind, self.seat.stage, None, step)]) if counts else 0.0
         self.send(Contribution(self.rank, self.line.number, step, name, {str(self.seat.stage): own}, self.cluster.scenario.shape.stages))
 
     def _validate(self, step: int) -> Iterator[Any]:
@@ -298,30 +303,43 @@ class Worker:
         stage, step = self.seat.stage, instruction.step
         reduced = Datum("reduced", stage, None, step)
         own = {datum: value for datum, value in self.have.items() if datum.kind == "wgrad" and datum.step == step}
-        members = frozenset(member.rank for member in self.line.generation.members if member.seat.stage == stage)
-        sum_ = self.cluster.sums.setdefault((self.line.number, stage, step), Sum(members))
         whole = self.program.holder == self.seat
         mine = own, {block: total for (of, block), total in self._sums.items() if of == step}
-        sum_.brought[self.rank] = self.have[reduced] if whole else mine if self.program.holder is None else None
+        brought = yield from self._together(instruction, (stage,), self.have[reduced] if whole else mine if self.program.holder is None else None)
+        if reduced in self.have:
+            return
+        if self.program.holder is not None:
+            self.have[reduced] = brought[self.cluster.rank_of[self.program.holder]]
+        else:
+            self.have[reduced] = self._total([totals for _, totals in brought.values()])
+            self.cluster.watcher.summed(self, step, [part for part, _ in brought.values()])
+        for datum in own:
+            del self.have[datum]
+        self._sums = {key: total for key, total in self._sums.items() if key[0] != step}
+
+    def _sum_over_tie(self, instruction: Instruction) -> Iterator[Any]:
+        """Each stage's sum from any of its workers: they have the same."""
+        stage, step = self.seat.stage, instruction.step
+        brought = yield from self._together(instruction, self.tie, self.have[Datum("reduced", stage, None, step)])
+        by_stage = {self.cluster.workers[rank].seat.stage: value for rank, value in sorted(brought.items(), reverse=True)}
+        self.cluster.watcher.tied(self, step, [(self.cluster.workers[rank].seat.stage, value) for rank, value in brought.items()])
+        self.have.setdefault(Datum("tied", stage, None, step), over_tie(by_stage, self.cluster.scenario.exact))
+
+    def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Iterator[Any]:
+        """What all live workers of ``stages`` bring to ``instruction``, by rank."""
+        members = frozenset(member.rank for member in self.line.generation.members if member.seat.stage in stages)
+        sum_ = self.cluster.sums.setdefault((self.line.number, instruction.op, stages[0], instruction.step), Sum(members))
+        sum_.brought[self.rank] = mine
         if set(sum_.brought) == members:
             sum_.done = True
             for rank in members:
                 self.cluster.wake(rank)
-        yield from self.wait(lambda: f"the sum of stage {stage}, step {step}", lambda: sum_.done or None)
+        yield from self.wait(lambda: f"the others at {instruction}", lambda: sum_.done or None)
         self.at = (COMPUTES, str(instruction))
-        yield self.cluster.scenario.costs.of(Op.REDUCE, stage) + 1
+        yield self.cluster.scenario.costs.of(instruction.op, self.seat.stage) + 1
         if sum_.touched and self.cluster.random.random() < self.cluster.scenario.torn_share:
             yield from self.wait("news of a lost worker", lambda: None)
-        if reduced in self.have:
-            return
-        if self.program.holder is not None:
-            self.have[reduced] = sum_.brought[self.cluster.rank_of[self.program.holder]]
-        else:
-            self.have[reduced] = self._total([totals for _, totals in sum_.brought.values()])
-            self.cluster.watcher.summed(self, step, [part for part, _ in sum_.brought.values()])
-        for datum in own:
-            del self.have[datum]
-        self._sums = {key: total for key, total in self._sums.items() if key[0] != step}
+        return sum_.brought
 
     def _total(self, brought: list[dict[Block, int]]) -> int:
         """The blocks' sums added in the blocks' order."""

@@ -98,6 +98,16 @@ def test_programs_can_be_checked_by_themselves(capsys, tmp_path: Path) -> None:
         assert all(one + 1 <= two for (one, _), (two, _) in zip(mine[:-2], mine[1:-1]))
 
 
+def test_stages_that_share_weights(capsys, tmp_path: Path) -> None:
+    """The first and the last stage do, as where a GPT's head is its embedding."""
+    path = tmp_path / "programs.txt"
+    free, tied = figures(capsys, "--cap 2.0"), figures(capsys, f"--cap 2.0 --tied 3+0 --programs {path}")
+    assert (free["period"], tied["period"], tied["lower_bound"]) == (22, 24, 24)
+    lines = path.read_text().splitlines()
+    assert "stages 0+3 share weights" in lines[0]
+    assert {line.split()[-1] for line in lines if line.endswith("TIE")} == {"0TIE", "3TIE"}
+
+
 def test_the_grid_is_drawn(capsys) -> None:
     assert main("plan --pp 2 --dp 2 --micro-batches 2 --lost 0.1 --costs F=1,I=1,W=1".split()) == 0
     grid = capsys.readouterr().out.splitlines()
@@ -117,6 +127,8 @@ def test_the_picture_is_written(tmp_path: Path, capsys) -> None:
     [
         ("--lost 1.9", "stages 0 to 3"),
         ("--lost 12", "replica.stage"),
+        ("--tied 3", "for instance 0+3"),
+        ("--tied 0+9", "topology.ties is"),
         ("--lost 1.2,1.2", "twice"),
         ("--lost 0.2,1.2,2.2", "stage 2"),
         ("--lost 1.2 --no-reroute", "reroute"),

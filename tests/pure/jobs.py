@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.topology import ClusterView, Topology, tied
 
 EXAMPLE = Topology(replicas=3, stages=4, micro_batches=6)
 LOST = Seat(1, 2)
@@ -22,8 +22,10 @@ BLOCK = st.sampled_from([1, 1, 2, 3, None])  # micro-batches that stay together
 
 @st.composite
 def views(draw: st.DrawFn, replicas: int = 3, stages: int = 4, micro_batches: int = 5) -> ClusterView:
-    """Any topology up to these sizes with any losses that leave each stage a live worker."""
+    """Any topology up to these sizes, stages that share weights included, with any losses that leave each stage a live worker."""
     topology = Topology(draw(st.integers(1, replicas)), draw(st.integers(1, stages)), draw(st.integers(1, micro_batches)))
+    if topology.stages > 1:
+        topology = replace(topology, ties=tied(draw(st.lists(st.sets(st.integers(0, topology.stages - 1), min_size=2), max_size=2))))
     lost = []
     for stage in range(topology.stages):
         gone = draw(st.sets(st.integers(0, topology.replicas - 1), max_size=topology.replicas - 1))
@@ -37,7 +39,7 @@ def costs(stages: int) -> st.SearchStrategy[CostModel]:
     def row(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
         return st.tuples(*[st.integers(least, most)] * stages)
 
-    return st.builds(CostModel, row(1, 5), row(0, 5), row(0, 5), st.integers(0, 4), row(0, 3), row(0, 3), st.integers(0, 1))
+    return st.builds(CostModel, row(1, 5), row(0, 5), row(0, 5), st.integers(0, 4), row(0, 3), row(0, 3), st.integers(0, 1), tie=st.integers(0, 3))
 
 
 def policies(stages: int) -> st.SearchStrategy[Policy]:

@@ -305,3 +305,47 @@ def committed_rejected(monkeypatch) -> None:
 @mistake("a norm counts for the worker that has found it only", seen=2)
 def unknown_norm(monkeypatch) -> None:
     monkeypatch.setattr(Membership, "_reject", lambda self, step, norm, now, out: None)
+
+
+# --- weights that stages share ------------------------------------------------------------------------
+
+
+@mistake("one stage's part of a tied gradient is left out")
+def part_left_out(monkeypatch) -> None:
+    monkeypatch.setattr(worker, "over_tie", lambda by_stage, exact_: exact.over_tie(dict(sorted(by_stage.items())[:-1]), exact_))
+
+
+@mistake("a tied gradient is made again by those alone who lack it")
+def by_those_who_lack_it(monkeypatch) -> None:
+    def unfinished(plan, committed, held, void):
+        def change(rest):
+            has = {seat for seat, have in held.items() if Datum("tied", seat.stage, None, rest.step) in have}
+            closing = {seat: tuple(one for one in ops if one.op is not Op.TIE or seat not in has) for seat, ops in rest.closing.items()}
+            return replace(rest, closing=closing)
+
+        return tuple(map(change, lineage.unfinished(plan, committed, held, void)))
+
+    monkeypatch.setattr(loop, "unfinished", unfinished)
+
+
+@mistake("a tied weight is in the norm once for each stage")
+def counted_by_stage(monkeypatch) -> None:
+    say_share = worker.Worker._say_share
+
+    def changed(self, step, name) -> None:
+        tie, self.tie = self.tie, self.tie and (self.seat.stage,)
+        say_share(self, step, name)
+        self.tie = tie
+
+    monkeypatch.setattr(worker.Worker, "_say_share", changed)
+
+
+@mistake("a stage steps with its own sum where it shares weights")
+def own_sum_only(monkeypatch) -> None:
+    def compute(self, before, instruction, stages) -> None:
+        tied = Datum("tied", self.seat.stage, None, instruction.step)
+        if instruction.op is Op.STEP and tied in self.have:
+            self.have[tied] = self.have[tied._replace(kind="reduced")]
+        before(self, instruction, stages)
+
+    changed_worker(monkeypatch, "_compute", compute)

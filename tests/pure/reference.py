@@ -17,8 +17,9 @@ def acceptable(plan: Plan) -> bool:
 
 
 def _ends(plan: Plan) -> bool:
-    tail = (Op.REDUCE, Op.VALIDATE, Op.STEP) if plan.policy.validate else (Op.REDUCE, Op.STEP)
     for seat, program in plan.programs.items():
+        tied, validated = bool(plan.view.topology.tie(seat.stage)), plan.policy.validate
+        tail = (Op.REDUCE, *[Op.TIE] * tied, *[Op.VALIDATE] * validated, Op.STEP)
         ops = tuple(one.op for one in program)
         if ops[-len(tail) :] != tail or not set(ops[: -len(tail)]) <= COMPUTE or any(one.stage != seat.stage for one in program):
             return False
@@ -64,7 +65,7 @@ def _progress(plan: Plan) -> bool:
     """Try everybody's next instruction until nobody can go on."""
     made = {Datum("params", stage, None, 0) for stage in range(plan.stages)}
     made |= {Datum("data", stage, mb, 0) for stage in (0, plan.stages - 1) for mb in plan.view.topology.batch}
-    place, arrived, moved = dict.fromkeys(plan.programs, 0), defaultdict(int), True
+    place, arrived, moved = dict.fromkeys(plan.programs, 0), defaultdict(list), True
     while moved:
         moved = False
         for seat, program in plan.programs.items():
@@ -72,10 +73,14 @@ def _progress(plan: Plan) -> bool:
                 continue
             one = program[place[seat]]
             own = plan.own(seat) if one.op is Op.REDUCE else ()
-            if all(datum in made for datum in requires(one, plan.stages, own)):
+            tie = plan.view.topology.tie(seat.stage)
+            if all(datum in made for datum in requires(one, plan.stages, own, bool(tie))):
                 place[seat] += 1
                 moved = True
-                arrived[one.op, seat.stage] += 1
-                if one.op is not Op.REDUCE or arrived[one.op, seat.stage] == len(plan.view.live_replicas(seat.stage)):
+                arrived[one.op].append(seat)
+                if one.op is Op.TIE:
+                    if {other for other in plan.view.live if other.stage in tie} <= set(arrived[one.op]):
+                        made.update(Datum("tied", stage, None, 0) for stage in tie)
+                elif one.op is not Op.REDUCE or {other for other in plan.view.live if other.stage == seat.stage} <= set(arrived[one.op]):
                     made.update(provides(one))
     return all(place[seat] == len(program) for seat, program in plan.programs.items())

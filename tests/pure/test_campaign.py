@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from recycle_plugin import cli
+from recycle_plugin.core.instruction import Op
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.checks import Reference
 
 from tests.pure.mistakes import MISTAKES, SEEN
-from tests.pure.test_simulator import WEIGHTS
 
 FOUND_WITHIN = 2000  # seeds, by every mistake; most need a few
 
@@ -26,6 +26,8 @@ def test_random_failures(request) -> None:
     several = sum(len(given.troubles) + len(given.faults) > 1 for given in map(campaign.scenario, range(seeds)))
     assert several >= seeds / 3
     assert sum(campaign.scenario(seed).exact for seed in range(seeds)) > seeds / 4
+    tied = [given for given in map(campaign.scenario, range(seeds)) if given.shape.ties]
+    assert len(tied) > seeds / 5 and report.hits["kill", Op.TIE] > seeds / 50
 
 
 def test_every_worker_killed_around_its_instructions() -> None:
@@ -62,16 +64,20 @@ def test_it_is_the_production_code_that_runs() -> None:
     assert not any(name.startswith(("recycle_plugin.runtime", "recycle_plugin.adapters")) for name in ran)
 
 
-def test_the_reference_is_what_the_fault_free_run_computes() -> None:
+@pytest.mark.parametrize("ties", ((), ((0, 2),), ((0, 1, 2),)), ids=str)
+def test_the_reference_is_what_the_fault_free_run_computes(ties) -> None:
     from recycle_plugin.core.cost import CostModel
     from recycle_plugin.core.plan import Policy
     from recycle_plugin.core.topology import Topology
     from recycle_plugin.planner import plan
     from recycle_plugin.simulator import train
 
-    shape, costs = Topology(2, 3, 4), CostModel.uniform(3)
-    trained = train(plan(shape.full(), costs, Policy()), costs, WEIGHTS[:3], 2, step=1)
-    assert {seat.stage: value for seat, value in trained.items()} == dict(enumerate(Reference(shape, WEIGHTS[:3], 2).weights[3]))
+    shape, costs = Topology(2, 3, 4, ties), CostModel.uniform(3)
+    weights = campaign.initial_weights(shape)
+    trained = train(plan(shape.full(), costs, Policy()), costs, weights, 2, step=1)
+    expected = Reference(shape, weights, 2).weights[3]
+    assert {seat.stage: value for seat, value in trained.items()} == dict(enumerate(expected))
+    assert all(len({expected[stage] for stage in tie}) == 1 for tie in ties)
 
 
 # --- mistakes that it has to find ---------------------------------------------------------------------

@@ -52,8 +52,8 @@ def example(op: Op) -> Instruction:
 
 @pytest.mark.parametrize("op", list(Op))
 def test_dependencies_are_stated_for_every_op(op: Op) -> None:
-    for stages in (2, 3):
-        needs, makes = requires(example(op), stages, (MicroBatch(0, 2),)), provides(example(op))
+    for stages, tied in ((2, False), (3, True)):
+        needs, makes = requires(example(op), stages, (MicroBatch(0, 2),), tied), provides(example(op))
         assert isinstance(needs, tuple) and isinstance(makes, tuple), "a table over ops misses one"
         assert all(isinstance(datum, Datum) for datum in needs + makes)
         assert all(datum.step == 3 or datum == Datum("params", 1, None, 4) for datum in needs + makes)
@@ -61,7 +61,7 @@ def test_dependencies_are_stated_for_every_op(op: Op) -> None:
 
 def test_whatever_is_required_somebody_provides() -> None:
     made = {datum.kind for op in Op for datum in provides(example(op))}
-    needed = {datum.kind for op in Op for stages in (2, 3) for datum in requires(example(op), stages, (MicroBatch(0, 2),))}
+    needed = {datum.kind for op in Op for stages in (2, 3) for datum in requires(example(op), stages, (MicroBatch(0, 2),), tied=True)}
     assert needed <= made
 
 

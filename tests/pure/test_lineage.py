@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +33,7 @@ STEP = 7
 data = st.builds(
     Datum, st.sampled_from(["act", "grad", "stash", "inner", "wgrad"]), st.integers(0, 40), st.builds(MicroBatch, st.integers(0, 50), st.integers(0, 99)),
     st.integers(0, 10**6),
-) | st.builds(Datum, st.sampled_from(["reduced", "params"]), st.integers(0, 40), st.none(), st.integers(0, 10**6))  # fmt: skip
+) | st.builds(Datum, st.sampled_from(["reduced", "tied", "params"]), st.integers(0, 40), st.none(), st.integers(0, 10**6))  # fmt: skip
 
 
 @given(st.frozensets(data, max_size=30))
@@ -69,9 +70,9 @@ def test_every_program_of_a_rest_finds_what_it_needs(job, drawn) -> None:
     programs = {seat: list(lower(planned, seat, STEP)) for seat in planned.programs}
     wanted = {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()}
     blocks = policy.blocks(view.topology)
-    counted = _run(programs, held, stages, wanted, defaultdict(int), blocks)
+    counted = _run(programs, held, view.topology, wanted, defaultdict(int), blocks)
     rest = remainder(planned, STEP, held)
-    _run({seat: list(program) for seat, program in arrange(rest, planned, costs, held).items()}, held, stages, None, counted, blocks)
+    _run({seat: list(program) for seat, program in arrange(rest, planned, costs, held).items()}, held, view.topology, None, counted, blocks)
     assert all(Datum("params", seat.stage, None, STEP + 1) in have for seat, have in held.items())
     assert set(counted.values()) == {1} and len(counted) == stages * len(view.topology.batch)
 
@@ -96,7 +97,7 @@ def test_blocks_stay_whole_whoever_dies(job, drawn) -> None:
         able = sorted(seat for seat in view.live if len(view.live_replicas(seat.stage)) > 1)
         if not able:
             break
-        _run(programs, held, stages, {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()}, defaultdict(int), blocks)
+        _run(programs, held, view.topology, {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()}, defaultdict(int), blocks)
         view = view.without(drawn.draw(st.sampled_from(able)))
         planned = plan(view, model, policy)
         held = {seat: held[seat] for seat in view.live}
@@ -108,7 +109,7 @@ def test_blocks_stay_whole_whoever_dies(job, drawn) -> None:
         programs = {seat: list(program) for seat, program in arrange(rest, planned, model, held).items()}
     counted = defaultdict(int, {(datum.stage, datum.micro_batch): 1 for have in held.values() for datum in have if datum.kind == "wgrad"})
     whole = {seat.stage for seat, have in held.items() if Datum("reduced", seat.stage, None, STEP) in have}
-    _run(programs, held, stages, None, counted, blocks)
+    _run(programs, held, view.topology, None, counted, blocks)
     assert all(Datum("params", seat.stage, None, STEP + 1) in have for seat, have in held.items())
     assert all(counted[stage, micro_batch] == 1 for stage in set(range(stages)) - whole for micro_batch in view.topology.batch)
 
@@ -133,15 +134,15 @@ def test_a_block_that_is_not_added_in_order_by_one_worker_is_refused(wrong) -> N
         remainder(planned, STEP, held)
 
 
-def _run(programs, held, stages, wanted, counted, blocks):
-    """Let workers run until nobody can, each at most ``wanted`` instructions; REDUCE waits for its stage."""
+def _run(programs, held, shape, wanted, counted, blocks):
+    """Let workers run until nobody can, each at most ``wanted`` instructions; REDUCE waits for its stage, TIE for those of its tie."""
     done = dict.fromkeys(programs, 0)
     moved = True
     while moved:
         moved = False
         for seat, program in programs.items():
-            while done[seat] < len(program) and (wanted is None or done[seat] < wanted[seat]) and _able(seat, program[done[seat]], programs, done, held, stages):
-                _perform(seat, program[done[seat]], programs, held, stages, counted, blocks)
+            while done[seat] < len(program) and (wanted is None or done[seat] < wanted[seat]) and _able(seat, program[done[seat]], programs, done, held, shape):
+                _perform(seat, program[done[seat]], programs, held, shape.stages, counted, blocks)
                 done[seat] += 1
                 moved = True
     if wanted is None:
@@ -149,11 +150,11 @@ def _run(programs, held, stages, wanted, counted, blocks):
     return counted
 
 
-def _able(seat, one, programs, done, held, stages) -> bool:
-    if one.op is Op.REDUCE:
-        peers = [peer for peer in programs if peer.stage == seat.stage]
-        return all(one in programs[peer][: done[peer] + 1] for peer in peers)
-    return one.op is Op.VALIDATE or all(datum in held[seat] for datum in requires(one, stages))
+def _able(seat, one, programs, done, held, shape) -> bool:
+    if one.op in (Op.REDUCE, Op.TIE):
+        group = (seat.stage,) if one.op is Op.REDUCE else shape.tie(seat.stage)
+        return all(replace(one, stage=peer.stage) in programs[peer][: done[peer] + 1] for peer in programs if peer.stage in group)
+    return one.op is Op.VALIDATE or all(datum in held[seat] for datum in requires(one, shape.stages, (), bool(shape.tie(seat.stage))))
 
 
 def _perform(seat, one, programs, held, stages, counted, blocks) -> None:

@@ -49,9 +49,10 @@ def test_published_schedule_needs_six_places_not_eight() -> None:
     assert plan(view, UNIT, Policy(activation_cap=(4, 4, 3, 4))).bound_us > 27
 
 
-def test_bounds_are_no_higher_than_optima() -> None:
+@pytest.mark.parametrize("tied", (False, True))
+def test_bounds_are_no_higher_than_optima(tied) -> None:
     pytest.importorskip("ortools")
-    found = bounds_hold(60, seed=4, exact_s=1.0, most=24)
+    found = bounds_hold(60, seed=4, exact_s=1.0, most=24, tied=tied)
     assert found["bound above an optimum"] == 0 and found["proven not above"] > 30
 
 

@@ -15,6 +15,7 @@ from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.planner import plan
 from recycle_plugin.simulator import Deadlock, predict, simulate, train
+from recycle_plugin.simulator.campaign import initial_weights
 
 from tests.pure.jobs import EXAMPLE, LOST, STOCK, UNIT, jobs
 
@@ -78,8 +79,9 @@ def test_deadlock_says_who_waits_for_what() -> None:
 def test_weights_are_those_of_the_fault_free_run(job, steps: int) -> None:
     view, costs, policy = job
     stages = view.topology.stages
-    fault_free = train(plan(view.topology.full(), CostModel.uniform(stages), STOCK), CostModel.uniform(stages), WEIGHTS[:stages], steps)
-    degraded = train(plan(view, costs, policy), costs, WEIGHTS[:stages], steps)
+    weights = initial_weights(view.topology)
+    fault_free = train(plan(view.topology.full(), CostModel.uniform(stages), STOCK), CostModel.uniform(stages), weights, steps)
+    degraded = train(plan(view, costs, policy), costs, weights, steps)
     assert set(degraded) == set(view.live)
     assert all(weight == fault_free[seat] for seat, weight in degraded.items())
 

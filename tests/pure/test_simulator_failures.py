@@ -23,12 +23,12 @@ from recycle_plugin.planner import PlanError, lower, plan
 from recycle_plugin.render import perfetto
 from recycle_plugin.render.grid import draw
 from recycle_plugin.simulator import ExactWorld, predict, train
+from recycle_plugin.simulator.campaign import initial_weights
 from recycle_plugin.simulator.job import Job
 from recycle_plugin.simulator.machine import LOCAL, by_name
 
 from tests.pure.jobs import jobs
 
-WEIGHTS = (3, 5, 7, 11)
 STEPS = 3
 FREE = by_name("free")
 SHAPE = Topology(3, 3, 4)
@@ -66,8 +66,9 @@ def torn_by(number: int) -> Callable[[Seat, Instruction], bool]:
 def test_killed_anywhere_the_weights_are_those_of_the_fault_free_run(history) -> None:
     job, faults, deaths, torn = history
     shape, stages = job.view.topology, job.view.topology.stages
-    expected = train(plan(shape.full(), CostModel.uniform(stages), Policy()), CostModel.uniform(stages), WEIGHTS[:stages], STEPS)
-    ran = job.run(STEPS, faults, deaths, ExactWorld, {seat: WEIGHTS[seat.stage] for seat in job.view.live}, torn_by(torn))
+    weights = initial_weights(shape)
+    expected = train(plan(shape.full(), CostModel.uniform(stages), Policy()), CostModel.uniform(stages), weights, STEPS)
+    ran = job.run(STEPS, faults, deaths, ExactWorld, {seat: weights[seat.stage] for seat in job.view.live}, torn_by(torn))
     gone = {seat for loss in ran.losses for seat in loss.seats}
     victims = set(deaths) | {fault.seat for fault in faults}
     assert gone <= victims and job.view.live - set(ran.parameters) <= victims

@@ -44,6 +44,15 @@ BROKEN = {
 }
 
 
+TIED = plan(replace(EXAMPLE, ties=((0, 2),)).full().without(LOST), UNIT, Policy())
+BROKEN |= {
+    "a stage that shares weights without a sum over them": (
+        replace(TIED, programs={**TIED.programs, SEAT: tuple(one for one in TIED.programs[SEAT] if one.op is not Op.TIE)}), "does not end with REDUCE, TIE, STEP",
+    ),
+    "a sum over nothing that is shared": (with_program((*PROGRAM[:-1], Instruction(Op.TIE, 2), PROGRAM[-1])), "does not end with REDUCE, STEP"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_plans_are_refused(what: str) -> None:
     broken, message = BROKEN[what]
