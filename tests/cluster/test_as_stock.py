@@ -32,8 +32,11 @@ def test_unclipped_against_the_script_without_the_plugin(launch):
 
 @pytest.mark.parametrize(
     "shape, settings",
-    [(SQUARE, CLIPPED), (Shape(replicas=3), CLIPPED), (Shape(replicas=3), ())],
-    ids=("2 x 2, clipped", "3 x 2, clipped", "3 x 2, unclipped"),
+    [
+        pytest.param(SQUARE, CLIPPED, id="2 x 2, clipped"),
+        pytest.param(Shape(replicas=3), CLIPPED, id="3 x 2, clipped", marks=pytest.mark.all_kills),
+        pytest.param(Shape(replicas=3), (), id="3 x 2, unclipped"),
+    ],
 )
 def test_under_the_plugins_launcher(launch, shape, settings):
     stock = launch("recycle.enabled=false", *settings, shape=shape).finish()

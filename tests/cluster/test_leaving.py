@@ -20,7 +20,7 @@ def test_ends_at_different_times_are_no_deaths(launch, reference):
     assert len(result.of("left")) == 4 and len(result.of("resume")) == len(result.of("finished")) == 1
 
 
-@pytest.mark.parametrize("seat", ("0.0", "1.1"))
+@pytest.mark.parametrize("seat", ("0.0", pytest.param("1.1", marks=pytest.mark.all_kills)))
 def test_sigterm_at_a_worker_is_a_planned_leave(launch, reference, seat):
     """No step is undone, and nothing is run twice."""
     run = launch("recycle.trace=true")
@@ -48,7 +48,7 @@ def assert_same_losses(result, reference) -> None:
         assert step not in said or said[step] == pytest.approx(loss, abs=LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("rank", (0, 3))
+@pytest.mark.parametrize("rank", (pytest.param(0, marks=pytest.mark.all_kills), 3))
 def test_sigterm_at_a_supervisor_ends_the_job(launch, reference, rank):
     run = launch("steps=100000")
     after_step(run, 4)
