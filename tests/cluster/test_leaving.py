@@ -48,7 +48,7 @@ def assert_same_losses(result, reference) -> None:
         assert step not in said or said[step] == pytest.approx(loss, abs=LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("rank", (pytest.param(0, marks=pytest.mark.all_kills), 3))
+@pytest.mark.parametrize("rank", (0, pytest.param(3, marks=pytest.mark.all_kills)))
 def test_sigterm_at_a_supervisor_ends_the_job(launch, reference, rank):
     run = launch("steps=100000")
     after_step(run, 4)
