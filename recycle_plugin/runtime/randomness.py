@@ -7,6 +7,8 @@ own stream they would differ, and the gradient would be of another function, sil
 from __future__ import annotations
 
 import hashlib
+import random
+import sys
 from contextlib import contextmanager
 from typing import Iterator
 
@@ -23,13 +25,21 @@ def key(seed: int, step: int, micro_batch: MicroBatch, stage: int) -> int:
 
 @contextmanager
 def keyed(seed: int) -> Iterator[None]:
-    """All default generators start from ``seed`` inside; outside, the worker's own streams go on as if nothing was."""
-    host = torch.get_rng_state()
+    """All default generators start from ``seed`` inside, Python's and numpy's too (layers that are left out at random draw from these);
+    outside, the worker's own streams go on as if nothing was."""
+    host, python, numpy = torch.get_rng_state(), random.getstate(), sys.modules.get("numpy")
+    array = numpy.random.get_state() if numpy else None
     device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed % 2**32)
     try:
         yield
     finally:
         torch.set_rng_state(host)
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(array)
         if device is not None:
             torch.cuda.set_rng_state(device)

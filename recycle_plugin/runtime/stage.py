@@ -21,9 +21,10 @@ import torch
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.runtime.blocks import BlockSums, Gradients, in_place_of
+from recycle_plugin.runtime.boundary import Tensors, batch_part, gradients, incoming, outgoing, packed, with_gradients
+from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.split_backward import DeferredWeights, PendingWeights
 
-Tensors = tuple[torch.Tensor, ...]
 Key = tuple[int, MicroBatch]  # step, micro-batch
 
 
@@ -55,7 +56,8 @@ class Shelf:
 @dataclass(frozen=True)
 class StageModel:
     """What the stage computes.  ``loss``: of (outputs, labels) on the last stage; ``scale``: the divisor of each
-    micro-batch's loss, the logical number of micro-batches of a replica."""
+    micro-batch's loss, the logical number of micro-batches of a replica; ``reentrant``: whether the first stage's data has to require
+    a gradient, as reentrant checkpointing of a layer wants it, which else would be cut off from the graph."""
 
     module: torch.nn.Module
     loss: Callable[[Any, Any], torch.Tensor] | None
@@ -63,6 +65,7 @@ class StageModel:
     first: bool
     last: bool
     device: torch.device
+    reentrant: Callable[[], bool] = lambda: False
 
 
 class Stage:
@@ -82,6 +85,7 @@ class Stage:
         self._counted: set[Key] = set()  # in parameter.grad
         self.losses: dict[Key, torch.Tensor] = {}
         self.loss_scale = 1.0  # what losses are multiplied by before the backward
+        self._watched = False  # that a forward changes no state
         self.peak = 0  # most micro-batches that had an activation, a gradient or weight work here at once
 
     # --- inputs ------------------------------------------------------------------------------------
@@ -90,9 +94,9 @@ class Stage:
         """Take the inputs (first stage) and labels (last stage) of a micro-batch."""
         shelf = self._shelf(key)
         if self._model.first:
-            shelf.data = _to_device(batch[0], self._model.device)
+            shelf.data = batch_part(batch[0], self._model.device)
         if self._model.last:
-            shelf.labels = _to_device(batch[1], self._model.device)
+            shelf.labels = batch_part(batch[1], self._model.device)
 
     def receive_activation(self, key: Key, tensors: Tensors) -> None:
         moved = (tensor.to(self._model.device) for tensor in tensors)
@@ -114,17 +118,17 @@ class Stage:
         """Returns what goes to the next stage."""
         shelf, model, (step, micro_batch) = self._shelves[key], self._model, key
         exact = self._blocks is not None  # without a graph torch may choose kernels that round differently
-        with self._randomness(micro_batch, step), torch.set_grad_enabled(exact or not bare):
-            outputs = model.module(shelf.data if model.first else _unpack(shelf.inputs))
+        with self._randomness(micro_batch, step), torch.set_grad_enabled(exact or not bare), self._unchanged():
+            outputs = model.module(self._data(shelf) if model.first else incoming(shelf.inputs))
             if model.last:
-                loss = model.loss(outputs, shelf.labels) if model.loss is not None else outputs
+                loss = _checked(model.loss(outputs, shelf.labels) if model.loss is not None else outputs)
                 self.losses[key] = loss.detach()
                 shelf.loss = loss / model.scale * self.loss_scale
             else:
-                shelf.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                shelf.outputs = outgoing(outputs)
         shelf.data = shelf.labels = None
         self.peak = max(self.peak, len(self._shelves))
-        made = shelf.outputs
+        made = () if model.last else packed(outputs, shelf.outputs)
         if bare:
             self._use_up(key)
         return made
@@ -211,10 +215,41 @@ class Stage:
         if self._model.last:
             shelf.loss.backward()
         else:
-            torch.autograd.backward(*_with_grads(shelf))
-        made = tuple(tensor.grad for tensor in shelf.inputs if tensor.requires_grad)
+            self._run_graph(shelf)
+        made = gradients(shelf.inputs)
         self._use_up(key)
         return made
+
+    def _run_graph(self, shelf: Shelf) -> None:
+        differentiable = with_gradients(shelf.outputs, shelf.grads)
+        if differentiable:
+            torch.autograd.backward(*zip(*differentiable))
+        elif any(parameter.requires_grad for parameter in self._parameters):
+            raise RecycleError(
+                "nothing that the first stage gives depends on its parameters, so they would not be trained: reentrant activation checkpointing cuts "
+                "off layers whose inputs have no gradient, such as token ids; set pipeline.use_reentrant to false, or leave them out of "
+                "checkpointable_layers (parameters that are not to be trained: requires_grad = False)"
+            )
+
+    @contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """The first forward in training must leave parameters and buffers as they are: one that is run again would change them once more."""
+        module, watches = self._model.module, not self._watched and self._model.module.training
+        before = [(name, tensor, tensor._version) for name, tensor in (*module.named_parameters(), *module.named_buffers())] if watches else []
+        yield
+        self._watched = self._watched or watches
+        changed = next((name for name, tensor, version in before if tensor._version != version), None)
+        if changed is not None:
+            raise RecycleError(
+                f"{changed} is changed by each forward in training, which one that is run again would do twice, and workers with more micro-batches more "
+                "often: leave out what counts there (running statistics, spectral norm, max_norm of an embedding), or set recycle.enabled to false"
+            )
+
+    def _data(self, shelf: Shelf) -> Any:
+        if self._model.reentrant():
+            for tensor in shelf.data if isinstance(shelf.data, tuple) else (shelf.data,):
+                tensor.requires_grad_(tensor.is_floating_point())
+        return shelf.data
 
     def _use_up(self, key: Key) -> None:
         """The stash and what it was made of; a pending weight gradient of the same micro-batch stays."""
@@ -241,16 +276,8 @@ def _add(parameters: list[torch.nn.Parameter], gradients: Iterable[torch.Tensor 
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def _with_grads(shelf: Shelf) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The outputs that have a gradient, and those gradients."""
-    return [output for output in shelf.outputs if output.requires_grad], list(shelf.grads)
-
-
-def _unpack(tensors: Tensors) -> Any:
-    return tensors[0] if len(tensors) == 1 else tensors
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if torch.is_tensor(value):
-        return value.to(device)
-    return type(value)(_to_device(item, device) for item in value)
+def _checked(loss: Any) -> torch.Tensor:
+    if not torch.is_tensor(loss) or loss.numel() != 1:
+        found = f"a tensor of shape {list(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss).__name__}"
+        raise RecycleError(f"the loss of a micro-batch is {found}: loss_fn, or without one the last layer, has to give a tensor with one number")
+    return loss

@@ -1,0 +1,61 @@
+"""What a stage gets and gives: a tensor or a tuple of tensors, of any dtype, and of shapes that may change with each micro-batch.
+
+It travels as a tuple of tensors; with a tuple of one, which is no lone tensor to the layer that gets it, a mark travels.  Gradients
+come back for the members of floating-point type, one for each: zeros for one that nothing was computed from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recycle_plugin.runtime.errors import RecycleError
+
+Tensors = tuple[torch.Tensor, ...]
+MARK = torch.empty(0, 0, dtype=torch.bool)
+
+
+def batch_part(value: Any, device: torch.device) -> Any:
+    """The inputs, or the labels, of a batch as stock DeepSpeed hands them on: lists have become tuples.  Copies: a layer may change them."""
+    if torch.is_tensor(value):
+        return value.detach().to(device, copy=True)
+    return tuple(batch_part(item, device) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+def outgoing(outputs: Any) -> Tensors:
+    """The members of what a stage's last layer gives.  Raises RecycleError where it is nothing that can travel."""
+    members = outputs if isinstance(outputs, tuple) else (outputs,)
+    wrong = [type(member).__name__ for member in members if not torch.is_tensor(member)]
+    if wrong or not members:
+        raise RecycleError(f"the last layer of a stage gives {', '.join(wrong) or 'an empty tuple'}: what goes to the next stage is a tensor, or a tuple of tensors")
+    # a parameter is about to be changed by the optimizer, while peers may still need what was sent
+    return tuple(member.clone() if isinstance(member, torch.nn.Parameter) else member for member in members)
+
+
+def packed(outputs: Any, members: Tensors) -> Tensors:
+    """``members``, the :func:`outgoing` of ``outputs``, as they travel."""
+    marked = isinstance(outputs, tuple) and (len(members) == 1 or _is_mark(members[-1]))
+    return (*members, MARK) if marked else members
+
+
+def incoming(tensors: Tensors) -> Any:
+    """What a stage's first layer gets of what has arrived.  Copies: it may change them."""
+    marked = _is_mark(tensors[-1])
+    members = tuple(tensor.clone() for tensor in (tensors[:-1] if marked else tensors))
+    return members if marked or len(members) > 1 else members[0]
+
+
+def gradients(inputs: Tensors) -> Tensors:
+    """What goes back of ``inputs``, after the backward."""
+    return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs if tensor.requires_grad)
+
+
+def with_gradients(outputs: Tensors, grads: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The outputs that have a graph behind them, and what has come back for each."""
+    floating = (output for output in outputs if output.is_floating_point())
+    return [(output, grad) for output, grad in zip(floating, grads, strict=True) if output.requires_grad]
+
+
+def _is_mark(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == MARK.dtype and tensor.shape == MARK.shape
