@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import has_moe_layers
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from recycle_plugin.adapters.deepspeed.engine import layer_specs
@@ -13,8 +14,8 @@ from recycle_plugin.adapters.deepspeed.refusals import refusals
 from recycle_plugin.runtime.errors import RecycleError
 
 
-def check_config(config: dict[str, Any], model: Any) -> None:
-    """Before the engine is built.  ``config``: the whole DeepSpeed config."""
+def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters: Any) -> None:
+    """Before the engine is built.  ``config``: the whole DeepSpeed config; the others as ``deepspeed.initialize`` gets them."""
     if not isinstance(model, PipelineModule):
         raise RecycleError(f"recycle.enabled needs a deepspeed.pipe.PipelineModule, and the model is a {type(model).__name__}")
     _check_device()
@@ -22,6 +23,14 @@ def check_config(config: dict[str, Any], model: Any) -> None:
     if wrong is not None:
         raise RecycleError(wrong)
     _check_module(model)
+    _check_layers(model)
+    if optimizer is None and not config.get("optimizer"):
+        raise RecycleError('there is no optimizer: add an "optimizer" section to the DeepSpeed config, or pass optimizer= to deepspeed.initialize')
+    if not any(True for _ in model.parameters()) or parameters == []:
+        raise RecycleError(
+            "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: give PipelineModule another partition_method or fewer "
+            "stages, and pass frozen parameters to deepspeed.initialize as well (requires_grad = False is enough)"
+        )
 
 
 def check_placement(placement: str, model: PipelineModule, given: str) -> None:
@@ -82,3 +91,16 @@ def _check_module(model: PipelineModule) -> None:
             "data parallelism is 1: a lost worker would have no peer to take its micro-batches; "
             "use at least twice as many ranks as pipeline stages, or set recycle.enabled to false"
         )
+
+
+def _check_layers(model: PipelineModule) -> None:
+    """What would train otherwise than with stock DeepSpeed, or not the same whoever computes it."""
+    if has_moe_layers(model)[0]:
+        raise RecycleError("deepspeed.moe layers send tokens between replicas, which may be lost, and are not supported; use dense layers, or set recycle.enabled to false")
+    if type(model).get_additional_losses is not PipelineModule.get_additional_losses:
+        raise RecycleError(f"{type(model).__name__}.get_additional_losses: other losses than the one that is trained are not reported yet; leave the method out")
+    for name, part in model.named_modules():
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
+            raise RecycleError(f"{name} has sparse gradients, which are not summed over replicas yet; build it with sparse=False")
+        if getattr(part, "_compiled_call_impl", None) is not None or type(part).__name__ == "OptimizedModule":
+            raise RecycleError(f"{name} is compiled: layers whose backward is split, and run again by peers, cannot be yet; leave torch.compile out")

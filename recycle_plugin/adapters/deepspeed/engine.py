@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from recycle_plugin.adapters.deepspeed import schedule as commands
 from recycle_plugin.adapters.deepspeed.between import BetweenSteps
 from recycle_plugin.adapters.deepspeed.data import DatasetSource
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
+from recycle_plugin.adapters.deepspeed.model import AsStarted, another_batch_size, keyed_forward, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive, figures
 from recycle_plugin.adapters.deepspeed.stepping import Stepping
 from recycle_plugin.core.contributions import LOSS
@@ -42,7 +44,7 @@ from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.fingerprint import arithmetic, fingerprint
 from recycle_plugin.runtime.kept import Kept
 from recycle_plugin.runtime.loop import Loop
-from recycle_plugin.runtime.randomness import key, keyed
+from recycle_plugin.runtime.randomness import key
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage import Stage, StageModel
@@ -82,6 +84,7 @@ class RecycleEngine(BetweenSteps, Feeding):
         self._check_faults(settings)
         self._deferred = _split(self.module) if settings.split_backward else None
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._as_started = AsStarted(self.module, self.micro_batches)
         blocks = BlockSums(self._parameters, settings.policy(False, self.num_stages).blocks(self.topology_)) if settings.exact else None
         self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks)
         self._transport = Transport(self._job.session)
@@ -110,6 +113,7 @@ class RecycleEngine(BetweenSteps, Feeding):
         self._take_iterator(data_iter)
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+        self._as_started.check(self.micro_batches)
         self._start()
         self._begin_with_data()
         self.module.train()
@@ -126,10 +130,10 @@ class RecycleEngine(BetweenSteps, Feeding):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         if train_batch_size != self.train_batch_size():
-            raise RecycleError(
-                f"set_train_batch_size({train_batch_size}): another number of micro-batches than the {self.micro_batches} of the first step is not "
-                "supported yet, because the plan and the places in the data follow from it; set gradient_accumulation_steps in the config"
-            )
+            raise another_batch_size(f"set_train_batch_size({train_batch_size})", self.micro_batches)
+
+    def compile(self, *arguments: Any, **named: Any) -> None:
+        raise RecycleError("engine.compile(): layers whose backward is split, and run again by peers, cannot be compiled yet; leave the call out")
 
     def settle(self) -> None:
         """Return when every step that ``train_batch`` has returned for is committed, whoever dies meanwhile."""
@@ -191,7 +195,8 @@ class RecycleEngine(BetweenSteps, Feeding):
         }  # fmt: skip
 
     def _stage_model(self) -> StageModel:
-        return StageModel(self.module, self.module.loss_fn, self.micro_batches, self.is_first_stage(), self.is_last_stage(), self.device)
+        first, last = self.is_first_stage(), self.is_last_stage()
+        return StageModel(self.module, self.module.loss_fn, self.micro_batches, first, last, self.device, partial(reentrant, self.module))
 
     def _check_faults(self, settings: Settings) -> None:
         for fault in settings.fault_list:
@@ -389,7 +394,8 @@ class RecycleEngine(BetweenSteps, Feeding):
     def _randomness(self, micro_batch: MicroBatch, step: int) -> Any:
         if self._job.settings.rng == "stream":
             return nullcontext()
-        return keyed(key(self._job.settings.seed, step, micro_batch, self.stage_id))
+        place = max(0, step - 1) * self.micro_batches + micro_batch.index
+        return keyed_forward(self.module, key(self._job.settings.seed, step, micro_batch, self.stage_id), place)
 
     def _degraded(self) -> bool:
         return self._loop is not None and len(self._job.session.generation.members) < len(self.topology_.seats)

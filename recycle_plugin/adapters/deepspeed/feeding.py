@@ -6,7 +6,8 @@ from typing import Any, Callable
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from recycle_plugin.adapters.deepspeed.data import Source
+from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
+from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.sources import Standing
 from recycle_plugin.runtime.errors import RecycleError
@@ -98,5 +99,11 @@ class Feeding(PipelineEngine):
 
     def _exec_load(self, instruction: Instruction) -> None:
         step, one = instruction.step, instruction.micro_batch
-        source = self._supply.take if self._draws else self._source
-        self._stage.load((step, one), source(step, one) if step > 0 else self._evaluations.batch(one))
+        self._stage.load((step, one), self._batch(step, one) if step > 0 else self._evaluations.batch(one))
+
+    def _batch(self, step: int, micro_batch: MicroBatch) -> Any:
+        if self._draws:
+            return self._supply.take(step, micro_batch)
+        batch = self._source(step, micro_batch)
+        made = isinstance(self._source, DatasetSource) and self.batch_fn is not None
+        return self.batch_fn(batch) if made else batch

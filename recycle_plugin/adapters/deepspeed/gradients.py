@@ -87,7 +87,7 @@ class Gradients:
             return self._taken_over(bucket, step, holder)
         if owners is not None:
             total = self._blocks.total([self._places[parameter] for parameter in bucket], owners, self._group)
-            return total.mul_(1.0 / self._group.size())
+            return total.mul_(1.0 / self._group.size()) if self._engine.gradient_average else total
         gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket]
         alone = len(bucket) == 1  # "flattened" it would be the contribution itself
         return self._engine.allreduce_bucket([gradients[0].clone()] if alone else gradients, self._group)

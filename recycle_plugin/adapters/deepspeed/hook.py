@@ -73,8 +73,8 @@ class Plugin:
             settings = Settings.from_section(config.get(SECTION))
             if not settings.enabled:
                 return stock(*arguments, **named)
-            model, data = (named.get(name, dict(enumerate(arguments)).get(place)) for name, place in (("model", 1), ("training_data", 4)))
-            with self._our_engine(module, config, settings, model, data):
+            given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
+            with self._our_engine(module, config, settings, given):
                 built = stock(*arguments, **named)
             self.engine = built[0]
             return built
@@ -82,7 +82,7 @@ class Plugin:
         module.initialize = initialize
 
     @contextmanager
-    def _our_engine(self, module: ModuleType, config: dict, settings: Settings, model: Any, data: Any) -> Iterator[None]:
+    def _our_engine(self, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]) -> Iterator[None]:
         """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment, which may be a class of the user's."""
         check_versions()
         from recycle_plugin.adapters.deepspeed.checks import check_config, check_dataset, check_placement
@@ -90,9 +90,9 @@ class Plugin:
 
         if self.engine is not None:
             raise RecycleError("deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet")
-        check_config(config, model)
-        check_dataset(data)
-        check_placement(settings.placement, model, os.environ["RECYCLE_PLACEMENT"])
+        check_config(config, given.get("model"), given.get("optimizer"), given.get("model_parameters"))
+        check_dataset(given.get("training_data"))
+        check_placement(settings.placement, given.get("model"), os.environ["RECYCLE_PLACEMENT"])
         self.session.wait_timeout_s, self.session.regroup_timeout_s = settings.wait_timeout_s, settings.regroup_timeout_s
         stock, module.PipelineEngine = module.PipelineEngine, engine_class(module.PipelineEngine, Job(self.session, settings))
         try:

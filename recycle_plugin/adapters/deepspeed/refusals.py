@@ -20,6 +20,10 @@ def refusals(config: dict[str, Any]) -> Iterator[str]:
     yield from _zero(config)
     yield from _optimizer(_section(config, "optimizer"))
     yield from _checkpoint(_section(config, "checkpoint"))
+    yield from _bypassed(config)
+    yield from _parallel(config)
+    yield from _removed(config)
+    yield from _exact(config)
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -49,6 +53,8 @@ def _zero(config: dict[str, Any]) -> Iterator[str]:
 def _optimizer(section: dict[str, Any]) -> Iterator[str]:
     """DeepSpeed's own Adam is compiled at first use: say so before the compiler does."""
     name = str(section.get("type", "")).lower()
+    if name.startswith(("onebit", "zeroone")):
+        yield f"optimizer {section['type']} sends gradients by itself, to workers that may be lost; use Adam or AdamW with torch_adam: true"
     if name not in ("adam", "adamw") or _section(section, "params").get("torch_adam"):
         return
     advice = 'set optimizer.params.torch_adam to true, which needs no compiler'
@@ -70,6 +76,61 @@ def _checkpoint(section: dict[str, Any]) -> Iterator[str]:
     for name, reason in reasons.items():
         if section.get(name):
             yield f"checkpoint.{name} {reason}; leave it out"
+
+
+BYPASSED = {
+    "flops_profiler.enabled": "counts in DeepSpeed's own forward, which the plugin does not call; leave it out (recycle.trace times every instruction)",
+    "wall_clock_breakdown": "times DeepSpeed's own instructions, which the plugin does not run, and would print zeros; set recycle.trace to true instead",
+    "comms_logger.enabled": "counts what DeepSpeed sends, and the plugin sends activations and gradients itself; leave it out",
+    "autotuning.enabled": "ends its trials in DeepSpeed's own forward, which the plugin does not call; tune with recycle.enabled false",
+    "data_efficiency.enabled": "orders training_data, or drops tokens, by DeepSpeed's own loader and count of steps, which a peer could not repeat; "
+    "order the data in engine.set_data_source(source), by its step",
+    "zero_optimization.zenflow": "steps parameters apart from the others, by ZeRO's shards; leave it out",
+    "compile.deepcompile": "compiles the backward, which the plugin splits and lets peers run again; leave it out",
+    "activation_checkpointing.contiguous_memory_optimization": "wants backwards in the order of DeepSpeed's own schedule; leave it out",
+    "activation_checkpointing.partition_activations": "deals activations to tensor-parallel workers, which are not supported yet; leave it out",
+}
+REMOVED = (
+    "curriculum_learning", "progressive_layer_drop", "eigenvalue", "quantize_training", "compression_training", "sparse_attention", "sparse_gradients",
+    "elasticity", "nebula", "graph_harvesting",
+)  # fmt: skip
+
+
+def _bypassed(config: dict[str, Any]) -> Iterator[str]:
+    """What DeepSpeed does in places that the plugin has its own of: it would be left undone without a word."""
+    for name, reason in BYPASSED.items():
+        if _value(config, name):
+            yield f"{name} {reason}"
+    if not config.get("managed_gradient_accumulation", True):
+        yield "managed_gradient_accumulation false leaves it to the script when to step, and a pipeline steps once in a train_batch; leave it out"
+
+
+def _parallel(config: dict[str, Any]) -> Iterator[str]:
+    for name in ("tensor_parallel.autotp_size", "sequence_parallel_size"):
+        if (_value(config, name) or 1) > 1:
+            yield f"{name} above 1 splits micro-batches or layers over workers, which is not supported yet; leave it out"
+    if _value(config, "expert_parallel.enabled"):
+        yield "expert_parallel.enabled: mixtures of experts send tokens between replicas, which may be lost; leave it out"
+
+
+def _removed(config: dict[str, Any]) -> Iterator[str]:
+    """Some releases of DeepSpeed in the supported range still take these."""
+    for name in REMOVED:
+        value = config.get(name)
+        if value and not (isinstance(value, dict) and not value.get("enabled", True)):
+            yield f"{name} is not supported, and newer releases of DeepSpeed have removed it; leave it out"
+
+
+def _exact(config: dict[str, Any]) -> Iterator[str]:
+    kind = config.get("communication_data_type")
+    if kind is not None and str(kind).lower() != "fp32" and _section(config, "recycle").get("exact"):
+        yield f"communication_data_type {shown(kind)} rounds gradients on their way, and recycle.exact adds them as they are; leave one of the two out"
+
+
+def _value(config: dict[str, Any], name: str) -> Any:
+    """Of a key, or of one in a section."""
+    section, _, key = name.rpartition(".")
+    return (_section(config, section) if section else config).get(key)
 
 
 def _stale_lock() -> Path | None:

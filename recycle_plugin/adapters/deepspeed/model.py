@@ -1,0 +1,66 @@
+"""What a PipelineModule's forwards depend on besides their inputs, made the same whoever runs them; and what a script may not change of it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any, Iterator
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.activation_checkpointing import checkpointing
+
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.randomness import keyed
+
+
+def reentrant(module: PipelineModule) -> bool:
+    """Whether it checkpoints activations in a way that leaves out layers whose inputs require no gradient."""
+    return module.activation_checkpoint_interval > 0 and module.activation_checkpoint_func is not checkpointing.non_reentrant_checkpoint
+
+
+@contextmanager
+def keyed_forward(module: PipelineModule, seed: int, place: int) -> Iterator[None]:
+    """A forward draws by ``seed``, through DeepSpeed's tracker of random states too.
+
+    ``place``: that of the micro-batch among its replica's.  ``seed_layers`` seeds each layer by how many forwards its worker has run:
+    by ``place``, which is that number without a failure, and the same whoever runs it.
+    """
+    module.micro_offset = place
+    tracker = checkpointing.get_cuda_rng_tracker()
+    states = tracker.get_states()
+    with keyed(seed):
+        tracker.set_states({name: _state(seed + number) for number, name in enumerate(sorted(states), 1)})
+        get_accelerator().manual_seed(seed)
+        try:
+            yield
+        finally:
+            tracker.set_states(states)
+
+
+def _state(seed: int) -> Any:
+    get_accelerator().manual_seed(seed)
+    return get_accelerator().get_rng_state()
+
+
+class AsStarted:
+    """Of a ``module`` that runs ``micro_batches`` a step: what the plan and the sum of gradients were made for."""
+
+    def __init__(self, module: PipelineModule, micro_batches: int) -> None:
+        self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
+        self._micro_batches = micro_batches
+
+    def check(self, micro_batches: int) -> None:
+        """Raises RecycleError where a script has changed it."""
+        changed = next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
+        if changed is not None:
+            raise RecycleError(f"requires_grad of {changed} has changed since deepspeed.initialize: freeze and thaw parameters before it, or set the learning "
+                               "rate of their group to 0 by a scheduler")  # fmt: skip
+        if micro_batches != self._micro_batches:
+            raise another_batch_size(f"engine.micro_batches = {micro_batches}", self._micro_batches)
+
+
+def another_batch_size(asked: str, micro_batches: int) -> RecycleError:
+    return RecycleError(
+        f"{asked}: another number of micro-batches than the {micro_batches} of the first step is not "
+        "supported yet, because the plan and the places in the data follow from it; set gradient_accumulation_steps in the config"
+    )
