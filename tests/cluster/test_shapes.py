@@ -18,12 +18,12 @@ import shapes_models as models  # noqa: E402
 
 @pytest.fixture
 def train(launch, tmp_path):
-    """``train(case, *faults, enabled=)``: the finished job."""
+    """``train(case, *faults, enabled=, **more)``: the finished job, with ``more`` in DeepSpeed's config."""
     folders: list[str] = []
 
-    def run(case: str, *faults: str, enabled: bool = True) -> Result:
+    def run(case: str, *faults: str, enabled: bool = True, **more: object) -> Result:
         folders.append(str(tmp_path / f"run{len(folders)}"))
-        job = {"case": case, "folder": folders[-1], "enabled": enabled, "faults": faults}
+        job = {"case": case, "folder": folders[-1], "enabled": enabled, "faults": faults, "more": more}
         result = launch(shape=SQUARE, script="tests/jobs/shapes.py", RECYCLE_TEST_SHAPES=json.dumps(job)).finish()
         assert result.code == 0 and len(result.of("lost")) == len(faults), result.output[-6000:]
         return result
@@ -83,3 +83,11 @@ def test_layers_of_all_kinds_as_with_stock(train, kill):
     assert {tuple(record["layers"]) for record in result.records.values()} == {(0, 6, 7)}
     assert result.losses == pytest.approx(stock.losses, abs=LOSS_TOLERANCE)
     assert_weights(result, {name: value for rank in stock.records for name, value in stock.parameters(rank).items()})
+
+
+@pytest.mark.all_kills
+def test_gradients_that_are_rounded_on_their_way_as_with_stock(train):
+    more = {"communication_data_type": "bf16", "prescale_gradients": False, "gradient_predivide_factor": 2.0, "pipeline": {}}
+    stock, result, other = train("layers", enabled=False, **more), train("layers", **more), train("layers")
+    assert result.losses == pytest.approx(stock.losses, abs=LOSS_TOLERANCE)
+    assert result.losses != pytest.approx(other.losses, abs=LOSS_TOLERANCE)

@@ -1,4 +1,4 @@
-"""A user's own script, with models of the shapes that people have; RECYCLE_TEST_SHAPES holds as JSON ``case``, ``folder``, ``enabled``, ``faults``.
+"""A user's own script, with models of the shapes that people have; RECYCLE_TEST_SHAPES holds as JSON ``case``, ``folder``, ``enabled``, ``faults``, ``more`` of DeepSpeed's config.
 
 ``tuples``: a boolean mask, ids and a sum travel with the activation, whose length changes from step to step; a layer is left out in some steps;
 parameter groups; the loader's dictionaries pass a batch function; gradients are summed over replicas, not averaged.
@@ -24,7 +24,7 @@ config = {
     "train_micro_batch_size_per_gpu": SIZE, "gradient_accumulation_steps": MICRO_BATCHES, "gradient_clipping": 0.0, "steps_per_print": 10**9,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
     "recycle": {"enabled": job["enabled"], "run_dir": job["folder"], "report": False, "faults": job["faults"] if job["enabled"] else []},
-} | ({"gradient_allreduce_op": "sum"} if tuples else {"prescale_gradients": True, "pipeline": {"activation_checkpoint_interval": 2}})  # fmt: skip
+} | ({"gradient_allreduce_op": "sum"} if tuples else {"prescale_gradients": True, "pipeline": {"activation_checkpoint_interval": 2}}) | job["more"]  # fmt: skip
 deepspeed.init_distributed()
 model = PipelineModule(
     [LayerSpec(*spec) for spec in model_layers(job["case"])], topology=PipeDataParallelTopology(2, REPLICAS), loss_fn=loss_of(job["case"]),

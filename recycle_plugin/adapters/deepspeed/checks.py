@@ -22,7 +22,6 @@ def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters:
     wrong = next(refusals(config), None)
     if wrong is not None:
         raise RecycleError(wrong)
-    _check_module(model)
     _check_layers(model)
     if optimizer is None and not config.get("optimizer"):
         raise RecycleError('there is no optimizer: add an "optimizer" section to the DeepSpeed config, or pass optimizer= to deepspeed.initialize')
@@ -31,6 +30,7 @@ def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters:
             "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: give PipelineModule another partition_method or fewer "
             "stages, and pass frozen parameters to deepspeed.initialize as well (requires_grad = False is enough)"
         )
+    _check_module(model)
 
 
 def check_placement(placement: str, model: PipelineModule, given: str) -> None:

@@ -1,0 +1,176 @@
+"""Everything that a DeepSpeed config or a model can ask for and does not get: the line for each, which says what to do instead."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from recycle_plugin.adapters.deepspeed.refusals import BYPASSED, REMOVED, refusals
+from recycle_plugin.runtime.errors import RecycleError
+
+CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"fp16": {"enabled": True}}, "fp16.enabled: only fp32 is supported yet (bf16 comes next); remove the fp16 section or set enabled to false"),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled: only fp32 is supported yet (bf16 comes next); remove the torch_autocast section or set enabled to false"),
+    ({"amp": {"enabled": True}}, "amp.enabled: only fp32 is supported yet (bf16 comes next); remove the amp section or set enabled to false"),
+    ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage 2 does not work with pipelines in DeepSpeed itself; set stage to 0"),
+    ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 does not work with pipelines in DeepSpeed itself; set stage to 0"),
+    (
+        {"optimizer": {"type": "OneBitAdam"}},
+        "optimizer OneBitAdam sends gradients by itself, to workers that may be lost; use Adam or AdamW with torch_adam: true",
+    ),
+    ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal needs the files of a ZeRO optimizer, and only ZeRO stage 0 is supported yet; leave it out"),
+    (
+        {"checkpoint": {"use_node_local_storage": True}},
+        "checkpoint.use_node_local_storage keeps each host's files where the others can't read them, and a lost host takes them along; leave it out",
+    ),
+    ({"checkpoint": {"writer": {"type": "FAST"}}}, "checkpoint.writer writes files of which nobody can say when they are whole; leave it out"),
+    (
+        {"flops_profiler": {"enabled": True}},
+        "flops_profiler.enabled counts in DeepSpeed's own forward, which the plugin does not call; leave it out (recycle.trace times every instruction)",
+    ),
+    (
+        {"wall_clock_breakdown": True},
+        "wall_clock_breakdown times DeepSpeed's own instructions, which the plugin does not run, and would print zeros; set recycle.trace to true instead",
+    ),
+    ({"comms_logger": {"enabled": True}}, "comms_logger.enabled counts what DeepSpeed sends, and the plugin sends activations and gradients itself; leave it out"),
+    (
+        {"autotuning": {"enabled": True}},
+        "autotuning.enabled ends its trials in DeepSpeed's own forward, which the plugin does not call; tune with recycle.enabled false",
+    ),
+    (
+        {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}}}},
+        "data_efficiency.enabled orders training_data, or drops tokens, by DeepSpeed's own loader and count of steps, which a peer could not repeat; "
+        "order the data in engine.set_data_source(source), by its step",
+    ),
+    ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow steps parameters apart from the others, by ZeRO's shards; leave it out"),
+    ({"compile": {"deepcompile": True}}, "compile.deepcompile compiles the backward, which the plugin splits and lets peers run again; leave it out"),
+    (
+        {"activation_checkpointing": {"contiguous_memory_optimization": True}},
+        "activation_checkpointing.contiguous_memory_optimization wants backwards in the order of DeepSpeed's own schedule; leave it out",
+    ),
+    (
+        {"activation_checkpointing": {"partition_activations": True}},
+        "activation_checkpointing.partition_activations deals activations to tensor-parallel workers, which are not supported yet; leave it out",
+    ),
+    (
+        {"managed_gradient_accumulation": False},
+        "managed_gradient_accumulation false leaves it to the script when to step, and a pipeline steps once in a train_batch; leave it out",
+    ),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size above 1 splits micro-batches or layers over workers, which is not supported yet; leave it out"),
+    ({"sequence_parallel_size": 2}, "sequence_parallel_size above 1 splits micro-batches or layers over workers, which is not supported yet; leave it out"),
+    ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled: mixtures of experts send tokens between replicas, which may be lost; leave it out"),
+    *(({name: {"enabled": True}}, f"{name} is not supported, and newer releases of DeepSpeed have removed it; leave it out") for name in REMOVED),
+    (
+        {"communication_data_type": "bf16", "recycle": {"enabled": True, "exact": True}},
+        'communication_data_type "bf16" rounds gradients on their way, and recycle.exact adds them as they are; leave one of the two out',
+    ),
+]
+GOES = [  # works as in stock DeepSpeed; the first three: tests/cluster/test_shapes.py
+    {"prescale_gradients": True}, {"gradient_allreduce_op": "sum"}, {"pipeline": {"activation_checkpoint_interval": 1}},
+    {"gradient_predivide_factor": 2.0}, {"communication_data_type": "bf16"}, {"communication_data_type": "fp32", "recycle": {"exact": True}},
+    {"dump_state": True, "memory_breakdown": True, "zero_allow_untested_optimizer": True, "dataloader_drop_last": True},  # print, or are not for pipelines
+    {"curriculum_learning": {"enabled": False}, "flops_profiler": {"enabled": False}, "wall_clock_breakdown": False, "compile": {}, "comms_logger": {}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config, line", CONFIGS, ids=lambda value: ".".join(value) if isinstance(value, dict) else "")
+def test_a_config_that_asks_for_what_is_not_supported(config, line):
+    print(line)
+    assert list(refusals(config)) == [line]
+    assert len(line) < 260 and "\n" not in line
+
+
+@pytest.mark.parametrize("config", GOES, ids=lambda config: ".".join(config))
+def test_a_config_that_asks_for_what_works(config):
+    assert list(refusals(config)) == []
+
+
+def test_none_is_left_out():
+    asked = " ".join(str(config) for config, _ in CONFIGS)
+    assert all(name.rpartition(".")[2] in asked for name in (*BYPASSED, *REMOVED))
+
+
+# --- models -----------------------------------------------------------------------------------------
+
+
+class Reporting:
+    def get_additional_losses(self) -> dict:
+        return {}
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def compiled() -> nn.Module:
+    layer = linear()
+    layer.compile()
+    return layer
+
+
+def mixture() -> nn.Module:
+    from deepspeed.moe.layer import MoE
+
+    return MoE(4, linear())
+
+
+MODELS = {
+    "an ordinary one": ([linear], {}, "data parallelism is 1: a lost worker would have no peer"),
+    "no pipeline": (None, {}, "recycle.enabled needs a deepspeed.pipe.PipelineModule, and the model is a Linear"),
+    "no optimizer": ([linear], {"optimizer": None}, 'there is no optimizer: add an "optimizer" section to the DeepSpeed config, or pass optimizer= to'),
+    "no parameters": ([nn.Tanh], {}, "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: give PipelineModule another partition_method"),
+    "none for the optimizer": ([linear], {"parameters": []}, "a stage has no parameters for its optimizer"),
+    "statistics": ([linear, lambda: nn.BatchNorm1d(4)], {}, "1 keeps running statistics, which a forward that is run again would count twice; use a normalisation"),
+    "sparse": ([lambda: nn.Embedding(4, 4, sparse=True)], {}, "0 has sparse gradients, which are not summed over replicas yet; build it with sparse=False"),
+    "compiled": ([compiled], {}, "0 is compiled: layers whose backward is split, and run again by peers, cannot be yet; leave torch.compile out"),
+    "experts": ([mixture], {}, "deepspeed.moe layers send tokens between replicas, which may be lost, and are not supported; use dense layers"),
+    "other losses": ([linear], {"bases": [Reporting]}, "Model.get_additional_losses: other losses than the one that is trained are not reported yet; leave the method out"),
+}
+
+
+@pytest.fixture(scope="module")
+def deepspeed_alone(process_group):
+    """DeepSpeed in one process."""
+    import deepspeed
+
+    from recycle_plugin.patches import deepspeed_cpu
+
+    deepspeed_cpu.apply()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "LOCAL_RANK", "0")
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        yield deepspeed
+    deepspeed_cpu.revert()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_asks_for_what_is_not_supported(deepspeed_alone, name):
+    from deepspeed.pipe import PipelineModule
+
+    from recycle_plugin.adapters.deepspeed.checks import check_config
+
+    layers, more, line = MODELS[name]
+    kind = type("Model", (*more.get("bases", ()), PipelineModule), {})
+    model = kind([make() for make in layers], num_stages=1, loss_fn=nn.functional.mse_loss) if layers else linear()
+    with pytest.raises(RecycleError) as refused:
+        check_config({}, model, more.get("optimizer", torch.optim.SGD), more.get("parameters"))
+    print(refused.value)
+    assert str(refused.value).startswith(line)
+
+
+def test_what_changes_once_training_has_begun():
+    from recycle_plugin.adapters.deepspeed.model import AsStarted
+
+    module = nn.Sequential(linear(), linear())
+    started = AsStarted(module, 4)
+    started.check(4)
+    module[1].bias.requires_grad = False
+    with pytest.raises(RecycleError, match=r"requires_grad of 1\.bias has changed since deepspeed\.initialize: freeze and thaw parameters before it"):
+        started.check(4)
+    module[1].bias.requires_grad = True
+    with pytest.raises(RecycleError, match=r"engine\.micro_batches = 2: another number of micro-batches than the 4 of the first step is not supported yet"):
+        started.check(2)
