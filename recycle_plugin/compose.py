@@ -37,7 +37,7 @@ class _Section(BaseModel):
 
 
 class GPTModel(_Section):
-    """Shape of a GPT; ``sequence`` in tokens."""
+    """Shape of a GPT; ``sequence`` in tokens; ``tied``: its head's weights are the embedding's."""
 
     kind: Literal["gpt"]
     layers: PositiveInt
@@ -46,11 +46,12 @@ class GPTModel(_Section):
     sequence: PositiveInt
     vocabulary: PositiveInt
     dropout: float = Field(ge=0, lt=1)
+    tied: bool
 
     @property
     def pipeline_layers(self) -> int:
-        """Layers that can be spread over stages: embedding, transformer layers, head."""
-        return self.layers + 2
+        """Layers that can be spread over stages: embedding, transformer layers, head; a tied one apart from the norm before it."""
+        return self.layers + 2 + self.tied
 
 
 class EmulatedModel(_Section):

@@ -332,7 +332,7 @@ def refused(job: Job) -> Section:
     lines = [] if wrong else ["nothing that the config asks for"]
     if accelerator is None:
         lines.append("only the CPU is supported yet: set DS_ACCELERATOR=cpu where the job runs")
-    lines.append("seen at the start only: tied layers, tensor parallelism, running statistics, plain iterators")
+    lines.append("seen at the start only: tensor parallelism, running statistics, plain iterators")
     return Section("refused", "What is refused", wrong, tuple(lines), tuple(wrong))
 
 

@@ -88,11 +88,12 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A hash of the worker's state after ``step``; said before :class:`Stepped`."""
+    """A hash of the worker's state after ``step``; said before :class:`Stepped`.  ``tied``: of each weight that other stages have too, by name."""
 
     rank: int
     step: int
     digest: str
+    tied: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

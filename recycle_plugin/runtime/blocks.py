@@ -8,7 +8,7 @@ workers there are.  Contributions are only read.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Iterator, Protocol
+from typing import Iterator, Protocol, TypeVar
 
 import torch
 
@@ -17,11 +17,12 @@ from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.runtime.errors import RecycleError
 
 Gradients = list[torch.Tensor | None]  # one for each parameter
+Part = TypeVar("Part")  # of a sum: a block, or a stage
 PIECE = 1 << 20  # numbers that are added at once: the buffers for more would be mapped, and zeroed by the kernel, at each sum
 
 
 class Group(Protocol):
-    """The live workers of a stage (runtime.group.MemberGroup)."""
+    """The live workers of a stage, or of several (runtime.group.MemberGroup)."""
 
     def live_position(self) -> tuple[int, int]:
         """Which of them this one is, and how many there are."""
@@ -91,14 +92,15 @@ class BlockSums:
         return torch.zeros_like(self.parameters[place]).view(-1) if gradient is None else gradient.reshape(-1)
 
 
-def fixed_order_sum(mine: dict[Block, torch.Tensor], owners: list[list[Block]], result: torch.Tensor, group: Group) -> torch.Tensor:
-    """Fill ``result`` with the sum of everybody's blocks, added in sorted order.  ``mine``: this worker's, each as long as ``result``."""
+def fixed_order_sum(mine: dict[Part, torch.Tensor], owners: list[list[Part]], result: torch.Tensor, group: Group) -> torch.Tensor:
+    """Fill ``result`` with the sum of everybody's blocks (or whatever is sorted), added in sorted order.  ``mine``: this worker's, each as
+    long as ``result``; ``owners``: which each live worker of ``group`` has."""
     for begin in range(0, result.numel(), PIECE):
         _sum_piece({block: flat[begin : begin + PIECE] for block, flat in mine.items()}, owners, result[begin : begin + PIECE], group)
     return result
 
 
-def _sum_piece(mine: dict[Block, torch.Tensor], owners: list[list[Block]], result: torch.Tensor, group: Group) -> None:
+def _sum_piece(mine: dict[Part, torch.Tensor], owners: list[list[Part]], result: torch.Tensor, group: Group) -> None:
     position, live = group.live_position()
     cuts = [result.numel() * part // live for part in range(live + 1)]
     lengths = [end - begin for begin, end in zip(cuts, cuts[1:])]

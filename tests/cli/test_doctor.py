@@ -340,7 +340,7 @@ What settings cost
 What is refused
   nothing that the config asks for
   only the CPU is supported yet: set DS_ACCELERATOR=cpu where the job runs
-  seen at the start only: tied layers, tensor parallelism, running statistics, plain iterators
+  seen at the start only: tensor parallelism, running statistics, plain iterators
 
 Versions here
   torch          2.6.0   needs >=2.6
@@ -393,7 +393,7 @@ What is refused
 ! fp16.enabled: only fp32 is supported yet (bf16 comes next); remove the fp16 section or set enabled
     to false
   only the CPU is supported yet: set DS_ACCELERATOR=cpu where the job runs
-  seen at the start only: tied layers, tensor parallelism, running statistics, plain iterators
+  seen at the start only: tensor parallelism, running statistics, plain iterators
 
 Versions here
 ! deepspeed 0.18.2: pip install 'deepspeed>=0.19.3,<0.20'

@@ -60,6 +60,6 @@ def test_the_true_norm(launch, tmp_path):
         assert run.finish().code == 0
         norms[kind] = [[tuple(map(float, line.split())) for line in (folder / f"rank{rank}.txt").read_text().splitlines()] for rank in range(4)]
     for used, squares in zip(norms["true"][0], zip(*norms["true"][::2])):
-        assert used[0] == pytest.approx(sum(square for _, square in squares) ** 0.5, rel=1e-6)
+        assert used[0] == pytest.approx(sum(square for _, square, _ in squares) ** 0.5, rel=1e-6)
     assert all({steps[0] for steps in rank} == {steps[0] for steps in norms["true"][0]} for rank in norms["true"]), "workers disagree"
     assert norms["true"][0][0][0] > 1.01 * norms["deepspeed"][0][0][0]

@@ -42,7 +42,7 @@ match case:
     case "tensor parallelism":
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=ranks, num_dp=1)
     case "tied layers":
-        layers = [TiedLayerSpec("both", torch.nn.Linear, 4, 4)] * 2
+        layers = [TiedLayerSpec("both", torch.nn.Linear, 4, 4, tied_weight_attr=[name]) for name in ("weight", "bias")]
     case "bf16" | "fp16":
         config[case] = {"enabled": True}
     case "no pipeline":

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 import torch
+from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import topology
 
 from recycle_plugin.adapters.deepspeed import checkpoint
@@ -24,6 +25,7 @@ from recycle_plugin.runtime.group import MemberGroup
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.stage import Stage
+from recycle_plugin.runtime.tied import TiedWeight
 from recycle_plugin.runtime.transport import Transport
 from recycle_plugin.runtime.world import TorchWorld
 
@@ -39,6 +41,31 @@ def with_config(**sections: dict) -> None:
     """The job's DeepSpeed config has ``sections`` besides."""
     made = Job.deepspeed_config
     Job.deepspeed_config = lambda self: made(self) | sections
+
+
+# --- the model --------------------------------------------------------------------------------------
+
+
+class Mixer(torch.nn.Linear):
+    """A linear layer beside the identity; its bias is not tied."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+def mixers(after: list[int]) -> None:
+    """Behind each of these layers of the job's GPT stands another one, all with one weight."""
+    from recycle_plugin.adapters.megatron import gpt
+
+    made = gpt.gpt_layers
+
+    def changed(shape: gpt.GPTShape, **named: object) -> list:
+        specs = made(shape, **named)
+        for place in sorted(after, reverse=True):
+            specs.insert(place + 1, TiedLayerSpec("mixer", Mixer, shape.hidden, shape.hidden))
+        return specs
+
+    gpt.gpt_layers = changed
 
 
 # --- negative controls ------------------------------------------------------------------------------
@@ -71,6 +98,17 @@ def divide_by_live() -> None:
     RecycleEngine._INSTRUCTION_MAP = {
         command: changed if function is reduce else function for command, function in RecycleEngine._INSTRUCTION_MAP.items()
     }
+
+
+def scale_tied(stage: int, factor: float) -> None:
+    """What ``stage`` brings to the sums over the stages that share weights counts ``factor`` times: 0 leaves it out, 2 counts it twice."""
+    total = TiedWeight.total
+
+    def changed(self: TiedWeight, own: torch.Tensor) -> torch.Tensor:
+        mine = next(member.seat.stage for member in self._session.generation.members if member.rank == self._session.rank)
+        return total(self, factor * own if mine == stage else own)
+
+    TiedWeight.total = changed
 
 
 def overflow(at: list[str]) -> None:
@@ -146,6 +184,21 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
         return made
 
     Gradients._sum = changed
+
+
+def lose_tied(seats: list[str], step: int) -> None:
+    """``seats`` take part in the TIE of ``step``, whose result the others get, and a membership change comes before they have it themselves."""
+    tie = Gradients.tie
+
+    def changed(self: Gradients, of: int) -> None:
+        engine = self._engine
+        if str(engine.seat) in seats and of == step and not engine._program.resumed:
+            for place, weight in self._tied.items():
+                weight.total(self._whole[step][place])
+            engine._job.session.wait("a membership change", lambda: None)
+        tie(self, of)
+
+    Gradients.tie = changed
 
 
 def hold_files(folder: str) -> None:
@@ -305,15 +358,17 @@ def save_each(folder: str, steps: int) -> None:
 
 
 def record_norms(folder: str) -> None:
-    """At each clipping, the norm in use and this stage's own sum of squares go to folder/rank<r>.txt."""
+    """At each clipping by a norm that is known, that norm, this stage's own sum of squares, and that of what other stages have too, go to folder/rank<r>.txt."""
     clip = RecycleEngine.clip_fp32_gradients
     path = Path(folder) / f"rank{os.environ['RANK']}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def changed(self: RecycleEngine) -> None:
         squares = sum(parameter.grad.double().pow(2).sum().item() for parameter in self._parameters)
-        with path.open("a") as file:
-            file.write(f"{self._stepping.norm().item()!r} {squares!r}\n")
+        tied = sum(weight.parameter.grad.double().pow(2).sum().item() for weight in self._ties.weights)
+        if self._stepping.norm() is not None:
+            with path.open("a") as file:
+                file.write(f"{self._stepping.norm().item()!r} {squares!r} {tied!r}\n")
         clip(self)
 
     RecycleEngine.clip_fp32_gradients = changed

@@ -80,3 +80,33 @@ def test_a_dead_worker_does_not_vote():
 
 def test_the_message_survives_the_wire():
     assert decode(encode(Fingerprint(1, 2, "ab"))) == Fingerprint(1, 2, "ab")
+
+
+# --- copies of a weight that stages share ---------------------------------------------------------------
+
+
+def said_of_tied(membership: Membership, step: int, digests: str, copies: str) -> list[Output]:
+    """Each rank's state, and its copy of the one weight that both stages have."""
+    outs = []
+    for rank, (digest, copy) in enumerate(zip(digests, copies)):
+        outs.append(membership.receive(Fingerprint(rank, step, digest, {"embedding.weight": copy}), 0.0))
+        outs.append(membership.receive(Stepped(rank, membership.generation, step), 0.0))
+    return outs
+
+
+def test_copies_on_all_stages_are_one_vote_each():
+    """Two replicas of a stage that differ are no majority; with the other stage's copies there is one."""
+    membership = started()
+    outs = said_of_tied(membership, 1, "aabc", "xxxy")
+    assert [one.rank for one in all_said(outs, Fence)][:1] == [3] and not all_said(outs, End)
+    assert {member.rank for member in all_said(outs, Generation)[-1].members} == {0, 1, 2}
+
+
+def test_copies_that_differ_between_stages_end_the_job_although_each_stage_is_of_one_mind():
+    (end,) = all_said(said_of_tied(started(), 1, "aabb", "xxyy"), End)
+    assert end.failed and end.reason.startswith("the copies of embedding.weight at 0.0, 0.1, 1.0, 1.1 differ after step 1, and no majority says which is right")
+
+
+def test_equal_copies_are_right():
+    outs = said_of_tied(started(), 1, "aabb", "xxxx")
+    assert not all_said(outs, End) and not all_said(outs, Fence)

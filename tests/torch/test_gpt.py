@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -161,6 +163,14 @@ def test_layers_initialise_alike_whatever_was_drawn_before():
 @pytest.mark.parametrize("shape", (SHAPE, GPTShape(3, 24, 2, 8), GPTShape(1, 8, 1, 5, vocabulary=11)))
 def test_parameter_count(shape):
     assert shape.parameters() == sum(p.numel() for p in build(shape).parameters())
+
+
+def test_a_tied_head_adds_no_parameters():
+    shape = replace(SHAPE, tied=True)
+    *layers, head = gpt_layers(shape)
+    assert shape.parameters() == sum(p.numel() for spec in layers for p in spec.build().parameters())
+    x, embedding = torch.randn(5, 2, SHAPE.hidden), head.build()
+    assert torch.equal(head.forward_fn(embedding, x), x @ embedding.tokens.weight.t()) and head.key == layers[0].key
 
 
 @pytest.mark.parametrize(

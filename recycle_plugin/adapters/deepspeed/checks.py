@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import has_moe_layers
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.pipe import PipelineModule
 
+from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.engine import layer_specs
 from recycle_plugin.adapters.deepspeed.refusals import refusals
 from recycle_plugin.runtime.errors import RecycleError
@@ -69,9 +70,7 @@ def _check_device() -> None:
 
 
 def _check_module(model: PipelineModule) -> None:
-    tied = sorted({spec.key for spec in layer_specs(model) if isinstance(spec, TiedLayerSpec)})
-    if tied:
-        raise RecycleError(f"tied layers ({', '.join(tied)}) couple stages and are not supported yet; use LayerSpec instead of TiedLayerSpec for now")
+    ties.check(layer_specs(model))
     tracking = [name for name, module in model.named_modules() if getattr(module, "track_running_stats", False)]
     if tracking:
         raise RecycleError(

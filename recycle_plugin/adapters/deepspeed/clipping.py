@@ -8,7 +8,7 @@ parallel (megatron-core's parallel linears do), and averages that over the repli
 from __future__ import annotations
 
 import math
-from typing import Any, Iterable
+from typing import AbstractSet, Any, Iterable
 
 import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -17,16 +17,19 @@ Parameters = list[torch.nn.Parameter]
 
 
 class Clipping:
-    """Of one worker of ``stage``.  ``limit`` 0: nothing is clipped, but a norm that is not finite still skips its step."""
+    """Of one worker of ``stage``.  ``elsewhere``: parameters that are another stage's too, which counts them.  ``limit`` 0: nothing is clipped, but a norm that is not finite still skips its step."""
 
-    def __init__(self, parameters: Parameters, stage: int, replicas: int, kind: bool | str, limit: float) -> None:
+    def __init__(
+        self, parameters: Parameters, stage: int, replicas: int, kind: bool | str, limit: float, elsewhere: AbstractSet[torch.nn.Parameter]
+    ) -> None:  # fmt: skip
+        self._elsewhere = elsewhere
         self._parameters, self._stage, self._replicas = parameters, stage, replicas
         self._kind, self._limit = kind, limit
         self._norms: dict[int, torch.Tensor] = {}  # by step
 
     def share(self) -> float:
         """The stage's, of what ``parameter.grad`` is; its workers hold the same gradients and find the same."""
-        return squared_norm(counted(self._parameters, self._stage, self._kind))
+        return squared_norm(counted(self._parameters, self._stage, self._kind, self._elsewhere))
 
     def judge(self, step: int, norm: float) -> None:
         """The norm over all stages is known."""
@@ -71,11 +74,11 @@ class Skipped:
         pass
 
 
-def counted(parameters: Parameters, stage: int, kind: bool | str) -> Parameters:
-    """Those of the stage's parameters that the norm of this kind is over."""
-    if kind == "deepspeed" and stage:
-        return [parameter for parameter in parameters if is_model_parallel_parameter(parameter)]
-    return parameters
+def counted(parameters: Parameters, stage: int, kind: bool | str, elsewhere: AbstractSet[torch.nn.Parameter] = frozenset()) -> Parameters:
+    """Those of the stage's parameters that the norm of this kind is over; ``elsewhere``: tied ones that another stage counts."""
+    if kind == "deepspeed":
+        return [parameter for parameter in parameters if not stage or is_model_parallel_parameter(parameter)]
+    return [parameter for parameter in parameters if parameter not in elsewhere]
 
 
 def squared_norm(parameters: Parameters) -> float:

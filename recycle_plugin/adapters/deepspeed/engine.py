@@ -20,12 +20,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin import planner
 from recycle_plugin.adapters.deepspeed import schedule as commands
+from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.between import BetweenSteps
 from recycle_plugin.adapters.deepspeed.data import DatasetSource
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
 from recycle_plugin.adapters.deepspeed.model import AsStarted, another_batch_size, keyed_forward, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive, figures
 from recycle_plugin.adapters.deepspeed.stepping import Stepping
+from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.contributions import LOSS
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum
@@ -37,7 +39,7 @@ from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Generation, Member, Ready
 from recycle_plugin.core.step import StepMachine
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.topology import Topology, tied
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.errors import RecycleError
@@ -80,7 +82,8 @@ class RecycleEngine(BetweenSteps, Feeding):
             raise RecycleError(f"the learning-rate scheduler {type(self.lr_scheduler).__name__} has no state_dict, so a step could not be taken back")
         settings = self._job.settings
         self.seat = Seat(self.grid.data_parallel_id, self.stage_id)
-        self.topology_ = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches)
+        shared = ties.shared(self.module, layer_specs(self.module))
+        self.topology_ = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches, tied(shared.values()))
         self._check_faults(settings)
         self._deferred = _split(self.module) if settings.split_backward else None
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
@@ -92,7 +95,10 @@ class RecycleEngine(BetweenSteps, Feeding):
         ends = self.is_first_stage() or self.is_last_stage()
         self._supply = Supply(self._job.session, self._transport, self.seat, self._read_iterator) if ends else None
         fp16 = self._config.float16_config if settings.loss_scaling else None
-        self._stepping = Stepping(self, self._stage, self._parameters, blocks, self._job.session, settings, fp16, super()._exec_optimizer_step)
+        self._ties = Ties(self.module, shared, self._job.session)
+        self._stepping = Stepping(
+            self, self._stage, self._parameters, blocks, self._ties.weights, self._job.session, settings, fp16, super()._exec_optimizer_step
+        )
         self._loop: Loop | None = None
         self._trace: TraceFile | None = None
         self._program: Program | None = None
@@ -184,7 +190,7 @@ class RecycleEngine(BetweenSteps, Feeding):
     def _job_record(self, run_dir: str, costs: CostModel, policy: Policy) -> dict:
         settings, shape = self._job.settings, self.topology_
         return {
-            "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "run_dir": run_dir,
+            "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "ties": shape.ties, "run_dir": run_dir,
             "regroup_timeout_s": settings.regroup_timeout_s, "progress_timeout_s": settings.progress_timeout_s,
             "idle_timeout_s": settings.idle_timeout_s, "heartbeat_timeout_s": settings.heartbeat_timeout_s, "strict_placement": settings.strict_placement,
             "batch": self.train_batch_size(), "costs": asdict(costs), "policy": asdict(policy), "max_slowdown": settings.max_slowdown,
@@ -350,6 +356,9 @@ class RecycleEngine(BetweenSteps, Feeding):
         rank = next((member.rank for member in self._job.session.generation.members if member.seat == holder), None)
         self._stepping.reduce(instruction.step, rank)
 
+    def _exec_tie(self, instruction: Instruction) -> None:
+        self._stepping.tie(instruction.step)
+
     def _exec_validate(self, instruction: Instruction) -> None:
         self._stepping.validate(instruction.step)
 
@@ -367,7 +376,8 @@ class RecycleEngine(BetweenSteps, Feeding):
         session, every = self._job.session, self._job.settings.check_replicas
         if every and step % every == 0:
             with session.heart.at(ELSEWHERE, "the hash of its state"):
-                session.send(Fingerprint(session.rank, step, fingerprint(self._parameters, self.basic_optimizer)))
+                copies = {weight.name: fingerprint([weight.parameter]) for weight in self._ties.weights}
+                session.send(Fingerprint(session.rank, step, fingerprint(self._parameters, self.basic_optimizer), copies))
 
     def _contribute(self, step: int, name: str, values: dict[str, float], expected: int) -> None:
         session = self._job.session
@@ -385,6 +395,7 @@ class RecycleEngine(BetweenSteps, Feeding):
         commands.SendGrad: _exec_send_grad,
         commands.RecvGrad: _exec_recv_grad,
         commands.ReduceGrads: _exec_reduce,
+        commands.TieGrads: _exec_tie,
         commands.ValidateGrads: _exec_validate,
         commands.OptimizerStep: _exec_step,
     }

@@ -1,5 +1,8 @@
 """A stage's gradients, from contributions in ``parameter.grad`` (in exact mode, in sums of blocks) over their sum to the commit of the step.
 
+Of weights that several stages share, what is applied is the sum over the stages (runtime/tied.py), beside the stage's own, from which it can
+be made again.
+
 The sum stands in second buffers until every bucket is done, so an interrupted one leaves the contributions as they were;
 and it is kept until the step is committed, since a peer may lack it, or this worker may have to apply it once more.
 """
@@ -15,6 +18,8 @@ from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 
 from recycle_plugin.core.blocks import Block
 from recycle_plugin.runtime.blocks import BlockSums, in_place_of
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.tied import TiedWeight
 
 READ_ONLY = (torch.optim.Adam, torch.optim.AdamW)  # known to leave gradients as they are; Nesterov's foreach form does not
 EXACT_BUCKET = 1 << 22  # numbers
@@ -22,27 +27,38 @@ Parameters = list[torch.nn.Parameter]
 
 
 class Gradients:
-    """Of ``parameters``, summed by ``engine``, DeepSpeed's, or from ``blocks``: in buckets, averaged by the logical number of replicas."""
+    """Of ``parameters``, summed by ``engine``, DeepSpeed's, or from ``blocks``: in buckets, averaged by the logical number of replicas.
 
-    def __init__(self, engine: Any, parameters: Parameters, blocks: BlockSums | None) -> None:
+    ``tied``: those of them that other stages have too.
+    """
+
+    def __init__(self, engine: Any, parameters: Parameters, blocks: BlockSums | None, tied: list[TiedWeight]) -> None:
         self._engine = engine
         self._parameters = parameters
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
         self._blocks = blocks
+        self._tied = {self._places[weight.parameter]: weight for weight in tied}
         self._whole: dict[int, list[torch.Tensor]] = {}  # by step
+        self._over_stages: dict[int, dict[int, torch.Tensor]] = {}  # by step, of tied parameters by place
 
     def steps(self) -> tuple[int, ...]:
         """Whose sums are here."""
         return tuple(self._whole)
 
+    def tied_steps(self) -> tuple[int, ...]:
+        """Whose sums over the stages that share weights are here."""
+        return tuple(self._over_stages)
+
     def drop(self, step: int) -> None:
         """``step`` is committed."""
         self._whole = {each: gradients for each, gradients in self._whole.items() if each > step}
+        self._over_stages = {each: totals for each, totals in self._over_stages.items() if each > step}
 
     def void(self, after: int) -> None:
         """Neither contributions to the steps after ``after`` nor their sums count.  Where ``after`` was not summed yet, there are none."""
         if after in self._whole:
             self._whole = {each: gradients for each, gradients in self._whole.items() if each <= after}
+            self._over_stages = {each: totals for each, totals in self._over_stages.items() if each <= after}
             self._put([None] * len(self._parameters))
 
     def reduce(self, step: int, holder: int | None) -> bool:
@@ -57,22 +73,35 @@ class Gradients:
         self._whole[step] = [parameter.grad for parameter in self._parameters]
         return True
 
+    def tie(self, step: int) -> None:
+        """Sum what is tied over the stages, from their own sums; where it is made again it comes out the same."""
+        totals = {place: weight.total(self._whole[step][place]) for place, weight in self._tied.items()}
+        before = self._over_stages.setdefault(step, totals)
+        for place, weight in self._tied.items():
+            if not torch.equal(before[place].view(torch.uint8), totals[place].view(torch.uint8)):
+                raise RecycleError(f"the gradient of {weight.name}, step {step}, over the stages that share it has come out in two ways: this is a mistake "
+                                   "of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl")  # fmt: skip
+
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
         """``parameter.grad`` is the sum of ``step``, also where the contributions to the next step have begun."""
-        with in_place_of(self._parameters, list(self._whole[step])):
+        with in_place_of(self._parameters, self._applied(step)):
             yield
 
     def apply(self, step: int, optimizer: torch.optim.Optimizer, step_once: Callable[[], None], clipped: bool) -> None:
         """``step_once`` with the sum of ``step``, which stays as it is.  ``clipped``: it makes gradients of its own."""
-        whole, sums = self._whole[step], [parameter.grad for parameter in self._parameters]
+        whole, sums = self._applied(step), [parameter.grad for parameter in self._parameters]
         with self.of(step):
             if type(optimizer) not in READ_ONLY and not clipped:
                 self._put([gradient.clone() for gradient in whole])
             versions = [gradient._version for gradient in whole]
             step_once()
         assert versions == [gradient._version for gradient in whole], "the optimizer has changed gradients that a peer may still need"
-        self._put([None if mine is gradient else mine for mine, gradient in zip(sums, whole, strict=True)])
+        self._put([None if mine is gradient else mine for mine, gradient in zip(sums, self._whole[step], strict=True)])
+
+    def _applied(self, step: int) -> list[torch.Tensor]:
+        """What the step applies: the stage's own sum, and of what is tied that over the stages."""
+        return [self._over_stages[step][place] if place in self._tied else gradient for place, gradient in enumerate(self._whole[step])]
 
     def _put(self, gradients: list[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):

@@ -50,6 +50,10 @@ class ReduceGrads(stock.PipeInstruction):
     """``Op.REDUCE``"""
 
 
+class TieGrads(stock.PipeInstruction):
+    """``Op.TIE``"""
+
+
 class ValidateGrads(stock.PipeInstruction):
     """``Op.VALIDATE``"""
 
@@ -69,6 +73,7 @@ COMMANDS: dict[Op, type[stock.PipeInstruction]] = {
     Op.SEND_GRAD: SendGrad,
     Op.RECV_GRAD: RecvGrad,
     Op.REDUCE: ReduceGrads,
+    Op.TIE: TieGrads,
     Op.VALIDATE: ValidateGrads,
     Op.STEP: OptimizerStep,
 }

@@ -1,6 +1,6 @@
 """From a stage's contributions to a step that is applied, or skipped, and from there to one that is taken back.
 
-Gradients are summed (gradients.py), judged by their norm (clipping.py, core/verdict.py), unscaled (scaling.py), clipped, and applied
+Gradients are summed (gradients.py), those of tied weights over their stages too, judged by their norm (clipping.py, core/verdict.py), unscaled (scaling.py), clipped, and applied
 by stock code, which also counts.  What takes the step back (runtime/undo) is recorded where the gradients are what the optimizer
 will apply: stock code clips after STEP has begun.
 """
@@ -22,6 +22,7 @@ from recycle_plugin.core.verdict import SHARE
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.stage import Stage
+from recycle_plugin.runtime.tied import TiedWeight
 from recycle_plugin.runtime.undo import KINDS, Undo
 from recycle_plugin.settings import Settings
 
@@ -33,13 +34,14 @@ class Stepping:
     """Of ``engine``, DeepSpeed's.  ``apply_stock``: DeepSpeed's own step; ``fp16``: its section, where losses are to be scaled."""
 
     def __init__(
-        self, engine: Any, stage: Stage, parameters: Parameters, blocks: BlockSums | None, session: Session, settings: Settings,
-        fp16: Any, apply_stock: Callable[[], None],
+        self, engine: Any, stage: Stage, parameters: Parameters, blocks: BlockSums | None, tied: list[TiedWeight], session: Session,
+        settings: Settings, fp16: Any, apply_stock: Callable[[], None],
     ) -> None:  # fmt: skip
         self._engine, self._stage, self._parameters, self._session = engine, stage, parameters, session
         self._validates, self._apply_stock = settings.clip == "validate", apply_stock
-        self._gradients = Gradients(engine, parameters, blocks)
-        self._clipping = Clipping(parameters, engine.stage_id, engine.grid.data_parallel_size, settings.norm, engine.gradient_clipping())
+        self._gradients = Gradients(engine, parameters, blocks, tied)
+        elsewhere = {weight.parameter for weight in tied if weight.stages[0] != engine.stage_id}
+        self._clipping = Clipping(parameters, engine.stage_id, engine.grid.data_parallel_size, settings.norm, engine.gradient_clipping(), elsewhere)
         self._scale = LossScale(fp16)
         self._undo = undo_record(settings.undo, parameters, engine.basic_optimizer, self._counters, self._set_counters)
         self._applying = 0  # the step that the optimizer is at
@@ -54,6 +56,10 @@ class Stepping:
         """
         if self._gradients.reduce(step, holder):
             self._stage.summed()
+
+    def tie(self, step: int) -> None:
+        """What is tied is summed over the stages that share it."""
+        self._gradients.tie(step)
 
     def validate(self, step: int) -> None:
         """Wait for the gradient norm over all stages."""
@@ -119,7 +125,7 @@ class Stepping:
 
     def held(self) -> set[Datum]:
         """What is known of whole stages and steps that are not committed."""
-        known = {"reduced": self._gradients.steps(), "norm": self._clipping.judged()}
+        known = {"reduced": self._gradients.steps(), "tied": self._gradients.tied_steps(), "norm": self._clipping.judged()}
         return {Datum(kind, self._engine.stage_id, None, step) for kind, steps in known.items() for step in steps}
 
     def undo(self, step: int) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Iterator
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -30,7 +31,8 @@ from recycle_plugin.patches import megatron_cpu
 
 @dataclass(frozen=True)
 class GPTShape:
-    """Everything that fixes the model's parameters.  ``layers``: transformer layers; ``sequence``: tokens of context."""
+    """Everything that fixes the model's parameters.  ``layers``: transformer layers; ``sequence``: tokens of context; ``tied``: the head's weights
+    are the embedding's."""
 
     layers: int
     hidden: int
@@ -38,6 +40,7 @@ class GPTShape:
     sequence: int
     vocabulary: int = 256
     dropout: float = 0.1
+    tied: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "sequence", "vocabulary"):
@@ -50,15 +53,15 @@ class GPTShape:
             raise ValueError(f"model.dropout is {self.dropout}: it has to be at least 0 and below 1")
 
     def parameters(self) -> int:
-        """Number of parameters, embedding and head (untied) included."""
+        """Number of parameters, embedding and head included."""
         h = self.hidden
         attention, mlp, norms = 4 * h * h + 4 * h, 8 * h * h + 5 * h, 4 * h
-        ends = (2 * self.vocabulary + self.sequence) * h + 2 * h
+        ends = ((1 if self.tied else 2) * self.vocabulary + self.sequence) * h + 2 * h
         return self.layers * (attention + mlp + norms) + ends
 
 
 def gpt_layers(shape: GPTShape, params_dtype: torch.dtype = torch.float32, seed: int = 1234) -> list[LayerSpec]:
-    """``shape.layers + 2`` specs for ``PipelineModule``: embedding, transformer layers, norm with head.
+    """Specs for ``PipelineModule``: embedding, ``shape.layers`` transformer layers, norm with head; a tied head is a spec of its own behind the norm.
 
     Ids are int64 [batch, sequence], activations [sequence, batch, hidden], logits [sequence, batch,
     vocabulary], the last two in ``params_dtype``.  Layer i initialises itself from ``seed + i``, hence equally
@@ -67,11 +70,10 @@ def gpt_layers(shape: GPTShape, params_dtype: torch.dtype = torch.float32, seed:
     which takes the dropout masks out of the caller's hands.
     """
     middle = [LayerSpec(GPTBlock, shape, number, params_dtype, seed + number) for number in range(1, shape.layers + 1)]
-    return [
-        LayerSpec(GPTEmbedding, shape, params_dtype, seed),
-        *middle,
-        LayerSpec(GPTHead, shape, params_dtype, seed + shape.layers + 1),
-    ]
+    if not shape.tied:
+        return [LayerSpec(GPTEmbedding, shape, params_dtype, seed), *middle, LayerSpec(GPTHead, shape, params_dtype, seed + shape.layers + 1)]
+    embedding = partial(TiedLayerSpec, "embedding", GPTEmbedding, shape, params_dtype, seed, tied_weight_attr="tokens.weight")
+    return [embedding(), *middle, LayerSpec(GPTNorm, shape, params_dtype), embedding(forward_fn=tied_logits)]
 
 
 def gpt_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -120,6 +122,23 @@ class GPTBlock(nn.Module):
         length = x.shape[0]
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=x.device).triu(1)  # True: may not look there
         return self.layer(x, attention_mask=mask)[0]
+
+
+class GPTNorm(nn.Module):
+    """Final norm, before a tied head: [sequence, batch, hidden] to the same."""
+
+    def __init__(self, shape: GPTShape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(shape.hidden, eps=_transformer_config(shape, dtype).layernorm_epsilon, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def tied_logits(embedding: GPTEmbedding, x: Tensor) -> Tensor:
+    """The head whose weights are the embedding's, of which the last stage has a copy, positions (unused there) included, as in
+    Megatron-DeepSpeed: [sequence, batch, hidden] to logits [sequence, batch, vocabulary]."""
+    return F.linear(x, embedding.tokens.weight)
 
 
 class GPTHead(nn.Module):
