@@ -33,11 +33,13 @@ def ends(result: Result, folder: str = "rows") -> dict[int, dict]:
 
 
 def counts(result: Result, shape: Shape) -> list[list[int]]:
-    """By replica, how often each sample of its iterator was used; all ranks' weights say the same."""
-    found = [-shape.replicas * MICRO_BATCHES * end["rows"] for end in ends(result).values()]
+    """By replica, how often each sample of its iterator was used; all ranks' weights say the same.  In the case ``validate`` gradients are halved."""
+    once = -0.5 if result.of("rejected") else -1.0
+    found = [shape.replicas * MICRO_BATCHES * end["rows"] / once for end in ends(result).values()]
     assert len(found) == shape.ranks - len(result.of("lost")) - len(result.of("leaving"))
     assert all(torch.equal(each, found[0]) for each in found)
-    return found[0].reshape(shape.replicas, -1).int().tolist()
+    assert torch.allclose(found[0], found[0].round(), atol=1e-4)
+    return found[0].reshape(shape.replicas, -1).round().int().tolist()
 
 
 def assert_each_once(result: Result, shape: Shape, own_until: dict[int, int]) -> None:
@@ -58,7 +60,7 @@ def retired(result: Result) -> list[tuple[int, list[int]]]:
     return [(event["step"], event["replicas"]) for event in result.of("data") if "replicas" in event]
 
 
-@pytest.mark.parametrize("case", (pytest.param("plain", marks=pytest.mark.all_kills), "batch_fn", pytest.param("repeating", marks=pytest.mark.all_kills)))
+@pytest.mark.parametrize("case", ("batch_fn", *(pytest.param(case, marks=pytest.mark.all_kills) for case in ("plain", "repeating", "set_dataloader"))))
 def test_without_a_failure_everybody_reads_its_own(train, case):
     result = train(case=case)
     assert_each_once(result, SQUARE, {0: STEPS, 1: STEPS})
@@ -111,6 +113,16 @@ def test_several_losses(train, shape, kills, lost):
     since = {replica: step for step, replicas in reversed(retired(result)) for replica in replicas}
     assert since.keys() == lost
     assert_each_once(result, shape, {replica: step - 1 for replica, step in since.items()})
+
+
+@pytest.mark.parametrize("kill", ("kill 0.0 before 0F0.1@4", pytest.param("kill 0.1 after 1STEP@4", marks=pytest.mark.all_kills)))
+def test_steps_that_are_rejected_keep_their_data(train, kill):
+    """With ``recycle.clip: validate``, and a norm that is over the limit in each step: what the next step has computed meanwhile is run again."""
+    result = train(kill, case="validate")
+    assert {event["step"] for event in result.of("rejected")} == set(range(1, STEPS + 1))
+    ((first, replicas),) = retired(result)
+    assert replicas == [0] and first in (5, 6)
+    assert_each_once(result, SQUARE, {0: first - 1})
 
 
 def test_a_planned_leave(train):

@@ -18,12 +18,12 @@ import shapes_models as models  # noqa: E402
 
 @pytest.fixture
 def train(launch, tmp_path):
-    """``train(case, *faults, enabled=, **more)``: the finished job, with ``more`` in DeepSpeed's config."""
+    """``train(case, *faults, enabled=, settings=, **more)``: the finished job, with ``settings`` of the plugin's and ``more`` of DeepSpeed's."""
     folders: list[str] = []
 
-    def run(case: str, *faults: str, enabled: bool = True, **more: object) -> Result:
+    def run(case: str, *faults: str, enabled: bool = True, settings: dict = {}, **more: object) -> Result:
         folders.append(str(tmp_path / f"run{len(folders)}"))
-        job = {"case": case, "folder": folders[-1], "enabled": enabled, "faults": faults, "more": more}
+        job = {"case": case, "folder": folders[-1], "enabled": enabled, "faults": faults, "more": more, "settings": settings}
         result = launch(shape=SQUARE, script="tests/jobs/shapes.py", RECYCLE_TEST_SHAPES=json.dumps(job)).finish()
         assert result.code == 0 and len(result.of("lost")) == len(faults), result.output[-6000:]
         return result
@@ -65,11 +65,14 @@ def assert_weights(result: Result, expected: dict[str, torch.Tensor]) -> None:
             assert torch.allclose(value, expected[name], rtol=0, atol=PARAMETER_TOLERANCE), f"rank {rank}: {name}"
 
 
-@pytest.mark.parametrize("kill", ("kill 0.1 before 1W0.1@3", pytest.param("kill 0.0 before 0I0.0@4", marks=pytest.mark.all_kills)))
-def test_tuples_of_changing_shapes(train, kill):
+@pytest.mark.parametrize(
+    "kill, settings",
+    (("kill 0.1 before 1W0.1@3", {}), *(pytest.param("kill 0.0 before 0I0.0@4", each, marks=pytest.mark.all_kills) for each in ({}, {"exact": True}))),
+)
+def test_tuples_of_changing_shapes(train, kill, settings):
     """A bool comes first; steps 3, 4 and 6 have other shapes than those before."""
     losses, weights = uncut("tuples")
-    result = train("tuples", kill)
+    result = train("tuples", kill, settings=settings)
     assert result.losses == pytest.approx(losses, abs=LOSS_TOLERANCE)
     assert_weights(result, weights)
 
@@ -91,3 +94,14 @@ def test_gradients_that_are_rounded_on_their_way_as_with_stock(train):
     stock, result, other = train("layers", enabled=False, **more), train("layers", **more), train("layers")
     assert result.losses == pytest.approx(stock.losses, abs=LOSS_TOLERANCE)
     assert result.losses != pytest.approx(other.losses, abs=LOSS_TOLERANCE)
+
+
+@pytest.mark.all_kills
+@pytest.mark.parametrize("settings", ({}, {"clip": "validate"}, {"exact": True, "check_replicas": 1}, {"undo": "inverse"}), ids=str)
+@pytest.mark.parametrize("kill", ("kill 0.0 before 0F0.1@3", "kill 0.1 before 1STEP@4"))
+def test_a_stage_that_is_not_trained(train, kill, settings):
+    more = {"gradient_clipping": 0.05 if settings else 0.0, "pipeline": {}}
+    calm, result = train("frozen", settings=settings, **more), train("frozen", kill, settings=settings, **more)
+    assert result.losses == (calm.losses if "exact" in settings else pytest.approx(calm.losses, abs=LOSS_TOLERANCE))
+    assert_weights(result, {name: value for rank in calm.records for name, value in calm.parameters(rank).items()})
+    assert bool(result.of("rejected")) == ("clip" in settings)

@@ -88,7 +88,11 @@ config = {
     "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "steps_per_print": 10**9,
     "recycle": {"enabled": True, "run_dir": job["folder"], "faults": job["faults"], "exact": job["case"] == "exact"},
 }  # fmt: skip
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+if job["case"] == "validate":  # half of the norm of a step's gradient, which is the same for all
+    config["gradient_clipping"] = 0.5 * (SIZE * MICRO_BATCHES * job["replicas"] * job["stages"]) ** 0.5 / (MICRO_BATCHES * job["replicas"])
+    config["recycle"]["clip"] = "validate"
+data = Samples(0, EACH) if job["case"] == "set_dataloader" else None
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=data)
 replica = engine.grid.get_data_parallel_rank()
 if job["case"] == "data_source":
     samples = [Samples(r, EACH) for r in range(job["replicas"])]
@@ -102,6 +106,9 @@ if job["case"] == "batch_fn":
     engine.set_batch_fn(lambda batch: (batch["text"], batch["labels"]))
 ends = engine.is_first_stage() or engine.is_last_stage()
 batches = iterator(replica) if ends and job["case"] != "no data" else None
+if job["case"] == "set_dataloader":  # as in DeepSpeed it stands above training_data
+    engine.set_dataloader(batches if ends else [])
+    batches = None
 if job["case"] == "loader":
     batches = torch.utils.data.DataLoader(Samples(replica, EACH))
 losses = []

@@ -104,6 +104,8 @@ def model_layers(case: str) -> list[tuple]:
     """Types and arguments."""
     if case == "tuples":
         return [(Words,), (Masked,), (Masked,), (Masked,), (Scores,)]
+    if case == "frozen":
+        return [(Frozen,), (nn.Tanh,), (Head,), (nn.Tanh,)]
     return [(Frozen,), (nn.ReLU, True), (Convolution,), (Convolution,), (nn.Tanh,), (Recurrent,), (Head,)]
 
 

@@ -267,6 +267,18 @@ def test_what_cannot_be_inverted_is_refused_at_the_start(make: Make, dtype, wron
     assert "\n" not in message
 
 
+def test_frozen_parameters_are_left_as_they_are():
+    trained, frozen = single()[0], torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
+    optimizer = torch.optim.Adam([trained, frozen], lr=0.1)
+    undo = KINDS["inverse"]([trained], optimizer, dict, lambda counters: None)
+    trained.grad = torch.ones(3)
+    undo.before_step()
+    optimizer.step()
+    assert not torch.allclose(trained, torch.ones(3))
+    undo.restore()
+    assert torch.allclose(trained, torch.ones(3)) and torch.equal(frozen, torch.ones_like(frozen))
+
+
 def test_a_decay_that_grows_too_large_is_refused_before_the_step():
     subject = Subject(INVERTIBLE["adamw"], "inverse", single())
     subject.step(subject.random(1))

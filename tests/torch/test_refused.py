@@ -162,6 +162,18 @@ def test_a_model_that_asks_for_what_is_not_supported(deepspeed_alone, name):
     assert str(refused.value).startswith(line)
 
 
+@pytest.mark.parametrize("option", ("CONTIGUOUS_CHECKPOINTING", "PARTITION_ACTIVATIONS"))
+def test_checkpointing_that_the_script_has_configured(deepspeed_alone, monkeypatch, option):
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+
+    from recycle_plugin.adapters.deepspeed.checks import check_config
+
+    monkeypatch.setattr(checkpointing, option, True)
+    with pytest.raises(RecycleError, match="deepspeed.checkpointing.configure with contiguous_checkpointing or partition_activations wants"):
+        check_config({}, PipelineModule([linear()], num_stages=1), torch.optim.SGD, None)
+
+
 def test_what_changes_once_training_has_begun():
     from recycle_plugin.adapters.deepspeed.model import AsStarted
 

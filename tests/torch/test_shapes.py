@@ -365,3 +365,30 @@ def test_what_is_drawn_in_a_forward_leaves_the_scripts_own_streams_alone(draw):
     with keyed(5):
         assert draw() == inside
     assert [*found, draw()] == expected
+
+
+def test_what_is_drawn_through_deepspeeds_tracker_is_the_same_whoever_draws():
+    """Megatron's layers draw dropout from streams of its tracker, one of which goes on from forward to forward."""
+    from recycle_plugin.adapters.deepspeed.model import keyed_forward
+
+    tracker, module = checkpointing.get_cuda_rng_tracker(), nn.Module()
+    tracker.reset()
+    tracker.add("tensor parallel", 11), tracker.add("other", 12)
+
+    def draw(name: str) -> float:
+        with tracker.fork(name):
+            return torch.rand(()).item()
+
+    try:
+        before, streams = tracker.get_states(), torch.get_rng_state()
+        with keyed_forward(module, 5, 3):
+            own, first, second = torch.rand(()).item(), draw("tensor parallel"), draw("other")
+        assert tracker.get_states() == before and torch.equal(torch.get_rng_state(), streams) and module.micro_offset == 3
+        draw("tensor parallel")
+        with keyed_forward(module, 5, 3):
+            assert [torch.rand(()).item(), draw("tensor parallel"), draw("other")] == [own, first, second]
+        with keyed_forward(module, 6, 3):
+            assert draw("tensor parallel") != first
+        assert len({own, first, second}) == 3
+    finally:
+        tracker.reset()

@@ -8,6 +8,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import has_moe_layers
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.engine import layer_specs
@@ -26,12 +27,7 @@ def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters:
     _check_layers(model)
     if optimizer is None and not config.get("optimizer"):
         raise RecycleError('there is no optimizer: add an "optimizer" section to the DeepSpeed config, or pass optimizer= to deepspeed.initialize')
-    if not any(True for _ in model.parameters()) or parameters == []:
-        raise RecycleError(
-            "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: give PipelineModule another partition_method or fewer "
-            "stages, and pass frozen parameters to deepspeed.initialize as well (requires_grad = False is enough)"
-        )
-    _check_module(model)
+    _check_module(model, parameters)
 
 
 def check_placement(placement: str, model: PipelineModule, given: str) -> None:
@@ -69,7 +65,7 @@ def _check_device() -> None:
         )
 
 
-def _check_module(model: PipelineModule) -> None:
+def _check_module(model: PipelineModule, parameters: Any) -> None:
     ties.check(layer_specs(model))
     tracking = [name for name, module in model.named_modules() if getattr(module, "track_running_stats", False)]
     if tracking:
@@ -85,6 +81,11 @@ def _check_module(model: PipelineModule) -> None:
             f"the pipeline has {grid.pipe_parallel_size} stages for {len(layer_specs(model))} layers, so that a stage would have none; "
             "use fewer stages, or give the model more layers"
         )
+    if not any(True for _ in model.parameters()) or parameters == []:
+        raise RecycleError(
+            "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: give PipelineModule another partition_method or fewer "
+            "stages, and pass frozen parameters to deepspeed.initialize as well (requires_grad = False is enough)"
+        )
     if grid.data_parallel_size == 1:
         raise RecycleError(
             "data parallelism is 1: a lost worker would have no peer to take its micro-batches; "
@@ -98,6 +99,11 @@ def _check_layers(model: PipelineModule) -> None:
         raise RecycleError("deepspeed.moe layers send tokens between replicas, which may be lost, and are not supported; use dense layers, or set recycle.enabled to false")
     if type(model).get_additional_losses is not PipelineModule.get_additional_losses:
         raise RecycleError(f"{type(model).__name__}.get_additional_losses: other losses than the one that is trained are not reported yet; leave the method out")
+    if checkpointing.CONTIGUOUS_CHECKPOINTING or checkpointing.PARTITION_ACTIVATIONS:
+        raise RecycleError(
+            "deepspeed.checkpointing.configure with contiguous_checkpointing or partition_activations wants DeepSpeed's own schedule, or tensor parallelism; "
+            "leave both out"
+        )
     for name, part in model.named_modules():
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
             raise RecycleError(f"{name} has sparse gradients, which are not summed over replicas yet; build it with sparse=False")

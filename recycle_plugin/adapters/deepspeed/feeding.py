@@ -35,6 +35,8 @@ class Feeding(PipelineEngine):
         """What the script passes stands above ``training_data``, as in DeepSpeed, and below a source that it has set."""
         if self._supply is None or self._source_is_set:
             return
+        if data_iter is None and isinstance(self._source, DatasetSource):
+            data_iter = self.data_iterator  # which stays empty beside training_data, unless the script has called set_dataloader or set_dataiterator
         if data_iter is not None:
             self._read_from(data_iter)
         if self._source is not None:

@@ -106,7 +106,8 @@ class Inverse:
             raise _refused("cannot take the last step back, because a gradient or what it made is infinite or not a number", 'write "snapshot"')
 
 
-def _check_parameters(stepped: list[torch.Tensor], model: list[torch.nn.Parameter]) -> None:
+def _check_parameters(given: list[torch.Tensor], model: list[torch.nn.Parameter]) -> None:
+    stepped = [one for one in given if one.requires_grad or not isinstance(one, torch.nn.Parameter)]  # a frozen parameter never is
     if {id(parameter) for parameter in stepped} - {id(parameter) for parameter in model}:
         raise _refused("cannot take steps back whose optimizer has parameters of its own beside the model's", 'write "snapshot"')
     for dtype in {parameter.dtype for parameter in stepped}:
