@@ -31,16 +31,18 @@ def parameter_difference(mine: dict, theirs: dict) -> float:
     return (delta / norm) ** 0.5
 
 
-def test_stock_goes_on_from_a_degraded_checkpoint(train):
-    """Both stages have lost a worker, rank 0 among them, when the checkpoint is written."""
-    whole = train(evaluate_at=HALF)
+@pytest.mark.parametrize("tied", (pytest.param("false", marks=pytest.mark.all_kills), "true"))
+def test_stock_goes_on_from_a_degraded_checkpoint(train, tied):
+    """Both stages have lost a worker, rank 0 among them, when the checkpoint is written; ``tied``: they also share a weight."""
+    model = f"model.tied={tied}"
+    whole = train(model, evaluate_at=HALF)
     ((evaluated,),) = {tuple(record["evaluated"]) for record in whole.records.values()}
-    degraded = train(faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF], evaluate_at=HALF)
+    degraded = train(model, faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF], evaluate_at=HALF)
     assert_same_training(degraded, whole, {"0.0", "1.1"})
     (refusal,) = {record["refused"] for record in degraded.records.values()}
     assert "0.0, 1.1" in refusal and "lost" in refusal
     assert all(record["evaluated"] == pytest.approx([evaluated], abs=LOSS_TOLERANCE) for record in degraded.records.values())
-    stock = train("recycle.enabled=false", load=True)
+    stock = train(model, "recycle.enabled=false", load=True)
     assert {record["engine"] for record in stock.records.values()} == {"PipelineEngine"}
     assert stock.losses == pytest.approx(whole.losses[HALF:], abs=LOSS_TOLERANCE)
     assert all(record["evaluated"] == pytest.approx([evaluated], abs=LOSS_TOLERANCE) for record in stock.records.values())

@@ -103,8 +103,10 @@ class BetweenSteps(PipelineEngine):
             self._meet(f"load_checkpoint({load_dir!r}, {tag!r})")
             self._forget_committed()
             self._world.reach_point("load.start")
-        with self._job.session.heart.at(ELSEWHERE, "a checkpoint"), self._ties.among_the_live(self._job.session.generation):
+        with self._job.session.heart.at(ELSEWHERE, "a checkpoint"), self._ties.loading():
             found = super().load_checkpoint(load_dir, tag, *arguments, load_module_only=load_module_only, **named)
+        if found[0] is not None:
+            self._ties.load(Path(found[0]).parent, partial(self.checkpoint_engine.load, map_location=self.device))
         if self._loop is not None and found[0] is not None:
             self._world.reach_point("load.end")
             self._transport.rewind(self.global_steps)

@@ -82,7 +82,8 @@ class RecycleEngine(BetweenSteps, Feeding):
             raise RecycleError(f"the learning-rate scheduler {type(self.lr_scheduler).__name__} has no state_dict, so a step could not be taken back")
         settings = self._job.settings
         self.seat = Seat(self.grid.data_parallel_id, self.stage_id)
-        shared = ties.shared(self.module, layer_specs(self.module))
+        specs = layer_specs(self.module)
+        shared = ties.shared(self.module, specs)
         self.topology_ = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches, tied(shared.values()))
         self._check_faults(settings)
         self._deferred = _split(self.module) if settings.split_backward else None
@@ -95,7 +96,7 @@ class RecycleEngine(BetweenSteps, Feeding):
         ends = self.is_first_stage() or self.is_last_stage()
         self._supply = Supply(self._job.session, self._transport, self.seat, self._read_iterator) if ends else None
         fp16 = self._config.float16_config if settings.loss_scaling else None
-        self._ties = Ties(self.module, shared, self._job.session)
+        self._ties = Ties(self.module, specs, shared, self._job.session)
         self._stepping = Stepping(
             self, self._stage, self._parameters, blocks, self._ties.weights, self._job.session, settings, fp16, super()._exec_optimizer_step
         )

@@ -1,15 +1,16 @@
-"""DeepSpeed's tied layers: which weights they are, which stages have a copy, and whose copy the others take when a checkpoint is loaded."""
+"""DeepSpeed's tied layers: which weights they are, which stages have a copy, and where a checkpoint has them."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any, Iterator
+from pathlib import Path
+from typing import Any, Callable, Iterator
 
+import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.protocol import Generation
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.tied import TiedWeight
@@ -36,28 +37,38 @@ def check(specs: list) -> None:
 
 
 class Ties:
-    """Of ``module``, whose tied keys are on the stages ``shared``.  All workers build it: it makes process groups."""
+    """Of ``module``, made from ``specs``, whose tied keys are on the stages ``shared``.  All workers build it: it makes process groups."""
 
-    def __init__(self, module: PipelineModule, shared: dict[str, tuple[int, ...]], session: Session) -> None:
-        self._module, self._shared = module, shared
-        self._groups: dict[str, Any] = {}
+    def __init__(self, module: PipelineModule, specs: list, shared: dict[str, tuple[int, ...]], session: Session) -> None:
+        self._module = module
+        self._copies: list[tuple[int, str, torch.nn.Parameter]] = []  # here: the layer whose file has the weight, its name there, the copy
         self.weights: list[TiedWeight] = []
         grid = module.mpu()
         for key, stages in shared.items():
             seats = [Seat(replica, stage) for stage in stages for replica in range(grid.data_parallel_size)]
-            self._groups[key] = group = dist.new_group(sorted(grid.stage_to_global(stage_id=seat.stage, data=seat.replica) for seat in seats))
-            if key in module.tied_comms:
-                found = {name: module.tied_modules[key].get_parameter(name) for name in module.tied_weight_attrs[key]}
-                self.weights += [TiedWeight(f"{key}.{name}", weight, stages, group, session) for name, weight in found.items() if weight.requires_grad]
+            group = dist.new_group(sorted(grid.stage_to_global(stage_id=seat.stage, data=seat.replica) for seat in seats))
+            if key not in module.tied_comms:
+                continue
+            saved = [place for place, spec in enumerate(specs) if isinstance(spec, TiedLayerSpec) and spec.key == key and spec.forward_fn is None]
+            for name in module.tied_weight_attrs[key]:
+                weight = module.tied_modules[key].get_parameter(name)
+                self._copies += [(place, name, weight) for place in saved[:1]]
+                self.weights += [TiedWeight(f"{key}.{name}", weight, stages, group, session)] * weight.requires_grad
 
     @contextmanager
-    def among_the_live(self, generation: Generation | None) -> Iterator[None]:
-        """While stock code makes the copies equal, all take that of the first stage's lowest live worker."""
-        kept = self._module.tied_comms
-        if generation is not None:
-            first = {key: [member.rank for member in generation.members if member.seat.stage == stages[0]] for key, stages in self._shared.items()}
-            self._module.tied_comms = {key: {**comm, "group": self._groups[key], "ranks": first[key]} for key, comm in kept.items()}
+    def loading(self) -> Iterator[None]:
+        """Stock code, which loads a checkpoint, does not hand the copies round: whom it would take them from may be lost."""
+        kept, self._module.tied_comms = self._module.tied_comms, {}
         try:
             yield
         finally:
             self._module.tied_comms = kept
+
+    def load(self, folder: Path, read: Callable[[str], dict[str, Any]]) -> None:
+        """... but each worker takes its copies from the file of the first layer that has them, as the worker does of which they would have come.
+
+        Stock saves no layer that has a ``forward_fn``: where all of a key have one, it is in no file, and stays as it is.
+        """
+        for place, name, weight in self._copies:
+            (path,) = folder.glob(f"layer_{place:02d}-*model_states.pt")
+            weight.data.copy_(read(str(path))[name])
