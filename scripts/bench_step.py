@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=None, help="runs of each kind (default: 1, 2 or 1)")
     made.add_argument("--layer-ms", type=float, default=None, help="F, I and W of an emulated layer (default: 30)")
     made.add_argument("--out", type=Path, default=Path("runs/bench_step"), metavar="DIR")
-    made.add_argument("overrides", nargs="*", metavar="key=value", help="further Hydra overrides for the plugin's runs")
+    made.add_argument("overrides", nargs="*", metavar="key=value", help="further Hydra overrides for the plugin's runs; for stock's too where they are not of recycle")
     return made
 
 
@@ -71,8 +71,9 @@ class Turn(NamedTuple):
 
 def overhead(found: argparse.Namespace) -> dict:
     """Both engines run the same job at the same time, and take turns of a few seconds with the machine."""
-    job = ["model=gpt_tiny", "topology=pp2_dp2", f"steps={found.steps or 300}", "report_every=1"]
-    kinds = {"stock": [], "plugin": ["recycle.enabled=true", *found.overrides]}
+    own = [each for each in found.overrides if each.lstrip("+").startswith("recycle")]
+    job = ["model=gpt_tiny", "topology=pp2_dp2", f"steps={found.steps or 300}", "report_every=1", *(each for each in found.overrides if each not in own)]
+    kinds = {"stock": [], "plugin": ["recycle.enabled=true", *own]}
     steps: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for number in range(found.rounds or 1):
         with ExitStack() as stack:

@@ -95,6 +95,25 @@ def test_several_ties(launch, kills):
 
 
 @MORE
+@pytest.mark.parametrize("undo", ("snapshot", "inverse"))
+def test_a_stage_between_takes_its_step_back(launch, reference, tmp_path, undo):
+    """The first and the last of three stages share the embedding; the one between has stepped, and nobody has replica 0's boundary tensors any more."""
+    gate = {"name": "gate", "folder": str(tmp_path / "gate"), "before": "2REDUCE@7", "until": "1STEP@7", "by": ["0.1", "1.1"]}
+    kills = "kill 0.1 after 1STEP@7", "kill 0.2 before 2REDUCE@7"
+    result = launch(TIED, faults(*kills), f"recycle.undo={undo}", shape=THREE, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(gate)).finish()
+    assert_same_training(result, reference(TIED, shape=THREE), {"0.1", "0.2"})
+    assert {event["seat"] for event in result.of("rest") if event["undone"]} == {"1.1"} and copies_are_equal(result)
+
+
+@MORE
+def test_all_on_one_stage_is_no_tie(launch):
+    one = Shape(stages=1)
+    stock, mine = (launch(TIED, *more, shape=one).finish() for more in (("recycle.enabled=false",), OFF))
+    assert stock.code == mine.code == 0 and mine.of("start")[0]["job"]["ties"] == []
+    assert mine.losses == pytest.approx(stock.losses, abs=LOSS_TOLERANCE)
+
+
+@MORE
 @pytest.mark.parametrize("clip", ("validate", "sync"))
 def test_a_tied_weight_counts_once_in_the_norm(launch, tmp_path, clip):
     """The norm that gradients are clipped by, against that of all gradients, of which the tied one is on both stages."""

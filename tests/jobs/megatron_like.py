@@ -1,4 +1,4 @@
-"""Calls the engine as Megatron-DeepSpeed's pretraining does: own optimizer and scheduler, a batch function, cyclic iterators on the
+"""Calls the engine as Megatron-DeepSpeed's pretraining does: own optimizer and scheduler, a tied embedding, a batch function, cyclic iterators on the
 first and last stage and None between them, and questions to the engine after each step.  RECYCLE_TEST_SCRIPT: {"folder", "faults", "steps"}.
 """
 
@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 import deepspeed
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
-from scripts_models import VOCABULARY, Block, Embed, Head, Tokens, masked_loss, save
+from scripts_models import VOCABULARY, Block, Embed, Tokens, logits, masked_loss, save
 
 job = json.loads(os.environ["RECYCLE_TEST_SCRIPT"])
 args = SimpleNamespace(
@@ -72,9 +73,10 @@ class Annealing:
 
 def setup():
     torch.manual_seed(1234)
+    embed = partial(TiedLayerSpec, "embed", Embed, args.seq_length, tied_weight_attr="word_embeddings_weight")
     model = PipelineModule(
-        [LayerSpec(Embed, args.seq_length), LayerSpec(Block), LayerSpec(Block), LayerSpec(Head)],
-        loss_fn=masked_loss, topology=PipeDataParallelTopology(2, 2), partition_method="type:Embed|Block|Head",
+        [embed(), LayerSpec(Block), LayerSpec(Block), embed(forward_fn=logits)],
+        loss_fn=masked_loss, topology=PipeDataParallelTopology(2, 2), partition_method="type:Embed|Block",
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     config = {

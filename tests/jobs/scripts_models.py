@@ -34,6 +34,15 @@ class Embed(torch.nn.Module):
         tokens, positions, mask = given
         return self.words(tokens) + self.places(positions), mask
 
+    @property
+    def word_embeddings_weight(self) -> torch.nn.Parameter:
+        return self.words.weight
+
+
+def logits(embed: Embed, given) -> torch.Tensor:
+    """The head whose weights are the embedding's."""
+    return torch.nn.functional.linear(given[0], embed.word_embeddings_weight)
+
 
 class Block(torch.nn.Module):
     """Attention over what the mask leaves, and a linear layer with dropout."""

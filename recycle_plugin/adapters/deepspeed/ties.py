@@ -50,9 +50,10 @@ class Ties:
             if key not in module.tied_comms:
                 continue
             saved = [place for place, spec in enumerate(specs) if isinstance(spec, TiedLayerSpec) and spec.key == key and spec.forward_fn is None]
+            names = {weight: name for name, weight in module.tied_modules[key].named_parameters()}  # what is tied may be a property
             for name in module.tied_weight_attrs[key]:
                 weight = module.tied_modules[key].get_parameter(name)
-                self._copies += [(place, name, weight) for place in saved[:1]]
+                self._copies += [(place, names[weight], weight) for place in saved[:1]]
                 self.weights += [TiedWeight(f"{key}.{name}", weight, stages, group, session)] * weight.requires_grad
 
     @contextmanager
