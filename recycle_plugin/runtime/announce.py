@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import TextIO
@@ -25,6 +26,7 @@ class Announcer:
 
         self._text = Text
         self._console = Console(highlight=False, soft_wrap=True)
+        self._console.on_broken_pipe = self._go_on_unread
         self._live = self._console.status("waiting for workers") if self._console.is_terminal else None
         if self._live is not None:
             self._live.start()
@@ -51,6 +53,10 @@ class Announcer:
             self._live.stop()
         if self._log is not None:
             self._log.close()
+
+    def _go_on_unread(self) -> None:
+        """Who has read the lines is gone, pdsh for instance: that is no reason to end a job, which rich would do."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._console.file.fileno())
 
     def _record(self, event: Event, now: float) -> None:
         line = json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details}, default=str)

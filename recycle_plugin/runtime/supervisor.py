@@ -24,6 +24,7 @@ from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.coordinator import Coordinator
 from recycle_plugin.runtime.errors import CutOff
+from recycle_plugin.runtime.slurm import NoPlace, described
 from recycle_plugin.runtime.spawn import Process, spawn
 
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
@@ -32,7 +33,7 @@ GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job
 PULSE_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 REPORT_S = 60.0  # how long the report may take
-ANOTHER_ADDRESS = "start the launcher with --master_addr and an address that is that host's for all others"
+ANOTHER_ADDRESS = "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all others"
 END_S = 15.0  # how long a worker that was told to end may take
 
 
@@ -276,7 +277,7 @@ def is_stopped(pid: int) -> bool:
 
 def main(command: list[str], placement: str = "deepspeed") -> int:
     try:
-        return asyncio.run(Supervisor(command, dict(os.environ), placement).run())
-    except (BadMaster, ConnectionError) as error:
+        return asyncio.run(Supervisor(command, described(os.environ), placement).run())
+    except (BadMaster, ConnectionError, NoPlace) as error:
         print(f"recycle: error: {error}", file=sys.stderr, flush=True)
         return 1

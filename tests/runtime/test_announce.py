@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 from recycle_plugin.core.output import Event
 from recycle_plugin.runtime.announce import Announcer
@@ -21,3 +23,18 @@ def test_plain_lines_and_a_complete_log(tmp_path, capsys):
     logged = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in logged] == ["worker", "start", "loss", "committed", "committed"]
     assert logged[0]["pid"] == 7 and logged[2]["loss"] == 2.5
+
+
+def test_nobody_reads_the_lines_any_more(tmp_path, monkeypatch):
+    """The log goes on."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w", buffering=1) as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        announcer = Announcer()
+        announcer.say(Event("start", "2 replicas", {"job": {"run_dir": str(tmp_path), "report": False}}), 10.0)
+        assert b"start: 2 replicas" in os.read(reading, 1000)
+        os.close(reading)
+        for step in (1, 2):
+            announcer.say(Event("committed", f"step {step} committed", {"step": step, "workers": 4}), 10.0 + step)
+        announcer.close()
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3

@@ -18,7 +18,10 @@ from typing import Callable, Iterator, TextIO, TypeVar
 
 import psutil
 
+import recycle_plugin.launch
+from recycle_plugin.runs import environment
 from tests.support.cluster import POLL_S, ROOT, ForkServer, Run, WarmLauncher
+from tests.support.launchers import install
 
 Launcher = TypeVar("Launcher", WarmLauncher, subprocess.Popen)
 
@@ -123,6 +126,44 @@ def _command(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise NoHosts(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+class ProgramRun(Run):
+    """One job over all hosts, started elsewhere by ``command``: DeepSpeed's with its options, or another program's, of which pdsh and srun
+    are stand-ins (tests/support/launchers.py).  Workers come warm from the fork server, all else starts cold.
+
+    ``as_file``: the plugin's module is named by its file, which is the script, with the script as its first argument.
+    """
+
+    def __init__(
+        self, hosts: Hosts, server: ForkServer, folder: Path, ranks: int, script: str, arguments: list[str], command: list[str], as_file: bool = False, **more: str
+    ) -> None:
+        self._hosts = hosts
+        self._command = command
+        self._failed = folder / "failed"
+        self._failed.mkdir(parents=True)
+        places = {name: str(hosts.pid(name)) for name in NAMES}
+        variables = {"RECYCLE_FORK_SERVER": server.path, "RECYCLE_TEST_HOSTS": json.dumps(places), "RECYCLE_TEST_FAILED": str(self._failed)}
+        programs = install(folder / "bin") + os.pathsep + environment()["PATH"]
+        self._address = hosts.address(NAMES[0])
+        if as_file:
+            script, arguments, more = recycle_plugin.launch.__file__, [script, *arguments], more | {"plugin": None}
+        super().__init__(server, folder, ranks, script, arguments, cold=True, PATH=programs, MASTER_ADDR=self._address, **variables, **more)
+
+    def _cold(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
+        """What pdsh's hosts have to know of the environment is in .deepspeed_env's place."""
+        hostfile, forwarded = self.folder / "hostfile", self.folder / "deepspeed_env"
+        hostfile.write_text("".join(f"{name} slots={ranks // len(NAMES)}\n" for name in NAMES))
+        forwarded.write_text("".join(f"{name}={variables[name]}\n" for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR")))
+        variables |= {"DS_ENV_FILE": str(forwarded), "MASTER_PORT": str(self.port)}
+        more = ["--hostfile", str(hostfile), "--no_ssh_check", "--master_addr", self._address, "--master_port", str(self.port)]
+        command = [*self._command, *(more if self._command[0] == "deepspeed" else []), *program]
+        return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+
+    def crash(self, name: str) -> None:
+        """The host dies, and SLURM comes to know of it."""
+        self._hosts.crash(name)
+        (self._failed / name).touch()
 
 
 class HostsRun(Run):

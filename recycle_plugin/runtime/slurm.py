@@ -1,0 +1,44 @@
+"""A place in the job, as DeepSpeed's launcher describes it to each process: from what SLURM tells srun's tasks, where no launcher has been."""
+
+from __future__ import annotations
+
+import re
+from typing import Mapping
+
+FIRST_PORT, PORTS = 20_000, 12_000  # below those that systems hand out
+
+
+class NoPlace(RuntimeError):
+    """Neither a launcher nor srun has started this process; the message says what to do."""
+
+
+def described(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Unless they are given, the master is the step's first node, and its port follows from the job's number.
+    """
+    if "RANK" in environment:
+        return dict(environment)
+    if "SLURM_PROCID" not in environment or "SLURM_STEP_NODELIST" not in environment:
+        raise NoPlace("neither DeepSpeed's launcher nor srun has started this process: deepspeed … --module recycle_plugin.launch your_script.py …")
+    return {
+        "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
+        "MASTER_PORT": str(FIRST_PORT + int(environment["SLURM_JOB_ID"]) % PORTS),
+    } | environment | {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_SIZE": str(tasks(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]),
+    }  # fmt: skip
+
+
+def first_host(nodes: str) -> str:
+    """Of a list such as ``rack2n[07-09,12],login1``."""
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", nodes)[0]
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first)
+
+
+def tasks(each: str) -> list[int]:
+    """Of each node, from a text such as ``2(x3),1``."""
+    counts = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part) for part in each.split(",")]
+    return [int(count[1]) for count in counts for _ in range(int(count[2] or 1))]

@@ -1,0 +1,109 @@
+"""``deepspeed --hostfile`` over two hosts by pdsh and by SLURM, where a host dies.
+
+Neither program is here: stand-ins do what their manuals say (tests/support/launchers.py).  DeepSpeed's side is the real one: the commands that
+it builds for them, the variables that it forwards, the code that it returns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Iterator
+
+import psutil
+import pytest
+
+from recycle_plugin.runs import processes_with
+from tests.cluster.conftest import launching
+from tests.support.hosts import Hosts, NoHosts, ProgramRun, hosts
+from tests.support.jobs import WRAPPED, after_step, assert_same_training
+
+LOST = {"1.0", "1.1"}  # beta's replica
+WRAP = {"script": WRAPPED, "RECYCLE_TEST_WRAP": '{"name": "config_file"}'}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Hosts]:
+    try:
+        with hosts() as made:
+            yield made
+    except NoHosts as error:
+        pytest.skip(f"no network namespaces here: {error}")
+
+
+@pytest.fixture
+def launch(server, tmp_path, pair):
+    with launching(server, tmp_path, partial(ProgramRun, pair)) as launch:
+        yield launch
+
+
+@pytest.fixture
+def config(tmp_path) -> tuple[str, str]:
+    """Arguments of the script: no host has a whole stage."""
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"recycle": {"enabled": True, "placement": "spread"}}))
+    return "--deepspeed_config", str(path)
+
+
+PDSH = ["deepspeed", "--launcher", "pdsh"]
+SLURM = ["deepspeed", "--launcher", "slurm"]  # which hands no --module on to srun
+NO_KILL = "--launcher_args=--no-kill"
+
+
+@pytest.mark.all_kills
+def test_pdsh(launch, reference, config):
+    result = launch(*config, **WRAP, command=PDSH).finish()
+    assert_same_training(result, reference())
+    assert result.output.count("alpha: ") > 10 and len(result.of("left")) == 4
+
+
+def test_a_host_dies_under_pdsh(launch, reference, config):
+    """The others go on, and end without a goodbye from it.  DeepSpeed's command returns ssh's 255, although the job is through."""
+    run = launch(*config, **WRAP, command=PDSH)
+    after_step(run, 5)
+    run.crash("beta")
+    result = run.finish()
+    assert result.code == 255 and "beta: ssh exited with exit code 255" in result.output
+    assert_same_training(replace(result, code=0), reference(), LOST)
+    assert result.of("finished")
+
+
+def test_a_node_fails_under_srun_with_no_kill(launch, reference, config):
+    """srun's code is that of the killed tasks."""
+    run = launch(*config, **WRAP, command=[*SLURM, NO_KILL], as_file=True)
+    after_step(run, 5)
+    run.crash("beta")
+    result = run.finish()
+    assert result.code == 137 and "Node failure on beta" in result.output
+    assert_same_training(replace(result, code=0), reference(), LOST)
+    assert result.of("finished")
+
+
+@pytest.mark.all_kills
+def test_a_node_fails_under_srun_without_it(launch, config):
+    """SLURM ends the step: the job ends at a commit."""
+    run = launch("steps=100000", *config, **WRAP, command=SLURM, as_file=True)
+    after_step(run, 5)
+    run.crash("beta")
+    result = run.finish()
+    assert result.of("terminate") and result.of("finished") and {event["seat"] for event in result.of("lost")} == LOST, result.output[-6000:]
+
+
+@pytest.mark.all_kills
+def test_srun_by_itself(launch, reference, config):
+    """SLURM's variables are enough, without DeepSpeed's command."""
+    result = launch(*config, **WRAP, command=["srun", "--no-kill", "-n", "4", sys.executable, "-u", "-m", "recycle_plugin.launch"], plugin=None).finish()
+    assert_same_training(result, reference())
+
+
+@pytest.mark.all_kills
+def test_sigterm_at_deepspeeds_own_command(launch, config):
+    """It ends pdsh first, so that what prints meets a broken pipe, and then has pkill send SIGTERM to the hosts' launchers: no orderly end, but one."""
+    run = launch("steps=100000", *config, **WRAP, command=PDSH)
+    after_step(run, 4)
+    run.launcher.terminate()
+    assert run.finish().code == 1
+    _, left = psutil.wait_procs(processes_with(run.mark), timeout=60)
+    assert not left and {event["event"] for event in run.events()} & {"end", "finished"}, run.output[-6000:]
