@@ -111,6 +111,7 @@ class Job(_Section):
     topology: JobTopology
     data: TextData | IndexedData = Field(discriminator="kind")
     optimizer: Optimizer
+    deepspeed: dict[str, Any] | None
     recycle: dict[str, Any]
 
     @property
@@ -125,8 +126,13 @@ class Job(_Section):
             "gradient_clipping": self.gradient_clipping,
             "optimizer": {"type": self.optimizer.type, "params": dict(self.optimizer.params)},
             "steps_per_print": self.report_every or 10**9,
+            **(self.deepspeed or {}),
             "recycle": dict(self.recycle),
         }
+
+    @property
+    def bf16(self) -> bool:
+        return bool((self.deepspeed or {}).get("bf16", {}).get("enabled"))
 
 
 def compose(overrides: Sequence[str] = ()) -> Job:

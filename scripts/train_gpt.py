@@ -65,6 +65,8 @@ def train(job: Job):
 
 def gpt(job: Job):
     """(layers, loss, data): a GPT of megatron-core layers on byte-level text, or on tokens that Megatron's tools have made."""
+    import torch
+
     from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss
     from recycle_plugin.adapters.megatron.indexed import IndexedWindows
     from recycle_plugin.adapters.megatron.text import TextWindows
@@ -74,7 +76,7 @@ def gpt(job: Job):
         data = IndexedWindows(job.data.path, shape.sequence, shape.vocabulary)
     else:
         data = TextWindows(job.data.path, shape.sequence, job.data.limit_bytes)
-    return gpt_layers(shape, seed=job.seed), gpt_loss, data
+    return gpt_layers(shape, torch.bfloat16 if job.bf16 else torch.float32, job.seed), gpt_loss, data
 
 
 def emulated(job: Job):

@@ -16,7 +16,7 @@ from recycle_plugin.commands.exact_mode import buffer_bytes, cost
 from recycle_plugin.commands.losses import NAMED, clipped, host_cases, stages_text, worker_cases
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.placement import remedy
-from recycle_plugin.core.profile import UNDO_BYTES
+from recycle_plugin.core.profile import STATE_BYTES, UNDO_BYTES
 from recycle_plugin.settings import SECTION
 from recycle_plugin.versions import releases
 from recycle_plugin.wording import shown
@@ -238,6 +238,8 @@ def times(ratio: float) -> str:
 
 
 def costly(job: Job) -> Section:
+    from recycle_plugin.adapters.deepspeed.refusals import bf16
+
     settings, rows = job.settings, []
     if job.clipping > 0:
         said = "" if CLIPPING in job.config else " (DeepSpeed's default)"
@@ -251,6 +253,9 @@ def costly(job: Job) -> Section:
     if job.survives:
         rows.append(_cap(job))
     rows.append({"setting": f"{SECTION}.exact", **(found := cost(job)), "text": _exact(job, found)})
+    name = bf16(job.config)
+    if name is not None:
+        rows.append({"setting": f"{name}.enabled", "text": _bf16(job.replicas)})
     rows.append({"setting": f"{SECTION}.undo", "bytes_a_parameter": UNDO_BYTES[settings.undo], "text": _undo(settings.undo)})
     lines = tuple(f"{row['setting']} {row.pop('text')}" for row in rows)
     return Section("settings", "What settings cost", rows, lines)
@@ -271,6 +276,12 @@ def _exact(job: Job, found: dict) -> str:
         less = [f"{other['block']}: {ms(other['period_one_lost_us'])}, {other['blocks'][1] - 1} buffers" for other in found["smaller"]]
         said += f"; after one loss with {SECTION}.exact_block {'; '.join(less)}"
     return said
+
+
+def _bf16(replicas: int) -> str:
+    whole, shared = STATE_BYTES["bf16"], STATE_BYTES["bf16"] - UNDO_BYTES["snapshot"]
+    return (f"true: every worker has the optimizer's state whole, {whole} bytes a parameter (Adam), stock a share of it, "
+            f"{shared + UNDO_BYTES['snapshot'] / replicas:.3g}; gradients are summed in fp32, over micro-batches and over workers")  # fmt: skip
 
 
 def _undo(way: str) -> str:

@@ -5,6 +5,7 @@ weight-gradient work that a split backward has put off.  Gradients end up in ``p
 summed in the order in which the program runs the weight gradients; which micro-batches are in that sum is
 remembered, so that after a failure none is missing and none is counted twice.  In exact mode they end up in sums of blocks
 (runtime/blocks.py), all of a micro-batch's at its W: also those of layers whose backward is not split, which are made in its I.
+In bf16 the sums are those of the fp32 masters (runtime/masters.py), which what each instruction makes is added to by itself.
 
 After a failure a *bare* forward or input gradient is run for the boundary tensor alone, because a peer needs it once
 more: it leaves no stash and adds nothing to any gradient.
@@ -23,6 +24,7 @@ from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.runtime.blocks import BlockSums, Gradients, in_place_of
 from recycle_plugin.runtime.boundary import Tensors, batch_part, gradients, incoming, outgoing, packed, with_gradients
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.masters import Masters
 from recycle_plugin.runtime.split_backward import DeferredWeights, PendingWeights
 
 Key = tuple[int, MicroBatch]  # step, micro-batch
@@ -70,13 +72,14 @@ class StageModel:
 
 class Stage:
     """Runs forward and backward of single micro-batches.  ``deferred`` splits the backward, None leaves it fused.
-    ``blocks``: exact mode's sums."""
+    ``blocks``: exact mode's sums.  ``masters``: of a model in bf16."""
 
     def __init__(
         self, model: StageModel, deferred: DeferredWeights | None, randomness: Callable[[MicroBatch, int], AbstractContextManager],
-        blocks: BlockSums | None = None,
+        blocks: BlockSums | None = None, masters: Masters | None = None,
     ) -> None:  # fmt: skip
         self._model = model
+        self._masters = masters
         self._parameters = list(model.module.parameters())
         self._blocks = blocks
         self._deferred = deferred
@@ -144,6 +147,7 @@ class Stage:
         aside = nullcontext() if early is None else in_place_of(self._parameters, early)
         with self._deferred.hold() if self._deferred is not None else nullcontext() as pending, aside:
             made = self._differentiate(key)
+        self._collect()
         shelf = self._shelf(key)
         shelf.pending, shelf.inner, shelf.early = pending, True, early
         return made
@@ -264,7 +268,12 @@ class Stage:
             raise AssertionError(f"the weight gradient of micro-batch {key[1]}, step {key[0]}, would be counted twice")
         with nullcontext() if self._blocks is None else self._blocks.adding(key[1]):
             yield
+            self._collect()
         self._counted.add(key)
+
+    def _collect(self) -> None:
+        if self._masters is not None:
+            self._masters.collect()
 
     def _shelf(self, key: Key) -> Shelf:
         return self._shelves.setdefault(key, Shelf())

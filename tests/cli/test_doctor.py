@@ -197,6 +197,19 @@ def test_slots_to_spare_are_told(doctor) -> None:
     assert code == 0 and "slots: 2 more than workers; launch with --num_nodes" in text
 
 
+BF16 = {"bf16": {"enabled": True}}
+
+
+@pytest.mark.parametrize("more", ({}, {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}))
+def test_bf16_needs_no_change(doctor, more) -> None:
+    found = data(doctor, {**HEALTHY, **BF16, **more}, "--pp 2 --dp 3")
+    assert not found["change"] and not found["refused"]
+    code, text = doctor({**HEALTHY, **BF16, **more}, "--pp 2 --dp 3")
+    said = "bf16.enabled true: every worker has the optimizer's state whole, 18 bytes a parameter (Adam), stock a share of it, 10; gradients are"
+    assert said in " ".join(text.split())
+    assert "bf16" not in doctor(HEALTHY, "--pp 2 --dp 3")[1]
+
+
 # --- what has to change ----------------------------------------------------------------------------------
 
 
@@ -205,8 +218,12 @@ def test_slots_to_spare_are_told(doctor) -> None:
     [
         ({"zero_optimization": {"stage": 1}}, "zero_optimization.stage 1 shards the optimizer state"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 does not work with pipelines"),
-        ({"fp16": {"enabled": True}}, "fp16.enabled: only fp32 is supported yet"),
-        ({"bf16": {"enabled": True}}, "bf16.enabled: only fp32 is supported yet"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled: only fp32 and bf16 are supported yet"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states: master weights, sums of gradients and the"),
+        ({**BF16, "data_types": {"grad_accum_dtype": "bf16"}}, 'data_types.grad_accum_dtype is "bf16": bf16 gradients are summed in fp32'),
+        ({**BF16, "communication_data_type": "bf16"}, 'communication_data_type is "bf16": bf16 gradients are summed in fp32'),
+        ({**BF16, "recycle": {"enabled": True, "norm": "deepspeed"}}, 'recycle.norm is "deepspeed", fp32\'s norm: in bf16 DeepSpeed\'s is over all'),
+        ({**BF16, "recycle": {"enabled": True, "loss_scaling": True, "nonfinite": "skip"}}, "recycle.loss_scaling: bf16 has fp32's range"),
         ({"train_batch_size": 24}, "train_batch_size 24 is not 1 samples x 6 micro-batches x 2 replicas; set it to 12"),
         ({"recycle": {}}, "recycle.enabled is false"),
         ({"recycle": {"enabled": True, "reroute": False}}, "recycle.reroute is false: any loss ends the job"),
@@ -219,8 +236,8 @@ def test_what_has_to_change(doctor, config, says) -> None:
 
 
 def test_all_refusals_at_once(doctor) -> None:
-    config = {**HEALTHY, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "amp": {"enabled": True}}
-    assert [line.split(":")[0].split()[0] for line in data(doctor, config, "--pp 2 --dp 2")["refused"]] == ["bf16.enabled", "amp.enabled", "zero_optimization.stage"]
+    config = {**HEALTHY, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True}, "amp": {"enabled": True}}
+    assert [line.split(":")[0].split()[0] for line in data(doctor, config, "--pp 2 --dp 2")["refused"]] == ["fp16.enabled", "amp.enabled", "zero_optimization.stage"]
 
 
 def test_an_optimizer_that_has_to_be_compiled(doctor, monkeypatch) -> None:
@@ -390,8 +407,8 @@ What settings cost
   recycle.undo "snapshot": 12 bytes a parameter (Adam in fp32); "inverse": 4, not exact
 
 What is refused
-! fp16.enabled: only fp32 is supported yet (bf16 comes next); remove the fp16 section or set enabled
-    to false
+! fp16.enabled: only fp32 and bf16 are supported yet; remove the fp16 section, and set bf16.enabled
+    to true if you can
   only the CPU is supported yet: set DS_ACCELERATOR=cpu where the job runs
   seen at the start only: tensor parallelism, running statistics, plain iterators
 

@@ -16,7 +16,7 @@ from tests.cluster.conftest import launching
 from tests.cluster.test_kills import FIRST, SECOND, Kill, matrix
 from tests.cluster.test_random_kills import kill_at, schedules
 from tests.support.cluster import Result
-from tests.support.jobs import SQUARE, STEPS, WRAPPED, Shape, faults
+from tests.support.jobs import BF16, SQUARE, STEPS, WRAPPED, Shape, faults
 
 EXACT = "recycle.exact=true"
 CLIPPED, FUSED, SGD = "gradient_clipping=0.5", "recycle.split_backward=false", ("optimizer=sgd", "optimizer.params.momentum=0.9")
@@ -102,6 +102,9 @@ def test_each_rank_at_named_instructions(train, calm, first: Kill, second: Kill)
         pytest.param((CLIPPED, "recycle.clip=validate"), ("kill 0.1 before 1REDUCE@5", "kill 1.0 after 0STEP@9"), id="validated", marks=MORE),
         pytest.param((FUSED,), ("kill 0.0 after 0B0.0@5", "kill 1.1 before 1B1.1@9"), id="fused", marks=MORE),
         pytest.param(("recycle.exact_block=1",), ("kill 1.0 after 0W1.0@5", "kill 1.1 before 1W1.1@9"), id="blocks of one", marks=MORE),
+        pytest.param((BF16,), ("kill 0.1 before 1I0.1@5", "kill 1.0 after 0REDUCE@9"), id="bf16"),
+        pytest.param((BF16, CLIPPED, "recycle.clip=validate"), ("kill 0.1 after 1STEP@5", "kill 1.0 before 0W1.0@9"), id="bf16, validated", marks=MORE),
+        pytest.param((BF16, FUSED), ("kill 1.1 after 1B1.0@5", "kill 0.0 before 0STEP@9"), id="bf16, fused", marks=MORE),
         pytest.param(("recycle.keep_bytes=1",), ("kill 0.1 before 1W0.1@6",), id="nothing is kept", marks=MORE),
     ],
 )

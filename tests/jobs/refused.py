@@ -43,8 +43,8 @@ match case:
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=ranks, num_dp=1)
     case "tied layers":
         layers = [TiedLayerSpec("both", torch.nn.Linear, 4, 4, tied_weight_attr=[name]) for name in ("weight", "bias")]
-    case "bf16" | "fp16":
-        config[case] = {"enabled": True}
+    case "fp16":
+        config["fp16"] = {"enabled": True}
     case "no pipeline":
         pass
     case "universal checkpoint":

@@ -48,6 +48,7 @@ class Emulated(Shape):
         return ["model=emulated", "optimizer=sgd", *times, *shape, f"steps={STEPS}", "recycle.enabled=true"]
 
 
+BF16 = "deepspeed={bf16: {enabled: true}}"
 SQUARE = Shape()
 NOBODY: frozenset[str] = frozenset()
 

@@ -17,6 +17,7 @@ from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.masters import Masters
 from recycle_plugin.runtime.randomness import key as random_key
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.split_backward import DeferredWeights
@@ -34,47 +35,47 @@ class Checkpointed(nn.Sequential):
         return checkpoint(super().forward, x, use_reentrant=self.reentrant)
 
 
-def stage_at(stages: int, stage: int, split: bool, reentrant: bool | None, block: int | None = None) -> tuple[Stage, nn.Module]:
+def stage_at(
+    stages: int, stage: int, split: bool, reentrant: bool | None, block: int | None = None, bf16: bool = False
+) -> tuple[Stage, nn.Module, list[nn.Parameter]]:
     """Linears, which are converted, with a LayerNorm, which is not, and dropout between them.  ``reentrant``: checkpointed, that way.
-    ``block``: exact, with blocks of so many of 2 x 4 micro-batches."""
+    ``block``: exact, with blocks of so many of 2 x 4 micro-batches.  The parameters are those whose gradients are summed."""
     torch.manual_seed(stage)
     layers = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
     module = nn.Sequential(*layers) if reentrant is None else Checkpointed(*layers)
     module.reentrant = reentrant
+    masters = Masters(module.bfloat16().parameters()) if bf16 else None
+    parameters = list(module.parameters()) if masters is None else masters.parameters
+    blocks = None if block is None else BlockSums(parameters, Policy(block=block).blocks(Topology(2, 3, 4)))
     model = StageModel(module, nn.functional.mse_loss, 2, stage == 0, stage == stages - 1, torch.device("cpu"))
     deferred = DeferredWeights(module) if split else None
-    return Stage(model, deferred, lambda micro_batch, step: keyed(random_key(1, step, micro_batch, stage)), block_sums(module, block)), module
+    return Stage(model, deferred, lambda micro_batch, step: keyed(random_key(1, step, micro_batch, stage)), blocks, masters), module, parameters
 
 
-def block_sums(module: nn.Module, block: int | None) -> BlockSums | None:
-    return None if block is None else BlockSums(list(module.parameters()), Policy(block=block).blocks(Topology(2, 3, 4)))
-
-
-def tensor(seed: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+def tensor(seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def feed(stage: Stage, key: Key, wanted: Iterable[Datum]) -> None:
     """Give ``stage`` of these data what comes from outside; the same for the same micro-batch."""
-    seed = 10 * key[1].replica + key[1].index
+    seed, dtype = 10 * key[1].replica + key[1].index, next(stage._model.module.parameters()).dtype
     for datum in wanted:
         match datum.kind:
             case "data":
-                stage.load(key, (tensor(seed), tensor(seed + 100)))
+                stage.load(key, (tensor(seed, dtype), tensor(seed + 100, dtype)))
             case "act":
-                stage.receive_activation(key, (tensor(seed + 200),))
+                stage.receive_activation(key, (tensor(seed + 200, dtype),))
             case "grad":
-                stage.receive_grad(key, (tensor(seed + 300),))
+                stage.receive_grad(key, (tensor(seed + 300, dtype),))
 
 
 class Runner:
     """A stage at one of PLACES that gets the inputs of each instruction when that runs."""
 
-    def __init__(self, place: str, split: bool = True, reentrant: bool | None = None, block: int | None = None) -> None:
+    def __init__(self, place: str, split: bool = True, reentrant: bool | None = None, block: int | None = None, bf16: bool = False) -> None:
         self.stages, self.number = PLACES[place]
-        self.stage, module = stage_at(self.stages, self.number, split, reentrant, block)
+        self.stage, self.module, self.parameters = stage_at(self.stages, self.number, split, reentrant, block, bf16)
         self.blocks = self.stage._blocks
-        self.parameters = list(module.parameters())
 
     def instruction(self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP) -> Instruction:
         return Instruction(op, self.number, micro_batch, step)
@@ -249,6 +250,40 @@ def test_a_micro_batch_that_is_counted_twice_is_refused(ops):
         runner.run(ops[-1])
 
 
+# --- bf16: fp32 sums --------------------------------------------------------------------------------
+
+BATCH = [MicroBatch(replica, index) for replica in range(2) for index in range(3)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("ops", (SPLIT, FUSED), ids=("F, I, W", "F, B"))
+def test_bf16_gradients_are_added_in_fp32_one_micro_batch_at_a_time(place, ops):
+    """... also where several are between I and W, and the LayerNorms' are made in I."""
+    runner, alone, rounded = Runner(place, bf16=True), [], None
+    for micro_batch in BATCH:
+        one = Runner(place, bf16=True)
+        run_all(one, [micro_batch], ops)
+        assert same(one.gradients(), [gradient.bfloat16().float() for gradient in one.gradients()]), "more than bf16's digits"
+        alone.append(one.gradients())
+        rounded = one.gradients() if rounded is None else [(a + b).bfloat16().float() for a, b in zip(rounded, one.gradients())]
+    for op in ops:
+        for micro_batch in BATCH:
+            runner.run(op, micro_batch)
+    expected = [sum(each[1:], each[0]) for each in zip(*alone)]
+    assert same(runner.gradients(), expected) and not same(expected, rounded)
+    assert all(parameter.dtype is torch.bfloat16 and parameter.grad is None for parameter in runner.module.parameters())
+
+
+def test_bare_work_in_bf16_changes_no_sum():
+    runner = Runner("middle", bf16=True)
+    run_all(runner, BATCH[:2], SPLIT)
+    with no_gradient_changes(runner):
+        runner.run(Op.F, BATCH[2], bare=True)
+        runner.run(Op.F, BATCH[2])
+        runner.run(Op.I, BATCH[2], bare=True)
+    assert all(parameter.grad is None for parameter in runner.module.parameters())
+
+
 # --- exact mode: sums of blocks ---------------------------------------------------------------------
 
 OWN, TAKEN = [MicroBatch(0, index) for index in range(4)], [MicroBatch(1, index) for index in range(4)]
@@ -277,9 +312,10 @@ def run_all(runner: Runner, micro_batches: list[MicroBatch], ops) -> None:
 
 @pytest.mark.parametrize("place, reentrant", [*((place, None) for place in PLACES), ("middle", True)])
 @pytest.mark.parametrize("ops", (SPLIT, FUSED), ids=("F, I, W", "F, B"))
-def test_the_sum_of_blocks_has_the_same_bits_however_their_work_interleaves(place, ops, reentrant):
+@pytest.mark.parametrize("bf16", (False, True), ids=("fp32", "bf16"))
+def test_the_sum_of_blocks_has_the_same_bits_however_their_work_interleaves(place, ops, reentrant, bf16):
     """The two halves of each replica's four micro-batches are blocks.  LayerNorms, which are not split, are run out of order."""
-    plain, mixed = Runner(place, ops is SPLIT, reentrant, 2), Runner(place, ops is SPLIT, reentrant, 2)
+    plain, mixed = (Runner(place, ops is SPLIT, reentrant, 2, bf16) for _ in range(2))
     run_all(plain, OWN + TAKEN, ops)
     turns = [micro_batch for pair in zip(TAKEN, OWN) for micro_batch in pair]
     if ops is SPLIT:

@@ -9,7 +9,8 @@ from typing import Any, Callable
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from recycle_plugin.adapters.deepspeed.checkpoint import Copied, Durable, check_stages, stand_in
+from recycle_plugin.adapters.deepspeed.bf16 import StateFiles
+from recycle_plugin.adapters.deepspeed.checkpoint import Copied, Durable, check_loadable, chosen, parts_of, stand_in, without_optimizer
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.rhythm import Rhythm
 from recycle_plugin.core.watch import ELSEWHERE
@@ -76,11 +77,9 @@ class BetweenSteps(PipelineEngine):
         self._conclude_background()
         self.settle()
         self._saved_to = save_dir
-        stock = super().save_checkpoint
 
         def write(unfinished: str) -> None:
-            with stand_in(self, self.seat, self._job.session.generation, self._durable()):
-                stock(save_dir, unfinished, client_state, False, exclude_frozen_parameters)
+            self._write_state(self._durable(), Path(save_dir), unfinished, client_state, exclude_frozen_parameters)
 
         tag = str(tag if tag is not None else f"global_step{self.global_steps}")
         self._saving.save(Path(save_dir), tag, save_latest, write, f"checkpoint of step {self.global_steps}")
@@ -91,22 +90,38 @@ class BetweenSteps(PipelineEngine):
         settings = self._job.settings
         self.save_checkpoint(settings.checkpoint_dir or self._saved_to or str(Path(self._run_dir) / "checkpoint"))
 
-    def load_checkpoint(self, load_dir: str, tag: str | None = None, *arguments: Any, load_module_only: bool = False, **named: Any) -> Any:
+    def _write_state(self, files: Durable | Copied, folder: Path, tag: str, client_state: dict = {}, exclude_frozen_parameters: bool = False) -> None:
+        """This worker's share of a checkpoint of the state as it is now, through ``files``."""
+        generation = self._job.session.generation
+        with stand_in(self, self.seat, generation, files), without_optimizer(self):
+            super().save_checkpoint(str(folder), tag, client_state, False, exclude_frozen_parameters)
+        if self.masters is not None:
+            state, parts = self._state_files(), self.topology_.replicas
+            for number in parts_of(self.seat, generation, parts):
+                files.save({**state.part(number, parts), "ds_config": self.config}, str(folder / tag / state.name(number)))
+
+    def load_checkpoint(
+        self, load_dir: str, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Callable | None = None,
+    ) -> Any:  # fmt: skip
         """Stock; while training, everybody goes on from the checkpoint's step, from which data and randomness are those of the first time.
 
         But plain iterators go on where they stand, as in DeepSpeed.
         """
+        path = chosen(Path(load_dir), tag)
         if not load_module_only:
-            check_stages(Path(load_dir), tag, self.num_stages)
+            check_loadable(path, self.num_stages, self.masters is not None)
         if self._loop is not None:
             self._conclude_background()
             self._meet(f"load_checkpoint({load_dir!r}, {tag!r})")
             self._forget_committed()
             self._world.reach_point("load.start")
-        with self._job.session.heart.at(ELSEWHERE, "a checkpoint"), self._ties.loading():
-            found = super().load_checkpoint(load_dir, tag, *arguments, load_module_only=load_module_only, **named)
+        with self._job.session.heart.at(ELSEWHERE, "a checkpoint"), without_optimizer(self), self._ties.loading():
+            found = super().load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
         if found[0] is not None:
             self._ties.load(Path(found[0]).parent, partial(self.checkpoint_engine.load, map_location=self.device))
+            if self.masters is not None:
+                self._load_masters(path if load_optimizer_states and not load_module_only else None)
         if self._loop is not None and found[0] is not None:
             self._world.reach_point("load.end")
             self._transport.rewind(self.global_steps)
@@ -117,14 +132,24 @@ class BetweenSteps(PipelineEngine):
                 self._background.loaded(self.global_steps)
         return found
 
+    def _load_masters(self, path: Path | None) -> None:
+        """With the optimizer's state, from the checkpoint at ``path``; None: from the weights, which have been loaded alone."""
+        with self._job.session.heart.at(ELSEWHERE, "a checkpoint"):
+            if path is None:
+                self.masters.take_over()
+            else:
+                self._state_files().read(path, partial(self.checkpoint_engine.load, map_location="cpu"))
+
+    def _state_files(self) -> StateFiles:
+        return StateFiles(self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping())
+
     def _durable(self) -> Durable:
         return Durable(self.checkpoint_engine, self._world.reach_point)
 
     def _copy_state(self, folder: Path, unfinished: str) -> Callable[[], None]:
         """What writes this worker's share of a checkpoint of the state as it is now."""
         files = Copied(self._durable())
-        with stand_in(self, self.seat, self._job.session.generation, files):
-            super().save_checkpoint(str(folder), unfinished, save_latest=False)
+        self._write_state(files, folder, unfinished)
         return files.write
 
     def _conclude_background(self) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
+from deepspeed.checkpoint import constants as names
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 from recycle_plugin.core.ids import Seat
@@ -21,7 +22,7 @@ from recycle_plugin.runtime.errors import RecycleError
 @contextmanager
 def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | Copied) -> Iterator[None]:
     """``engine`` writes, through ``files``, what its stage's and the job's lowest live member has to write."""
-    writer = min(member.seat.replica for member in generation.members if member.seat.stage == seat.stage) == seat.replica
+    writer = live_replicas(seat.stage, generation)[0] == seat.replica
     first = min(member.rank for member in generation.members) == engine.global_rank
     grid, module = engine.grid, engine.module
     kept = (grid.data_parallel_id, engine.save_non_zero_checkpoint, engine.global_rank, module.checkpoint_parallel_write_pipeline, engine.checkpoint_engine)
@@ -35,6 +36,27 @@ def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | C
     finally:
         (grid.data_parallel_id, engine.save_non_zero_checkpoint, engine.global_rank, module.checkpoint_parallel_write_pipeline,
          engine.checkpoint_engine) = kept  # fmt: skip
+
+
+@contextmanager
+def without_optimizer(engine: Any) -> Iterator[None]:
+    """Stock code neither writes nor reads the optimizer's state: in bf16 it has files of its own (bf16.py)."""
+    optimizer = engine.optimizer
+    engine.optimizer = None if engine.masters is not None else optimizer
+    try:
+        yield
+    finally:
+        engine.optimizer = optimizer
+
+
+def parts_of(seat: Seat, generation: Generation, parts: int) -> range:
+    """Which of so many parts the worker at ``seat`` writes: each is written by one of the stage's live workers."""
+    live = live_replicas(seat.stage, generation)
+    return range(live.index(seat.replica), parts, len(live))
+
+
+def live_replicas(stage: int, generation: Generation) -> list[int]:
+    return sorted(member.seat.replica for member in generation.members if member.seat.stage == stage)
 
 
 class Durable:
@@ -73,14 +95,22 @@ class Copied:
         return getattr(self._durable, name)
 
 
-def check_stages(folder: Path, tag: str | None, stages: int) -> None:
-    """A checkpoint of another number of stages: stock DeepSpeed would give every stage the first one's optimizer state."""
+def chosen(folder: Path, tag: str | None) -> Path:
+    """The checkpoint that stock code will load, if it is there."""
     latest = folder / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text().strip()
-    found = len(list((folder / str(tag)).glob("mp_rank_*_model_states.pt"))) if tag is not None else 0
+    return folder / (latest.read_text().strip() if tag is None and latest.is_file() else str(tag))
+
+
+def check_loadable(path: Path, stages: int, bf16: bool) -> None:
+    """A checkpoint of another number of stages: stock DeepSpeed would give every stage the first one's optimizer state.  Or of another precision."""
+    found = len(list(path.glob(f"{names.MODEL_FILE_PREFIX}*{names.MODEL_FILE_SUFFIX}")))
     if found not in (0, stages):
         raise RecycleError(
-            f"load_checkpoint: {folder / str(tag)} is of {found} pipeline stages, and this job has {stages}; DeepSpeed keeps the optimizer's "
+            f"load_checkpoint: {path} is of {found} pipeline stages, and this job has {stages}; DeepSpeed keeps the optimizer's "
             f"state by stage, and its universal checkpoints need ZeRO; use {found} stages (with any number of replicas), or load_module_only=True"
         )
+    of_bf16 = any(path.glob(f"{names.BF16_ZERO_FILE_PREFIX}*"))
+    if found and of_bf16 != bf16:
+        one, other = ("a bf16", "in fp32") if of_bf16 else ("an fp32", "in bf16")
+        raise RecycleError(f"load_checkpoint: {path} is of {one} job, and this one is {other}, so the optimizer's state does not fit; set bf16.enabled to "
+                           f"{str(of_bf16).lower()}, or load the weights alone with load_module_only=True")

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin import planner
 from recycle_plugin.adapters.deepspeed import schedule as commands
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.between import BetweenSteps
+from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer
 from recycle_plugin.adapters.deepspeed.data import DatasetSource
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
 from recycle_plugin.adapters.deepspeed.model import AsStarted, another_batch_size, keyed_forward, reentrant
@@ -46,6 +48,7 @@ from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.fingerprint import arithmetic, fingerprint
 from recycle_plugin.runtime.kept import Kept
 from recycle_plugin.runtime.loop import Loop
+from recycle_plugin.runtime.masters import Masters
 from recycle_plugin.runtime.randomness import key
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
@@ -74,6 +77,7 @@ class RecycleEngine(BetweenSteps, Feeding):
     """
 
     _job: Job  # of the class that engine_class makes: users' constructors need not know of it
+    masters: Masters | None = None  # in bf16
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -87,16 +91,16 @@ class RecycleEngine(BetweenSteps, Feeding):
         self.topology_ = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches, tied(shared.values()))
         self._check_faults(settings)
         self._deferred = _split(self.module) if settings.split_backward else None
-        self._parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self._parameters = _trained(self.module) if self.masters is None else self.masters.parameters
         self._as_started = AsStarted(self.module, self.micro_batches)
         blocks = BlockSums(self._parameters, settings.policy(False, self.num_stages).blocks(self.topology_)) if settings.exact else None
-        self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks)
+        self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks, self.masters)
         self._transport = Transport(self._job.session)
         self._kept = Kept(settings.keep_bytes)
         ends = self.is_first_stage() or self.is_last_stage()
         self._supply = Supply(self._job.session, self._transport, self.seat, self._read_iterator) if ends else None
         fp16 = self._config.float16_config if settings.loss_scaling else None
-        self._ties = Ties(self.module, specs, shared, self._job.session)
+        self._ties = Ties(self.module, specs, shared, self._job.session, self.masters)
         self._stepping = Stepping(
             self, self._stage, self._parameters, blocks, self._ties.weights, self._job.session, settings, fp16, super()._exec_optimizer_step
         )
@@ -163,6 +167,18 @@ class RecycleEngine(BetweenSteps, Feeding):
         self._transport.close()
 
     # --- starting ----------------------------------------------------------------------------------
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str | None:
+        """Stock code sums bf16 pipelines' gradients in bf16 at ZeRO stage 0, and refuses to do so in fp32."""
+        return BFLOAT16 if self.bfloat16_enabled() else super()._do_optimizer_sanity_check(basic_optimizer)
+
+    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
+        """Whole on every worker, where stock's has a part of the state each; gradients are summed over the workers in fp32."""
+        if optimizer is None:
+            raise RecycleError("bf16.enabled needs an optimizer: name one in the optimizer section, or give deepspeed.initialize one")
+        self.communication_data_type = torch.float32
+        self.masters = Masters(_trained(self.module))
+        return MasterOptimizer(optimizer, self.masters, lambda: self.clip_fp32_gradients())
 
     def _start(self) -> None:
         """At the first step: enrol, wait for everybody, make the plan.  (Checkpoints are loaded before.)"""
@@ -364,7 +380,7 @@ class RecycleEngine(BetweenSteps, Feeding):
         self._stepping.validate(instruction.step)
 
     def clip_fp32_gradients(self) -> None:
-        """Called by stock code inside the optimizer step, where clipping is on."""
+        """Called inside the optimizer step, where clipping is on: by stock code, in bf16 by the optimizer."""
         self._stepping.clip()
 
     def _exec_step(self, instruction: Instruction) -> None:
@@ -378,7 +394,8 @@ class RecycleEngine(BetweenSteps, Feeding):
         if every and step % every == 0:
             with session.heart.at(ELSEWHERE, "the hash of its state"):
                 copies = {weight.name: fingerprint([weight.parameter]) for weight in self._ties.weights}
-                session.send(Fingerprint(session.rank, step, fingerprint(self._parameters, self.basic_optimizer), copies))
+                weights = self.masters.weights if self.masters is not None else []
+                session.send(Fingerprint(session.rank, step, fingerprint([*weights, *self._parameters], self.basic_optimizer), copies))
 
     def _contribute(self, step: int, name: str, values: dict[str, float], expected: int) -> None:
         session = self._job.session
@@ -458,6 +475,10 @@ def engine_class(users: type, job: Job) -> type:
 def layer_specs(model: PipelineModule) -> list:
     """What the layers of all stages are built from."""
     return model._layer_specs
+
+
+def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _key(instruction: Instruction) -> tuple[int, MicroBatch]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.settings import SECTION
 from recycle_plugin.wording import shown
 
 
@@ -34,9 +35,33 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _precision(config: dict[str, Any]) -> Iterator[str]:
-    for name in ("bf16", "bfloat16", "fp16", "torch_autocast", "amp"):
+    for name in ("fp16", "torch_autocast", "amp"):
         if _section(config, name).get("enabled"):
-            yield f"{name}.enabled: only fp32 is supported yet (bf16 comes next); remove the {name} section or set enabled to false"
+            yield f"{name}.enabled: only fp32 and bf16 are supported yet; remove the {name} section, and set bf16.enabled to true if you can"
+    if (name := bf16(config)) is not None:
+        yield from _bf16(config, name)
+
+
+def bf16(config: dict[str, Any]) -> str | None:
+    """The section that asks for it: DeepSpeed knows two names."""
+    return next((name for name in ("bf16", "bfloat16") if _section(config, name).get("enabled")), None)
+
+
+def _bf16(config: dict[str, Any], name: str) -> Iterator[str]:
+    """Sums, master weights and the optimizer's state are in fp32, whatever stock code would do."""
+    for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        if _section(config, name).get(key):
+            yield f"{name}.{key}: master weights, sums of gradients and the optimizer's state are fp32 with recycle.enabled; leave it out"
+    wanted = {"data_types.grad_accum_dtype": _section(config, "data_types").get("grad_accum_dtype"),
+              "communication_data_type": config.get("communication_data_type")}  # fmt: skip
+    for key, value in wanted.items():
+        if value not in (None, "fp32", "float32"):
+            yield f'{key} is {shown(value)}: bf16 gradients are summed in fp32 with recycle.enabled; write "fp32", or leave it out'
+    recycle = _section(config, SECTION)
+    if recycle.get("norm") == "deepspeed":
+        yield f"recycle.norm is \"deepspeed\", fp32's norm: in {name} DeepSpeed's is over all stages; leave it out"
+    if recycle.get("loss_scaling"):
+        yield f"recycle.loss_scaling: {name} has fp32's range, and nothing to scale; set it to false"
 
 
 def _zero(config: dict[str, Any]) -> Iterator[str]:

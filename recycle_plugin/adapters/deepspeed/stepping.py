@@ -131,6 +131,8 @@ class Stepping:
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back."""
         self._undo.restore()
+        if self._engine.masters is not None:
+            self._engine.masters.round_off()
         self._stage.drop_stashes(step)
 
     def judge(self, step: int, norm: float) -> None:

@@ -12,6 +12,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.masters import Masters
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.tied import TiedWeight
 
@@ -37,9 +38,14 @@ def check(specs: list) -> None:
 
 
 class Ties:
-    """Of ``module``, made from ``specs``, whose tied keys are on the stages ``shared``.  All workers build it: it makes process groups."""
+    """Of ``module``, made from ``specs``, whose tied keys are on the stages ``shared``.  All workers build it: it makes process groups.
 
-    def __init__(self, module: PipelineModule, specs: list, shared: dict[str, tuple[int, ...]], session: Session) -> None:
+    ``masters``: of a model in bf16, whose gradients are those that are summed.
+    """
+
+    def __init__(
+        self, module: PipelineModule, specs: list, shared: dict[str, tuple[int, ...]], session: Session, masters: Masters | None
+    ) -> None:  # fmt: skip
         self._module = module
         self._copies: list[tuple[int, str, torch.nn.Parameter]] = []  # here: the layer whose file has the weight, its name there, the copy
         self.weights: list[TiedWeight] = []
@@ -54,7 +60,8 @@ class Ties:
             for name in module.tied_weight_attrs[key]:
                 weight = module.tied_modules[key].get_parameter(name)
                 self._copies += [(place, names[weight], weight) for place in saved[:1]]
-                self.weights += [TiedWeight(f"{key}.{name}", weight, stages, group, session)] * weight.requires_grad
+                if weight.requires_grad:
+                    self.weights.append(TiedWeight(f"{key}.{name}", weight if masters is None else masters.of(weight), stages, group, session))
 
     @contextmanager
     def loading(self) -> Iterator[None]:

@@ -1,0 +1,45 @@
+"""fp32 master weights of bf16 parameters: what the optimizer steps, and where gradients are summed.
+
+The bf16 weights are what the model computes with, and nothing but a rounded copy.  Each micro-batch's gradient comes in bf16, and is added
+to the master's in fp32 by itself; so a contribution is the same whoever makes it, and a sum of many loses nothing of the small ones.
+"""
+
+from __future__ import annotations
+
+from typing import Iterable
+
+import torch
+
+
+class Masters:
+    """Of ``weights``, in their order."""
+
+    def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
+        self.weights = list(weights)
+        self.parameters = [torch.nn.Parameter(weight.detach().to(torch.float32, copy=True)) for weight in self.weights]
+        self._of = dict(zip(self.weights, self.parameters))
+
+    def of(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+        return self._of[weight]
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Add the weights' gradients to the masters'."""
+        for weight, master in zip(self.weights, self.parameters, strict=True):
+            if weight.grad is not None:
+                master.grad = weight.grad.to(master.dtype) if master.grad is None else master.grad.add_(weight.grad)
+                weight.grad = None
+
+    def round_off(self) -> None:
+        """The masters have changed: so do the weights."""
+        _copy(self.weights, self.parameters)
+
+    def take_over(self) -> None:
+        """The weights alone are known: so are the masters, to the weights' precision."""
+        _copy(self.parameters, self.weights)
+
+
+@torch.no_grad()
+def _copy(targets: list[torch.nn.Parameter], sources: list[torch.nn.Parameter]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -1,0 +1,211 @@
+"""The optimizer's state of bf16 jobs in files: those of DeepSpeed's own BF16_Optimizer, cut for and put together from any number of replicas."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from deepspeed.checkpoint import constants as names  # noqa: E402
+
+from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles  # noqa: E402
+from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
+from recycle_plugin.runtime.masters import Masters  # noqa: E402
+from recycle_plugin.runtime.undo import KINDS  # noqa: E402
+from tests.support.optimizers import same  # noqa: E402
+
+MAKE: dict[str, Callable] = {
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+}
+
+
+def model(seed: int) -> torch.nn.Module:
+    """13 and 8 numbers: no number of parts divides both.  One parameter has no dimension."""
+    module = torch.nn.Module()
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"first": (3, 4), "scale": (), "second": (2, 2), "bias": (4,)}
+    for name, shape in shapes.items():
+        module.register_parameter(name, torch.nn.Parameter(torch.randn(shape, generator=generator).bfloat16()))
+    return module
+
+
+class Subject:
+    """A model in bf16 under ``kind`` of optimizer, with two groups, a frozen parameter among them."""
+
+    def __init__(self, kind: str, seed: int = 0) -> None:
+        self.module = model(seed)
+        frozen = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16), requires_grad=False)
+        first, scale, second, bias = self.module.parameters()
+        self.inner = MAKE[kind]([{"params": [first, frozen, scale], "lr": 0.03}, {"params": [second, bias]}])
+        self.masters = Masters(self.module.parameters())
+        self.optimizer = MasterOptimizer(self.inner, self.masters, lambda: None)
+        self.files = StateFiles(self.inner, self.masters, {p: name for name, p in self.module.named_parameters()}, 3, 0.5)
+
+    def step(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.masters.parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        self.optimizer.step()
+
+    def state(self) -> dict:
+        state = {"weights": self.module.state_dict(), "masters": [p.data for p in self.masters.parameters], **self.inner.state_dict()}
+        return copy.deepcopy(state)
+
+    def save(self, folder: Path, parts: int) -> None:
+        for number in range(parts):
+            torch.save(self.files.part(number, parts), folder / self.files.name(number))
+
+
+def load(path: str) -> dict:
+    return torch.load(path, weights_only=False)
+
+
+def test_steps_are_of_the_masters_and_weights_are_rounded():
+    subject = Subject("adam")
+    before = subject.state()
+    subject.step(1)
+    for weight, master, old in zip(subject.masters.weights, subject.masters.parameters, before["masters"]):
+        assert torch.equal(weight, master.bfloat16()) and not torch.equal(master, old)
+        assert not torch.equal(master, master.bfloat16().float()), "a master has no more digits than its weight"
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_step_that_is_taken_back_leaves_every_bit(kind):
+    """The snapshot is of masters and state; weights follow from them."""
+    subject = Subject(kind)
+    subject.step(1)
+    undo = KINDS["snapshot"](subject.masters.parameters, subject.inner, dict, lambda counters: None)
+    before = subject.state()
+    undo.before_step()
+    subject.step(2)
+    assert not same(subject.state(), before)
+    undo.restore()
+    subject.masters.round_off()
+    assert same(subject.state(), before)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("steps", (0, 2))
+@pytest.mark.parametrize("parts", (1, 2, 3, 8))
+def test_from_files_of_any_number_of_replicas(kind, steps, parts, tmp_path):
+    one, other = Subject(kind), Subject(kind, seed=5)
+    for seed in range(steps):
+        one.step(seed)
+    one.save(tmp_path, parts)
+    other.step(7)
+    other.files.read(tmp_path, load)
+    assert same(other.state(), one.state())
+    one.step(9), other.step(9)
+    assert same(other.state(), one.state())
+
+
+def test_weights_alone_make_masters_of_their_precision():
+    subject = Subject("sgd")
+    subject.step(1)
+    subject.module.load_state_dict(model(5).state_dict())
+    subject.masters.take_over()
+    assert all(torch.equal(master, weight.float()) for weight, master in zip(subject.masters.weights, subject.masters.parameters))
+
+
+def test_a_missing_part_and_another_model_are_refused(tmp_path):
+    subject = Subject("adam")
+    subject.step(1)
+    subject.save(tmp_path, 3)
+    (tmp_path / subject.files.name(1)).rename(tmp_path / "aside")
+    with pytest.raises(RecycleError, match=rf"{subject.files.name(1)} is missing, a part of the optimizer's state"):
+        subject.files.read(tmp_path, load)
+    (tmp_path / "aside").rename(tmp_path / subject.files.name(1))
+    module = torch.nn.Linear(3, 3).bfloat16()
+    inner, masters = torch.optim.Adam(module.parameters()), Masters(module.parameters())
+    MasterOptimizer(inner, masters, lambda: None)
+    other = StateFiles(inner, masters, {p: name for name, p in module.named_parameters()}, 3, 0.5)
+    with pytest.raises(RecycleError, match=r"has \[13, 8\] numbers in its parameter groups, and this job's has \[12\]"):
+        other.read(tmp_path, load)
+
+
+def test_state_that_belongs_to_no_element_is_refused():
+    subject = Subject("adam")
+    subject.step(1)
+    subject.inner.state[subject.masters.parameters[0]]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(RecycleError, match="the optimizer's state 'exp_avg' has other shapes than the parameters"):
+        subject.files.part(0, 2)
+
+
+# --- against DeepSpeed's own ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stock(process_group, monkeypatch):
+    """``stock(module, optimizer)``: DeepSpeed's BF16_Optimizer in a job of one worker."""
+    import deepspeed.comm as comm
+    from deepspeed.runtime import bf16_optimizer
+
+    from recycle_plugin.patches import deepspeed_cpu
+
+    deepspeed_cpu.apply()
+    monkeypatch.setattr(bf16_optimizer, "see_memory_usage", lambda *_, **__: None)
+    comm.init_distributed("gloo")
+    config = SimpleNamespace(enabled=True, immediate_grad_update=False)
+
+    def make(module: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        called = {parameter: name for name, parameter in module.named_parameters()}
+        group = torch.distributed.group.WORLD
+        return bf16_optimizer.BF16_Optimizer(optimizer, called, config, clip_grad=0.5, dp_process_group=group, grad_acc_dtype=torch.float32)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ("adam", "momentum"))
+def test_the_files_are_those_of_deepspeed_itself(stock, kind, tmp_path):
+    """The same steps there and here leave the same file, bit for bit; each reads the other's."""
+    subject, module = Subject(kind), model(0)
+    first, scale, second, bias = module.parameters()
+    theirs = stock(module, MAKE[kind]([{"params": [first, scale], "lr": 0.03}, {"params": [second, bias]}]))
+
+    def step(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for group, flags in zip(theirs.fp32_groups_gradients, theirs.fp32_groups_has_gradients):
+            for index, gradient in enumerate(group):
+                gradient.copy_(torch.randn(gradient.shape, generator=generator))
+                flags[index] = True
+        theirs.clip_grad = 0.0
+        theirs.step()
+        theirs.clip_grad = 0.5
+
+    for seed in (1, 2):
+        subject.step(seed), step(seed)
+    mine = subject.files.part(0, 1)[names.OPTIMIZER_STATE_DICT]
+    assert_alike(mine, theirs.state_dict())
+    elsewhere = model(5)
+    first, scale, second, bias = elsewhere.parameters()
+    other = stock(elsewhere, MAKE[kind]([{"params": [first, scale]}, {"params": [second, bias]}]))
+    other.load_state_dict([copy.deepcopy(mine)], load_from_fp32_weights=True)
+    assert_alike(other.state_dict(), mine)
+    torch.save({names.OPTIMIZER_STATE_DICT: theirs.state_dict()}, tmp_path / subject.files.name(0))
+    reader = Subject(kind, seed=5)
+    reader.files.read(tmp_path, load)
+    assert same(reader.state(), subject.state())
+
+
+def assert_alike(mine: object, theirs: object) -> None:
+    """Numbers bit for bit; parameters are tensors on one side."""
+    if torch.is_tensor(mine):
+        assert torch.equal(mine.detach(), theirs.detach())
+    elif isinstance(mine, dict):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            assert_alike(mine[key], theirs[key])
+    elif isinstance(mine, (list, tuple)):
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs):
+            assert_alike(one, other)
+    else:
+        assert mine == theirs
