@@ -166,6 +166,16 @@ class TrainingRun:
             used += times.user + times.system
         return used
 
+    def memory_bytes(self) -> int:
+        """Of the run's processes, what they share with nobody."""
+        held = 0
+        for pid in self._pids():
+            try:
+                held += psutil.Process(pid).memory_full_info().uss
+            except psutil.NoSuchProcess:
+                continue
+        return held
+
     def _signal(self, number: int) -> None:
         for pid in self._pids():
             try:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What the plugin costs while nothing fails, what its schedule gains, and whether its predictions hold.
 
-scripts/bench_step.py overhead     # gpt_tiny, 2x2, real compute: step time against the stock engine's
+scripts/bench_step.py overhead     # gpt_tiny, 2x2, real compute: step time, and memory, against the stock engine's; --bf16: both in bf16
 scripts/bench_step.py checkpoint   # the same job, with recycle.checkpoint against without
 scripts/bench_step.py throughput   # emulated F = I = W, PP=4 x DP=2, 8 micro-batches: throughput against stock 1F1B's
 scripts/bench_step.py prediction   # emulated, PP=4 x DP=3, 6 micro-batches: before and after one loss, against the plan
@@ -39,6 +39,8 @@ STARTED = 10  # both runs are past this step before they take turns
 QUIET_CORES = 0.4  # what others may use of the machine in a turn that counts as quiet
 PATIENCE_S = 15
 FEWEST = 100  # step times that give a median worth a verdict
+STOCK_BF16 = "{bf16: {enabled: true}, zero_optimization: {stage: 1}, data_types: {grad_accum_dtype: fp32}, communication_data_type: fp32}"
+"""At stage 0 stock's sums are bf16."""
 SLICE_S = 3.0  # how long one of two runs has the machine before the other gets it
 WITHOUT = ["recycle.split_backward=false", "recycle.stagger_optimizer=false", "recycle.reroute=false"]
 
@@ -53,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=None, help="steps of each run (default: 300, 15 or 20)")
     made.add_argument("--rounds", type=int, default=None, help="runs of each kind (default: 1, 2 or 1)")
     made.add_argument("--layer-ms", type=float, default=None, help="F, I and W of an emulated layer (default: 30)")
+    made.add_argument("--bf16", action="store_true", help="of overhead: both engines in bf16, stock's with sums in fp32 too")
     made.add_argument("--out", type=Path, default=Path("runs/bench_step"), metavar="DIR")
     made.add_argument("overrides", nargs="*", metavar="key=value", help="further Hydra overrides for the plugin's runs; for stock's too where they are not of recycle")
     return made
@@ -73,8 +76,10 @@ def overhead(found: argparse.Namespace) -> dict:
     """Both engines run the same job at the same time, and take turns of a few seconds with the machine."""
     own = [each for each in found.overrides if each.lstrip("+").startswith("recycle")]
     job = ["model=gpt_tiny", "topology=pp2_dp2", f"steps={found.steps or 300}", "report_every=1", *(each for each in found.overrides if each not in own)]
-    kinds = {"stock": [], "plugin": ["recycle.enabled=true", *own]}
+    precision = {"stock": [f"deepspeed={STOCK_BF16}"], "plugin": ["deepspeed={bf16: {enabled: true}}"]} if found.bf16 else {"stock": [], "plugin": []}
+    kinds = {"stock": precision["stock"], "plugin": [*precision["plugin"], "recycle.enabled=true", *own]}
     steps: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+    memory: dict[str, int] = {}
     for number in range(found.rounds or 1):
         with ExitStack() as stack:
             runs = {}
@@ -82,11 +87,14 @@ def overhead(found: argparse.Namespace) -> dict:
                 runs[kind] = stack.enter_context(TrainingRun(found.out / f"overhead-{kind}{number}", 4, [*job, *more], plugin=kind == "plugin"))
                 runs[kind].wait_for(lambda: printed(runs[kind]) >= STARTED, f"step {STARTED}", DEADLINE_S)
                 runs[kind].pause()
+                memory[kind] = runs[kind].memory_bytes()
             turns = take_turns(runs)
             for kind, run in runs.items():
                 records = run.finish(DEADLINE_S).records.values()
                 steps[kind] += [(s, turn.others) for turn in turns[kind] for r in records for s in r["step_s"][turn.first : turn.last]]
-    return compared(steps)
+    for kind, held in memory.items():
+        print(f"{kind:>6}: {held / 2**20:.0f} MiB of memory of their own, all workers and what started them")
+    return compared(steps) | {"memory_bytes": memory}
 
 
 def compared(steps: dict[str, list[tuple[float, float]]]) -> dict:
