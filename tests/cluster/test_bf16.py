@@ -83,6 +83,14 @@ def test_a_loss_in_recovery_from_a_step_that_is_taken_back(launch, reference, to
     assert any(event["undone"] for event in result.of("rest"))
 
 
+@pytest.mark.all_kills
+def test_kills_with_tied_weights(launch, reference, tolerated):
+    """What is summed over the stages are the masters' gradients."""
+    settings, kills = (BF16, "model.tied=true"), ("kill 0.0 before 0TIE@5", "kill 1.1 after 1TIE@12")
+    result = launch(*settings, "recycle.check_replicas=4", faults(*kills)).finish()
+    assert_same(result, reference(*settings), tolerated, {"0.0", "1.1"}, kills)
+
+
 @pytest.mark.parametrize("mistake", [pytest.param(name, marks=[MORE] * (name != "one micro-batch dropped")) for name in CONTROLS])
 def test_a_mistake_in_the_recovery_would_be_seen(launch, reference, tolerated, mistake):
     run = launch(BF16, faults("kill 0.1 before 1F0.1@10"), script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(CONTROLS[mistake]))

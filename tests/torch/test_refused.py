@@ -12,10 +12,19 @@ from torch import nn
 from recycle_plugin.adapters.deepspeed.refusals import BYPASSED, REMOVED, refusals
 from recycle_plugin.runtime.errors import RecycleError
 
+BF16 = {"bf16": {"enabled": True}}
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"fp16": {"enabled": True}}, "fp16.enabled: only fp32 is supported yet (bf16 comes next); remove the fp16 section or set enabled to false"),
-    ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled: only fp32 is supported yet (bf16 comes next); remove the torch_autocast section or set enabled to false"),
-    ({"amp": {"enabled": True}}, "amp.enabled: only fp32 is supported yet (bf16 comes next); remove the amp section or set enabled to false"),
+    *(({name: {"enabled": True}}, f"{name}.enabled: only fp32 and bf16 are supported yet; remove the {name} section, and set bf16.enabled to true if you can")
+      for name in ("fp16", "torch_autocast", "amp")),
+    *(({"bf16": {"enabled": True, key: True}},
+       f"bf16.{key}: master weights, sums of gradients and the optimizer's state are fp32 with recycle.enabled; leave it out")
+      for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states")),
+    ({**BF16, "data_types": {"grad_accum_dtype": "bf16"}},
+     'data_types.grad_accum_dtype is "bf16": bf16 gradients are summed in fp32 with recycle.enabled; write "fp32", or leave it out'),
+    ({**BF16, "communication_data_type": "bf16"},
+     'communication_data_type is "bf16": bf16 gradients are summed in fp32 with recycle.enabled; write "fp32", or leave it out'),
+    ({**BF16, "recycle": {"norm": "deepspeed"}}, 'recycle.norm is "deepspeed", fp32\'s norm: in bf16 DeepSpeed\'s is over all stages; leave it out'),
+    ({"bfloat16": {"enabled": True}, "recycle": {"loss_scaling": True}}, "recycle.loss_scaling: bfloat16 has fp32's range, and nothing to scale; set it to false"),
     ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage 2 does not work with pipelines in DeepSpeed itself; set stage to 0"),
     ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 does not work with pipelines in DeepSpeed itself; set stage to 0"),
     (
@@ -72,6 +81,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 GOES = [  # works as in stock DeepSpeed; the first three: tests/cluster/test_shapes.py
     {"prescale_gradients": True}, {"gradient_allreduce_op": "sum"}, {"pipeline": {"activation_checkpoint_interval": 1}},
     {"gradient_predivide_factor": 2.0}, {"communication_data_type": "bf16"}, {"communication_data_type": "fp32", "recycle": {"exact": True}},
+    BF16, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
     {"dump_state": True, "memory_breakdown": True, "zero_allow_untested_optimizer": True, "dataloader_drop_last": True},  # print, or are not for pipelines
     {"curriculum_learning": {"enabled": False}, "flops_profiler": {"enabled": False}, "wall_clock_breakdown": False, "compile": {}, "comms_logger": {}},
 ]  # fmt: skip
