@@ -81,7 +81,9 @@ class History:
 
     @property
     def shape(self) -> Topology:
-        return Topology(self.job["replicas"], self.job["stages"], self.job["micro_batches"], tuple(map(tuple, self.job.get("ties", ()))))
+        """At the end, where the number of micro-batches has changed."""
+        micro_batches = next((event["micro_batches"] for event in reversed(self.of("batch"))), self.job["micro_batches"])
+        return Topology(self.job["replicas"], self.job["stages"], micro_batches, tuple(map(tuple, self.job.get("ties", ()))))
 
     @property
     def policy(self) -> Policy:
@@ -139,17 +141,27 @@ class History:
         )  # fmt: skip
 
     @property
+    def last(self) -> int:
+        """The last committed step."""
+        return max(self.commits, default=0)
+
+    @property
+    def last_before(self) -> int:
+        """... before the first failure."""
+        return self.failures[0].step - 1 if self.failures else self.last
+
+    @property
     def before_s(self) -> float:
         """Median seconds of a step before the first failure; nan where that came too soon."""
-        last = self.failures[0].step - 1 if self.failures else max(self.commits, default=0)
-        first = min(self.commits, default=1)
+        last = self.last_before
+        first = max(min(self.commits, default=1), self.batch_from(last)[0])
         return step_times(self.commits, first + (WARM_UP if last >= first + WARM_UP else 1), last)
 
     @property
     def now_s(self) -> float:
         """The same of the last steps, none of which was interrupted; nan where there are none since the last failure."""
-        last = max(self.commits, default=0)
-        return step_times(self.commits, max([last - RECENT + 1, *(failure.step + 1 for failure in self.failures)]), last)
+        begins = [self.last - RECENT + 1, self.batch_from(self.last)[0], *(failure.step + 1 for failure in self.failures)]
+        return step_times(self.commits, max(begins), self.last)
 
     @property
     def predicted(self) -> float:
@@ -166,9 +178,14 @@ class History:
         """The event that the job ended with, if it has."""
         return next((event for event in self.events if event["event"] in ("end", "finished")), None)
 
-    def rate(self, step_s: float) -> float:
-        """Samples a second, from seconds a step."""
-        return self.job["batch"] / step_s if step_s else nan
+    def rate(self, step_s: float, step: int) -> float:
+        """Samples a second, from seconds a step, of steps as large as ``step``."""
+        return self.batch_from(step)[1] / step_s if step_s else nan
+
+    def batch_from(self, step: int) -> tuple[int, int]:
+        """The first step of those as large as ``step``, and their samples."""
+        sizes = [(0, self.job["batch"]), *((event["step"], event["batch"]) for event in self.of("batch"))]
+        return next(size for size in reversed(sizes) if size[0] <= step)
 
 
 def read_events(path: Path) -> list[dict]:

@@ -56,10 +56,11 @@ def summary(history: History) -> Iterator[tuple[str, str]]:
 def throughput(history: History) -> str:
     """Before the first failure and now, beside what the planner predicted."""
     before, now = history.before_s, history.now_s
-    text = f"{history.rate(before):.4g} samples/s, {before:.3g} s a step" if isfinite(before) else "not known: too few steps before the first failure"
+    rates = history.rate(before, history.last_before), history.rate(now, history.last)
+    text = f"{rates[0]:.4g} samples/s, {before:.3g} s a step" if isfinite(before) else "not known: too few steps before the first failure"
     if history.gone and isfinite(now):
-        share = f"{before / now:.0%}, " if isfinite(before) else ""
-        text += f"; at the end {history.rate(now):.4g} samples/s, {now:.3g} s a step: {share}predicted {history.predicted:.0%}"
+        share = f"{rates[1] / rates[0]:.0%}, " if isfinite(before) else ""
+        text += f"; at the end {rates[1]:.4g} samples/s, {now:.3g} s a step: {share}predicted {history.predicted:.0%}"
     return text
 
 
@@ -68,7 +69,7 @@ def charts(history: History) -> list[Chart]:
     taken = {later: history.commits[later] - history.commits[step] for step, later in pairwise(sorted(history.commits))}
     shares = {event["step"]: 100 * event["bubble_share"] for event in history.of("committed") if "bubble_share" in event}
     lines = {
-        "samples per second": {step: history.rate(spent) for step, spent in taken.items()},
+        "samples per second": {step: history.rate(spent, step) for step, spent in taken.items()},
         "loss": history.curve,
         "bubbles: share of the live workers' time in which they computed no micro-batch, %": shares,
     }

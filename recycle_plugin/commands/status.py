@@ -47,7 +47,7 @@ def status(history: History, now: float) -> dict:
         "workers": {"live": len(history.view.live), "of": len(history.shape.seats)},
         "gone": [{"seat": seat, "why": why, "before_s": round(now - lost_at[seat], 1)} for seat, why in history.gone.items()],
         "step_s": {"now": _number(current), "before": _number(before)},
-        "samples_per_s": {"now": _number(history.rate(current)), "before": _number(history.rate(before))},
+        "samples_per_s": {"now": _number(history.rate(current, history.last)), "before": _number(history.rate(before, history.last_before))},
         "predicted_throughput": history.predicted,
         "margin": next((event["text"] for event in reversed(history.of("margin"))), None),
         "checkpoint": history.checkpoint,

@@ -10,6 +10,10 @@ class Escalation:
         self._max_slowdown = max_slowdown
         self._period_us = 0  # of a step, as planned with everybody there
 
+    def resize(self, period_us: int) -> None:
+        """Steps have another number of micro-batches from now on: that is the period with everybody there."""
+        self._period_us = period_us
+
     def throughput(self, period_us: int) -> float:
         """Of a plan with that period, where 1 is that of the plan with everybody there; which is the first."""
         self._period_us = self._period_us or period_us

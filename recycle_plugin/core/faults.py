@@ -17,7 +17,7 @@ KINDS = ("kill", "stop", "leave")
 POINTS = (
     "recovery.start", "recovery.report", "recovery.resume", "recovery.undone", "step.end",
     "checkpoint.start", "checkpoint.file", "checkpoint.written", "checkpoint.publish", "checkpoint.named", "checkpoint.latest",
-    "load.start", "load.end",
+    "load.start", "load.end", "resize",
 )  # fmt: skip
 _FORM = re.compile(r"(?P<kind>\w+) (?P<seat>\d+\.\d+) (?P<when>before|after|at) (?P<where>[\w.<>@-]+)(?::(?P<count>\d+))?")
 

@@ -21,7 +21,7 @@ from recycle_plugin.core.instruction import COMPUTE, Instruction
 from recycle_plugin.core.lineage import Held, Rest, surviving, unfinished
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.plan import Plan
-from recycle_plugin.core.protocol import Arrived, Generation, Loaded, Note, Report, Resume, Stepped
+from recycle_plugin.core.protocol import Arrived, Generation, Loaded, Note, Report, Resized, Resume, Stepped
 from recycle_plugin.core.sources import Standing
 from recycle_plugin.core.sources import unpack as unpack_drawn
 from recycle_plugin.core.step import StepMachine
@@ -173,6 +173,14 @@ class Loop:
         self._loaded = True
         self._port.send(Loaded(self._line.rank, self._line.number))
         yield from self._port.wait("all workers to have loaded the checkpoint", self._line.interruption, interruptible=False)
+        yield from self.recover()
+
+    def resize(self, topology: Topology, batch: int, full_us: int) -> Iterator[Any]:
+        """Go on with plans for ``topology``, of another number of micro-batches, as all do who have met before with all steps committed."""
+        self._topology = topology
+        self._plans.clear()
+        self._port.send(Resized(self._line.rank, self._line.number, topology.micro_batches, batch, full_us))
+        yield from self._port.wait("all workers to plan for another batch size", self._line.interruption, interruptible=False)
         yield from self.recover()
 
     def recover(self) -> Iterator[Any]:

@@ -19,6 +19,7 @@ The rules it keeps:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, isfinite
 from typing import Iterable
 
@@ -29,7 +30,7 @@ from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.placement import at_risk, stages_at_risk
 from recycle_plugin.core.protocol import (
     Arrived, Beat, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Met, Missing,
-    Note, Over, Pace, Pulse, Ready, Report, Resume, Stepped, Terminate, TOO_SLOW,
+    Note, Over, Pace, Pulse, Ready, Report, Resized, Resume, Stepped, Terminate, TOO_SLOW,
 )  # fmt: skip
 from recycle_plugin.core.steps import Steps
 from recycle_plugin.core.topology import ClusterView, Topology
@@ -37,7 +38,7 @@ from recycle_plugin.core.verdict import Verdicts
 from recycle_plugin.core.watch import Watch
 
 TRIES = 2  # to send something over a new line
-OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
+OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
 
 
 class Membership:
@@ -88,6 +89,8 @@ class Membership:
                 self._arrive(message, out)
             case Loaded():
                 self._load(message, now, out)
+            case Resized():
+                self._resize(message, now, out)
             case Pace():
                 self._steps.add_pace(message)
             case Fingerprint():
@@ -346,6 +349,18 @@ class Membership:
             return
         if self._meetings.arrive(Arrived(message.rank, message.generation, "the state of a checkpoint", {}), self.members.keys()) is not None:
             self._regroup("a checkpoint was loaded", now, out)
+
+    def _resize(self, message: Resized, now: float, out: Output) -> None:
+        """The first who says it says it for all, since all have met before: also where one of them dies now."""
+        if message.micro_batches != self._topology.micro_batches:
+            self._topology = replace(self._topology, micro_batches=message.micro_batches)
+            self._escalation.resize(message.full_us)
+            out.say("batch", f"from step {self.committed + 1} on {message.batch} samples a step, {message.micro_batches} micro-batches of each replica",
+                    step=self.committed + 1, batch=message.batch, micro_batches=message.micro_batches)
+        if message.generation != self._in_force or self._halted:
+            return
+        if self._meetings.arrive(Arrived(message.rank, message.generation, "another batch size", {}), self.members.keys()) is not None:
+            self._regroup("another batch size", now, out)
 
     # --- leaving and dying ------------------------------------------------------------------------
 

@@ -78,6 +78,20 @@ class Loaded:
 
 
 @dataclass(frozen=True)
+class Resized:
+    """The worker plans for another number of micro-batches from the next step on, as all do that have met before.
+
+    ``batch``: samples in a step of all replicas; ``full_us``: the planned period with everybody there.
+    """
+
+    rank: int
+    generation: int
+    micro_batches: int
+    batch: int
+    full_us: int
+
+
+@dataclass(frozen=True)
 class Stepped:
     """The worker has applied ``step``."""
 
@@ -344,7 +358,7 @@ class Over:
 MESSAGES = {
     kind.__name__: kind
     for kind in (
-        Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal, Note,
+        Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal, Note,
         Welcome, Placed, Generation, Resume, Heard, Fence, Committed, Collected, Met, End, Over,
     )
 }  # fmt: skip

@@ -65,6 +65,11 @@ class BlockSums:
             yield
         self._counts[block] = count + 1
 
+    def resize(self, blocks: Blocks) -> None:
+        """Of steps with another number of micro-batches."""
+        self.clear()
+        self._blocks = blocks
+
     def clear(self) -> None:
         self._sums, self._counts = {}, {}
 

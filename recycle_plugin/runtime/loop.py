@@ -50,8 +50,9 @@ class Loop:
         seat: Seat, machine: StepMachine, reach: Callable[[str], None], max_slowdown: float | None = None,
     ) -> None:  # fmt: skip
         port = _Port(session, reach)
-        distance = Distance(session, topology.full(), costs, policy, max_slowdown) if max_slowdown is not None else None
-        self._loop = core.Loop(port, _Replica(replica, transport), _Planner(costs, policy, session, distance), topology, seat, machine)
+        self._planner = _Planner(costs, policy, session, max_slowdown)
+        self._planner.resize(topology.full())
+        self._loop = core.Loop(port, _Replica(replica, transport), self._planner, topology, seat, machine)
         self.machine = machine
 
     def start(self) -> None:
@@ -82,6 +83,10 @@ class Loop:
     def loaded(self, step: int) -> None:
         _drain(self._loop.loaded(step))
 
+    def resize(self, topology: Topology, batch: int) -> None:
+        self._planner.resize(topology.full())
+        _drain(self._loop.resize(topology, batch, self._planner.full_us(topology)))
+
 
 class _Port:
     def __init__(self, session: Session, reach: Callable[[str], None]) -> None:
@@ -107,9 +112,18 @@ class _Replica:
 
 
 class _Planner:
-    def __init__(self, costs: CostModel, policy: Policy, session: Session, distance: Distance | None) -> None:
-        self._costs, self._policy, self._session, self._distance = costs, policy, session, distance
+    def __init__(self, costs: CostModel, policy: Policy, session: Session, max_slowdown: float | None) -> None:
+        self._costs, self._policy, self._session, self._max_slowdown = costs, policy, session, max_slowdown
+        self._distance: Distance | None = None
         self._ahead = Ahead(costs, policy)
+
+    def resize(self, full: ClusterView) -> None:
+        """``full``: everybody there, and the number of micro-batches from now on."""
+        if self._max_slowdown is not None:
+            self._distance = Distance(self._session, full, self._costs, self._policy, self._max_slowdown)
+
+    def full_us(self, topology: Topology) -> int:
+        return planner.plan(topology.full(), self._costs, self._policy).period_us
 
     def plan(self, view: ClusterView, slowness: core.Slowness) -> Plan:
         """``slowness`` is what has been measured, beside what was known before.

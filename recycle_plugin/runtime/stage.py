@@ -14,11 +14,12 @@ more: it leaves no stash and adds nothing to any gradient.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Iterable, Iterator
 
 import torch
 
+from recycle_plugin.core.blocks import Blocks
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.runtime.blocks import BlockSums, Gradients, in_place_of
@@ -90,6 +91,12 @@ class Stage:
         self.loss_scale = 1.0  # what losses are multiplied by before the backward
         self._watched = False  # that a forward changes no state
         self.peak = 0  # most micro-batches that had an activation, a gradient or weight work here at once
+
+    def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
+        """A replica has so many micro-batches in a step from now on.  ``blocks``: exact mode's, of them."""
+        self._model = replace(self._model, scale=micro_batches)
+        if self._blocks is not None:
+            self._blocks.resize(blocks)
 
     # --- inputs ------------------------------------------------------------------------------------
 

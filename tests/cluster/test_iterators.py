@@ -125,6 +125,21 @@ def test_steps_that_are_rejected_keep_their_data(train, kill):
     assert_each_once(result, SQUARE, {0: first - 1})
 
 
+@pytest.mark.parametrize("kill", ("kill 0.0 before 0F0.3@5", pytest.param("kill 0.1 at resize", marks=pytest.mark.all_kills)))
+def test_another_batch_size_between_steps(train, kill):
+    """From step 4 on twice as many micro-batches, so that each counts half."""
+    result = train(kill, case="another batch size")
+    ((first, _),) = retired(result)
+    found = [(-SQUARE.replicas * MICRO_BATCHES * end["rows"]).reshape(SQUARE.replicas, -1) for end in ends(result).values()]
+    assert all(torch.equal(each, found[0]) for each in found)
+    own = 3 + 2 * (first - 4)  # times A_STEP
+    expected = {0: own, 1: 2 * (3 + 2 * (STEPS - 3)) - own}
+    assert (first == 4) == ("resize" in kill)
+    for replica, used in enumerate(found[0].tolist()):
+        numbers = [3 * A_STEP, (expected[replica] - 3) * A_STEP]
+        assert used == pytest.approx([1.0] * numbers[0] + [0.5] * numbers[1] + [0.0] * (len(used) - sum(numbers)))
+
+
 def test_a_planned_leave(train):
     result = train("leave 0.1 before 1F0.0@3", case="leaving")
     ((first, replicas),) = retired(result)

@@ -19,7 +19,7 @@ def train(launch, tmp_path):
     def run(**job: object):
         folder = str(tmp_path / f"run{len(runs)}")  # where the launcher's fixture expects it
         runs.append(folder)
-        job = {"folder": folder, "enabled": True, "faults": [], "scheduler": "config", "engine": "", "gate": None, "batch_size": 0} | job
+        job = {"folder": folder, "enabled": True, "faults": [], "scheduler": "config", "engine": "", "gate": None, "batch_sizes": {}, "settings": {}} | job
         return launch(shape=Shape(replicas=3), script=SCRIPT, RECYCLE_TEST_OWN=json.dumps(job)).finish()
 
     runs: list[str] = []
@@ -41,8 +41,40 @@ def test_rates_come_back_with_a_step_that_is_taken_back(train, tmp_path, schedul
             assert record["engine"] == "Counting" and record["seen"] == record["losses"]
 
 
-def test_another_batch_size_is_refused(train):
-    assert_one_line(train(batch_size=18), "set_train_batch_size(18): another number of micro-batches than the 2 of the first step")
+SIZES = {"3": 12, "6": 3}  # four micro-batches of each replica from step 4 on, one from step 7 on
+EXACT = {"exact": True}
+
+
+@pytest.mark.parametrize(
+    "faults, settings",
+    [
+        (["kill 0.1 before 1W0.3@5"], {}),
+        (["kill 1.0 at resize"], {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.all_kills)
+            for case in (
+                ([], {}), (["kill 0.0 at step.end@3"], {}), (["kill 2.1 at resize:2"], {}), (["kill 0.0 at resize", "kill 1.1 at recovery.start:3"], {}),
+                (["kill 0.0 before 0REDUCE@7"], {"max_slowdown": 0.9, "rebalance": True}), (["kill 0.1 before 1W0.3@5"], EXACT),
+            )
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_another_batch_size_between_steps(train, faults, settings):
+    """As with stock DeepSpeed, whose loader goes on where it stands."""
+    stock = train(enabled=False, batch_sizes=SIZES)
+    result = train(batch_sizes=SIZES, faults=faults, settings=settings)
+    assert result.code == 0 and len(result.of("lost")) == len(faults), result.output[-6000:]
+    assert [(event["step"], event["batch"], event["micro_batches"]) for event in result.of("batch")] == [(4, 12, 4), (7, 3, 1)]
+    assert result.losses == pytest.approx(stock.losses, abs=LOSS_TOLERANCE)
+    if settings == EXACT:
+        assert result.losses == train(batch_sizes=SIZES, settings=settings).losses
+
+
+@pytest.mark.parametrize("sizes, line", (({"3": 13}, "Train batch size must be divisible by micro-batch data parallelism"),))
+def test_a_batch_size_that_does_not_divide(train, sizes, line):
+    result = train(batch_sizes=sizes)
+    assert result.code != 0 and line in result.output
 
 
 def test_an_engine_class_that_would_not_be_heard_is_refused(train):

@@ -14,7 +14,7 @@ from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction
-from recycle_plugin.history import step_times
+from recycle_plugin.history import History, step_times
 from recycle_plugin.report import panels
 from recycle_plugin.runs import Outcome, RunFailed
 
@@ -142,3 +142,13 @@ def test_wrong_arguments_are_refused_before_anything_starts(tmp_path, scenario, 
     with pytest.raises(ValueError, match=message):
         demo.run(str(tmp_path / "out"), scenario, steps)
     assert not (tmp_path / "out").exists()
+
+
+def test_samples_per_second_where_the_batch_size_has_changed():
+    """Steps 1 to 6 of 8 samples in 0.1 s, then of 24 in 0.2 s; those before the change don't count for the time of a step."""
+    job = {"event": "start", "time": 0.0, "job": {"batch": 8, "replicas": 2, "stages": 2, "micro_batches": 2}, "seats": {}}
+    commits = [{"event": "committed", "time": 0.1 * min(step, 6) + 0.2 * max(0, step - 6), "step": step} for step in range(1, 13)]
+    resized = {"event": "batch", "time": 0.6, "step": 7, "batch": 24, "micro_batches": 6}
+    history = History((job, *commits, resized))
+    assert history.rate(0.1, 6) == pytest.approx(80) and history.rate(history.now_s, history.last) == pytest.approx(120)
+    assert history.before_s == pytest.approx(0.2) and history.shape.micro_batches == 6

@@ -113,6 +113,8 @@ if job["case"] == "loader":
     batches = torch.utils.data.DataLoader(Samples(replica, EACH))
 losses = []
 for step in range(1, job["steps"] + 1):
+    if (job["case"], step) == ("another batch size", 4):
+        engine.set_train_batch_size(2 * engine.train_batch_size())
     losses.append(engine.train_batch(data_iter=batches).item())
     if (job["case"], step) == ("leaving", 3):
         session = engine._job.session

@@ -1,7 +1,7 @@
 """A user's own script, with a learning-rate scheduler and an engine class of its own.
 
 RECYCLE_TEST_OWN holds as JSON: ``folder``; ``enabled``; ``faults``; ``scheduler``, "config" or "callback"; ``engine``, "" for DeepSpeed's own;
-``gate``, arguments of wrappers.gate; ``batch_size``, to which the job's is changed after the third step.  Each rank writes what it saw to
+``gate``, arguments of wrappers.gate; ``batch_sizes``, to which the job's is changed after these steps; ``settings`` of the plugin's.  Each rank writes what it saw to
 folder/losses/rank<r>.json.
 """
 
@@ -61,7 +61,7 @@ torch.manual_seed(7)
 config = {
     "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0, "steps_per_print": 10**9,
     "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
-    "recycle": {"enabled": job["enabled"], "run_dir": job["folder"], "report": False, "faults": job["faults"] if job["enabled"] else []},
+    "recycle": {"enabled": job["enabled"], "run_dir": job["folder"], "report": False, "faults": job["faults"] if job["enabled"] else []} | job["settings"],
 }  # fmt: skip
 more = {}
 if job["scheduler"] == "config":
@@ -75,8 +75,8 @@ model = PipelineModule(
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=Samples(), **more)
 record = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "losses": [], "rates": [], "engine": type(engine).__name__}
 for step in range(STEPS):
-    if step == 3 and job["batch_size"]:
-        engine.set_train_batch_size(job["batch_size"])
+    if str(step) in job["batch_sizes"]:
+        engine.set_train_batch_size(job["batch_sizes"][str(step)])
     record["losses"].append(engine.train_batch().item())
     record["rates"] += engine.get_lr()
 record["seen"] = getattr(engine, "seen", None)

@@ -6,7 +6,7 @@ import pytest
 
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.line import JobEnded, Line
-from recycle_plugin.core.protocol import Arrived, Committed, End, Exited, Generation, Leaving, Left, Loaded, Met, Over, Report, Resume, Terminate
+from recycle_plugin.core.protocol import Arrived, Committed, End, Exited, Generation, Leaving, Left, Loaded, Met, Over, Report, Resized, Resume, Terminate
 from recycle_plugin.core.step import StepMachine
 from tests.support.membership import agree, resumed, said, started, step
 
@@ -121,3 +121,30 @@ def test_sigterm_to_everything_at_once_ends_the_job_as_planned(first):
     outs = [membership.receive(Left(rank), 0.0) for rank in ranks]
     assert not any(said(out, End) or said(out, Generation) for out in outs)
     assert said(outs[-1], Over) == [Over(0)]
+
+
+# --- another batch size -----------------------------------------------------------------------------
+
+
+def test_all_plan_for_another_batch_size_before_anybody_goes_on():
+    membership = started()
+    step(membership, 0, 1)
+    outs = [membership.receive(Resized(rank, 0, 5, 20, 77), 0.0) for rank in range(4)]
+    assert [bool(said(out, Generation)) for out in outs] == [False, False, False, True]
+    (event,) = [event for out in outs for event in out.events if event.kind == "batch"]
+    assert event.details == {"step": 2, "batch": 20, "micro_batches": 5}
+    for rank in range(4):
+        out = membership.receive(Report(rank, 1, 1, "plan", {"params": f"of rank {rank}"}, {}, False, 154), 0.0)
+    assert resumed(out) == [(1, 1)] and step(membership, 1, 2) == [Committed(2)]
+
+
+def test_a_death_meanwhile_leaves_the_new_size_to_the_others():
+    """They have met, so that each of them plans for it; the throughput is that of its own plan with everybody there."""
+    membership = started()
+    step(membership, 0, 1)
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    for rank in (0, 1, 3):
+        assert not said(membership.receive(Resized(rank, 0, 5, 20, 77), 0.0), Generation)
+        out = membership.receive(Report(rank, 1, 1, "plan", {"params": f"of rank {rank}"}, {}, False, 154), 0.0)
+    assert resumed(out) == [(1, 1)] and membership.view(membership.members.values()).topology.micro_batches == 5
+    assert membership._escalation.throughput(154) == 0.5

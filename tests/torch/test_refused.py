@@ -188,11 +188,8 @@ def test_what_changes_once_training_has_begun():
     from recycle_plugin.adapters.deepspeed.model import AsStarted
 
     module = nn.Sequential(linear(), linear())
-    started = AsStarted(module, 4)
-    started.check(4)
+    started = AsStarted(module)
+    started.check()
     module[1].bias.requires_grad = False
     with pytest.raises(RecycleError, match=r"requires_grad of 1\.bias has changed since deepspeed\.initialize: freeze and thaw parameters before it"):
-        started.check(4)
-    module[1].bias.requires_grad = True
-    with pytest.raises(RecycleError, match=r"engine\.micro_batches = 2: another number of micro-batches than the 4 of the first step is not supported yet"):
-        started.check(2)
+        started.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable
@@ -12,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from recycle_plugin.adapters.deepspeed.bf16 import StateFiles
 from recycle_plugin.adapters.deepspeed.checkpoint import Copied, Durable, check_loadable, chosen, parts_of, stand_in, without_optimizer
 from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.protocol import Met
 from recycle_plugin.core.rhythm import Rhythm
 from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime.background import Background
@@ -69,6 +71,30 @@ class BetweenSteps(PipelineEngine):
         finally:
             self.data_iterator = training
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As in DeepSpeed, another number of micro-batches from the next step on; every worker asks for the same there."""
+        if train_batch_size == self.train_batch_size():
+            return
+        if self._loop is not None:
+            self._conclude_background()
+            asked = self._meet("set_train_batch_size()", {str(self.global_rank): train_batch_size}).values
+            if len(set(asked.values())) > 1:
+                raise RecycleError(f"set_train_batch_size() was called with {', '.join(map(str, sorted(set(asked.values()))))}: call it with the same number on every worker")
+            self._report_commits()  # whose samples were counted by the size so far
+        super().set_train_batch_size(train_batch_size)
+        self._places.change(self.global_steps + 1, self.micro_batches)
+        self.topology_ = replace(self.topology_, micro_batches=self.micro_batches)
+        self._stage.resize(self.micro_batches, self._blocks() if self._job.settings.exact else None)
+        if self._loop is not None:
+            self._world.reach_point("resize")
+            self._loop.resize(self.topology_, train_batch_size)
+
+    def _check_batch_size(self) -> None:
+        """Before each step."""
+        planned = self.topology_.micro_batches
+        if self.micro_batches != planned:
+            raise RecycleError(f"engine.micro_batches is {self.micro_batches}, and steps are planned for {planned}: call engine.set_train_batch_size() on every worker instead")
+
     def save_checkpoint(
         self, save_dir: str, tag: str | None = None, client_state: dict = {}, save_latest: bool = True, exclude_frozen_parameters: bool = False
     ) -> bool:
@@ -122,6 +148,7 @@ class BetweenSteps(PipelineEngine):
             self._ties.load(Path(found[0]).parent, partial(self.checkpoint_engine.load, map_location=self.device))
             if self.masters is not None:
                 self._load_masters(path if load_optimizer_states and not load_module_only else None)
+        self._places.change(self.global_steps + 1, self.micro_batches)
         if self._loop is not None and found[0] is not None:
             self._world.reach_point("load.end")
             self._transport.rewind(self.global_steps)
@@ -161,12 +188,11 @@ class BetweenSteps(PipelineEngine):
         if self._background is not None:
             self._background.before(self._loop.machine.stepped + 1)
 
-    def _meet(self, place: str) -> None:
+    def _meet(self, place: str, values: dict[str, Any] | None = None) -> Met:
         """Return when all live workers have come to ``place`` with all their steps committed."""
         while True:
             self.settle()
             try:
-                self._loop.meet(place, {})
-                return
+                return self._loop.meet(place, values or {})
             except Interrupted:
                 self._between_steps()

@@ -26,10 +26,11 @@ from recycle_plugin.adapters.deepspeed.between import BetweenSteps
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer
 from recycle_plugin.adapters.deepspeed.data import DatasetSource
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
-from recycle_plugin.adapters.deepspeed.model import AsStarted, another_batch_size, keyed_forward, reentrant
+from recycle_plugin.adapters.deepspeed.model import AsStarted, keyed_forward, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive, figures
 from recycle_plugin.adapters.deepspeed.stepping import Stepping
 from recycle_plugin.adapters.deepspeed.ties import Ties
+from recycle_plugin.core.blocks import Blocks
 from recycle_plugin.core.contributions import LOSS
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum
@@ -92,8 +93,8 @@ class RecycleEngine(BetweenSteps, Feeding):
         self._check_faults(settings)
         self._deferred = _split(self.module) if settings.split_backward else None
         self._parameters = _trained(self.module) if self.masters is None else self.masters.parameters
-        self._as_started = AsStarted(self.module, self.micro_batches)
-        blocks = BlockSums(self._parameters, settings.policy(False, self.num_stages).blocks(self.topology_)) if settings.exact else None
+        self._as_started = AsStarted(self.module)
+        blocks = BlockSums(self._parameters, self._blocks()) if settings.exact else None
         self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks, self.masters)
         self._transport = Transport(self._job.session)
         self._kept = Kept(settings.keep_bytes)
@@ -124,7 +125,8 @@ class RecycleEngine(BetweenSteps, Feeding):
         self._take_iterator(data_iter)
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
-        self._as_started.check(self.micro_batches)
+        self._as_started.check()
+        self._check_batch_size()
         self._start()
         self._begin_with_data()
         self.module.train()
@@ -138,10 +140,6 @@ class RecycleEngine(BetweenSteps, Feeding):
         self.agg_train_loss = torch.tensor(sum(losses.values()) / len(losses), device=self.device)
         self._report_step()
         return self.agg_train_loss
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        if train_batch_size != self.train_batch_size():
-            raise another_batch_size(f"set_train_batch_size({train_batch_size})", self.micro_batches)
 
     def compile(self, *arguments: Any, **named: Any) -> None:
         raise RecycleError("engine.compile(): layers whose backward is split, and run again by peers, cannot be compiled yet; leave the call out")
@@ -221,6 +219,9 @@ class RecycleEngine(BetweenSteps, Feeding):
         first, last = self.is_first_stage(), self.is_last_stage()
         return StageModel(self.module, self.module.loss_fn, self.micro_batches, first, last, self.device, partial(reentrant, self.module))
 
+    def _blocks(self) -> Blocks:
+        return self._job.settings.policy(False, self.num_stages).blocks(self.topology_)
+
     def _check_faults(self, settings: Settings) -> None:
         for fault in settings.fault_list:
             if fault.seat not in self.topology_.seats:
@@ -232,8 +233,8 @@ class RecycleEngine(BetweenSteps, Feeding):
             super()._build_data_iter(dataset)
             self._source = lambda step, micro_batch: self.next_batch()
             return
-        shape = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches)
-        self._source = DatasetSource(dataset, shape, self.micro_batch_size, self._config.dataloader_drop_last, self.collate_fn)
+        replicas, drops = self.grid.data_parallel_size, self._config.dataloader_drop_last
+        self._source = DatasetSource(dataset, replicas, self._places, self.micro_batch_size, drops, self.collate_fn)
 
     # --- a step ------------------------------------------------------------------------------------
 
@@ -423,7 +424,7 @@ class RecycleEngine(BetweenSteps, Feeding):
     def _randomness(self, micro_batch: MicroBatch, step: int) -> Any:
         if self._job.settings.rng == "stream":
             return nullcontext()
-        place = max(0, step - 1) * self.micro_batches + micro_batch.index
+        place = self._places.before(step) + micro_batch.index
         return keyed_forward(self.module, key(self._job.settings.seed, step, micro_batch, self.stage_id), place)
 
     def _degraded(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, Callable
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -9,6 +10,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.instruction import Instruction
+from recycle_plugin.core.places import Places
 from recycle_plugin.core.sources import Standing
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.supply import Supply
@@ -21,6 +23,10 @@ class Feeding(PipelineEngine):
     _source_is_set = False  # by the script
     _trained = False  # a step, so that where data comes from is settled
     _supply: Supply | None = None  # of the first and the last stage; in use where there is no source
+
+    @cached_property
+    def _places(self) -> Places:
+        return Places(self.micro_batches)
 
     def set_data_source(self, source: Callable[[int, int, int], Any]) -> None:
         """``source(step, replica, micro_batch)`` gives (inputs, labels); steps count from 1, the same on every worker.

@@ -43,24 +43,14 @@ def _state(seed: int) -> Any:
 
 
 class AsStarted:
-    """Of a ``module`` that runs ``micro_batches`` a step: what the plan and the sum of gradients were made for."""
+    """Which parameters of a ``module`` are trained: what the sum of gradients was made for."""
 
-    def __init__(self, module: PipelineModule, micro_batches: int) -> None:
+    def __init__(self, module: PipelineModule) -> None:
         self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
-        self._micro_batches = micro_batches
 
-    def check(self, micro_batches: int) -> None:
+    def check(self) -> None:
         """Raises RecycleError where a script has changed it."""
         changed = next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
         if changed is not None:
             raise RecycleError(f"requires_grad of {changed} has changed since deepspeed.initialize: freeze and thaw parameters before it, or set the learning "
                                "rate of their group to 0 by a scheduler")  # fmt: skip
-        if micro_batches != self._micro_batches:
-            raise another_batch_size(f"engine.micro_batches = {micro_batches}", self._micro_batches)
-
-
-def another_batch_size(asked: str, micro_batches: int) -> RecycleError:
-    return RecycleError(
-        f"{asked}: another number of micro-batches than the {micro_batches} of the first step is not "
-        "supported yet, because the plan and the places in the data follow from it; set gradient_accumulation_steps in the config"
-    )

@@ -1,0 +1,20 @@
+"""Where a replica's micro-batches stand among all it has ever had: their number in a step may change between steps."""
+
+from __future__ import annotations
+
+
+class Places:
+    """``micro_batches``: of a replica, in each step from the first, step 1, on."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self._changes = [(1, 0, micro_batches)]  # from this step on, before which a replica had so many, it has so many each
+
+    def before(self, step: int) -> int:
+        """How many a replica has had before ``step``."""
+        first, had, each = next(change for change in reversed(self._changes) if change[0] <= max(1, step))
+        return had + (max(1, step) - first) * each
+
+    def change(self, step: int, micro_batches: int) -> None:
+        """From ``step`` on, whatever was said of it and later ones, a replica has ``micro_batches``."""
+        had = self.before(step)
+        self._changes = [change for change in self._changes if change[0] < step] + [(step, had, micro_batches)]
