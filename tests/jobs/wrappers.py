@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -12,7 +13,7 @@ from random import Random
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
-from deepspeed.runtime.pipe import topology
+from deepspeed.runtime.pipe import p2p, topology
 
 from recycle_plugin.adapters.deepspeed import checkpoint
 from recycle_plugin.adapters.deepspeed import engine as engine_module
@@ -386,6 +387,37 @@ def record_states(folder: str) -> None:
             file.write(f"{step} {fingerprint(self._parameters, optimizer)}\n")
 
     Gradients.apply = changed
+
+
+def strike_at(moment: str, rank: int, flag: str = "") -> None:
+    """At a moment before the first step or after the last one that worker is killed; or, where there is a ``flag``, it makes that file and waits."""
+    owner, name, before = {
+        "meeting": (torch.distributed, "init_process_group", True),
+        "initialize": (p2p, "init_process_groups", True),
+        "enrolling": (RecycleEngine, "_start", True),
+        "finishing": (RecycleEngine, "finish", True),
+        "left": (Session, "leave", False),
+    }[moment]
+    function = getattr(owner, name)
+
+    def strike() -> None:
+        if not flag:
+            os.kill(os.getpid(), signal.SIGKILL)
+        Path(flag).touch()
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            time.sleep(POLL_S)
+
+    def changed(*arguments: object, **named: object) -> object:
+        if before:
+            strike()
+        result = function(*arguments, **named)
+        if not before:
+            strike()
+        return result
+
+    if int(os.environ["RANK"]) == rank:
+        setattr(owner, name, changed)
 
 
 def uneven_end(apart_s: float, steps: int) -> None:

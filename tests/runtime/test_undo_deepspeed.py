@@ -107,7 +107,8 @@ def test_the_engine_keeps_the_gradient_that_is_applied_the_clipped_one():
         basic_optimizer=optimizer, optimizer=optimizer, gradient_clipping=lambda: 1.0, torch_autocast_z0_gradscaler=None,
         clip_fp32_gradients=lambda: parameter.grad.mul_(0.01), zero_grad=lambda: parameter.grad.zero_(), lr_scheduler=None,
         steps_per_print=lambda: None, managed_gradient_accumulation=lambda: True, train_batch_size=lambda: 1, global_steps=0, global_samples=0,
-        **{f"{name}_enabled": lambda: False for name in ("fp16", "bfloat16")}, zero_optimization=lambda: False,
+        **{f"{name}_enabled": lambda: False for name in ("fp16", "bfloat16", "amp")}, zero_optimization=lambda: False,
+        quantizer=None, compression_scheduler=SimpleNamespace(step=lambda: None),  # 0.19.3 asks for these, and for amp
     )  # fmt: skip
     record = undo_record("inverse", [parameter], optimizer, dict, lambda counters: None)
     parameter.grad = torch.full((3,), 100.0)
