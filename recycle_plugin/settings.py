@@ -158,6 +158,12 @@ class Settings(BaseModel):
         "with `exact`, consecutive micro-batches of a replica that stay on one worker; null for all of them; fewer leave more freedom to "
         "reroute, and each block of a worker beyond its first takes one more buffer of the gradients' size",
     )
+    zero: Literal["replicate"] | None = _setting(
+        None,
+        '"replicate" or null',
+        "what becomes of `zero_optimization.stage` 1, whose shards of the optimizer's state have no copy: every worker keeps all of it, with Adam 12 bytes a "
+        "parameter instead of 12 / replicas, and steps all of it; null: it is refused",
+    )
     keep_bytes: _Bytes = _setting(
         None,
         'a whole number of at least 1, a size such as "2GiB", or null',

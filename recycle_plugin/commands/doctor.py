@@ -255,7 +255,9 @@ def costly(job: Job) -> Section:
     rows.append({"setting": f"{SECTION}.exact", **(found := cost(job)), "text": _exact(job, found)})
     name = bf16(job.config)
     if name is not None:
-        rows.append({"setting": f"{name}.enabled", "text": _bf16(job.replicas)})
+        rows.append({"setting": f"{name}.enabled", "text": f"true: {_whole('bf16', job.replicas)}; gradients are summed in fp32, over micro-batches and over workers"})
+    elif settings.zero is not None:
+        rows.append({"setting": f"{SECTION}.zero", "text": f'"{settings.zero}": {_whole("fp32", job.replicas)}'})
     rows.append({"setting": f"{SECTION}.undo", "bytes_a_parameter": UNDO_BYTES[settings.undo], "text": _undo(settings.undo)})
     lines = tuple(f"{row['setting']} {row.pop('text')}" for row in rows)
     return Section("settings", "What settings cost", rows, lines)
@@ -278,10 +280,9 @@ def _exact(job: Job, found: dict) -> str:
     return said
 
 
-def _bf16(replicas: int) -> str:
-    whole, shared = STATE_BYTES["bf16"], STATE_BYTES["bf16"] - UNDO_BYTES["snapshot"]
-    return (f"true: every worker has the optimizer's state whole, {whole} bytes a parameter (Adam), stock a share of it, "
-            f"{shared + UNDO_BYTES['snapshot'] / replicas:.3g}; gradients are summed in fp32, over micro-batches and over workers")  # fmt: skip
+def _whole(dtype: str, replicas: int) -> str:
+    whole, state = STATE_BYTES[dtype], UNDO_BYTES["snapshot"]
+    return f"every worker has the optimizer's state whole, {whole} bytes a parameter (Adam), stock a share of it, {whole - state + state / replicas:.3g}"
 
 
 def _undo(way: str) -> str:

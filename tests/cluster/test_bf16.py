@@ -14,25 +14,25 @@ import torch
 from tests.cluster.test_as_stock import OFF
 from tests.cluster.test_kills import CONTROLS, FIRST, SECOND, one_stage_ahead, replica_lost, matrix, struck
 from tests.support.cluster import Result
-from tests.support.jobs import BF16, LOSS_TOLERANCE, PARAMETER_TOLERANCE, SQUARE, STEPS, WRAPPED, Difference, Shape, difference, faults
+from tests.support.jobs import BF16, LOSS_TOLERANCE, PARAMETER_TOLERANCE, SQUARE, STEPS, WRAPPED, Difference, Shape, assert_same_training, difference, faults
 
-STOCK = (
-    "recycle.enabled=false",
-    "deepspeed={bf16: {enabled: true}, zero_optimization: {stage: 1}, data_types: {grad_accum_dtype: fp32}, communication_data_type: fp32}",
-)
+ZERO_1 = "deepspeed={bf16: {enabled: true}, zero_optimization: {stage: 1}, data_types: {grad_accum_dtype: fp32}, communication_data_type: fp32}"
+STOCK = "recycle.enabled=false", ZERO_1
+REPLICATED = ZERO_1, "recycle.zero=replicate"
 MORE, THREE = pytest.mark.all_kills, Shape(replicas=3)
 
 
-@pytest.mark.parametrize("shape", (SQUARE, pytest.param(THREE, marks=MORE)), ids=("2 x 2", "3 x 2"))
-def test_bit_for_bit_as_stock(launch, shape):
+@pytest.mark.parametrize("shape, config", ((SQUARE, REPLICATED), pytest.param(THREE, (BF16,), marks=MORE)), ids=("2 x 2, the same config", "3 x 2"))
+def test_bit_for_bit_as_stock(launch, shape, config):
     stock = launch(*STOCK, shape=shape, plugin=None).finish()
-    mine = launch(*OFF, BF16, shape=shape).finish()
+    mine = launch(*OFF, *config, shape=shape).finish()
     assert mine.code == stock.code == 0 and not stock.of("start"), mine.output[-6000:] + stock.output[-6000:]
     assert mine.losses == pytest.approx(stock.losses, rel=3e-7)
     for rank in stock.records:
         one, other = mine.parameters(rank), stock.parameters(rank)
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other), f"rank {rank}"
         assert {value.dtype for value in one.values()} == {torch.bfloat16}
+    assert len(mine.of("zero")) == (config == REPLICATED)
 
 
 # --- kills ------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def train(launch, tmp_path):
 def test_stock_goes_on_from_a_degraded_checkpoint(train, tolerated, tmp_path):
     """Both stages have lost a worker; whoever is left writes the parts of all, and so do background checkpoints."""
     whole = train(BF16)
-    degraded = train(BF16, faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF])
+    degraded = train(*REPLICATED, faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF])
     assert {event["seat"] for event in degraded.of("lost")} == {"0.0", "1.1"}
     parts = {path.name for path in (tmp_path / "saved" / f"global_step{HALF}").glob("*_optim_states.pt")}
     assert parts == {f"bf16_zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt" for replica in range(2) for stage in range(2)}
@@ -133,6 +133,17 @@ def test_stock_goes_on_from_a_degraded_checkpoint(train, tolerated, tmp_path):
     for rank in stock.records:
         one, other = stock.parameters(rank), whole.parameters(rank)
         assert all(torch.allclose(one[name], other[name], rtol=2**-7, atol=1e-6) for name in other), f"rank {rank}"
+
+
+@pytest.mark.all_kills
+def test_zero_1_in_fp32(launch, reference):
+    """Stock shards the state and this plugin does not: the same training, also with kills."""
+    zero = "deepspeed={zero_optimization: {stage: 1}}"
+    stock = launch("recycle.enabled=false", zero, "model.dropout=0.0", plugin=None).finish()
+    kills = "kill 0.1 before 1REDUCE@5", "kill 1.0 after 0STEP@12"
+    mine = launch(zero, "recycle.zero=replicate", "model.dropout=0.0", faults(*kills)).finish()
+    assert stock.code == 0 and stock.losses == pytest.approx(mine.losses, abs=LOSS_TOLERANCE)
+    assert_same_training(mine, reference("model.dropout=0.0"), {"0.1", "1.0"})
 
 
 @pytest.mark.all_kills

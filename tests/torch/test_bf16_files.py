@@ -15,6 +15,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.checkpoint import constants as names  # noqa: E402
 
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles  # noqa: E402
+from recycle_plugin.adapters.deepspeed.checkpoint import check_loadable  # noqa: E402
 from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
 from recycle_plugin.runtime.masters import Masters  # noqa: E402
 from recycle_plugin.runtime.undo import KINDS  # noqa: E402
@@ -137,6 +138,32 @@ def test_state_that_belongs_to_no_element_is_refused():
     subject.inner.state[subject.masters.parameters[0]]["exp_avg"] = torch.zeros(3)
     with pytest.raises(RecycleError, match="the optimizer's state 'exp_avg' has other shapes than the parameters"):
         subject.files.part(0, 2)
+
+
+MODELS = ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt")
+STATES = {
+    "fp32": (), "bf16": ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",), "ZeRO 1": ("zero_pp_rank_0_mp_rank_00_optim_states.pt",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "saved, bf16, said",
+    [
+        ("fp32", False, None), ("bf16", True, None), ("bf16", False, "is of a bf16 job, and this one is in fp32"),
+        ("fp32", True, "is of an fp32 job, and this one is in bf16"), ("ZeRO 1", False, "has the optimizer's state in ZeRO's shards"),
+        ("ZeRO 1", True, "is of an fp32 job"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_another_precision_is_refused(saved, bf16, said, tmp_path):
+    for name in (*MODELS, *STATES[saved]):
+        (tmp_path / name).touch()
+    if said is None:
+        check_loadable(tmp_path, 2, bf16)
+        with pytest.raises(RecycleError, match="is of 2 pipeline stages, and this job has 3"):
+            check_loadable(tmp_path, 3, bf16)
+    else:
+        with pytest.raises(RecycleError, match=said):
+            check_loadable(tmp_path, 2, bf16)
 
 
 # --- against DeepSpeed's own ------------------------------------------------------------------------

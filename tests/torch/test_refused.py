@@ -13,6 +13,7 @@ from recycle_plugin.adapters.deepspeed.refusals import BYPASSED, REMOVED, refusa
 from recycle_plugin.runtime.errors import RecycleError
 
 BF16 = {"bf16": {"enabled": True}}
+ZERO_1, REPLICATE = {"zero_optimization": {"stage": 1}}, {"recycle": {"zero": "replicate"}}
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     *(({name: {"enabled": True}}, f"{name}.enabled: only fp32 and bf16 are supported yet; remove the {name} section, and set bf16.enabled to true if you can")
       for name in ("fp16", "torch_autocast", "amp")),
@@ -25,6 +26,13 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
      'communication_data_type is "bf16": bf16 gradients are summed in fp32 with recycle.enabled; write "fp32", or leave it out'),
     ({**BF16, "recycle": {"norm": "deepspeed"}}, 'recycle.norm is "deepspeed", fp32\'s norm: in bf16 DeepSpeed\'s is over all stages; leave it out'),
     ({"bfloat16": {"enabled": True}, "recycle": {"loss_scaling": True}}, "recycle.loss_scaling: bfloat16 has fp32's range, and nothing to scale; set it to false"),
+    ({**ZERO_1, "recycle": {"enabled": True}},
+     "zero_optimization.stage 1 shards the optimizer state, so that a lost worker's shard has no copy; set recycle.zero to \"replicate\" to keep it whole on "
+     "every worker (with Adam 12 bytes a parameter instead of 12 / replicas), or stage to 0"),
+    *(({"zero_optimization": {"stage": 1, key: {"device": "cpu"}}, **REPLICATE},
+       f"zero_optimization.{key} moves shards to the host, and recycle.zero \"replicate\" leaves none; leave it out") for key in ("offload_optimizer", "offload_param")),
+    ({**ZERO_1, "recycle": {"zero": "replicate", "norm": "deepspeed"}},
+     'recycle.norm is "deepspeed", the norm of ZeRO stage 0: at stage 1 DeepSpeed\'s is over all stages; leave it out'),
     ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage 2 does not work with pipelines in DeepSpeed itself; set stage to 0"),
     ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 does not work with pipelines in DeepSpeed itself; set stage to 0"),
     (
@@ -81,7 +89,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 GOES = [  # works as in stock DeepSpeed; the first three: tests/cluster/test_shapes.py
     {"prescale_gradients": True}, {"gradient_allreduce_op": "sum"}, {"pipeline": {"activation_checkpoint_interval": 1}},
     {"gradient_predivide_factor": 2.0}, {"communication_data_type": "bf16"}, {"communication_data_type": "fp32", "recycle": {"exact": True}},
-    BF16, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
+    {**ZERO_1, **REPLICATE}, {**ZERO_1, **REPLICATE, **BF16}, BF16, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
     {"dump_state": True, "memory_breakdown": True, "zero_allow_untested_optimizer": True, "dataloader_drop_last": True},  # print, or are not for pipelines
     {"curriculum_learning": {"enabled": False}, "flops_profiler": {"enabled": False}, "wall_clock_breakdown": False, "compile": {}, "comms_logger": {}},
 ]  # fmt: skip

@@ -110,6 +110,9 @@ def check_loadable(path: Path, stages: int, bf16: bool) -> None:
             f"state by stage, and its universal checkpoints need ZeRO; use {found} stages (with any number of replicas), or load_module_only=True"
         )
     of_bf16 = any(path.glob(f"{names.BF16_ZERO_FILE_PREFIX}*"))
+    if not bf16 and any(path.glob(f"{names.ZERO_FILE_PREFIX}*")):
+        raise RecycleError(f"load_checkpoint: {path} has the optimizer's state in ZeRO's shards, which in fp32 are not read; load the weights alone with "
+                           "load_module_only=True")  # fmt: skip
     if found and of_bf16 != bf16:
         one, other = ("a bf16", "in fp32") if of_bf16 else ("an fp32", "in bf16")
         raise RecycleError(f"load_checkpoint: {path} is of {one} job, and this one is {other}, so the optimizer's state does not fit; set bf16.enabled to "

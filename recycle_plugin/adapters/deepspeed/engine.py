@@ -166,6 +166,13 @@ class RecycleEngine(BetweenSteps, Feeding):
 
     # --- starting ----------------------------------------------------------------------------------
 
+    def zero_optimization(self) -> bool:
+        """Never: at ZeRO stage 1 with recycle.zero "replicate" stock code does what it does at stage 0."""
+        return False
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str | None:
         """Stock code sums bf16 pipelines' gradients in bf16 at ZeRO stage 0, and refuses to do so in fp32."""
         return BFLOAT16 if self.bfloat16_enabled() else super()._do_optimizer_sanity_check(basic_optimizer)
@@ -196,6 +203,10 @@ class RecycleEngine(BetweenSteps, Feeding):
         loop = Loop(session, self._transport, self, self.topology_, costs, policy, self.seat, machine, self._world.reach_point, settings.max_slowdown)
         member = Member(self.global_rank, self.seat, self._transport.address, session.host)
         session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
+        if self._config.zero_enabled and session.rank == 0:
+            whole = 12 * sum(parameter.numel() for parameter in self._parameters) / 2**20
+            session.note("zero", f"recycle.zero \"replicate\": each worker of a stage keeps the optimizer's state whole, of stage 0 {whole:.4g} MiB with Adam, where "
+                         f"shards would take {whole / self.topology_.replicas:.4g} MiB", mib=whole)  # fmt: skip
         session.send(Ready(member, machine.stepped, self._job_record(run_dir, costs, policy)))
         loop.start()
         self._loop = loop

@@ -65,14 +65,25 @@ def _bf16(config: dict[str, Any], name: str) -> Iterator[str]:
 
 
 def _zero(config: dict[str, Any]) -> Iterator[str]:
-    stage = _section(config, "zero_optimization").get("stage", 0)
-    if stage == 1:
+    section, recycle = _section(config, "zero_optimization"), _section(config, SECTION)
+    stage = section.get("stage", 0)
+    if stage == 1 and recycle.get("zero") != "replicate":
         yield (
-            "zero_optimization.stage 1 shards the optimizer state, so that a lost worker's shard has no copy; "
-            "set stage to 0 (protected shards come later)"
+            "zero_optimization.stage 1 shards the optimizer state, so that a lost worker's shard has no copy; set recycle.zero to \"replicate\" to keep "
+            "it whole on every worker (with Adam 12 bytes a parameter instead of 12 / replicas), or stage to 0"
         )
+    elif stage == 1:
+        yield from _replicated(section, recycle)
     elif stage:
         yield f"zero_optimization.stage {stage} does not work with pipelines in DeepSpeed itself; set stage to 0"
+
+
+def _replicated(section: dict[str, Any], recycle: dict[str, Any]) -> Iterator[str]:
+    for key in ("offload_optimizer", "offload_param", "cpu_offload"):
+        if section.get(key):
+            yield f"zero_optimization.{key} moves shards to the host, and recycle.zero \"replicate\" leaves none; leave it out"
+    if recycle.get("norm") == "deepspeed":
+        yield 'recycle.norm is "deepspeed", the norm of ZeRO stage 0: at stage 1 DeepSpeed\'s is over all stages; leave it out'
 
 
 def _optimizer(section: dict[str, Any]) -> Iterator[str]:
