@@ -48,12 +48,11 @@ EXACT = {"exact": True}
 @pytest.mark.parametrize(
     "faults, settings",
     [
-        (["kill 0.1 before 1W0.3@5"], {}),
-        (["kill 1.0 at resize"], {}),
+        (["kill 1.0 at resize", "kill 0.1 before 1W0.3@5"], {}),
         *(
             pytest.param(*case, marks=pytest.mark.all_kills)
             for case in (
-                ([], {}), (["kill 0.0 at step.end@3"], {}), (["kill 2.1 at resize:2"], {}), (["kill 0.0 at resize", "kill 1.1 at recovery.start:3"], {}),
+                ([], {}), (["kill 0.1 before 1W0.3@5"], {}), (["kill 0.0 at step.end@3"], {}), (["kill 2.1 at resize:2"], {}), (["kill 0.0 at resize", "kill 1.1 at recovery.start:3"], {}),
                 (["kill 0.0 before 0REDUCE@7"], {"max_slowdown": 0.9, "rebalance": True}), (["kill 0.1 before 1W0.3@5"], EXACT),
             )
         ),
@@ -71,10 +70,11 @@ def test_another_batch_size_between_steps(train, faults, settings):
         assert result.losses == train(batch_sizes=SIZES, settings=settings).losses
 
 
-@pytest.mark.parametrize("sizes, line", (({"3": 13}, "Train batch size must be divisible by micro-batch data parallelism"),))
-def test_a_batch_size_that_does_not_divide(train, sizes, line):
-    result = train(batch_sizes=sizes)
-    assert result.code != 0 and line in result.output
+@pytest.mark.all_kills
+def test_batch_sizes_that_will_not_do(train):
+    result = train(batch_sizes={"3": 13})
+    assert result.code != 0 and "Train batch size must be divisible by micro-batch data parallelism" in result.output
+    assert_one_line(train(batch_sizes={"3": 12, "more on rank 0": 3}), "set_train_batch_size() was called with 12, 15: call it with the same number on every worker")
 
 
 def test_an_engine_class_that_would_not_be_heard_is_refused(train):

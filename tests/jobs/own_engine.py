@@ -1,7 +1,8 @@
 """A user's own script, with a learning-rate scheduler and an engine class of its own.
 
 RECYCLE_TEST_OWN holds as JSON: ``folder``; ``enabled``; ``faults``; ``scheduler``, "config" or "callback"; ``engine``, "" for DeepSpeed's own;
-``gate``, arguments of wrappers.gate; ``batch_sizes``, to which the job's is changed after these steps; ``settings`` of the plugin's.  Each rank writes what it saw to
+``gate``, arguments of wrappers.gate; ``batch_sizes``, to which the job's is changed after these steps
+(``more on rank 0``: so much is asked for more there); ``settings`` of the plugin's.  Each rank writes what it saw to
 folder/losses/rank<r>.json.
 """
 
@@ -76,7 +77,7 @@ engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters
 record = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "losses": [], "rates": [], "engine": type(engine).__name__}
 for step in range(STEPS):
     if str(step) in job["batch_sizes"]:
-        engine.set_train_batch_size(job["batch_sizes"][str(step)])
+        engine.set_train_batch_size(job["batch_sizes"][str(step)] + (job["batch_sizes"].get("more on rank 0", 0) if record["rank"] == 0 else 0))
     record["losses"].append(engine.train_batch().item())
     record["rates"] += engine.get_lr()
 record["seen"] = getattr(engine, "seen", None)

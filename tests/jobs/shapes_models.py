@@ -53,7 +53,7 @@ class Masked(nn.Module):
 
     def forward(self, given):
         mask, hidden, ids, total = given
-        hidden = hidden + torch.tanh(self.always(hidden)).masked_fill(mask.unsqueeze(-1), 0.0) + 0.1 * ids.unsqueeze(-1)
+        hidden = hidden + torch.tanh(self.always(hidden)).masked_fill(mask.unsqueeze(-1), 0.0) + 0.1 * ids.unsqueeze(-1).to(hidden.dtype)
         hidden = self.often(hidden) if ids.size(1) % 2 == 0 else hidden
         return mask, hidden, ids, total + 0.01 * hidden.pow(2).mean()
 
