@@ -107,3 +107,17 @@ def test_sigterm_at_deepspeeds_own_command(launch, config):
     assert run.finish().code == 1
     _, left = psutil.wait_procs(processes_with(run.mark), timeout=60)
     assert not left and {event["event"] for event in run.events()} & {"end", "finished"}, run.output[-6000:]
+
+
+@pytest.mark.all_kills
+def test_the_machine_that_pdsh_runs_on_dies(launch, config, tmp_path):
+    """Nobody reads any more what is said, which ends no process whose output goes to a file."""
+    run = launch("steps=60", *config, **WRAP, command=[*PDSH, f"--enable_each_rank_log={tmp_path / 'said'}"])
+    after_step(run, 4)
+    (program,) = psutil.Process(run.launcher.pid).children()
+    for process in (run.launcher, program):
+        process.kill()
+    run.launcher.wait(10)
+    _, left = psutil.wait_procs(processes_with(run.mark), timeout=120)
+    ended = {event["event"] for event in run.events()}
+    assert not left and "finished" in ended and "lost" not in ended and len(run.finish().losses) == 60
