@@ -39,6 +39,7 @@ class Line:
         self.since = 0
         self.news: deque[tuple[Generation, Committed]] = deque(maxlen=UNREAD)
         self.end: End | None = None
+        self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
         self._resume: Resume | None = None
         self._collected: dict[tuple[int, str], dict] = {}
         self._met: dict[str, Met] = {}
@@ -51,8 +52,10 @@ class Line:
     def take(self, message: object) -> None:
         """One message of the coordinator's."""
         match message:
+            case Generation() if message.from_step and self.interruption() is not None:
+                self._next = message  # the one that holds at once is to be adopted first: its Resume may have come with this
             case Generation():
-                self.pending, self._resume = message, None
+                self.pending, self._next, self._resume = message, None, None
             case Resume():
                 self._resume = message
                 if message.void:
@@ -119,4 +122,4 @@ class Line:
         self.generation = generation
         self.since = self._resume.committed if self._resume is not None else 0
         if self.pending is generation:
-            self.pending = None
+            self.pending, self._next = self._next, None

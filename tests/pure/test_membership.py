@@ -7,6 +7,7 @@ import random
 import pytest
 
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.line import Line
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import WORKERS, Output
 from recycle_plugin.core.protocol import (
@@ -127,6 +128,21 @@ def test_a_loss_before_a_planned_leave_comes_first_and_the_leave_is_planned_agai
     assert generation.from_step == 0 and 3 in [m.rank for m in generation.members]
     out = agree(membership, generation.number, {1: 0, 2: 0, 3: 0})
     assert said(out, Resume) and [g.from_step for g in said(out, Generation)] == [3]
+
+
+def test_a_leave_that_is_planned_again_waits_for_who_has_not_resumed_yet():
+    """A worker may read both in one go: what holds at once, and where it goes on, are not forgotten for what holds later."""
+    membership, line = started(), Line(1)
+    membership.receive(Leaving(3, "SIGTERM"), 0.0)
+    (at_once,) = said(membership.receive(Exited(0, -9, 0.0), 0.0), Generation)
+    line.take(at_once)
+    out = agree(membership, at_once.number, {1: 0, 2: 0, 3: 0})
+    (resume,), (planned,) = said(out, Resume), said(out, Generation)
+    for message in (resume, planned):
+        line.take(message)
+    assert line.interruption() is at_once and line.resume_of(at_once) is resume
+    line.adopt(at_once)
+    assert line.pending is planned and line.interruption() is None and line.number == at_once.number
 
 
 def test_the_last_worker_of_a_stage_may_only_leave_with_the_job():
