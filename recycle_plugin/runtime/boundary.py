@@ -28,7 +28,8 @@ def outgoing(outputs: Any) -> Tensors:
     members = outputs if isinstance(outputs, tuple) else (outputs,)
     wrong = [type(member).__name__ for member in members if not torch.is_tensor(member)]
     if wrong or not members:
-        raise RecycleError(f"the last layer of a stage gives {', '.join(wrong) or 'an empty tuple'}: what goes to the next stage is a tensor, or a tuple of tensors")
+        found = ", ".join(wrong) or "an empty tuple"
+        raise RecycleError(f"the last layer of a stage gives {found}: what goes to the next stage is a tensor, or a tuple of tensors")
     # a parameter is about to be changed by the optimizer, while peers may still need what was sent
     return tuple(member.clone() if isinstance(member, torch.nn.Parameter) else member for member in members)
 

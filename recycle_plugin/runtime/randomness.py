@@ -30,7 +30,9 @@ def keyed(seed: int) -> Iterator[None]:
     host, python, numpy = torch.get_rng_state(), random.getstate(), sys.modules.get("numpy")
     array = numpy.random.get_state() if numpy else None
     device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for other devices each time, which takes longer than all of this
+    if device is not None:
+        torch.cuda.manual_seed(seed)
     random.seed(seed)
     if numpy:
         numpy.random.seed(seed % 2**32)

@@ -78,8 +78,8 @@ class BetweenSteps(PipelineEngine):
         if self._loop is not None:
             self._conclude_background()
             asked = self._meet("set_train_batch_size()", {str(self.global_rank): train_batch_size}).values
-            if len(set(asked.values())) > 1:
-                raise RecycleError(f"set_train_batch_size() was called with {', '.join(map(str, sorted(set(asked.values()))))}: call it with the same number on every worker")
+            if len(sizes := sorted(set(asked.values()))) > 1:
+                raise RecycleError(f"set_train_batch_size() was called with {', '.join(map(str, sizes))}: call it with the same number on every worker")
             self._report_commits()  # whose samples were counted by the size so far
         super().set_train_batch_size(train_batch_size)
         self._places.change(self.global_steps + 1, self.micro_batches)
@@ -93,7 +93,9 @@ class BetweenSteps(PipelineEngine):
         """Before each step."""
         planned = self.topology_.micro_batches
         if self.micro_batches != planned:
-            raise RecycleError(f"engine.micro_batches is {self.micro_batches}, and steps are planned for {planned}: call engine.set_train_batch_size() on every worker instead")
+            raise RecycleError(
+                f"engine.micro_batches is {self.micro_batches}, and steps are planned for {planned}: call engine.set_train_batch_size() on every worker instead"
+            )
 
     def save_checkpoint(
         self, save_dir: str, tag: str | None = None, client_state: dict = {}, save_latest: bool = True, exclude_frozen_parameters: bool = False

@@ -96,9 +96,13 @@ def _check_module(model: PipelineModule, parameters: Any) -> None:
 def _check_layers(model: PipelineModule) -> None:
     """What would train otherwise than with stock DeepSpeed, or not the same whoever computes it."""
     if has_moe_layers(model)[0]:
-        raise RecycleError("deepspeed.moe layers send tokens between replicas, which may be lost, and are not supported; use dense layers, or set recycle.enabled to false")
+        raise RecycleError(
+            "deepspeed.moe layers send tokens between replicas, which may be lost, and are not supported; use dense layers, or set recycle.enabled to false"
+        )
     if type(model).get_additional_losses is not PipelineModule.get_additional_losses:
-        raise RecycleError(f"{type(model).__name__}.get_additional_losses: other losses than the one that is trained are not reported yet; leave the method out")
+        raise RecycleError(
+            f"{type(model).__name__}.get_additional_losses: other losses than the one that is trained are not reported yet; leave the method out"
+        )
     if checkpointing.CONTIGUOUS_CHECKPOINTING or checkpointing.PARTITION_ACTIVATIONS:
         raise RecycleError(
             "deepspeed.checkpointing.configure with contiguous_checkpointing or partition_activations wants DeepSpeed's own schedule, or tensor parallelism; "

@@ -29,8 +29,9 @@ def keyed_forward(module: PipelineModule, seed: int, place: int) -> Iterator[Non
     tracker = checkpointing.get_cuda_rng_tracker()
     states = tracker.get_states()
     with keyed(seed):
-        tracker.set_states({name: _state(seed + number) for number, name in enumerate(sorted(states), 1)})
-        get_accelerator().manual_seed(seed)
+        if states:
+            tracker.set_states({name: _state(seed + number) for number, name in enumerate(sorted(states), 1)})
+            get_accelerator().manual_seed(seed)
         try:
             yield
         finally:
@@ -52,5 +53,7 @@ class AsStarted:
         """Raises RecycleError where a script has changed it."""
         changed = next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
         if changed is not None:
-            raise RecycleError(f"requires_grad of {changed} has changed since deepspeed.initialize: freeze and thaw parameters before it, or set the learning "
-                               "rate of their group to 0 by a scheduler")  # fmt: skip
+            raise RecycleError(
+                f"requires_grad of {changed} has changed since deepspeed.initialize: freeze and thaw parameters before it, "
+                "or set the learning rate of their group to 0 by a scheduler"
+            )
