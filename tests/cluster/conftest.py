@@ -9,6 +9,7 @@ from typing import Callable, Iterator
 import pytest
 
 from tests.support.cluster import ForkServer, Result, Run
+from tests.support.hosts import Hosts, NoHosts, hosts
 from tests.support.jobs import SQUARE, TRAIN, Shape, overrides
 
 Launch = Callable[..., Run]
@@ -27,6 +28,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     server = ForkServer(tmp_path_factory.mktemp("server"))
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Hosts]:
+    """Two hosts, alpha and beta, where this machine has network namespaces."""
+    try:
+        with hosts() as made:
+            yield made
+    except NoHosts as error:
+        pytest.skip(f"no network namespaces here: {error}")
 
 
 @contextmanager

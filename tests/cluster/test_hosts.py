@@ -8,7 +8,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Iterator
 
 import pytest
 
@@ -16,21 +15,12 @@ from recycle_plugin.core.instruction import Op
 from recycle_plugin.runs import environment, free_port
 from recycle_plugin.runtime.trace import read_traces
 from tests.cluster.conftest import launching
-from tests.support.hosts import Hosts, HostsRun, NoHosts, hosts
+from tests.support.hosts import HostsRun
 from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training
 
 SILENT = "nothing was heard of it or its supervisor for"
 BREAK_S = 1.2  # less than the default deadline, which is 3 s, and more than an exponential back-off leaves of it
 LOST = {"1.0", "1.1"}  # beta's replica
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Hosts]:
-    try:
-        with hosts() as made:
-            yield made
-    except NoHosts as error:
-        pytest.skip(f"no network namespaces here: {error}")
 
 
 @pytest.fixture

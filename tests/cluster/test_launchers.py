@@ -10,27 +10,17 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import Iterator
 
 import psutil
 import pytest
 
 from recycle_plugin.runs import processes_with
 from tests.cluster.conftest import launching
-from tests.support.hosts import Hosts, NoHosts, ProgramRun, hosts
+from tests.support.hosts import ProgramRun
 from tests.support.jobs import WRAPPED, after_step, assert_same_training
 
 LOST = {"1.0", "1.1"}  # beta's replica
 WRAP = {"script": WRAPPED, "RECYCLE_TEST_WRAP": '{"name": "config_file"}'}
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Hosts]:
-    try:
-        with hosts() as made:
-            yield made
-    except NoHosts as error:
-        pytest.skip(f"no network namespaces here: {error}")
 
 
 @pytest.fixture
