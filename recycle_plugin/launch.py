@@ -1,6 +1,6 @@
-"""``deepspeed … --module recycle_plugin.launch your_script.py …``: the launcher's per-rank process.
+"""``deepspeed … --module recycle_plugin.launch your_script.py …``: the launcher's per-rank process; or srun's task, ``python -m recycle_plugin.launch``.
 
-The launcher puts ``--local_rank=N`` before the script's name; it goes behind it here.
+DeepSpeed's launcher puts ``--local_rank=N`` before the script's name; it goes behind it here.
 """
 
 from __future__ import annotations

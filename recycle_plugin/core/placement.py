@@ -31,8 +31,9 @@ def at_risk(host: str, stages: tuple[int, ...], members: Iterable[Member], shape
 def remedy(workers: Counter[str], shape: Topology) -> str:
     """What gives the replicas of each stage to different hosts; ``workers``: how many each host has."""
     host, most = workers.most_common(1)[0]
-    if most > (limit := most_on_a_host(shape)):
-        return f"no placement helps while one host has more than {limit} of the {workers.total()} workers, and {host} has {most}: use hosts of more equal size"
+    limit, total = most_on_a_host(shape), workers.total()
+    if most > limit:
+        return f"no placement helps while one host has more than {limit} of the {total} workers, and {host} has {most}: use hosts of more equal size"
     axes = f"ProcessTopology(axes=['data', 'pipe'], dims=[{shape.replicas}, {shape.stages}])"
     return f'set recycle.placement to "spread", or give PipelineModule topology={axes}'
 

@@ -20,7 +20,9 @@ def described(environment: Mapping[str, str]) -> dict[str, str]:
     if "RANK" in environment:
         return dict(environment)
     if "SLURM_PROCID" not in environment or "SLURM_STEP_NODELIST" not in environment:
-        raise NoPlace("neither DeepSpeed's launcher nor srun has started this process: deepspeed … --module recycle_plugin.launch your_script.py …")
+        raise NoPlace(
+            "neither DeepSpeed's launcher nor srun has started this process: launch with deepspeed … --module recycle_plugin.launch your_script.py …"
+        )
     return {
         "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
         "MASTER_PORT": str(FIRST_PORT + int(environment["SLURM_JOB_ID"]) % PORTS),

@@ -84,8 +84,10 @@ class Supervisor:
         try:
             placed = decode(await asyncio.wait_for(reader.readline(), CONNECT_S))
         except (TimeoutError, asyncio.TimeoutError, ValueError) as error:
-            raise ConnectionError(f'place {self._rank} has got no rank within {CONNECT_S:.0f} s: with recycle.placement "spread" all supervisors have to be '
-                                  "there first, and all need the same config; see whether each host has started") from error
+            raise ConnectionError(
+                f'place {self._rank} has got no rank within {CONNECT_S:.0f} s: with recycle.placement "spread" all supervisors have to be there first, '
+                "and all need the same config; see whether each host has started"
+            ) from error
         finally:
             writer.close()
         assert isinstance(placed, Placed)

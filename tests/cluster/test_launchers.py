@@ -84,13 +84,14 @@ def test_a_node_fails_under_srun_without_it(launch, config):
 @pytest.mark.all_kills
 def test_srun_by_itself(launch, reference, config):
     """SLURM's variables are enough, without DeepSpeed's command."""
-    result = launch(*config, **WRAP, command=["srun", "--no-kill", "-n", "4", sys.executable, "-u", "-m", "recycle_plugin.launch"], plugin=None).finish()
+    command = ["srun", "--no-kill", "-n", "4", sys.executable, "-u", "-m", "recycle_plugin.launch"]
+    result = launch(*config, **WRAP, command=command, plugin=None).finish()
     assert_same_training(result, reference())
 
 
 @pytest.mark.all_kills
 def test_sigterm_at_deepspeeds_own_command(launch, config):
-    """It ends pdsh first, so that what prints meets a broken pipe, and then has pkill send SIGTERM to the hosts' launchers: no orderly end, but one."""
+    """It ends pdsh first, so that what prints meets a broken pipe, and then pkill sends SIGTERM to the hosts' launchers: no orderly end, but one."""
     run = launch("steps=100000", *config, **WRAP, command=PDSH)
     after_step(run, 4)
     run.launcher.terminate()

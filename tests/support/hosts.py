@@ -136,8 +136,9 @@ class ProgramRun(Run):
     """
 
     def __init__(
-        self, hosts: Hosts, server: ForkServer, folder: Path, ranks: int, script: str, arguments: list[str], command: list[str], as_file: bool = False, **more: str
-    ) -> None:
+        self, hosts: Hosts, server: ForkServer, folder: Path, ranks: int, script: str, arguments: list[str],
+        command: list[str], as_file: bool = False, **more: str,
+    ) -> None:  # fmt: skip
         self._hosts = hosts
         self._command = command
         self._failed = folder / "failed"

@@ -31,9 +31,10 @@ LOST = 255  # ssh's code, when the connection has gone
 def install(folder: Path) -> str:
     """The folder, to stand first in PATH, with both programs, and sinfo by which DeepSpeed tells that there is SLURM."""
     folder.mkdir()
+    root = str(Path(__file__).parents[2])
     for name in ("pdsh", "srun", "sinfo"):
         program = folder / name
-        program.write_text(f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(Path(__file__).parents[2])!r})\nfrom tests.support import launchers\nsys.exit(launchers.{name}())\n")
+        program.write_text(f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {root!r})\nfrom tests.support import launchers\nsys.exit(launchers.{name}())\n")
         program.chmod(0o755)
     return str(folder)
 
@@ -68,10 +69,11 @@ def pdsh() -> int:
     if command.startswith("pkill "):  # hosts share their processes here
         command = command.replace("pkill ", "pkill --ns $$ --nslist net ", 1)
     signal.signal(signal.SIGINT, lambda *_: None)  # lists who runs; only a second one ends it
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     running = {}
     for number, host in enumerate(found.w.split(",")):
         run = ["sh", "-c", command.replace("%n", str(number)).replace("%h", host)]
-        running[host] = start(host, run, env=remote(host), cwd=os.environ["HOME"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        running[host] = start(host, run, env=remote(host), cwd=os.environ["HOME"], **streams)
     printing = [threading.Thread(target=_print, args=pair) for pair in running.items()]
     for thread in printing:
         thread.start()
@@ -107,13 +109,16 @@ def srun() -> int:
     own = os.environ | dict(pair.split("=", 1) for pair in more)
     names = list(hosts())
     each = found.n // len(names)
-    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": str(found.n), "SLURM_STEP_NODELIST": ",".join(names), "SLURM_STEP_TASKS_PER_NODE": f"{each}(x{len(names)})"}
-    tasks = {}
+    own |= {
+        "SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": str(found.n), "SLURM_STEP_NODELIST": ",".join(names),
+        "SLURM_STEP_TASKS_PER_NODE": f"{each}(x{len(names)})",
+    }  # fmt: skip
+    tasks = []
     for number in range(found.n):
-        host = names[number // each]
-        place = {"SLURM_PROCID": str(number), "SLURM_NODEID": str(number // each), "SLURM_LOCALID": str(number % each), "RECYCLE_TEST_HOST": hosts()[host]}
-        tasks[number] = start(host, found.command, env=own | step | place)
-    codes = _follow(list(tasks.values()), found.no_kill)
+        node, local = divmod(number, each)
+        place = {"SLURM_PROCID": str(number), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local), "RECYCLE_TEST_HOST": hosts()[names[node]]}
+        tasks.append(start(names[node], found.command, env=own | place))
+    codes = _follow(tasks, found.no_kill)
     return max(code if code >= 0 else 128 - code for code in codes)
 
 
