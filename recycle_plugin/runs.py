@@ -167,11 +167,11 @@ class TrainingRun:
         return used
 
     def memory_bytes(self) -> int:
-        """Of the run's processes, what they share with nobody."""
+        """Of the run's processes; what several share is divided among them."""
         held = 0
         for pid in self._pids():
             try:
-                held += psutil.Process(pid).memory_full_info().uss
+                held += psutil.Process(pid).memory_full_info().pss
             except psutil.NoSuchProcess:
                 continue
         return held

@@ -93,7 +93,7 @@ def overhead(found: argparse.Namespace) -> dict:
                 records = run.finish(DEADLINE_S).records.values()
                 steps[kind] += [(s, turn.others) for turn in turns[kind] for r in records for s in r["step_s"][turn.first : turn.last]]
     for kind, held in memory.items():
-        print(f"{kind:>6}: {held / 2**20:.0f} MiB of memory of their own, all workers and what started them")
+        print(f"{kind:>6}: {held / 2**20:.0f} MiB of memory, all workers and what started them")
     return compared(steps) | {"memory_bytes": memory}
 
 

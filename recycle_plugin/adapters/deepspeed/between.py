@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Callable
 
 import torch
-from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from recycle_plugin.adapters.deepspeed.bf16 import StateFiles
+from recycle_plugin.adapters.deepspeed.bf16 import WholeState
 from recycle_plugin.adapters.deepspeed.checkpoint import Copied, Durable, check_loadable, chosen, parts_of, stand_in, without_optimizer
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.protocol import Met
@@ -22,7 +21,7 @@ from recycle_plugin.runtime.evaluation import Evaluations
 from recycle_plugin.runtime.saving import Saving
 
 
-class BetweenSteps(PipelineEngine):
+class BetweenSteps(WholeState):
     """The part of :class:`~recycle_plugin.adapters.deepspeed.engine.RecycleEngine` that no step needs."""
 
     _background: Background | None = None
@@ -124,7 +123,7 @@ class BetweenSteps(PipelineEngine):
         with stand_in(self, self.seat, generation, files), without_optimizer(self):
             super().save_checkpoint(str(folder), tag, client_state, False, exclude_frozen_parameters)
         if self.masters is not None:
-            state, parts = self._state_files(), self.topology_.replicas
+            state, parts = self.state_files(), self.topology_.replicas
             for number in parts_of(self.seat, generation, parts):
                 files.save({**state.part(number, parts), "ds_config": self.config}, str(folder / tag / state.name(number)))
 
@@ -149,7 +148,8 @@ class BetweenSteps(PipelineEngine):
         if found[0] is not None:
             self._ties.load(Path(found[0]).parent, partial(self.checkpoint_engine.load, map_location=self.device))
             if self.masters is not None:
-                self._load_masters(path if load_optimizer_states and not load_module_only else None)
+                with self._job.session.heart.at(ELSEWHERE, "a checkpoint"):
+                    self.load_masters(path if load_optimizer_states and not load_module_only else None)
         self._places.change(self.global_steps + 1, self.micro_batches)
         if self._loop is not None and found[0] is not None:
             self._world.reach_point("load.end")
@@ -160,17 +160,6 @@ class BetweenSteps(PipelineEngine):
             if self._background is not None:
                 self._background.loaded(self.global_steps)
         return found
-
-    def _load_masters(self, path: Path | None) -> None:
-        """With the optimizer's state, from the checkpoint at ``path``; None: from the weights, which have been loaded alone."""
-        with self._job.session.heart.at(ELSEWHERE, "a checkpoint"):
-            if path is None:
-                self.masters.take_over()
-            else:
-                self._state_files().read(path, partial(self.checkpoint_engine.load, map_location="cpu"))
-
-    def _state_files(self) -> StateFiles:
-        return StateFiles(self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping())
 
     def _durable(self) -> Durable:
         return Durable(self.checkpoint_engine, self._world.reach_point)

@@ -9,6 +9,7 @@ logical replica.  Whatever number of replicas there is puts them together again.
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Callable, Mapping
@@ -16,6 +17,7 @@ from typing import Any, Callable, Mapping
 import torch
 from deepspeed.checkpoint import constants as names
 from deepspeed.git_version_info import version
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import fragment_address
 
 from recycle_plugin.runtime.errors import RecycleError
@@ -153,6 +155,41 @@ class StateFiles:
                 for one, each in zip(places, values):
                     state.setdefault(one, {})[name] = each.clone() if torch.is_tensor(each) else each
         self._optimizer.load_state_dict({"state": state, "param_groups": hyper})
+
+
+class WholeState(PipelineEngine):
+    """The part of :class:`~recycle_plugin.adapters.deepspeed.engine.RecycleEngine` that has the optimizer's state whole on every worker."""
+
+    masters: Masters | None = None  # in bf16
+
+    def zero_optimization(self) -> bool:
+        """Never: at ZeRO stage 1 with recycle.zero "replicate" stock code does what it does at stage 0."""
+        return False
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
+        """Where stock's has a part of the state each; gradients are summed over the workers in fp32."""
+        if optimizer is None:
+            raise RecycleError("bf16.enabled needs an optimizer: name one in the optimizer section, or give deepspeed.initialize one")
+        self.communication_data_type = torch.float32
+        self.masters = Masters(trained(self.module))
+        return MasterOptimizer(optimizer, self.masters, lambda: self.clip_fp32_gradients())
+
+    def state_files(self) -> StateFiles:
+        return StateFiles(self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping())
+
+    def load_masters(self, path: Path | None) -> None:
+        """With the optimizer's state, from the checkpoint at ``path``; None: from the weights, which have been loaded alone."""
+        if path is None:
+            self.masters.take_over()
+        else:
+            self.state_files().read(path, partial(self.checkpoint_engine.load, map_location="cpu"))
+
+
+def trained(module: torch.nn.Module) -> Parameters:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _ends(group: Parameters) -> list[int]:

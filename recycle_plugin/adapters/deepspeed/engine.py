@@ -23,7 +23,7 @@ from recycle_plugin import planner
 from recycle_plugin.adapters.deepspeed import schedule as commands
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.between import BetweenSteps
-from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer
+from recycle_plugin.adapters.deepspeed.bf16 import trained
 from recycle_plugin.adapters.deepspeed.data import DatasetSource
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
 from recycle_plugin.adapters.deepspeed.model import AsStarted, keyed_forward, reentrant
@@ -49,7 +49,6 @@ from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.fingerprint import arithmetic, fingerprint
 from recycle_plugin.runtime.kept import Kept
 from recycle_plugin.runtime.loop import Loop
-from recycle_plugin.runtime.masters import Masters
 from recycle_plugin.runtime.randomness import key
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
@@ -78,7 +77,6 @@ class RecycleEngine(BetweenSteps, Feeding):
     """
 
     _job: Job  # of the class that engine_class makes: users' constructors need not know of it
-    masters: Masters | None = None  # in bf16
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -92,7 +90,7 @@ class RecycleEngine(BetweenSteps, Feeding):
         self.topology_ = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches, tied(shared.values()))
         self._check_faults(settings)
         self._deferred = _split(self.module) if settings.split_backward else None
-        self._parameters = _trained(self.module) if self.masters is None else self.masters.parameters
+        self._parameters = trained(self.module) if self.masters is None else self.masters.parameters
         self._as_started = AsStarted(self.module)
         blocks = BlockSums(self._parameters, self._blocks()) if settings.exact else None
         self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks, self.masters)
@@ -166,24 +164,9 @@ class RecycleEngine(BetweenSteps, Feeding):
 
     # --- starting ----------------------------------------------------------------------------------
 
-    def zero_optimization(self) -> bool:
-        """Never: at ZeRO stage 1 with recycle.zero "replicate" stock code does what it does at stage 0."""
-        return False
-
-    def zero_optimization_stage(self) -> int:
-        return 0
-
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str | None:
         """Stock code sums bf16 pipelines' gradients in bf16 at ZeRO stage 0, and refuses to do so in fp32."""
         return BFLOAT16 if self.bfloat16_enabled() else super()._do_optimizer_sanity_check(basic_optimizer)
-
-    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
-        """Whole on every worker, where stock's has a part of the state each; gradients are summed over the workers in fp32."""
-        if optimizer is None:
-            raise RecycleError("bf16.enabled needs an optimizer: name one in the optimizer section, or give deepspeed.initialize one")
-        self.communication_data_type = torch.float32
-        self.masters = Masters(_trained(self.module))
-        return MasterOptimizer(optimizer, self.masters, lambda: self.clip_fp32_gradients())
 
     def _start(self) -> None:
         """At the first step: enrol, wait for everybody, make the plan.  (Checkpoints are loaded before.)"""
@@ -487,10 +470,6 @@ def engine_class(users: type, job: Job) -> type:
 def layer_specs(model: PipelineModule) -> list:
     """What the layers of all stages are built from."""
     return model._layer_specs
-
-
-def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _key(instruction: Instruction) -> tuple[int, MicroBatch]:
