@@ -60,8 +60,8 @@ def mixers(after: list[int]) -> None:
 
     made = gpt.gpt_layers
 
-    def changed(shape: gpt.GPTShape, **named: object) -> list:
-        specs = made(shape, **named)
+    def changed(shape: gpt.GPTShape, *others: object, **named: object) -> list:
+        specs = made(shape, *others, **named)
         for place in sorted(after, reverse=True):
             specs.insert(place + 1, TiedLayerSpec("mixer", Mixer, shape.hidden, shape.hidden))
         return specs
