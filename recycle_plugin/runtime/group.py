@@ -22,6 +22,7 @@ from typing import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.protocol import Missing
@@ -89,7 +90,7 @@ class MemberGroup(dist.ProcessGroup):
         return self._run("a barrier", lambda inner, _: inner.barrier(dist.BarrierOptions()))
 
     def allgather(self, outputs, inputs, options=None):
-        return self._whole("all_gather", lambda inner, _: inner.allgather(outputs, inputs, dist.AllgatherOptions()))
+        return self._whole("all_gather", lambda inner, _: inner.allgather(outputs, inputs, AllgatherOptions()))
 
     def gather(self, outputs, inputs, options):
         return self._whole("gather", lambda inner, _: inner.gather(outputs, inputs, options))
@@ -99,6 +100,20 @@ class MemberGroup(dist.ProcessGroup):
 
     def reduce(self, tensors, options):
         return self._whole("reduce", lambda inner, _: inner.reduce(tensors, options))
+
+    def reduce_scatter(self, outputs, inputs, options):
+        return self._whole("reduce_scatter", lambda inner, _: inner.reduce_scatter(outputs, inputs, options))
+
+    def all_gather_single(self, output, source, options=None):
+        return self._whole("all_gather_single", lambda inner, _: inner._allgather_base(output, source, AllgatherOptions()))
+
+    def reduce_scatter_single(self, output, source, options):
+        return self._whole("reduce_scatter_single", lambda inner, _: inner._reduce_scatter_base(output, source, options))
+
+    def all_to_all_single(self, output, source, incoming, outgoing, options):
+        return self._whole("all_to_all_single", lambda inner, _: inner.alltoall_base(output, source, incoming, outgoing, options))
+
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single  # before torch 2.13
 
     def send(self, tensors, destination, tag=0):
         def peer():
@@ -128,8 +143,8 @@ class MemberGroup(dist.ProcessGroup):
 
     # --- membership -----------------------------------------------------------------------------------
 
-    def _run(self, what: str, start: Start, tensors: Sequence[torch.Tensor] = (), check: Callable[[], object] = bool) -> Finished:
-        """Carry the operation out among the live members; ``tensors`` are what it writes to.
+    def _run(self, what: str, start: Start, tensors: Sequence[torch.Tensor] = (), check: Callable[[], object] = bool, alone: bool = False) -> Finished:
+        """Carry the operation out among the live members; ``tensors`` are what it writes to.  ``alone``: also where there is only one.
 
         A membership change inside a training step breaks it, and recovery deals with that.  Between
         steps, in the script's own collectives, the members that are left try again, once ``check``
@@ -142,7 +157,8 @@ class MemberGroup(dist.ProcessGroup):
             own = bool(self._session.between_steps)
             held = [tensor.clone() for tensor in tensors] if own else list(tensors)
             try:
-                self._attempt(what, lambda inner: start(inner, held))
+                if alone or len(self._position) > 1:
+                    self._attempt(what, lambda inner: start(inner, held))
             except Interrupted:
                 if self._session.between_steps is None:
                     raise
@@ -154,12 +170,10 @@ class MemberGroup(dist.ProcessGroup):
             return Finished()
 
     def _whole(self, name: str, start: Start) -> Finished:
-        """An operation that needs every logical member."""
-        return self._run(name, start, check=lambda: self._complete(name))
+        """An operation that needs every logical member, and has something to do for a single one too."""
+        return self._run(name, start, check=lambda: self._complete(name), alone=True)
 
     def _attempt(self, what: str, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
-        if len(self._position) <= 1:
-            return
         link = self._link
         name = f"{what} among ranks {', '.join(map(str, self._live_ranks()))}"
         try:

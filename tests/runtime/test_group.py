@@ -34,6 +34,7 @@ def worker(rank: int, port: int, store_port: int, results, between_steps: bool) 
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total)
     results.put((rank, "whole", total.item()))
+    results.put((rank, "of each", of_each(dist, rank)))
     if rank == 2:
         results.close()
         results.join_thread()
@@ -68,6 +69,21 @@ def worker(rank: int, port: int, store_port: int, results, between_steps: bool) 
     results.close()
     results.join_thread()
     os._exit(0)
+
+
+def of_each(dist, rank: int) -> list[list[float]]:
+    """What torch's collectives that give every member a part of its own leave, among all and in a group of one."""
+    import torch
+
+    own, each = torch.arange(3.0) + 10 * rank, torch.zeros(3)
+    alone = [dist.new_group([member]) for member in range(RANKS)][rank]
+    gathered, part, swapped, single = torch.zeros(9), torch.zeros(1), torch.zeros(3), [torch.zeros(3)]
+    dist.all_gather_into_tensor(gathered, own)
+    dist.reduce_scatter_tensor(part, own)
+    dist.all_to_all_single(swapped, own)
+    dist.all_gather(single, own, group=alone)
+    dist.reduce_scatter_tensor(each, own, group=alone)
+    return [tensor.tolist() for tensor in (gathered, part, swapped, single[0], each)]
 
 
 @pytest.fixture
@@ -108,6 +124,10 @@ def test_survivors_leave_a_blocked_operation_and_go_on(processes, between_steps,
     for _ in range(RANKS):
         coordinator.accept()
     assert results.of("whole", {0, 1, 2}) == dict.fromkeys(range(3), 6.0)
+    everybodys = [[10.0 * rank + place for place in range(3)] for rank in range(3)]
+    for rank, found in results.of("of each", {0, 1, 2}).items():
+        columns = [own[rank] for own in everybodys]
+        assert found == [sum(everybodys, []), [sum(columns)], columns, everybodys[rank], everybodys[rank]]
     processes[2].join(30)
     coordinator.tell(generation(1, [0, 1]))
     assert results.of("interrupted", {0, 1}) == dict.fromkeys(range(2), expected)
