@@ -55,14 +55,22 @@ def assert_same(result: Result, reference: Result, tolerated: Difference, lost: 
     assert found.loss <= tolerated.loss and found.parameters <= tolerated.parameters, found
 
 
-LIST, DEFAULT = (0, 2, 8, 12, 15, 18, 22, 27, 29), (8, 18)
+JOBS = {"bf16": (BF16,), "ZeRO 1": REPLICATED, "tied": (BF16, "model.tied=true")}
+DEFAULT = ("bf16", 8), ("ZeRO 1", 18)
 
 
-@pytest.mark.parametrize("number", [pytest.param(number, id=" and ".join(map(str, matrix()[number])), marks=[MORE] * (number not in DEFAULT)) for number in LIST])
-def test_kills_at_named_instructions(launch, reference, tolerated, number):
+@pytest.mark.parametrize(
+    "job, number",
+    [
+        pytest.param(job, number, id=f"{job}: {pair[0]}, {pair[1]}", marks=[MORE] * ((job, number) not in DEFAULT))
+        for job in JOBS for number, pair in enumerate(matrix())
+    ],
+)  # fmt: skip
+def test_each_rank_at_named_instructions(launch, reference, tolerated, job, number):
+    """The list of the main job, in fp32."""
     first, second = matrix()[number]
     kills = first.at(FIRST), second.at(SECOND)
-    assert_same(launch(BF16, faults(*kills)).finish(), reference(BF16), tolerated, {first.seat, second.seat}, kills)
+    assert_same(launch(*JOBS[job], faults(*kills)).finish(), reference(*JOBS[job]), tolerated, {first.seat, second.seat}, kills)
 
 
 @pytest.mark.parametrize("clip", (pytest.param("sync", marks=MORE), pytest.param("validate", marks=MORE)))

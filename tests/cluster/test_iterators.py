@@ -8,6 +8,8 @@ import json
 import pytest
 import torch
 
+from tests.cluster.conftest import launching
+from tests.cluster.test_kills import matrix
 from tests.support.cluster import Result
 from tests.support.jobs import LOSS_TOLERANCE, SQUARE, Shape, assert_one_line
 
@@ -213,3 +215,34 @@ def test_scripts_written_like_known_codebases(launch, tmp_path, script, shape, k
         assert end["losses"][-1] < end["losses"][0] - 0.1
         assert {name: end[name] for name in ("rates", "steps", "samples")} == {name: reference[name] for name in ("rates", "steps", "samples")}
     assert len({tuple(end["losses"]) for end in found[1].values()}) == 1
+
+
+@pytest.mark.all_kills
+@pytest.mark.parametrize("kill", [pytest.param(first, id=str(first)) for first, _ in matrix()])
+def test_such_a_script_in_bf16_with_a_tied_embedding_killed_anywhere(launch, tmp_path, calm_in_bf16, kill):
+    """The moments of the main job's list; the losses up to the interrupted step are those of the run without a failure, to what bf16 rounds."""
+    found, result = script_in_bf16(launch, tmp_path / "run0", [kill.at(5)])
+    assert [event["fault"] for event in result.of("fault")] == [kill.at(5)] and [event["seat"] for event in result.of("lost")] == [kill.seat]
+    ((first, _),) = retired(result)
+    assert first >= 5
+    for rank, end in found.items():
+        assert end["losses"][: first - 1] == pytest.approx(calm_in_bf16["losses"][: first - 1], abs=10 * LOSS_TOLERANCE)
+        assert {name: end[name] for name in ("rates", "steps", "samples")} == {name: calm_in_bf16[name] for name in ("rates", "steps", "samples")}
+    assert len({tuple(end["losses"]) for end in found.values()}) == 1
+    shared = [end["weights"][name] for end in found.values() for name in end["weights"] if name.endswith("words.weight")]
+    assert len(shared) == 3 and shared[0].dtype == torch.bfloat16 and all(torch.equal(each, shared[0]) for each in shared)
+
+
+def script_in_bf16(launch, folder, kills: list[str]) -> tuple[dict[int, dict], Result]:
+    job = {"folder": str(folder), "faults": kills, "steps": 10, "config": {"bf16": {"enabled": True}}}
+    result = launch(script="tests/jobs/megatron_like.py", RECYCLE_TEST_SCRIPT=json.dumps(job)).finish()
+    return ends(result, "ends"), result
+
+
+@pytest.fixture(scope="module")
+def calm_in_bf16(server, tmp_path_factory) -> dict:
+    """What any rank says at the end of the run without a failure."""
+    folder = tmp_path_factory.mktemp("calm")
+    with launching(server, folder) as launch:
+        found, _ = script_in_bf16(launch, folder / "run0", [])
+    return found[0]

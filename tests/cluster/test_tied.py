@@ -10,6 +10,7 @@ import torch
 
 from recycle_plugin.core.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.runtime.trace import read_traces
+from tests.cluster.test_kills import FIRST, SECOND, matrix, struck
 from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, WRAPPED, Shape, assert_same_training, difference, faults
 
 MORE = pytest.mark.all_kills
@@ -59,6 +60,15 @@ def test_killed_wherever_stages_share_weights(launch, reference, kills):
     assert {event["fault"] for event in result.of("fault")} == set(kills)
     assert_same_training(result, reference(TIED), {kill.split()[1] for kill in kills})
     assert copies_are_equal(result)
+
+
+@MORE
+@pytest.mark.parametrize("first, second", [pytest.param(*pair, id=f"{pair[0]}, {pair[1]}") for pair in matrix()])
+def test_each_rank_at_named_instructions(launch, reference, first, second):
+    """The list of the main job, without ties."""
+    result = launch(TIED, faults(first.at(FIRST), second.at(SECOND))).finish()
+    assert_same_training(result, reference(TIED), {first.seat, second.seat})
+    assert struck(result) == {first.at(FIRST), second.at(SECOND)} and copies_are_equal(result)
 
 
 @pytest.mark.parametrize("loser, ahead", (("0.0", 1), pytest.param("0.1", 0, marks=MORE)))
