@@ -40,7 +40,7 @@ SHOWN = ("cost_s", "stall_s", "detection_s", "regroup_s", "plan_s", "redone_s", 
 
 
 def main(arguments: list[str]) -> int:
-    found = parser().parse_args(arguments)
+    found = parser().parse_intermixed_args(arguments)
     results, missed = [], False
     for name in found.topology:
         replicas, _, stages = name.partition("x")

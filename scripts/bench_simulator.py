@@ -73,7 +73,7 @@ CASES = (
 
 
 def main(arguments: list[str]) -> int:
-    return run_part(PARTS, parser().parse_args(arguments))
+    return run_part(PARTS, parser().parse_intermixed_args(arguments))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -46,7 +46,7 @@ WITHOUT = ["recycle.split_backward=false", "recycle.stagger_optimizer=false", "r
 
 
 def main(arguments: list[str]) -> int:
-    return run_part(PARTS, parser().parse_args(arguments))
+    return run_part(PARTS, parser().parse_intermixed_args(arguments))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -97,7 +97,7 @@ def test_each_rank_at_named_instructions(train, calm, first: Kill, second: Kill)
 @pytest.mark.parametrize(
     "settings, kills",
     [
-        pytest.param(SGD, ("kill 1.1 after 1W1.0@5", "kill 0.0 before 0I0.1@9"), id="SGD with momentum"),
+        pytest.param(SGD, ("kill 1.1 after 1W1.0@5", "kill 0.0 before 0I0.1@9"), id="SGD with momentum", marks=MORE),
         pytest.param((CLIPPED,), ("kill 0.1 before 1VALIDATE@5", "kill 1.0 after 0VALIDATE@9"), id="clipped", marks=MORE),
         pytest.param((CLIPPED, "recycle.clip=validate"), ("kill 0.1 before 1REDUCE@5", "kill 1.0 after 0STEP@9"), id="validated", marks=MORE),
         pytest.param((FUSED,), ("kill 0.0 after 0B0.0@5", "kill 1.1 before 1B1.1@9"), id="fused", marks=MORE),
@@ -118,7 +118,7 @@ def test_other_settings(train, calm, settings, kills):
 @pytest.mark.parametrize(
     "settings, kills",
     [
-        (("recycle.exact_block=2", "topology.micro_batches=4"), ("kill 0.1 before 1W0.2@6", "kill 2.1 after 1W2.1@6")),
+        pytest.param(("recycle.exact_block=2", "topology.micro_batches=4"), ("kill 0.1 before 1W0.2@6", "kill 2.1 after 1W2.1@6"), marks=MORE),
         pytest.param((), ("kill 3.0 before 0REDUCE@6", "kill 1.1 after 1REDUCE@6"), marks=MORE),
         pytest.param((), ("kill 1.0 before 0I1.0@5", "kill 3.0 at recovery.report:2"), marks=MORE),
     ],

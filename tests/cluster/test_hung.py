@@ -15,7 +15,7 @@ SOON = "recycle.progress_timeout_s=2"
     "fault",
     (
         "stop 0.1 before 1F0.1@6",
-        "stop 1.0 after 0REDUCE@6",
+        pytest.param("stop 1.0 after 0REDUCE@6", marks=pytest.mark.all_kills),
         pytest.param("stop 0.0 before 0STEP@6", marks=pytest.mark.all_kills),
         pytest.param("stop 1.1 after 1I1.0@6", marks=pytest.mark.all_kills),
     ),
@@ -33,7 +33,7 @@ def test_a_worker_that_stops_while_it_recovers(launch, reference):
     assert_same_training(result, reference(), {"0.1", "1.0"})
 
 
-@pytest.mark.parametrize("fault", ("stop 0.1 before 1F0.1@6", "stop 0.1 before 1REDUCE@6"))
+@pytest.mark.parametrize("fault", (pytest.param("stop 0.1 before 1F0.1@6", marks=pytest.mark.all_kills), "stop 0.1 before 1REDUCE@6"))
 def test_a_worker_that_wakes_up_later_changes_nothing_and_ends(launch, reference, fault):
     """Its supervisor fails to kill it, and wakes it up instead."""
     result = launch(SOON, faults(fault), plugin="tests.jobs.unfenced").finish()

@@ -101,12 +101,12 @@ def test_either_end_before_it_has_drawn(train, kill):
     "shape, kills, lost",
     [
         pytest.param(Shape(3), ("kill 0.0 before 0F0.1@4", "kill 0.1 before 1F0.1@4"), {0}, id="both ends of a replica"),
-        pytest.param(Shape(3), ("kill 0.0 before 0F0.1@4", "kill 1.1 before 1W1.0@4"), {0, 1}, id="one end each of two"),
+        pytest.param(Shape(3), ("kill 0.0 before 0F0.1@4", "kill 1.1 before 1W1.0@4"), {0, 1}, id="one end each of two", marks=pytest.mark.all_kills),
         pytest.param(
             Shape(3), ("kill 2.0 before 0F2.1@3", "kill 1.1 at recovery.resume:2"), {1, 2}, id="another while recovering", marks=pytest.mark.all_kills
         ),
         pytest.param(Shape(2, 3), ("kill 0.1 before 1F0.1@3", "kill 1.2 before 2W1.0@6"), {1}, id="a stage between the ends, then an end"),
-        pytest.param(Shape(2, 1), ("kill 0.0 before 0I0.1@4",), {0}, id="one stage"),
+        pytest.param(Shape(2, 1), ("kill 0.0 before 0I0.1@4",), {0}, id="one stage", marks=pytest.mark.all_kills),
     ],
 )
 def test_several_losses(train, shape, kills, lost):

@@ -100,7 +100,7 @@ def one_stage_ahead(folder, ahead: int, step: int, replicas: int = 2) -> dict[st
     return {"RECYCLE_TEST_WRAP": json.dumps(gate | {"by": [f"{replica}.{ahead}" for replica in range(replicas)]})}
 
 
-@pytest.mark.parametrize("ahead", (0, 1))
+@pytest.mark.parametrize("ahead", (0, pytest.param(1, marks=pytest.mark.all_kills)))
 def test_a_stage_that_has_stepped_stays_so_where_nobody_needs_its_old_parameters(launch, reference, tmp_path, ahead):
     victim = f"0.{1 - ahead}"
     run = launch(faults(f"kill {victim} before {1 - ahead}REDUCE@7"), script=WRAPPED, **one_stage_ahead(tmp_path, ahead, 7))
@@ -119,7 +119,7 @@ def replica_lost(ahead: int) -> tuple[str, str]:
     return f"kill 0.{ahead} after {ahead}STEP@7", f"kill 0.{1 - ahead} before {1 - ahead}REDUCE@7"
 
 
-@pytest.mark.parametrize("ahead, undo", ((0, "snapshot"), (1, "snapshot"), (1, "inverse")))
+@pytest.mark.parametrize("ahead, undo", (pytest.param(0, "snapshot", marks=pytest.mark.all_kills), (1, "snapshot"), (1, "inverse")))
 def test_a_stage_that_has_stepped_takes_its_step_back(launch, reference, tmp_path, ahead, undo):
     """Also by the optimizer's rule, whose roundings are within what is tolerated."""
     kills = faults(*replica_lost(ahead))
@@ -129,7 +129,7 @@ def test_a_stage_that_has_stepped_takes_its_step_back(launch, reference, tmp_pat
     assert {event["seat"] for event in result.of("rest") if event["undone"]} == {f"1.{ahead}", f"2.{ahead}"}
 
 
-@pytest.mark.parametrize("point", ("recovery.start:2", "recovery.report:2", "recovery.resume:2"))
+@pytest.mark.parametrize("point", (pytest.param("recovery.start:2", marks=pytest.mark.all_kills), "recovery.report:2", "recovery.resume:2"))
 @pytest.mark.parametrize("ahead", (pytest.param(0, marks=pytest.mark.all_kills), 1))
 def test_another_loss_while_recovering(launch, reference, tmp_path, point, ahead):
     """The first loss finds one stage ahead; then a worker of that stage dies at a named point of recovery."""
@@ -173,7 +173,7 @@ WIDE = Shape(replicas=4)
 @pytest.mark.parametrize(
     "kills",
     [
-        pytest.param(("kill 1.0 before 0I1.0@5", "kill 3.0 after 0REDUCE@11"), id="one after the other, same stage"),
+        pytest.param(("kill 1.0 before 0I1.0@5", "kill 3.0 after 0REDUCE@11"), id="one after the other, same stage", marks=pytest.mark.all_kills),
         pytest.param(("kill 0.0 after 0F0.1@5", "kill 2.1 before 1STEP@11"), id="one after the other", marks=pytest.mark.all_kills),
         pytest.param(("kill 0.1 before 1W0.0@6", "kill 2.1 before 1W2.0@6"), id="two at once, same stage"),
         pytest.param(("kill 3.0 before 0REDUCE@6", "kill 1.1 before 1REDUCE@6"), id="two at once", marks=pytest.mark.all_kills),
@@ -193,7 +193,7 @@ def test_two_of_eight(launch, reference, kills):
     [
         pytest.param(Shape(4, 1, 2), "kill 2.0 before 0I2.1@6", id="one stage, four replicas"),
         pytest.param(Shape(3, 3, 2, layers=5), "kill 1.1 after 1F1.0@6", id="3 x 3, seven layers, fewer micro-batches than stages"),
-        pytest.param(Shape(2, 2, 1), "kill 0.1 before 1REDUCE@6", id="one micro-batch"),
+        pytest.param(Shape(2, 2, 1), "kill 0.1 before 1REDUCE@6", id="one micro-batch", marks=pytest.mark.all_kills),
     ],
 )
 def test_other_topologies(launch, reference, shape, kill):
@@ -211,7 +211,7 @@ CONTROLS = {
 }
 
 
-@pytest.mark.parametrize("mistake", CONTROLS)
+@pytest.mark.parametrize("mistake", [pytest.param(name, marks=[pytest.mark.all_kills] * ("doubled" in name)) for name in CONTROLS])
 def test_a_mistake_in_the_recovery_would_be_seen(launch, reference, mistake):
     """The same kill and the same comparison; the recovery goes wrong, and the difference is ten times what is tolerated."""
     run = launch(faults("kill 0.1 before 1F0.1@10"), script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(CONTROLS[mistake]))

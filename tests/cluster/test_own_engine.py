@@ -26,7 +26,7 @@ def train(launch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("scheduler, engine", (("config", ""), ("callback", "counting")))
+@pytest.mark.parametrize("scheduler, engine", (pytest.param("config", "", marks=pytest.mark.all_kills), ("callback", "counting")))
 def test_rates_come_back_with_a_step_that_is_taken_back(train, tmp_path, scheduler, engine):
     gate = {"folder": str(tmp_path / "gate"), "before": "0REDUCE@7", "until": "1STEP@7", "by": ["0.1", "1.1", "2.1"]}
     result = train(faults=KILLS, scheduler=scheduler, engine=engine, gate=gate)

@@ -50,7 +50,7 @@ def named(kills: list[tuple[float, list[str]]]) -> str:
 @pytest.mark.parametrize(
     "kills",
     [
-        pytest.param(kills, id=named(kills), marks=() if number < 2 else pytest.mark.all_kills)
+        pytest.param(kills, id=named(kills), marks=() if number < 1 else pytest.mark.all_kills)
         for number, kills in enumerate(schedules())
     ],
 )

@@ -43,7 +43,7 @@ def computed_twice(result, stage: int) -> set[str]:
     return {one for one, count in counts.items() if count > 1}
 
 
-@pytest.mark.parametrize("stage, setting", ((0, ()), pytest.param(1, (), marks=MORE), pytest.param(0, (CLIPPED,), marks=MORE), (1, (CLIPPED,))))
+@pytest.mark.parametrize("stage, setting", ((0, ()), pytest.param(1, (), marks=MORE), pytest.param(0, (CLIPPED,), marks=MORE), pytest.param(1, (CLIPPED,), marks=MORE)))
 def test_who_has_the_reduced_gradient_gives_it_to_who_has_not(launch, reference, tmp_path, stage, setting):
     """The dead worker's contributions are in it, so nothing of that stage is computed again."""
     holder, late = f"1.{stage}", f"2.{stage}"

@@ -81,7 +81,7 @@ def overflowing(launch, *more: str, **options):
     return launch("recycle.nonfinite=skip", *more, script=WRAPPED, RECYCLE_TEST_WRAP=OVERFLOW, **options).finish()
 
 
-@pytest.mark.parametrize("undo", ("inverse", pytest.param("snapshot", marks=MORE)))
+@pytest.mark.parametrize("undo", (pytest.param("inverse", marks=MORE), pytest.param("snapshot", marks=MORE)))
 def test_steps_that_are_not_finite_are_skipped_on_all_stages(launch, undo):
     waited, result = overflowing(launch, CLIPPED), overflowing(launch, *VALIDATE, f"recycle.undo={undo}")
     assert {4, 9} < set(rejected(result)) and "taken back and skipped" in result.output

@@ -61,6 +61,7 @@ def test_the_large_ones_on_the_meta_device(script, experiment: str, stages: int,
     assert max(worker.bytes for worker in found) < 80e9, [worker.bytes / 1e9 for worker in found]
 
 
+@pytest.mark.all_kills
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_gpt_tiny_under_the_trace_trains_what_it_trains_without(tmp_path) -> None:

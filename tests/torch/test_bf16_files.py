@@ -187,7 +187,8 @@ def stock(process_group, monkeypatch):
         group = torch.distributed.group.WORLD
         return bf16_optimizer.BF16_Optimizer(optimizer, called, config, clip_grad=0.5, dp_process_group=group, grad_acc_dtype=torch.float32)
 
-    return make
+    yield make
+    deepspeed_cpu.revert()
 
 
 @pytest.mark.parametrize("kind", ("adam", "momentum"))
