@@ -56,7 +56,8 @@ class Announcer:
 
     def _go_on_unread(self) -> None:
         """Who has read the lines is gone, pdsh for instance: that is no reason to end a job, which rich would do."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self._console.file.fileno())
+        with open(os.devnull, "w") as nobody:
+            os.dup2(nobody.fileno(), self._console.file.fileno())
 
     def _record(self, event: Event, now: float) -> None:
         line = json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details}, default=str)

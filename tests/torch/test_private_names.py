@@ -15,7 +15,7 @@ PRIVATE = re.compile(r"_[a-z]\w*|_[A-Z]\w*")
 USED = {
     "deepspeed": {
         "engine.py": {
-            "_INSTRUCTION_MAP", "_build_data_iter", "_config", "_do_optimizer_sanity_check", "_exec_optimizer_step", "_exec_schedule", "_layer_specs",
+            "_INSTRUCTION_MAP", "_build_data_iter", "_config", "_configure_bf16_optimizer", "_do_optimizer_sanity_check", "_exec_optimizer_step", "_exec_schedule", "_layer_specs",
             "_next_batch",
         },  # fmt: skip
     },
@@ -39,9 +39,10 @@ def theirs(package: str) -> set[str]:
 
 
 def ours(tree: ast.Module) -> set[str]:
-    """Private names that the module gives its own things: attributes that it sets on itself, and methods of classes without a foreign base."""
+    """Private names that the module gives its own things: attributes that it sets on itself, and methods of classes without a base."""
     made = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    methods = {one.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for one in node.body if isinstance(one, ast.FunctionDef)}
+    own = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and not node.bases]
+    methods = {one.name for node in own for one in node.body if isinstance(one, ast.FunctionDef)}
     called_above = {
         node.attr
         for node in ast.walk(tree)

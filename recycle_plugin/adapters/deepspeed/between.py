@@ -96,6 +96,13 @@ class BetweenSteps(WholeState):
                 f"engine.micro_batches is {self.micro_batches}, and steps are planned for {planned}: call engine.set_train_batch_size() on every worker instead"
             )
 
+    def _degraded(self) -> bool:
+        return self._loop is not None and len(self._job.session.generation.members) < len(self.topology_.seats)
+
+    def _missing(self) -> str:
+        live = {member.seat for member in self._job.session.generation.members}
+        return ", ".join(str(seat) for seat in self.topology_.seats if seat not in live)
+
     def save_checkpoint(
         self, save_dir: str, tag: str | None = None, client_state: dict = {}, save_latest: bool = True, exclude_frozen_parameters: bool = False
     ) -> bool:

@@ -169,13 +169,19 @@ class WholeState(PipelineEngine):
     def zero_optimization_stage(self) -> int:
         return 0
 
-    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
-        """Where stock's has a part of the state each; gradients are summed over the workers in fp32."""
+    def master_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
+        """``optimizer`` with masters of all that is trained; gradients are summed over the workers in fp32."""
         if optimizer is None:
             raise RecycleError("bf16.enabled needs an optimizer: name one in the optimizer section, or give deepspeed.initialize one")
         self.communication_data_type = torch.float32
         self.masters = Masters(trained(self.module))
         return MasterOptimizer(optimizer, self.masters, lambda: self.clip_fp32_gradients())
+
+    def say_whole_state(self) -> None:
+        """What it costs to give ZeRO's shards up."""
+        whole = 12 * sum(parameter.numel() for parameter in trained(self.module)) / 2**20
+        self._job.session.note("zero", f"recycle.zero \"replicate\": each worker of a stage keeps the optimizer's state whole, of stage 0 {whole:.4g} MiB with Adam, "
+                               f"where shards would take {whole / self.topology_.replicas:.4g} MiB", mib=whole)  # fmt: skip
 
     def state_files(self) -> StateFiles:
         return StateFiles(self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping())

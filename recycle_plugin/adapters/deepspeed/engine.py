@@ -23,11 +23,11 @@ from recycle_plugin import planner
 from recycle_plugin.adapters.deepspeed import schedule as commands
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.between import BetweenSteps
-from recycle_plugin.adapters.deepspeed.bf16 import trained
+from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, trained
 from recycle_plugin.adapters.deepspeed.data import DatasetSource
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
 from recycle_plugin.adapters.deepspeed.model import AsStarted, keyed_forward, reentrant
-from recycle_plugin.adapters.deepspeed.monitors import FirstLive, figures
+from recycle_plugin.adapters.deepspeed.monitors import FirstLive, Reporting
 from recycle_plugin.adapters.deepspeed.stepping import Stepping
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.blocks import Blocks
@@ -40,7 +40,7 @@ from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Generation, Member, Ready
+from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Member, Ready
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology, tied
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
@@ -69,7 +69,7 @@ class Job:
     settings: Settings
 
 
-class RecycleEngine(BetweenSteps, Feeding):
+class RecycleEngine(BetweenSteps, Feeding, Reporting):
     """``train_batch``, ``eval_batch``, ``save_checkpoint`` as in DeepSpeed; they survive the loss of workers.
 
     Besides: ``set_data_source(source)`` gives batches by (step, micro-batch) instead of
@@ -164,6 +164,10 @@ class RecycleEngine(BetweenSteps, Feeding):
 
     # --- starting ----------------------------------------------------------------------------------
 
+    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
+        """Where stock's has a part of the state each."""
+        return self.master_optimizer(optimizer)
+
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str | None:
         """Stock code sums bf16 pipelines' gradients in bf16 at ZeRO stage 0, and refuses to do so in fp32."""
         return BFLOAT16 if self.bfloat16_enabled() else super()._do_optimizer_sanity_check(basic_optimizer)
@@ -187,9 +191,7 @@ class RecycleEngine(BetweenSteps, Feeding):
         member = Member(self.global_rank, self.seat, self._transport.address, session.host)
         session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
         if self._config.zero_enabled and session.rank == 0:
-            whole = 12 * sum(parameter.numel() for parameter in self._parameters) / 2**20
-            session.note("zero", f"recycle.zero \"replicate\": each worker of a stage keeps the optimizer's state whole, of stage 0 {whole:.4g} MiB with Adam, where "
-                         f"shards would take {whole / self.topology_.replicas:.4g} MiB", mib=whole)  # fmt: skip
+            self.say_whole_state()
         session.send(Ready(member, machine.stepped, self._job_record(run_dir, costs, policy)))
         loop.start()
         self._loop = loop
@@ -420,38 +422,6 @@ class RecycleEngine(BetweenSteps, Feeding):
             return nullcontext()
         place = self._places.before(step) + micro_batch.index
         return keyed_forward(self.module, key(self._job.settings.seed, step, micro_batch, self.stage_id), place)
-
-    def _degraded(self) -> bool:
-        return self._loop is not None and len(self._job.session.generation.members) < len(self.topology_.seats)
-
-    def _missing(self) -> str:
-        live = {member.seat for member in self._job.session.generation.members}
-        return ", ".join(str(seat) for seat in self.topology_.seats if seat not in live)
-
-    def _is_first(self) -> bool:
-        generation = self._job.session.generation
-        return self._is_first_in(generation) if generation is not None else self._job.session.rank == 0
-
-    def _is_first_in(self, generation: Generation) -> bool:
-        return self._job.session.rank == min(member.rank for member in generation.members)
-
-    def _report_step(self) -> None:
-        """Stock's own line and monitor entries, from the lowest live rank."""
-        if self._is_first() and self.steps_per_print() is not None and self.global_steps % self.steps_per_print() == 0:
-            print(f"steps: {self.global_steps} loss: {self.agg_train_loss:0.4f}", flush=True)
-        if self.monitor.enabled:
-            told = [("Train/Samples/train_loss", self.agg_train_loss.item(), self.global_samples)]
-            stock = self._job.session.rank == 0  # whose step has written the learning rate
-            self.monitor.write_events(told if stock else [*told, ("Train/Samples/lr", self.get_lr()[0], self.global_samples)])
-        self._report_commits()
-
-    def _report_commits(self) -> None:
-        """What is news of committed steps goes to the monitors; once, whoever was first when it came."""
-        batch = self.train_batch_size()
-        for generation, commit in self._job.session.take_news():
-            if self._is_first_in(generation):
-                samples = self.global_samples - (self.global_steps - commit.step) * batch
-                self.monitor.write_events(figures(commit.figures, generation.number, batch, samples))
 
 
 def engine_class(users: type, job: Job) -> type:

@@ -15,6 +15,9 @@ from typing import Any, Callable, Iterator
 
 import deepspeed.comm as dist
 from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from recycle_plugin.core.protocol import Generation
 
 Entry = tuple[str, float, int]  # name, value, samples trained on so far
 RANK_0 = SimpleNamespace(get_rank=lambda: 0)
@@ -53,6 +56,35 @@ class FirstLive:
         if csv is not None:  # what the first worker has begun has its heading
             csv.filenames = [path.stem for path in Path(csv.log_dir).glob("*.csv")]
         return True
+
+
+class Reporting(PipelineEngine):
+    """The part of :class:`~recycle_plugin.adapters.deepspeed.engine.RecycleEngine` that says how far training is."""
+
+    def _is_first(self) -> bool:
+        generation = self._job.session.generation
+        return self._is_first_in(generation) if generation is not None else self._job.session.rank == 0
+
+    def _is_first_in(self, generation: Generation) -> bool:
+        return self._job.session.rank == min(member.rank for member in generation.members)
+
+    def _report_step(self) -> None:
+        """Stock's own line and monitor entries, from the lowest live rank."""
+        if self._is_first() and self.steps_per_print() is not None and self.global_steps % self.steps_per_print() == 0:
+            print(f"steps: {self.global_steps} loss: {self.agg_train_loss:0.4f}", flush=True)
+        if self.monitor.enabled:
+            told = [("Train/Samples/train_loss", self.agg_train_loss.item(), self.global_samples)]
+            stock = self._job.session.rank == 0  # whose step has written the learning rate
+            self.monitor.write_events(told if stock else [*told, ("Train/Samples/lr", self.get_lr()[0], self.global_samples)])
+        self._report_commits()
+
+    def _report_commits(self) -> None:
+        """What is news of committed steps goes to the monitors; once, whoever was first when it came."""
+        batch = self.train_batch_size()
+        for generation, commit in self._job.session.take_news():
+            if self._is_first_in(generation):
+                samples = self.global_samples - (self.global_steps - commit.step) * batch
+                self.monitor.write_events(figures(commit.figures, generation.number, batch, samples))
 
 
 def figures(known: dict, generation: int, batch: int, samples: int) -> list[Entry]:
