@@ -23,11 +23,12 @@ from dataclasses import replace
 from math import inf, isfinite
 from typing import Iterable
 
+from recycle_plugin.core.complaints import Complaints
+from recycle_plugin.core.enrolment import Enrolment, weak_points
 from recycle_plugin.core.escalation import Escalation
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.meeting import Meetings
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
-from recycle_plugin.core.placement import at_risk, stages_at_risk
 from recycle_plugin.core.protocol import (
     Arrived, Beat, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Met, Missing,
     Note, Over, Pace, Pulse, Ready, Report, Resized, Resume, Stepped, Terminate, TOO_SLOW,
@@ -37,7 +38,6 @@ from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.verdict import Verdicts
 from recycle_plugin.core.watch import Watch
 
-TRIES = 2  # to send something over a new line
 OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
 
 
@@ -45,7 +45,6 @@ class Membership:
     """Who takes part, which step is committed, and what everybody does next."""
 
     def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
         self.members: dict[int, Member] = {}
         self.generation = -1
         self._in_force = -1
@@ -57,13 +56,13 @@ class Membership:
         self.dead: set[int] = set()  # of the lost ones, those known to be
         self.watch = Watch()
         self._topology: Topology | None = None
-        self._ready: dict[int, Ready] = {}
+        self._enrolment = Enrolment(ranks)
         self._reports: dict[int, Report] = {}
         self._awaiting: Generation | None = None
         self._outnumbered_at: float | None = None  # by the watch's clock: since then too few are left to go on
         self._finishing = False
         self._leaving: dict[int, str] = {}
-        self._missed: dict[tuple[int, int] | str, int] = {}  # how often who has missed something from whom, or a collective was not finished, since the last commit
+        self._complaints = Complaints()
         self._steps = Steps()
         self._meetings = Meetings()
         self._escalation = Escalation()
@@ -168,19 +167,17 @@ class Membership:
     # --- joining ---------------------------------------------------------------------------------
 
     def _enrol(self, ready: Ready, now: float, out: Output) -> None:
-        self._ready[ready.member.rank] = ready
-        if len(self._ready) < self.ranks or self.started:
+        if not self._enrolment.add(ready) or self.started:
             return
-        jobs = {str(sorted(r.job.items())) for r in self._ready.values()}
-        counts = {r.stepped for r in self._ready.values()}
-        if len(jobs) > 1 or len(counts) > 1:
-            self._end("workers were started with different recycle settings or from different checkpoints: " + " | ".join(sorted(jobs)), out)
+        contradiction = self._enrolment.contradiction()
+        if contradiction is not None:
+            self._end(contradiction, out)
             return
-        self._begin(ready.job, counts.pop(), now, out)
+        self._begin(ready.job, ready.stepped, now, out)
 
     def _begin(self, job: dict, stepped: int, now: float, out: Output) -> None:
         self._topology = Topology(job["replicas"], job["stages"], job["micro_batches"])
-        self.members = {rank: r.member for rank, r in sorted(self._ready.items())}
+        self.members = self._enrolment.members
         self.started = True
         self._escalation = Escalation(job.get("max_slowdown"))
         self.watch = Watch(job.get("progress_timeout_s", inf), job.get("idle_timeout_s", inf), job.get("heartbeat_timeout_s", inf), self.watch.clock)
@@ -190,22 +187,10 @@ class Membership:
         self._steps = Steps(stepped, verdicts, job.get("rebalance", False))
         out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job['run_dir']}",
                 job=job, seats={str(m.seat): rank for rank, m in self.members.items()}, hosts=sorted({m.host for m in self.members.values()}))
-        self._say_weak_points(job, out)
+        for text, details, refused in weak_points(job, self.members.values(), shape):
+            self._end(text, out) if refused else out.say("warning", text, **details)
         if self.ended is None:
             self._regroup("start", now, out)
-
-    def _say_weak_points(self, job: dict, out: Output) -> None:
-        """What this job does not survive, and what keeps it from its best speed; an error where the user wants one."""
-        out.say("warning", f"single point of failure: host {self.members[0].host} runs the coordinator and the store; its loss ends the job")
-        for host, stages in stages_at_risk(self.members.values()).items():
-            text = at_risk(host, stages, self.members.values(), self._topology)
-            if job["strict_placement"]:
-                self._end(f"strict_placement: {text}", out)
-            else:
-                out.say("warning", text, host=host, stages=list(stages))
-        if job["clipping"] and job["clip"] == "sync" and job["stagger_optimizer"]:
-            out.say("warning", f"gradient_clipping is {job['clipping']:g}, so each step waits for the norm over all stages and the optimizer is "
-                    "not staggered; set recycle.clip to \"validate\" where the norm is seldom over that")
 
     # --- regrouping ------------------------------------------------------------------------------
 
@@ -295,7 +280,7 @@ class Membership:
         self._rebalance(now, out)
 
     def _commit(self, step: int, now: float, out: Output) -> None:
-        self._missed.clear()
+        self._complaints.committed()
         self.watch.committed(now)
         self._steps.commit(step, len(self.members), self._in_force, now, out)
 
@@ -338,16 +323,18 @@ class Membership:
             self._regroup(f"rejection of step {step}", now, out)
 
     def _arrive(self, message: Arrived, out: Output) -> None:
-        if message.generation != self._in_force or self._halted:
-            return
-        values = self._meetings.arrive(message, self.members.keys())
+        values = self._together(message)
         if values is not None:
             out.tell(WORKERS, Met(message.place, values, self.committed + 3))  # nobody can have started that: see _plan_leave
 
-    def _load(self, message: Loaded, now: float, out: Output) -> None:
+    def _together(self, message: Arrived) -> dict | None:
+        """What all have brought along, if with this one all are there."""
         if message.generation != self._in_force or self._halted:
-            return
-        if self._meetings.arrive(Arrived(message.rank, message.generation, "the state of a checkpoint", {}), self.members.keys()) is not None:
+            return None
+        return self._meetings.arrive(message, self.members.keys())
+
+    def _load(self, message: Loaded, now: float, out: Output) -> None:
+        if self._together(Arrived(message.rank, message.generation, "the state of a checkpoint", {})) is not None:
             self._regroup("a checkpoint was loaded", now, out)
 
     def _resize(self, message: Resized, now: float, out: Output) -> None:
@@ -357,9 +344,7 @@ class Membership:
             self._escalation.resize(message.full_us)
             out.say("batch", f"from step {self.committed + 1} on {message.batch} samples a step, {message.micro_batches} micro-batches of each replica",
                     step=self.committed + 1, batch=message.batch, micro_batches=message.micro_batches)
-        if message.generation != self._in_force or self._halted:
-            return
-        if self._meetings.arrive(Arrived(message.rank, message.generation, "another batch size", {}), self.members.keys()) is not None:
+        if self._together(Arrived(message.rank, message.generation, "another batch size", {})) is not None:
             self._regroup("another batch size", now, out)
 
     # --- leaving and dying ------------------------------------------------------------------------
@@ -432,17 +417,16 @@ class Membership:
 
         Where that does not help, the two can't work together, and the one that is not heard goes; the job ends where nobody knows which.
         """
-        member = self.members.get(missing.rank)
-        source = next((rank for rank, other in self.members.items() if str(other.seat) == missing.source), None)
-        if member is None or (source is None and missing.source) or missing.generation != self._in_force or self._halted:
+        if missing.generation != self._in_force or self._halted:
             return
-        pair = (member.rank, source) if missing.source else missing.what
-        tries = self._missed[pair] = self._missed.get(pair, 0) + 1
-        why = f"seat {member.seat} misses {missing.what} from seat {missing.source}" if missing.source else f"seat {member.seat} could not finish {missing.what}"
-        if tries <= TRIES:
+        complaint = self._complaints.add(missing, self.members)
+        if complaint is None:
+            return
+        why, tries, source = complaint
+        if complaint.again:
             out.say("warning", f"{why}: all meet again, over new connections")
             self._regroup(why, now, out)
-        elif missing.source:
+        elif source is not None:
             self._give_up(source, f"{why}, for the {tries}th time", now, out)
         else:
             self._end(f"{why}, {tries} times, and nobody in it is lost: see to the network between their hosts, or let GLOO_SOCKET_IFNAME name the interface "
