@@ -57,12 +57,13 @@ class Outcome(History):
 
 
 class TrainingRun:
-    """``script`` on ``workers`` local ranks with Hydra ``overrides``; ``plugin`` False: the launcher's own way.
+    """``script`` on ``workers`` local ranks with Hydra ``overrides``; ``plugin`` False: the launcher's own way.  ``checkout``: another one
+    than this, whose own .venv it runs in.
 
     Starts at once.  Leaving the ``with`` block kills whatever is left of it.
     """
 
-    def __init__(self, folder: Path, workers: int, overrides: Sequence[str], plugin: bool = True, script: Path | None = None) -> None:
+    def __init__(self, folder: Path, workers: int, overrides: Sequence[str], plugin: bool = True, script: Path | None = None, checkout: Path | None = None) -> None:
         self.folder = folder.resolve()
         self._mark = uuid.uuid4().hex
         self._output = self.folder / "output.txt"
@@ -71,10 +72,11 @@ class TrainingRun:
             stale.unlink(missing_ok=True)
         module = ["--module", "recycle_plugin.launch"] if plugin else []
         command = ["deepspeed", "--num_gpus", str(workers), "--master_port", str(free_port()), *module]
-        command += [str(script or training_script()), *overrides, f"run_dir={self.folder}"]
+        command += [str(script or training_script(checkout)), *overrides, f"run_dir={self.folder}"]
+        own = environment(checkout, **{MARK: self._mark})
         with self._output.open("w") as output:
             self.launcher = subprocess.Popen(
-                command, env=environment(**{MARK: self._mark}), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command, cwd=checkout, env=own, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
 
     def __enter__(self) -> TrainingRun:
@@ -216,17 +218,18 @@ def free_port() -> int:
     raise RuntimeError("none of 100 ports between 20000 and 32000 is free")
 
 
-def training_script() -> Path:
-    """scripts/train_gpt.py of this checkout; FileNotFoundError where the package is installed without one."""
-    path = Path(__file__).resolve().parents[1] / "scripts" / "train_gpt.py"
+def training_script(checkout: Path | None = None) -> Path:
+    """scripts/train_gpt.py of this checkout, or of another; FileNotFoundError where the package is installed without one."""
+    path = (checkout or Path(__file__).resolve().parents[1]) / "scripts" / "train_gpt.py"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run this from a checkout (pip install --editable)")
     return path
 
 
-def environment(**more: str) -> dict[str, str]:
-    """CPU, one thread a worker, this interpreter's ``deepspeed``; a run prints warnings that are not ours to fix."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+def environment(checkout: Path | None = None, **more: str) -> dict[str, str]:
+    """CPU, one thread a worker, ``deepspeed`` of this interpreter, or of ``checkout``'s; a run prints warnings that are not ours to fix."""
+    commands = Path(sys.executable).parent if checkout is None else checkout / ".venv" / "bin"
+    path = os.pathsep.join([str(commands), os.environ.get("PATH", "")])
     return os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "PATH": path} | more
 
 

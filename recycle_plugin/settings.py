@@ -114,7 +114,9 @@ class Settings(BaseModel):
 
     enabled: bool = _setting(False, _BOOL, "switch the plugin on; false leaves the stock engine untouched")
     split_backward: bool = _setting(True, _BOOL, "run weight gradients apart from, and later than, input gradients")
-    stagger_optimizer: bool = _setting(True, _BOOL, "let a stage start the next step once it has stepped itself")
+    stagger_optimizer: bool = _setting(
+        True, _BOOL, "let a stage step once it has its gradients, and start the next step; false: no stage steps before all have theirs"
+    )
     reroute: bool = _setting(True, _BOOL, "give a lost worker's micro-batches to its data-parallel peers")
     activation_cap: _Cap = _setting(
         None,
@@ -194,6 +196,12 @@ class Settings(BaseModel):
         "where the checkpoints of `max_slowdown` and `checkpoint` go, a folder that all hosts share; null for `checkpoint` in the run folder, or for "
         "`max_slowdown` where the script's last one went",
         min_length=1,
+    )
+    group_sums: Literal["warn", "raise"] = _setting(
+        "warn",
+        '"warn" or "raise"',
+        "what a sum of the script's own over a process group with lost members does, whose size stays as it was: say once for each calling line that it "
+        "is without their part, or end the job; an average over the live is `recycle_plugin.mean(tensor, group)`",
     )
     check_replicas: int = _setting(
         0,
@@ -294,6 +302,11 @@ class Settings(BaseModel):
         if self.rebalance and not self.reroute:
             raise SettingsError(
                 "rebalance", "contradicts recycle.reroute = false, because it moves micro-batches too", "write false, or set recycle.reroute to true"
+            )
+        if self.clip == "validate" and not self.stagger_optimizer:
+            raise SettingsError(
+                "clip", '"validate" contradicts recycle.stagger_optimizer = false, by which each step waits for all stages, as it would for the norm',
+                'write "sync", or set recycle.stagger_optimizer to true',
             )
         if self.clip == "validate" and self.norm == "deepspeed":
             raise SettingsError(

@@ -2,11 +2,12 @@
 """What the plugin costs while nothing fails, what its schedule gains, and whether its predictions hold.
 
 scripts/bench_step.py overhead     # gpt_tiny, 2x2, real compute: step time, and memory, against the stock engine's; --bf16: both in bf16
+scripts/bench_step.py change --checkout DIR   # the same job, five times, against the plugin as another checkout has it, installed there
 scripts/bench_step.py checkpoint   # the same job, with recycle.checkpoint against without
 scripts/bench_step.py throughput   # emulated F = I = W, PP=4 x DP=2, 8 micro-batches: throughput against stock 1F1B's
 scripts/bench_step.py prediction   # emulated, PP=4 x DP=3, 6 micro-batches: before and after one loss, against the plan
 
-Targets: ratio of step times at most 1.05, and with checkpoints 1.035; throughput at least 1.15 times, with no more micro-batches held than
+Targets: ratio of step times at most 1.05, with checkpoints 1.035, and after a change 1.02; throughput at least 1.15 times, with no more micro-batches held than
 1F1B holds at its first stage; predictions within 5%.  Every part writes JSON to --out.
 """
 
@@ -34,7 +35,7 @@ from recycle_plugin.measure import WARM_UP, Constants
 from recycle_plugin.runs import Outcome, TrainingRun
 from recycle_plugin.simulator import predict
 
-OVERHEAD, SAVING, GAIN, ERROR = 1.05, 1.035, 1.15, 0.05
+OVERHEAD, CHANGED, SAVING, GAIN, ERROR = 1.05, 1.02, 1.035, 1.15, 0.05
 STARTED = 10  # both runs are past this step before they take turns
 QUIET_CORES = 0.4  # what others may use of the machine in a turn that counts as quiet
 PATIENCE_S = 15
@@ -52,8 +53,9 @@ def main(arguments: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("part", choices=sorted(PARTS))
-    made.add_argument("--steps", type=int, default=None, help="steps of each run (default: 300, 15 or 20)")
-    made.add_argument("--rounds", type=int, default=None, help="runs of each kind (default: 1, 2 or 1)")
+    made.add_argument("--steps", type=int, default=None, help="steps of each run (default: 300, 300, 15 or 20)")
+    made.add_argument("--rounds", type=int, default=None, help="runs of each kind (default: 1, 5, 2 or 1)")
+    made.add_argument("--checkout", type=Path, metavar="DIR", help="of change: the other one, with a .venv of its own (scripts/test makes it)")
     made.add_argument("--layer-ms", type=float, default=None, help="F, I and W of an emulated layer (default: 30)")
     made.add_argument("--bf16", action="store_true", help="of overhead: both engines in bf16, stock's with sums in fp32 too")
     made.add_argument("--out", type=Path, default=Path("runs/bench_step"), metavar="DIR")
@@ -72,43 +74,81 @@ class Turn(NamedTuple):
     others: float
 
 
+class Kind(NamedTuple):
+    """What runs beside the plugin as it is here."""
+
+    overrides: list[str]
+    plugin: bool = True
+    checkout: Path | None = None
+
+
 def overhead(found: argparse.Namespace) -> dict:
     """Both engines run the same job at the same time, and take turns of a few seconds with the machine."""
-    own = [each for each in found.overrides if each.lstrip("+").startswith("recycle")]
-    job = ["model=gpt_tiny", "topology=pp2_dp2", f"steps={found.steps or 300}", "report_every=1", *(each for each in found.overrides if each not in own)]
-    precision = {"stock": [f"deepspeed={STOCK_BF16}"], "plugin": ["deepspeed={bf16: {enabled: true}}"]} if found.bf16 else {"stock": [], "plugin": []}
-    kinds = {"stock": precision["stock"], "plugin": [*precision["plugin"], "recycle.enabled=true", *own]}
+    own, job = job_of(found)
+    precision = ([f"deepspeed={STOCK_BF16}"], ["deepspeed={bf16: {enabled: true}}"]) if found.bf16 else ([], [])
+    kinds = {"stock": Kind(precision[0], plugin=False), "plugin": Kind([*precision[1], "recycle.enabled=true", *own])}
     steps: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-    memory: dict[str, int] = {}
     for number in range(found.rounds or 1):
-        with ExitStack() as stack:
-            runs = {}
-            for kind, more in kinds.items():
-                runs[kind] = stack.enter_context(TrainingRun(found.out / f"overhead-{kind}{number}", 4, [*job, *more], plugin=kind == "plugin"))
-                runs[kind].wait_for(lambda: printed(runs[kind]) >= STARTED, f"step {STARTED}", DEADLINE_S)
-                runs[kind].pause()
-                memory[kind] = runs[kind].memory_bytes()
-            turns = take_turns(runs)
-            for kind, run in runs.items():
-                records = run.finish(DEADLINE_S).records.values()
-                steps[kind] += [(s, turn.others) for turn in turns[kind] for r in records for s in r["step_s"][turn.first : turn.last]]
+        times, memory = side_by_side(found.out / f"overhead{number}", job, kinds)
+        for kind in kinds:
+            steps[kind] += times[kind]
     for kind, held in memory.items():
         print(f"{kind:>6}: {held / 2**20:.0f} MiB of memory, all workers and what started them")
-    return compared(steps) | {"memory_bytes": memory}
+    return compared(steps, OVERHEAD) | {"memory_bytes": memory}
 
 
-def compared(steps: dict[str, list[tuple[float, float]]]) -> dict:
-    """From (seconds, cores that others used) of each kind's steps; the verdict is on the quiet ones where there are any."""
-    result: dict = {"target": OVERHEAD, "met": False}
+def change(found: argparse.Namespace) -> dict:
+    """Round by round; the verdict is on the median of the rounds' ratios of medians."""
+    if found.checkout is None or not (found.checkout / ".venv" / "bin" / "deepspeed").exists():
+        raise SystemExit("change: give --checkout a checkout of this project in which scripts/test or scripts/demo has installed .venv")
+    own, job = job_of(found)
+    overrides = ["recycle.enabled=true", *own]
+    kinds = {"before": Kind(overrides, checkout=found.checkout.resolve()), "plugin": Kind(overrides)}
+    rounds = []
+    for number in range(found.rounds or 5):
+        rounds.append(compared(side_by_side(found.out / f"change{number}", job, kinds)[0], CHANGED))
+    ratios = sorted(each[kind]["ratio"] for each in rounds for kind in ["quiet" if "quiet" in each else "any"] if kind in each)
+    met = bool(ratios) and median(ratios) <= CHANGED
+    print(f"ratios of {len(ratios)} rounds: {', '.join(f'{ratio:.3f}' for ratio in ratios)}; median {median(ratios or [float('nan')]):.3f}, "
+          f"target at most {CHANGED}: {verdict(met)}")
+    return {"rounds": rounds, "ratios": ratios, "target": CHANGED, "met": met}
+
+
+def job_of(found: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The overrides that are the plugin's, and those of both."""
+    own = [each for each in found.overrides if each.lstrip("+").startswith("recycle")]
+    return own, ["model=gpt_tiny", "topology=pp2_dp2", f"steps={found.steps or 300}", "report_every=1", *(each for each in found.overrides if each not in own)]
+
+
+def side_by_side(folder: Path, job: list[str], kinds: Mapping[str, Kind]) -> tuple[dict[str, list[tuple[float, float]]], dict[str, int]]:
+    """Of each kind: its steps (seconds, cores that others used meanwhile), and the memory of all its processes, in bytes."""
+    steps, memory, runs = {}, {}, {}
+    with ExitStack() as stack:
+        for kind, (overrides, plugin, checkout) in kinds.items():
+            runs[kind] = stack.enter_context(TrainingRun(Path(f"{folder}-{kind}"), 4, [*job, *overrides], plugin=plugin, checkout=checkout))
+            runs[kind].wait_for(lambda: printed(runs[kind]) >= STARTED, f"step {STARTED}", DEADLINE_S)
+            runs[kind].pause()
+            memory[kind] = runs[kind].memory_bytes()
+        turns = take_turns(runs)
+        for kind, run in runs.items():
+            records = run.finish(DEADLINE_S).records.values()
+            steps[kind] = [(s, turn.others) for turn in turns[kind] for r in records for s in r["step_s"][turn.first : turn.last]]
+    return steps, memory
+
+
+def compared(steps: dict[str, list[tuple[float, float]]], target: float) -> dict:
+    """From (seconds, cores that others used) of the steps of ``plugin`` and of another kind; the verdict is on the quiet ones where there are any."""
+    other = next(iter(steps))
+    result: dict = {"target": target, "met": False}
     for name, limit in (("any", float("inf")), ("quiet", QUIET_CORES)):
         kept = {kind: [seconds for seconds, others in values if others <= limit] for kind, values in steps.items()}
         if min(map(len, kept.values())) < FEWEST:
             print(f"{name:>6}: too few steps with others using at most {limit} cores")
             continue
-        ratio = median(kept["plugin"]) / median(kept["stock"])
-        result |= {name: {kind: statistics(values) for kind, values in kept.items()} | {"ratio": ratio}, "met": ratio <= OVERHEAD}
-        print(f"{name:>6}: stock {spread(kept['stock'])}\n        plugin {spread(kept['plugin'])}\n        ratio of medians {ratio:.3f}")
-    print(f"target at most {OVERHEAD}: {verdict(result['met'])}")
+        ratio = median(kept["plugin"]) / median(kept[other])
+        result |= {name: {kind: statistics(values) for kind, values in kept.items()} | {"ratio": ratio}, "met": ratio <= target}
+        print(f"{name:>6}: {other} {spread(kept[other])}\n        plugin {spread(kept['plugin'])}\n        ratio of medians {ratio:.3f}", flush=True)
+    print(f"target at most {target}: {verdict(result['met'])}")
     return result
 
 
@@ -273,7 +313,7 @@ def verdict(met: bool) -> str:
     return "met" if met else "NOT MET"
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict]] = {"overhead": overhead, "checkpoint": checkpoint, "throughput": throughput, "prediction": prediction}
+PARTS: dict[str, Callable[[argparse.Namespace], dict]] = {"overhead": overhead, "change": change, "checkpoint": checkpoint, "throughput": throughput, "prediction": prediction}
 
 if __name__ == "__main__":
     script(main)

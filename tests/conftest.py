@@ -10,7 +10,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real-seeds", type=int, default=1, metavar="N", help="real jobs with failures close together (default 1)")
     parser.addoption("--healthy-steps", type=int, default=40, metavar="N", help="steps of a job in which everybody is healthy, and uneven (default 40)")
     parser.addoption("--soak", type=float, default=0, metavar="MINUTES", help="go on losing workers for that long (default: one job)")
-    parser.addoption("--campaign-seeds", type=int, default=60, metavar="N", help="simulated jobs with failures (default 60)")
+    parser.addoption("--models", type=int, default=100, metavar="N", help="random models, plugin against stock autograd (default 100)")
+    parser.addoption("--models-seed", type=int, default=0, metavar="S", help="... which ones (default 0)")
+    parser.addoption("--campaign-seeds", type=int, default=300, metavar="N", help="simulated jobs with failures (default 300; with fewer some rule of the protocol may not be needed)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

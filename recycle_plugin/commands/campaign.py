@@ -14,18 +14,18 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "campaign", help="look for a failure that recovery does not survive, in virtual time",
         description="Runs jobs in virtual time through the production code of executor, loop, step machine, membership, commit and lineage, "
-        "with kills, stops, stuck and slow workers, lost and late messages, partitions, several at once and in recovery; weights are exact numbers. "
-        "Exits with 1 where something that must hold does not, and prints the line that runs it again.",
+        "with kills, stops, stuck and slow workers, lost and late messages, partitions, leaves, several at once and in recovery, over lines of unequal length; "
+        "weights are exact numbers. Says how often which trouble met which instruction, and how often each rule of the protocol was needed. Exits with 1 where something that must hold does not, and prints the line that runs it again.",
     )  # fmt: skip
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--seeds", type=int, default=200, metavar="N", help="so many random jobs (default 200)")
+    what.add_argument("--seeds", type=int, default=300, metavar="N", help="so many random jobs (default 300)")
     what.add_argument("--seed", type=int, metavar="S", help="this one, with its story")
     what.add_argument("--every-instant", action="store_true", help="4 stages x 3 replicas, 6 micro-batches: kill each worker before and after each instruction")
     what.add_argument("--kill", metavar="FAULT", help="one of those of --every-instant, with its story")
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
     parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th instant of --every-instant (default 1)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="so many processes (default: one for each core)")
-    parser.add_argument("--json", action="store_true", help="the result as JSON: seeds, faults, violations, redone_share, seconds")
+    parser.add_argument("--json", action="store_true", help="the result as JSON: seeds, faults, violations, redone_share, seconds, hits, exercised")
     parser.set_defaults(run=run)
 
 
@@ -48,13 +48,15 @@ def run(found: argparse.Namespace) -> int:
         wrong = [{"replay": f"recycle campaign {one.name}", "faults": one.faults, "what": one.violations} for one in report.violations]
         hits = {kind: {op.value: count for (of, op), count in report.hits.items() if of == kind} for kind in sorted({kind for kind, _ in report.hits})}
         figures = {name: getattr(report, name) for name in ("seeds", "faults", "redone_share", "seconds")}
-        print(json.dumps(figures | {"violations": wrong, "hits": hits}, indent=1))
+        exercised = {rule.value: count for rule, count in report.exercised.items()}
+        print(json.dumps(figures | {"violations": wrong, "hits": hits, "exercised": exercised}, indent=1))
     else:
         print(f"{report.seeds} jobs, {report.faults} faults, {len(report.violations)} with violations; "
               f"{100 * report.redone_share:.1f}% of the compute of a job was run again; {report.seconds:.1f} s")  # fmt: skip
         for one in report.violations:
             print(f"recycle campaign {one.name}  # {'; '.join(one.faults)}: {one.violations[0]}")
         print(_table(report.hits))
+        print("\n".join(f"{count:10} times {rule.value}" for rule, count in report.exercised.items()))
         if report.violations:
             print(_drawn(report.violations[0]))
     return 1 if report.violations else 0

@@ -69,7 +69,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lost", default="", metavar="SEATS", help="lost workers as replica.stage, comma-separated: 1.2,0.3")
     parser.add_argument("--cap", default="1.0", metavar="C", help="what a worker may hold: micro-batches in units of P, 1f1b for what 1F1B holds, or, with --profile or --preset, bytes: a size such as 12GiB, or auto for what its device has left (default: 1.0)")
     parser.add_argument("--no-split", action="store_true", help="both gradients at once: no decoupled backward")
-    parser.add_argument("--no-stagger", action="store_true", help="all stages step together: no staggered optimizer")
+    parser.add_argument("--no-stagger", action="store_true", help="all stages step together, none before all have their gradients: no staggered optimizer")
     parser.add_argument("--no-reroute", action="store_true", help="leave a lost worker's micro-batches alone: a loss is an error")
     parser.add_argument("--couple", action="store_true", help="let single backwards run coupled where that saves memory or time")
     source = parser.add_mutually_exclusive_group()

@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Callable, NamedTuple
@@ -139,7 +140,8 @@ def _part(case: Case, clock: Clock, repeat: int) -> Part:
 def _once(case: Case, clock: Clock, deferred: DeferredWeights | None) -> tuple[float, float, float]:
     """Seconds of F, I and W of one micro-batch; of F, B and nothing where the backward is not split."""
     x, outputs = _inputs(case), []
-    forward = clock.of(lambda: outputs.append(case.forward(x)))
+    with nullcontext() if deferred is None else deferred.forward():
+        forward = clock.of(lambda: outputs.append(case.forward(x)))
     gradient = torch.randn_like(outputs[0])
     if deferred is None:
         return forward, clock.of(lambda: outputs.pop().backward(gradient)), 0.0
@@ -155,7 +157,7 @@ def _memory(case: Case, device: torch.device) -> tuple[int, int]:
     """
     deferred, x = DeferredWeights(case.module), _inputs(case)
     before, held = _allocated(device), _Held(case.module)
-    with held:
+    with held, deferred.forward():
         output = case.forward(x)
     size = _allocated(device) - before + x.nbytes if device.type == "cuda" else held.nbytes(x)
     gradient = torch.randn_like(output)

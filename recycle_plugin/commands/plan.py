@@ -86,7 +86,7 @@ def refined(given: Given, planned: Plan, seconds: float, exactly: bool) -> Plan:
 def summary(given: Given, planned: Plan, spans: list[Span], plan_ms: float) -> dict:
     """Times in ``unit``.  ``span``: staggered, the longest of the stages' own windows, first forward to last weight
     gradient; else the whole plan's.  ``gap``: of the period above the bound, as a fraction of the bound."""
-    span = max(windows(spans)) if planned.policy.stagger_optimizer else planned.span_us
+    span = planned.span_us if planned.policy.together else max(windows(spans))
     return {
         "unit": given.unit,
         "costs": given.origin,

@@ -71,6 +71,13 @@ class Line:
             case End():
                 self.end = message
 
+    def lose_coordinator(self) -> bool:
+        """Its line is broken, and nothing will be heard any more: the job is over here, a planned end included, unless it already is."""
+        lost = self.end is None or not self.end.failed
+        if lost:
+            self.end = End(0, "the coordinator's host is gone (it is still a single point of failure)", failed=True)
+        return lost
+
     def rewind(self, step: int) -> None:
         """The state of ``step``, which all have loaded, takes the place of the last committed one."""
         self.committed = step
@@ -103,8 +110,8 @@ class Line:
         return True if self.committed >= step else None
 
     def collected(self, step: int, name: str) -> dict | None:
-        """The complete set of contributions ``name`` of ``step``; each is handed out once."""
-        return self._collected.pop((step, name), None)
+        """The complete set of contributions ``name`` of ``step``, until a later one is committed: after a failure it may be asked for once more."""
+        return self._collected.get((step, name))
 
     def met(self, place: str, number: int) -> Met | bool | None:
         """The meeting at ``place`` to which this worker came in generation ``number``, handed out once; False when the membership has

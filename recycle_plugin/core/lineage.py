@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import AbstractSet, Mapping
 
 from recycle_plugin.core.blocks import Block
-from recycle_plugin.core.dataflow import Datum, provides, requires
+from recycle_plugin.core.dataflow import Datum, requires
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Plan
@@ -181,12 +181,15 @@ class _Closure:
                    "this is a mistake of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl")
 
     def close(self) -> None:
-        """REDUCE where a stage lacks its result, TIE where one of a tie lacks its own, then VALIDATE, by all or by nobody, and STEP."""
+        """REDUCE where a stage lacks its result, TIE where one of a tie lacks its own, then VALIDATE, by all or by nobody, and STEP.
+
+        Where somebody has stepped the norm was told to all, and VALIDATE finds it there (core/contributions.py): nobody waits for one again.
+        """
         behind = {seat for seat in self._held if not self._stepped(seat)} | self.undo
         apart = self._apart()
         for seat in sorted(self._held):
             ops = [Op.REDUCE] * (seat.stage in self._lacking) + [Op.TIE] * (seat.stage in apart)
-            ops += [Op.VALIDATE] * (self._plan.policy.validate and bool(behind)) + [Op.STEP] * (seat in behind)
+            ops += [Op.VALIDATE] * (self._plan.policy.together and bool(behind)) + [Op.STEP] * (seat in behind)
             self.closing[seat] = [Instruction(op, seat.stage, None, self._step) for op in ops]
 
     def _apart(self) -> set[int]:

@@ -9,7 +9,8 @@ The rules it keeps:
   unfinished ones, and the hash of the plan it made.  When all have, everybody learns all of it; the steps
   up to the smallest count are committed, and the rest is finished from what is held (core/lineage.py).
 * A step is committed when every live worker has applied it.
-* What belongs to an older generation is dropped, so a late message can't count twice.
+* Reports, meetings and complaints that belong to an older generation are dropped; what is said of a step is of that step, whoever is
+  live, and the first complete word on it stays (core/contributions.py).
 * Who is stopped or stuck (core/watch.py) is lost as whoever dies, and *fenced*: its supervisor kills it, and it hears so
   itself, should it wake up.
 * Of the seats that are not known to be dead a new generation has a majority, or half with this coordinator among them;
@@ -160,6 +161,11 @@ class Membership:
         return self.lost - self.dead
 
     @property
+    def _through(self) -> bool:
+        """All steps up to a planned end are committed."""
+        return self.ended is not None and not self.ended.failed and self.committed >= self.ended.step - 1
+
+    @property
     def _halted(self) -> bool:
         """The membership in force has lost somebody."""
         return self.regrouping is not None or self._outnumbered_at is not None
@@ -167,7 +173,7 @@ class Membership:
     # --- joining ---------------------------------------------------------------------------------
 
     def _enrol(self, ready: Ready, now: float, out: Output) -> None:
-        if not self._enrolment.add(ready) or self.started:
+        if not self._enrolment.add(ready) or self.started or self.ended is not None:
             return
         contradiction = self._enrolment.contradiction()
         if contradiction is not None:
@@ -203,7 +209,6 @@ class Membership:
         self._awaiting = Generation(self.generation, members, from_step, cause, now, slowness)
         self._reports.clear()
         if not from_step:
-            self._steps.regrouped()
             self._meetings.regrouped()
         out.tell(WORKERS, self._awaiting)
 
@@ -215,8 +220,8 @@ class Membership:
         self._complete(generation, now, out)
 
     def _complete(self, generation: Generation, now: float, out: Output) -> None:
-        """Go on if everybody has reported who still can: whoever has left since has nothing to do with what is left."""
-        if not self._reports or {member.rank for member in generation.members} - self.left - set(self._reports):
+        """Go on if everybody has reported who still can: whoever has gone since has nothing to do with what is left."""
+        if not self._reports or {member.rank for member in generation.members if member.rank in self.members} - set(self._reports):
             return
         digests = {report.digest for report in self._reports.values()}
         if len(digests) > 1:
@@ -237,7 +242,7 @@ class Membership:
         self._meetings.regrouped()  # after a planned change too
         if committed > self.committed:
             self._commit(committed, now, out)
-        kept = {member.rank for member in generation.members} - self.left
+        kept = {member.rank for member in generation.members if member.rank in self.members}
         self.members = {rank: member for rank, member in self.members.items() if rank in kept}
         self._steps.resume(kept, committed)
         out.tell(WORKERS, Resume(generation.number, committed, held, norm, void, drawn))
@@ -247,7 +252,7 @@ class Membership:
                 generation=generation.number, committed=committed, ahead=ahead, regroup_s=round(now - generation.at, 4),
                 digest=slowest.digest, timings=slowest.timings, throughput=throughput)
         self._escalate(throughput, out)
-        if self._leaving and not generation.from_step:
+        if self._leaving.keys() & self.members.keys() and not generation.from_step:
             self._plan_leave(now, out)
         self._compare_replicas(now, out)
 
@@ -272,7 +277,7 @@ class Membership:
     # --- steps -----------------------------------------------------------------------------------
 
     def _step(self, stepped: Stepped, now: float, out: Output) -> None:
-        if stepped.rank not in self.members or self._halted:
+        if stepped.rank not in self.members or self._halted or self.ended and self.ended.failed:
             return
         for step in self._steps.apply(stepped, self.members):
             self._commit(step, now, out)
@@ -282,7 +287,7 @@ class Membership:
     def _commit(self, step: int, now: float, out: Output) -> None:
         self._complaints.committed()
         self.watch.committed(now)
-        self._steps.commit(step, len(self.members), self._in_force, now, out)
+        self._steps.commit(step, len(self.members), now, out)
 
     def _compare_replicas(self, now: float, out: Output) -> None:
         """Whoever differs from a majority is lost as if it had died; what it has contributed since it was right is in everybody's
@@ -306,8 +311,7 @@ class Membership:
             self._regroup(f"pace of {', '.join(map(str, news))}", now, out, from_step=self.committed + 3)
 
     def _contribute(self, message: Contribution, now: float, out: Output) -> None:
-        counts = message.generation == self._in_force and not self._halted
-        norm = self._steps.contribute(message, self._in_force, counts, out)
+        norm = self._steps.contribute(message, out)
         if norm is not None:
             self._reject(message.step, norm, now, out)
 
@@ -373,27 +377,27 @@ class Membership:
         if empty:
             self._end_planned(f"stage {empty[0]} would have no worker left", out)
             return
-        leavers = ", ".join(str(self.members[rank].seat) for rank in sorted(self._leaving))
+        leavers = ", ".join(str(self.members[rank].seat) for rank in sorted(self._leaving) if rank in self.members)
         self._regroup(f"planned leave of {leavers}", now, out, from_step=self.committed + 3)
 
     def _goodbye(self, message: Left, now: float, out: Output) -> None:
         rank, self._code = message.rank, max(self._code, message.code)
         self.left.add(rank)
-        through = self.ended is not None and self.committed >= self.ended.step - 1
-        early = self._leaving.pop(rank, None) is not None and not through
+        early = self._leaving.pop(rank, None) is not None and not self._through
         planned = early or self.ended is not None
         member = self.members.pop(rank, None)
         self._steps.forget(rank)
         self.watch.dismiss(rank)
-        self._finishing |= member is not None and not planned
+        self._finishing |= member is not None and not early
         if self.started and not (self.ended and self.ended.failed):
             out.say("left", f"worker {rank} has left after step {self.committed}" + " as planned" * planned, rank=rank)
-        if self._awaiting is not None and rank in {each.rank for each in self._awaiting.members}:
-            self._await_without(member, early, now, out)
+        self._await_without(member, early, now, out)
         self._finish_if_empty(out)
 
     def _await_without(self, member: Member, early: bool, now: float, out: Output) -> None:
-        """``member`` has left before it could hear of the membership that the others report for."""
+        """``member`` has gone before it could hear of the membership that the others may be reporting for."""
+        if self._awaiting is None or member not in self._awaiting.members:
+            return
         if not self.members:
             self._awaiting = None
         elif not early:  # all steps are committed, and its report is not needed
@@ -441,6 +445,9 @@ class Membership:
     def _lose(self, rank: int, how: str, now: float, at: float, out: Output) -> None:
         if rank in self.lost or rank in self.left or self.ended and self.ended.failed:
             return
+        if self.started and rank not in self.members:
+            self._depart(rank, out)
+            return
         self.lost.add(rank)
         if not self.started:
             self._end(f"worker {rank} {how} before training started", out)
@@ -452,12 +459,21 @@ class Membership:
         view = self.view(self.members.values())
         out.say("lost", f"seat {member.seat} (rank {rank}) lost: {how}. {self._left_over(view, member.seat)}",
                 seat=str(member.seat), rank=rank, how=how, seen_at=at)
-        if self._finishing:
-            self._finish_if_empty(out)  # all steps are committed, and the training script is through
+        if self._finishing or self._through:  # all steps are committed, and the training script is through
+            self._await_without(member, False, now, out)
+            self._finish_if_empty(out)
         elif view.empty_stages():
             self._end(f"stage {member.seat.stage} has no live worker left. {self._safe_point()}", out)
         elif self.members:
             self._go_on_without(f"loss of {member.seat}", now, out)
+
+    def _depart(self, rank: int, out: Output) -> None:
+        """Its planned leave holds, and it is gone without the goodbye: nobody needs anything of it any more."""
+        self.left.add(rank)
+        self._leaving.pop(rank, None)
+        self.watch.dismiss(rank)
+        out.say("left", f"worker {rank} has left after step {self.committed} as planned, without a word", rank=rank)
+        self._finish_if_empty(out)
 
     def _go_on_without(self, cause: str, now: float, out: Output) -> None:
         """... if those left are enough, which the news of a death that is known can make them."""

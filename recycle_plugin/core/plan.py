@@ -27,7 +27,8 @@ class Policy:
     ``memory_bytes``: the same in bytes, one number or one per stage; it needs a cost model with
     ``activation_bytes`` and then replaces ``activation_cap``.
     ``couple``: a backward may run as one B where that saves memory or time (split backward on).
-    ``validate``: the step waits for the gradient norm over all stages (gradient clipping).
+    ``stagger_optimizer``: a stage steps once it has its gradients, and begins the next step; off: no stage steps before all have theirs.
+    ``validate``: the step waits for the gradient norm over all stages (gradient clipping), and so is not staggered either.
     ``block``: so many consecutive micro-batches of a replica stay together (core/blocks.py); None: all of them.
     """
 
@@ -50,6 +51,11 @@ class Policy:
             raise ValueError(f"block is {self.block}: it has at least 1 micro-batch")
         if self.couple and self.block != 1:
             raise ValueError("couple and block: a backward in one piece would overtake a weight gradient of its block that waits; choose one")
+
+    @property
+    def together(self) -> bool:
+        """Whether no stage steps before all have their gradients: they meet in a VALIDATE, and part again at their STEPs."""
+        return self.validate or not self.stagger_optimizer
 
     def cap(self, stage: int, stages: int) -> int:
         """Micro-batches that a worker of ``stage`` may hold.  1F1B's own is one for each stage still ahead."""

@@ -132,7 +132,6 @@ class Contribution:
     """
 
     rank: int
-    generation: int
     step: int
     name: str
     values: dict
@@ -318,9 +317,8 @@ class Committed:
 
 @dataclass(frozen=True)
 class Collected:
-    """A complete set of contributions."""
+    """A complete set of contributions: the only one of its step and name, but where that is void."""
 
-    generation: int
     step: int
     name: str
     values: dict

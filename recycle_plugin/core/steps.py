@@ -47,30 +47,29 @@ class Steps:
         self._applied[message.rank] = max(message.step, self._applied.get(message.rank, 0))
         return range(self.committed + 1, min(self._applied.get(rank, 0) for rank in live) + 1)
 
-    def contribute(self, message: Contribution, generation: int, counts: bool, out: Output) -> float | None:
-        """What is complete goes to all.  The norm, where with it the step can't stay as it was applied, or can't be.
-
-        ``counts``: ``message`` is of the ``generation`` in force, and that has lost nobody.
-        """
+    def contribute(self, message: Contribution, out: Output) -> float | None:
+        """What is complete goes to all.  The norm, where with it the step can't stay as it was applied, or can't be."""
+        if message.step <= self.committed:
+            return None  # said once more after a failure, and the others were quicker
         if message.name == SHARE:
             return self.verdicts.add(message.step, message.values)
-        values = self._contributions.add(message) if counts or message.name == LOSS else None
+        values = self._contributions.add(message)
         if values is None:
             return None
         if message.name == NORM and self.verdicts.hopeless(norm := sum(values.values())):
             return norm
-        _tell_collected(message.step, message.name, values, generation, out)
+        _tell_collected(message.step, message.name, values, out)
         return None
 
     # --- what follows ------------------------------------------------------------------------------
 
-    def commit(self, step: int, workers: int, generation: int, now: float, out: Output) -> None:
+    def commit(self, step: int, workers: int, now: float, out: Output) -> None:
         """``step`` stays, whatever happens."""
         self.committed = step
         self.verdicts.committed(step)
         for late, values in self._contributions.committed(step):  # what the others have said of it is all here
             out.say("warning", f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it", step=late)
-            _tell_collected(late, LOSS, values, generation, out)
+            _tell_collected(late, LOSS, values, out)
         figures = self._work.committed(step, workers, now)
         out.tell(WORKERS, Committed(step, figures))
         out.say("committed", f"step {step} committed", step=step, **figures)
@@ -80,10 +79,6 @@ class Steps:
         return self._fingerprints.committed(self.committed, members)
 
     # --- over changes of the membership ------------------------------------------------------------
-
-    def regrouped(self) -> None:
-        """A generation that holds at once is under way."""
-        self._contributions.regrouped()
 
     def agree(self, counts: Iterable[int], held: Mapping[str, dict]) -> tuple[int, float | None, bool]:
         """Of a generation whose members have applied ``counts`` steps and hold ``held``: what is committed by that, and the norm and
@@ -111,7 +106,7 @@ class Steps:
         return bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))
 
 
-def _tell_collected(step: int, name: str, values: dict, generation: int, out: Output) -> None:
-    out.tell(WORKERS, Collected(generation, step, name, values))
+def _tell_collected(step: int, name: str, values: dict, out: Output) -> None:
+    out.tell(WORKERS, Collected(step, name, values))
     if name == LOSS:
         out.say("loss", f"step {step}", step=step, loss=sum(values.values()) / len(values))

@@ -67,12 +67,9 @@ def _rows(view: ClusterView, problem: Problem, order: Array, closing: Array) -> 
 def _closing(view: ClusterView, problem: Problem, policy: Policy, solution: Solution) -> tuple[Array, Array]:
     """[stage, place] codes of what ends a stage's programs, -1 for what it does without, and when each starts."""
     _, lasts = windows_of(problem, solution.order, solution.starts)
-    reduce_at = np.full(problem.stages, lasts.max()) if problem.synchronous else lasts
-    tie_at = met(problem.tie, reduce_at + problem.reduce)
-    through = tie_at + problem.tied
-    step_at = np.full(problem.stages, through.max()) if policy.validate else through
+    tie_at, step_at = met(problem.tie, lasts + problem.reduce), problem.through(lasts) - problem.step
     tied = np.array([bool(view.topology.tie(stage)) for stage in range(problem.stages)])
     codes = np.empty((problem.stages, 4), np.int64)
-    for place, (op, runs) in enumerate(((Op.REDUCE, True), (Op.TIE, tied), (Op.VALIDATE, policy.validate), (Op.STEP, True))):
+    for place, (op, runs) in enumerate(((Op.REDUCE, True), (Op.TIE, tied), (Op.VALIDATE, policy.together), (Op.STEP, True))):
         codes[:, place] = np.where(runs, _code(op) | np.arange(problem.stages) << STAGE_SHIFT, -1)
-    return codes, np.stack([reduce_at, tie_at, step_at, step_at], axis=1)
+    return codes, np.stack([lasts, tie_at, step_at, step_at], axis=1)

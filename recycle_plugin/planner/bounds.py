@@ -13,6 +13,7 @@ round trip from the start of a micro-batch's F at p to the arrival of its gradie
 
 * ties: a stage of several that share weights steps when the last of them has reduced.  From the first F of stage p the last W
   of a stage q below is at least the fill and q's own window away; of a stage q above, p's last I, the gradient's way up, and q's backward.
+* stages that step together: from one meeting of all to the next, each steps, then waits for its first activation, then has its window.
 
 Without a split backward, I stands for the whole backward and W is nothing.  Where a backward may be
 either, each term takes the less.
@@ -66,10 +67,10 @@ def _reached(problem: Problem) -> _Reached:
 
 
 def bound(problem: Problem) -> int:
-    """The least period in microseconds: stages couple at their own reduce-and-step, or at their tie's, or all at once if synchronous."""
-    if problem.synchronous:
-        return span_bound(problem) + problem.joint_closing
+    """The least period in microseconds: stages couple at their own reduce-and-step, or at their tie's, or all of them before they step."""
     reached = _reached(problem)
+    if problem.synchronous:
+        return _together(problem, reached)
     return max(int((reached.windows + problem.closing).max()), _tied(problem, reached))
 
 
@@ -88,13 +89,14 @@ def _tied(problem: Problem, reached: _Reached) -> int:
     return found
 
 
-def span_bound(problem: Problem) -> int:
-    """The least microseconds from the first start to the last end of one step that starts from rest."""
-    quick, arrival, least = _quickest(problem), 0, 0
-    for stage, window in enumerate(windows(problem)):
-        least = max(least, arrival + int(window))
-        arrival += int(quick.forward[stage]) + problem.communication[0]
-    return least
+def _together(problem: Problem, reached: _Reached) -> int:
+    """The least from one meeting of all stages to the next."""
+    lasts, first = np.zeros(problem.stages, np.int64), 0
+    for stage, window in enumerate(reached.windows):
+        first = max(first, int(problem.step[stage]))
+        lasts[stage] = first + window
+        first += int(reached.quick.forward[stage]) + problem.communication[0]
+    return int(problem.summed(lasts).max())
 
 
 def round_trips(problem: Problem, quick: Costs | None = None) -> Array:

@@ -3,7 +3,7 @@
 Useful up to some 800 operations.  Needs the extra ``exact`` (ortools).  The model is the problem's own statement and shares nothing with
 the scheduler but the :class:`Problem`: one start per operation, one operation at a time per worker,
 memory as a cumulative resource, weight gradients of a block in their order, and a period no shorter than each stage's window with reduce and step
-(and, of stages that share weights, from the first start of one to the step of any).
+(and, of stages that share weights, from the first start of one to the step of any; where stages step together, from one meeting of all to the next).
 Routes are as given; no backward is coupled unless all are.
 """
 
@@ -148,7 +148,8 @@ def _period(model, problem: Problem, starts, end, final: int, least: int, most: 
         stage = record // width
         model.add(first[stage] <= starts[record])
         if problem.synchronous:
-            model.add(period >= end(final, record) + problem.joint_closing)
+            model.add(starts[record] >= int(problem.step[stage]))
+            model.add(period >= end(final, record) + int(problem.reduce[stage] + problem.tied[stage]))
         else:
             for other in np.flatnonzero(problem.tie == problem.tie[stage]).tolist():
                 model.add(period >= end(final, record) - first[other] + int(problem.reduce[stage] + problem.after[other]))
@@ -159,6 +160,12 @@ def _read(problem: Problem, solver, starts, start: Solution) -> Exact:
     """What the solver found, run through our own timing."""
     least = int(np.ceil(solver.best_objective_bound - 1e-6))
     at = {operation: solver.value(variable) for operation, variable in starts.items()}
-    ordered = sorted(at, key=lambda operation: (at[operation], operation % problem.records, operation))
+
+    def turn(operation: int) -> tuple[int, ...]:
+        """Of those that start together, what takes no time goes first, and of that gradients from the last stage up."""
+        kind, record = divmod(operation, problem.records)
+        return at[operation], int(problem.spend[kind, problem.worker[record]]) > 0, kind, record if kind == 0 else -(record // problem.width), record
+
+    ordered = sorted(at, key=turn)
     found = timed(problem, np.array(ordered, np.int64), int(solver.objective_value), start)
     return Exact(min(found.period, start.period), least, found)

@@ -34,13 +34,12 @@ class Problem:
     replicas: tuple[int, ...]  # in canonical order: the ranks
     split: bool  # I and W, else B
     couple: bool  # a split backward may still run as one B
-    synchronous: bool  # all stages reduce and step together
+    synchronous: bool  # no stage steps before all have their gradients (Policy.together)
     cost: Array  # [kind, stage]
     reduce: Array  # [stage] the stage's own sum
     tie: Array  # [stage] the first of the stages that it shares weights with; its own number if it shares none
     tied: Array  # [stage] the sum over its tie, which begins when all of them have reduced
     step: Array  # [stage]
-    joint_closing: int  # the same from the last end of all, where all stages step together
     memory: Memory
     communication: tuple[int, int]  # one boundary tensor: the shortest, and between replicas
     worker: Array  # [record]
@@ -68,7 +67,12 @@ class Problem:
 
     def through(self, lasts: Array) -> Array:
         """[stage] the end of its window, given when each stage's last instruction ends."""
-        return met(self.tie, lasts + self.reduce) + self.after
+        summed = self.summed(lasts)
+        return (summed.max() if self.synchronous else summed) + self.step
+
+    def summed(self, lasts: Array) -> Array:
+        """[stage] when it has all that it steps with, where it waits for no norm; ``lasts`` as of :meth:`through`."""
+        return met(self.tie, lasts + self.reduce) + self.tied
 
     @property
     def follows_in_block(self) -> NDArray[np.bool_]:
@@ -105,7 +109,6 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
     reduce, step = (np.array([costs.of(op, stage) for stage in range(stages)], np.int64) for op in (Op.REDUCE, Op.STEP))
     tie = np.array([min(topology.tie(stage), default=stage) for stage in range(stages)], np.int64)
     tied = np.array([costs.of(Op.TIE, stage) if topology.tie(stage) else 0 for stage in range(stages)], np.int64)
-    joint = met(tie, reduce) + tied
     cost = np.array([[costs.of(kind, stage) for stage in range(stages)] for kind in KINDS], np.int64)
     worker = (routing.rank + ranks * np.arange(stages)[:, None, None]).reshape(-1).astype(np.int64)
     live = np.zeros(stages * ranks, np.int64)
@@ -118,13 +121,12 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
         routing.replicas,
         policy.split_backward,
         policy.split_backward and policy.couple,
-        policy.validate or not policy.stagger_optimizer,
+        policy.together,
         cost,
         reduce,
         tie,
         tied,
         step,
-        int(joint.max() + step.max() if policy.validate else (joint + step).max()),
         memory(costs, policy),
         _transfers(costs),
         worker,

@@ -150,7 +150,7 @@ def timed(problem: Problem, order: Array, least: int, best: Solution | None = No
     below = NEVER if best is None else best.period
     period = evaluate(
         order, problem.stages, problem.ranks, int(problem.synchronous), problem.worker, problem.spend, problem.forward_lag,
-        problem.backward_lag, problem.reduce, problem.tie, problem.after, problem.joint_closing, least, below, starts,
+        problem.backward_lag, problem.reduce, problem.tie, problem.after, problem.step, least, below, starts,
     )  # fmt: skip
     if period < 0:
         assert best is not None

@@ -160,7 +160,7 @@ def climbed(
     ``deal``: rerouted micro-batches may change their worker, which makes it another problem; only where workers are alike.
     """
     if problem.synchronous:
-        release, closing = np.zeros(problem.stages, np.int64), np.full(problem.stages, problem.joint_closing)
+        release, closing = problem.step, problem.reduce + problem.tied
     else:
         release, closing = beginnings(problem, best), problem.closing
     order, who = best.order[np.argsort(best.starts, kind="stable")], problem.worker[np.arange(4 * problem.records) % problem.records]

@@ -6,6 +6,9 @@ if for each stage the last end plus reduce and step, less the first start, is at
 steps once the last of those that share them has reduced.  The least T
 of an order is found by bisection: at a given T, a stage that is too wide has its first start moved
 later, until nothing moves (T is valid) or it goes on for ever (T is too short).
+
+Where stages step together, all of them meet once a step, when the last has its gradients, and each begins the next one when it has
+stepped: T is simply the time from one meeting to the next.
 """
 
 from __future__ import annotations
@@ -83,16 +86,21 @@ def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, reduc
 
 
 @compiled
-def evaluate(order, stages, ranks, synchronous, worker, spend, forward_lag, backward_lag, reduce, tie, after, joint, least, below, starts):
+def evaluate(order, stages, ranks, synchronous, worker, spend, forward_lag, backward_lag, reduce, tie, after, step, least, below, starts):
     """The order's least period (to half a per mille of ``least``), with its ``starts``; -1 if it isn't less than ``below``.
 
-    ``synchronous``: all stages step together, ``joint`` after the last end; then a step starts from rest.
+    ``synchronous``, ``step``: planner.flat.Problem's.
     """
     ends, trial = np.empty((3, worker.size), np.int64), np.empty(order.size, np.int64)
     release = np.zeros(stages, np.int64)
     if synchronous:
-        firsts, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
-        period = lasts.max() - firsts.min() + joint
+        release[:] = step
+        _, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
+        met, period = np.zeros(stages, np.int64), 0
+        for stage in range(stages):
+            met[tie[stage]] = max(met[tie[stage]], lasts[stage] + reduce[stage])
+        for stage in range(stages):
+            period = max(period, met[tie[stage]] + after[stage] - step[stage])
         return period if period < below else -1
     left = np.array([max(8, OPERATIONS_SETTLED // max(1, order.size))])  # less than needed only for very large orders
     best = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, reduce, tie, after, below - 1, release, starts, ends, left)

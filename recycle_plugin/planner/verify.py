@@ -3,7 +3,7 @@
 * every (micro-batch, stage) runs F < I < W, or F < B, exactly once, on the one live worker that the route names;
 * blocks of micro-batches that stay together have one worker on a stage, and their weight gradients run in order;
 * activations and pending weight gradients stay under the cap at every prefix of a program;
-* every program ends with REDUCE, TIE where its stage shares weights, VALIDATE where the policy asks for it, STEP;
+* every program ends with REDUCE, TIE where its stage shares weights, VALIDATE where stages step together, STEP;
 * data edges and program order have no cycle, a REDUCE being one joint event of its stage's live workers, and a TIE one of its tie's.
   That covers the step boundary too: nothing of a step waits for a later one, so one step runs to its end,
   and with it every stage has the parameters that the next step requires.
@@ -72,7 +72,7 @@ def _refuse(rule: str, plan: Plan, row: int, place: int) -> None:
 
 
 def _check_end(plan: Plan, rows: Rows) -> None:
-    validate = (Op.VALIDATE,) if plan.policy.validate else ()
+    validate = (Op.VALIDATE,) if plan.policy.together else ()
     tails = [(Op.REDUCE, *([Op.TIE] if plan.view.topology.tie(stage) else []), *validate, Op.STEP) for stage in range(plan.stages)]
     compute, numbers = np.array([op in COMPUTE for op in OPS]), np.full((plan.stages, 4), -1)
     for stage, tail in enumerate(tails):

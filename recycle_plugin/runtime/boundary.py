@@ -1,7 +1,8 @@
 """What a stage gets and gives: a tensor or a tuple of tensors, of any dtype, and of shapes that may change with each micro-batch.
 
 It travels as a tuple of tensors; with a tuple of one, which is no lone tensor to the layer that gets it, a mark travels.  Gradients
-come back for the members of floating-point type, one for each: zeros for one that nothing was computed from.
+come back for the members of floating-point or complex type, one for each: a mark for one that nothing was computed from.  (Zeros would run
+what has made it backwards: where a derivative is infinite, that gives NaN.)
 """
 
 from __future__ import annotations
@@ -26,12 +27,24 @@ def batch_part(value: Any, device: torch.device) -> Any:
 def outgoing(outputs: Any) -> Tensors:
     """The members of what a stage's last layer gives.  Raises RecycleError where it is nothing that can travel."""
     members = outputs if isinstance(outputs, tuple) else (outputs,)
-    wrong = [type(member).__name__ for member in members if not torch.is_tensor(member)]
+    wrong = [found for member in members if (found := _wrong(member))]
     if wrong or not members:
         found = ", ".join(wrong) or "an empty tuple"
         raise RecycleError(f"the last layer of a stage gives {found}: what goes to the next stage is a tensor, or a tuple of tensors")
-    # a parameter is about to be changed by the optimizer, while peers may still need what was sent
-    return tuple(member.clone() if isinstance(member, torch.nn.Parameter) else member for member in members)
+    return tuple(member.resolve_conj().resolve_neg() for member in members)
+
+
+def _wrong(member: Any) -> str | None:
+    if not torch.is_tensor(member):
+        return type(member).__name__
+    if member.layout is not torch.strided or member.is_nested or member.is_quantized:
+        return f"a {'nested' if member.is_nested else 'quantized' if member.is_quantized else 'sparse'} tensor"
+    return None
+
+
+def differentiable(tensor: torch.Tensor) -> bool:
+    """Whether there is a gradient of such a one."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def packed(outputs: Any, members: Tensors) -> Tensors:
@@ -49,13 +62,13 @@ def incoming(tensors: Tensors) -> Any:
 
 def gradients(inputs: Tensors) -> Tensors:
     """What goes back of ``inputs``, after the backward."""
-    return tuple(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs if tensor.requires_grad)
+    return tuple(MARK if tensor.grad is None else tensor.grad for tensor in inputs if tensor.requires_grad)
 
 
 def with_gradients(outputs: Tensors, grads: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The outputs that have a graph behind them, and what has come back for each."""
-    floating = (output for output in outputs if output.is_floating_point())
-    return [(output, grad) for output, grad in zip(floating, grads, strict=True) if output.requires_grad]
+    """The outputs that have a graph behind them, and what has come back for each that something was computed from."""
+    members = (output for output in outputs if differentiable(output))
+    return [(output, grad) for output, grad in zip(members, grads, strict=True) if output.requires_grad and not _is_mark(grad)]
 
 
 def _is_mark(tensor: torch.Tensor) -> bool:

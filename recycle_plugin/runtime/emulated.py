@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recycle_plugin.runtime.split_backward import Converter, Gradients, Operator, register_converter
+from recycle_plugin.runtime.operators import Converter, Gradients, Operator, register_converter
 
 
 class EmulatedLayer(nn.Module):

@@ -13,12 +13,9 @@ reduced into a second buffer.
 
 from __future__ import annotations
 
-import os
-import socket
-import stat
-import threading
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Callable, Sequence
+from typing import Any, Callable, NamedTuple, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,22 +23,30 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.protocol import Missing
+from recycle_plugin.runtime.average import BACKEND
+from recycle_plugin.runtime.callers import Callers, calling_line, named
 from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
+from recycle_plugin.runtime.link import Link
+from recycle_plugin.runtime.outcomes import Outcomes
 from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.touch import touch
 from recycle_plugin.runtime.transport import DEATH_S
 
 Start = Callable[[dist.ProcessGroupGloo, list[torch.Tensor]], dist.Work]
-BACKEND = "recycle"
+Options = TypeVar("Options", dist.AllreduceOptions, dist.ReduceOptions)
+OF_THE_LIVE = (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR)  # nobody divides these by the group's size
+ALL, EACH, NOTHING = "all", "each", "nothing"
+NOT_GLOOS = ("Cannot use", "Invalid scalar type", "nsupported", "nhandled")  # what it says of an operation, a dtype or a device that it does not know
 NEWS_TIMEOUT_S = 30.0  # between a broken connection and the coordinator's word of who was lost
 
 
 def register(session: Session) -> None:
     """Make the backend known to torch.distributed; all groups of this process follow ``session``."""
+    callers, outcomes = Callers(session), Outcomes(session)
 
     def create(options: object, _backend_options: object = None) -> MemberGroup:
-        return MemberGroup(
-            session, options.store, options.group_rank, options.group_size, tuple(options.global_ranks_in_group), options.timeout
-        )
+        outcomes.meet_at(options.store)
+        return MemberGroup(session, callers, outcomes, options)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
 
@@ -56,16 +61,68 @@ class Finished(dist.Work):
         return True
 
 
-class MemberGroup(dist.ProcessGroup):
-    """``size`` logical members with global ranks ``ranks``, of whom the live ones take part."""
+class Underway(dist.Work):
+    """The handle of an operation that ``finish`` waits for."""
 
-    def __init__(self, session: Session, store: dist.Store, rank: int, size: int, ranks: tuple[int, ...], timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._session = session
-        self._store = store
-        self._rank = rank
-        self._ranks = ranks or tuple(range(size))
-        self._timeout = timeout
+    def __init__(self, finish: Callable[[], object]) -> None:
+        super().__init__()
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._finish is None
+
+
+class Way(NamedTuple):
+    """From one member to another, whose other end has the global rank ``rank``."""
+
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """``called``: the function of torch.distributed; ``start`` begins it, given copies of ``tensors``, what it ``writes`` to, or here only reads; ``given``:
+    whatever else the caller has given it.
+
+    ``check`` sees before each try whether it can be right; ``alone``: there is something to do for a single member too; ``divide``: the result is,
+    by how many took part; ``gives``: the same to ALL members, to both ends of a Way, to EACH its own, or NOTHING that the script waits for.
+    """
+
+    called: str
+    start: Start
+    tensors: Sequence[torch.Tensor] = ()
+    check: Callable[[], object] = bool
+    alone: bool = False
+    divide: bool = False
+    gives: str | Way = ALL
+    given: Sequence[Any] = ()
+    writes: bool = True
+
+
+@dataclass
+class Try:
+    """Of an operation, over ``link``, which writes to ``held``; ``work``: where it has begun already."""
+
+    link: Link
+    held: list[torch.Tensor]
+    work: dist.Work | None = None
+
+
+class MemberGroup(dist.ProcessGroup):
+    """Of the live ones of its logical members; ``options`` are torch's for a new group, with its name and its members' global ranks."""
+
+    def __init__(self, session: Session, callers: Callers, outcomes: Outcomes, options: object) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self._session, self._callers, self._outcomes = session, callers, outcomes
+        self._name, self._store, self._timeout = options.group_id, options.store, options.timeout
+        self._rank = options.group_rank
+        self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         self._link: Link | None = None
         self._position: dict[int, int] = {}
 
@@ -75,8 +132,23 @@ class MemberGroup(dist.ProcessGroup):
     # --- operations -----------------------------------------------------------------------------------
 
     def allreduce(self, tensors, options=None):
-        chosen = options if isinstance(options, dist.AllreduceOptions) else _with_op(dist.AllreduceOptions(), options)
-        return self._run("an all-reduce", lambda inner, held: inner.allreduce(held, chosen), tensors)
+        op = options.reduceOp if isinstance(options, dist.AllreduceOptions) else dist.ReduceOp.SUM if options is None else options
+        chosen, check = _added(dist.AllreduceOptions(), op), self._adding("all_reduce", op, tensors)
+        return self._run(Operation("all_reduce", lambda inner, held: inner.allreduce(held, chosen), tensors, check, divide=_is_mean(op)))
+
+    def reduce(self, tensors, options):
+        def check():
+            self._live(options.rootRank, "reduce to")
+            adding()
+
+        def start(inner, held):
+            chosen = _added(dist.ReduceOptions(), options.reduceOp)
+            chosen.rootRank, chosen.rootTensor = self._position[options.rootRank], options.rootTensor
+            return inner.reduce(held, chosen)
+
+        adding, is_root = self._adding("reduce", options.reduceOp, tensors), options.rootRank == self._rank
+        own = tensors if is_root else [tensor.clone() for tensor in tensors]  # Gloo adds up in everybody's
+        return self._run(Operation("reduce", start, own, check, divide=_is_mean(options.reduceOp), gives=ALL if is_root else EACH))
 
     def broadcast(self, tensors, options):
         def start(inner, held):
@@ -84,34 +156,32 @@ class MemberGroup(dist.ProcessGroup):
             inner_options.rootRank, inner_options.rootTensor = self._live(options.rootRank, "broadcast from"), options.rootTensor
             return inner.broadcast(held, inner_options)
 
-        return self._run("a broadcast", start, tensors, lambda: self._live(options.rootRank, "broadcast from"))
+        writes = options.rootRank != self._rank
+        return self._run(Operation("broadcast", start, tensors, lambda: self._live(options.rootRank, "broadcast from"), writes=writes))
 
     def barrier(self, opts=None):  # torch passes it by this name
-        return self._run("a barrier", lambda inner, _: inner.barrier(dist.BarrierOptions()))
+        return self._run(Operation("barrier", lambda inner, _: inner.barrier(dist.BarrierOptions())))
 
     def allgather(self, outputs, inputs, options=None):
-        return self._whole("all_gather", lambda inner, _: inner.allgather(outputs, inputs, AllgatherOptions()))
+        return self._whole("all_gather", lambda inner, _: inner.allgather(outputs, inputs, AllgatherOptions()), outputs, inputs)
 
     def gather(self, outputs, inputs, options):
-        return self._whole("gather", lambda inner, _: inner.gather(outputs, inputs, options))
+        return self._whole("gather", lambda inner, _: inner.gather(outputs, inputs, options), outputs, inputs)
 
     def scatter(self, outputs, inputs, options):
-        return self._whole("scatter", lambda inner, _: inner.scatter(outputs, inputs, options))
-
-    def reduce(self, tensors, options):
-        return self._whole("reduce", lambda inner, _: inner.reduce(tensors, options))
+        return self._whole("scatter", lambda inner, _: inner.scatter(outputs, inputs, options), outputs, inputs)
 
     def reduce_scatter(self, outputs, inputs, options):
-        return self._whole("reduce_scatter", lambda inner, _: inner.reduce_scatter(outputs, inputs, options))
+        return self._whole("reduce_scatter", lambda inner, _: inner.reduce_scatter(outputs, inputs, options), outputs, inputs)
 
     def all_gather_single(self, output, source, options=None):
-        return self._whole("all_gather_single", lambda inner, _: inner._allgather_base(output, source, AllgatherOptions()))
+        return self._whole("all_gather_into_tensor", lambda inner, _: inner._allgather_base(output, source, AllgatherOptions()), output, source)
 
     def reduce_scatter_single(self, output, source, options):
-        return self._whole("reduce_scatter_single", lambda inner, _: inner._reduce_scatter_base(output, source, options))
+        return self._whole("reduce_scatter_tensor", lambda inner, _: inner._reduce_scatter_base(output, source, options), output, source)
 
     def all_to_all_single(self, output, source, incoming, outgoing, options):
-        return self._whole("all_to_all_single", lambda inner, _: inner.alltoall_base(output, source, incoming, outgoing, options))
+        return self._whole("all_to_all_single", lambda inner, _: inner.alltoall_base(output, source, incoming, outgoing, options), output, source)
 
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single  # before torch 2.13
 
@@ -119,13 +189,15 @@ class MemberGroup(dist.ProcessGroup):
         def peer():
             return self._live(destination, "send to")
 
-        return self._run("a send", lambda inner, _: inner.send(tensors, peer(), tag), check=peer)
+        way = Way(f"{self._rank} to {destination}, {tag}", self._ranks[destination])
+        return self._begin(Operation("send", lambda inner, held: inner.send(held, peer(), tag), tensors, peer, gives=way, writes=False))
 
     def recv(self, tensors, source, tag=0):
         def peer():
             return self._live(source, "receive from")
 
-        return self._run("a receive", lambda inner, held: inner.recv(held, peer(), tag), tensors, peer)
+        way = Way(f"{source} to {self._rank}, {tag}", self._ranks[source])
+        return self._begin(Operation("recv", lambda inner, held: inner.recv(held, peer(), tag), tensors, peer, gives=way))
 
     # --- among the live members only, whatever the logical size (runtime/blocks.py) ------------------
 
@@ -139,39 +211,109 @@ class MemberGroup(dist.ProcessGroup):
         if self.live_position()[1] == 1:
             target.copy_(source)
             return
-        self._run("an exchange", lambda inner, held: inner.alltoall_base(held[0], source, incoming, outgoing, dist.AllToAllOptions()), [target])
+        def start(inner, held):
+            return inner.alltoall_base(held[0], source, incoming, outgoing, dist.AllToAllOptions())
+
+        self._carry_out(Operation("an exchange", start, [target], gives=NOTHING))
 
     # --- membership -----------------------------------------------------------------------------------
 
-    def _run(self, what: str, start: Start, tensors: Sequence[torch.Tensor] = (), check: Callable[[], object] = bool, alone: bool = False) -> Finished:
-        """Carry the operation out among the live members; ``tensors`` are what it writes to.  ``alone``: also where there is only one.
+    def _run(self, operation: Operation) -> Finished:
+        """What the script asks for, or stock code, if it can be right where it is called (runtime/callers.py)."""
+        self._admit(operation)
+        return self._carry_out(operation)
 
-        A membership change inside a training step breaks it, and recovery deals with that.  Between
-        steps, in the script's own collectives, the members that are left try again, once ``check``
-        has seen that they can.  There each try has copies of its own: an operation that was left
-        behind may go on writing.
+    def _admit(self, operation: Operation) -> None:
+        self._callers.admit(operation.called, self._ranks)
+        touch(operation.tensors, operation.given)  # a script's parameters are committed first, which may bring another membership
+
+    def _begin(self, operation: Operation) -> Underway:
+        """... whose end is waited for later: two that send to each other both do so before either receives."""
+        self._admit(operation)
+        self._members()
+        operation.check()
+        begun = Try(self._link, [tensor.clone() for tensor in operation.tensors])
+
+        def start(inner: dist.ProcessGroupGloo) -> dist.Work:
+            begun.work = operation.start(inner, begun.held)
+            return Finished()
+
+        try:
+            self._attempt(operation.called, start)
+        except Interrupted:
+            if self._session.between_steps is None:
+                raise
+            self._session.between_steps()
+        return Underway(lambda: self._carry_out(operation, begun))
+
+    def _carry_out(self, operation: Operation, last: Try | None = None) -> Finished:
+        """Among the live members.  ``last``: where it has begun.
+
+        A membership change inside a training step breaks it, and recovery deals with that.  Between steps, in the script's own
+        collectives, the members that are left take the result from who has it, or try again.  There each try has copies of its own: an
+        operation that was left behind may go on writing.
         """
         while True:
             self._members()
-            check()
             own = bool(self._session.between_steps)
-            held = [tensor.clone() for tensor in tensors] if own else list(tensors)
             try:
-                if alone or len(self._position) > 1:
-                    self._attempt(what, lambda inner: start(inner, held))
+                held = self._elsewhere(operation) if last is not None and last.link is not self._link else None
+                if held is None:
+                    operation.check()
+                    if last is None or last.link is not self._link:
+                        last = Try(self._link, [tensor.clone() for tensor in operation.tensors] if own else list(operation.tensors))
+                    held = self._tried(operation, last)
             except Interrupted:
                 if self._session.between_steps is None:
                     raise
                 self._session.between_steps()
                 continue
-            for tensor, value in zip(tensors, held):
-                if own:
-                    tensor.copy_(value)
+            self._hand_over(operation, held, own)
             return Finished()
 
-    def _whole(self, name: str, start: Start) -> Finished:
+    def _tried(self, operation: Operation, this: Try) -> list[torch.Tensor]:
+        if operation.alone or len(self._position) > 1:
+            self._attempt(operation.called, lambda inner: this.work or operation.start(inner, this.held))
+        if operation.divide:
+            with torch.no_grad():
+                for tensor in this.held:
+                    tensor.div_(len(self._position))
+        return this.held
+
+    def _elsewhere(self, operation: Operation) -> list[torch.Tensor] | None:
+        """A membership change has cut off a try: what the operation has come to on others, None where nobody is through with it."""
+        if operation.gives == NOTHING:
+            return None
+        others = self._live_ranks()
+        if isinstance(operation.gives, Way):
+            others = tuple(rank for rank in others if rank == operation.gives.rank)
+        return self._outcomes.of_next(self._line_of(operation), operation.called, others) if others else None
+
+    def _line_of(self, operation: Operation) -> str:
+        """What is counted together: nothing overtakes anything else on it."""
+        return f"{self._name} {operation.gives.name}" if isinstance(operation.gives, Way) else self._name
+
+    def _hand_over(self, operation: Operation, held: list[torch.Tensor], own: bool) -> None:
+        """The caller has the result; for whom a loss cuts off from that of a script's ``own`` collective there is a copy."""
+        with torch.no_grad():
+            for tensor, value in zip(operation.tensors, held) if operation.writes else ():  # else autograd would take the tensor for changed
+                if value is not tensor:
+                    tensor.copy_(value)
+        if own and operation.gives != NOTHING and len(self._ranks) > 1:
+            self._outcomes.add(self._line_of(operation), None if operation.gives == EACH else held)
+
+    def _whole(self, called: str, start: Start, *given: Any) -> Finished:
         """An operation that needs every logical member, and has something to do for a single one too."""
-        return self._run(name, start, check=lambda: self._complete(name), alone=True)
+        return self._run(Operation(called, start, check=lambda: self._complete(called), alone=True, gives=EACH, given=given))
+
+    def _adding(self, called: str, op: dist.ReduceOp, tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
+        """What is to be seen to before each try of a reduction."""
+        if not _is_mean(op):
+            return bool if any(op == one for one in OF_THE_LIVE) else lambda: self._callers.sum_without(called, self._ranks, self._live_ranks())
+        whole = next((tensor for tensor in tensors if not tensor.is_floating_point() and not tensor.is_complex()), None)
+        if whole is not None:
+            raise RecycleError(f"torch.distributed.{called} with ReduceOp.AVG of a tensor of {whole.dtype}: whole numbers have no average of their kind; convert it first")
+        return bool
 
     def _attempt(self, what: str, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
         link = self._link
@@ -180,7 +322,9 @@ class MemberGroup(dist.ProcessGroup):
             self._operate(name, link, start)
         except RecycleError:
             raise
-        except RuntimeError as error:  # Gloo's word for a broken connection: who is gone comes from the coordinator
+        except RuntimeError as error:  # Gloo's word for a broken connection too: who is gone comes from the coordinator
+            if any(words in str(error) for words in NOT_GLOOS):
+                raise
             self._await_news(name, error)
 
     def _await_news(self, name: str, failure: RuntimeError) -> None:
@@ -240,139 +384,18 @@ class MemberGroup(dist.ProcessGroup):
             raise RecycleError(f"cannot {what} rank {self._ranks[logical]}: that worker is lost")
         return self._position[logical]
 
-    def _complete(self, what: str) -> None:
+    def _complete(self, called: str) -> None:
         if len(self._position) < len(self._ranks):
-            raise RecycleError(f"torch.distributed.{what} needs every member of the group, and {len(self._ranks) - len(self._position)} of "
-                               f"{len(self._ranks)} are lost; use all_reduce or broadcast, which work among the live ones")
+            lost = [rank for place, rank in enumerate(self._ranks) if place not in self._position]
+            raise RecycleError(f"torch.distributed.{called} over {named(self._ranks)}, called at {calling_line()}, needs every member, and {named(lost)} "
+                               f"{'are' if len(lost) > 1 else 'is'} lost; all_reduce and broadcast work among the live, recycle_plugin.mean(tensor, group) averages over them")
 
 
-class Link:
-    """The Gloo group of one generation, connected by whichever operation is first, in that operation's thread.
-
-    An operation that was left behind may connect, or wait, after its generation has passed: it has
-    this object to itself, so it can't meet the next generation's group.
-
-    Which sockets are Gloo's nobody tells.  They are those opened while it connected that lead to a
-    port on which some member's Gloo listens; members tell each other those ports through the store,
-    so that no connection of anybody else's is ever shut: not the next generation's either, which may connect at the same time.
-
-    Gloo gets a connection to the store of its own: while it waits there for a peer, and it may do so long after its
-    generation has passed, nobody else can use that connection.
-    """
-
-    _opening = threading.Lock()  # of a port: whose it is must be clear
-
-    def __init__(self, generation: int, store: dist.Store, position: int, members: int, address: str, timeout: timedelta) -> None:
-        self.generation = generation
-        self._store = store
-        self._address = address
-        self._position = position
-        self._members = members
-        self._timeout = timeout
-        self._lock = threading.Lock()
-        self._group: dist.ProcessGroupGloo | None = None
-        self._opened: set[int] = set()
-        self._abandoned = False
-
-    @property
-    def is_connected(self) -> bool:
-        return self._group is not None
-
-    def connected(self) -> dist.ProcessGroupGloo:
-        with self._lock:
-            if self._group is None:
-                self._connect()
-            if self._abandoned:
-                self._shut_down()
-                raise RecycleError("this membership has passed")
-            return self._group
-
-    def _connect(self) -> None:
-        before = set(_sockets())
-        options, ports = self._listening()
-        try:
-            self._group = dist.ProcessGroupGloo(self._store.clone(), self._position, self._members, options)
-        except RuntimeError as error:
-            if self._abandoned:  # so have the others, one of them while this one still connected to it
-                raise RecycleError("this membership has passed") from error
-            raise
-        self._opened = set(_sockets()) - before
-        self._store.set(f"listening{self._position}", ",".join(map(str, ports)))
-
-    def _listening(self) -> tuple[dist.ProcessGroupGloo._Options, list[int]]:
-        """Options of a group that listens already, and where."""
-        with self._opening:
-            before = set(_sockets())
-            options = _options(self._address, self._timeout)
-            return options, [port for inode, port in _sockets().items() if port and inode not in before]
-
-    def abandon(self) -> None:
-        """End what still blocks in here, in the background: taking a Gloo group down costs 0.1 s."""
-        self._abandoned = True
-        threading.Thread(target=self._take_down, name="recycle: leaving a group", daemon=True).start()
-
-    def _take_down(self) -> None:
-        if self._lock.acquire(timeout=0.1):  # otherwise it is still connecting, and sees for itself
-            if self._group is not None:
-                self._shut_down()
-            self._lock.release()
-
-    def _shut_down(self) -> None:
-        """Shut the sockets, so that every operation on them fails, and let the group go."""
-        keys = [f"listening{position}" for position in range(self._members)]
-        ports = {port for key in keys if self._store.check([key]) for port in self._store.get(key).decode().split(",")}
-        for descriptor in os.listdir("/proc/self/fd"):
-            try:
-                held = os.dup(int(descriptor))  # a hold on it first: the number may be reused at any time
-            except OSError:
-                continue
-            status = os.fstat(held)
-            if stat.S_ISSOCK(status.st_mode) and status.st_ino in self._opened:
-                _shut(socket.socket(fileno=held), ports)
-            else:
-                os.close(held)
-        self._group = None
+def _is_mean(op: dist.ReduceOp) -> bool:
+    return op == dist.ReduceOp.AVG
 
 
-def _options(address: str, timeout: timedelta) -> dist.ProcessGroupGloo._Options:
-    """Gloo listens on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.  Left alone it looks its host's name up, and many a host's name is its loopback's."""
-    chosen = dist.ProcessGroupGloo._Options()
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    make = dist.ProcessGroupGloo.create_device
-    chosen._devices = [make(interface=name) for name in names] or [make(hostname=address)]
-    chosen._threads, chosen._timeout = 2 * len(chosen._devices), timeout
-    return chosen
-
-
-def _with_op(chosen: dist.AllreduceOptions, op: object) -> dist.AllreduceOptions:
-    if op is not None:
-        chosen.reduceOp = op
-    return chosen
-
-
-def _sockets() -> dict[int, int]:
-    """Open sockets of this process: inode (a descriptor's number may be reused) to the port it listens on, or 0."""
-    found = {}
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            held = os.dup(int(descriptor))
-        except OSError:
-            continue
-        status = os.fstat(held)
-        if stat.S_ISSOCK(status.st_mode):
-            with socket.socket(fileno=held) as connection:
-                name = connection.getsockname()
-                listens = isinstance(name, tuple) and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                found[status.st_ino] = name[1] if listens else 0
-        else:
-            os.close(held)
-    return found
-
-
-def _shut(connection: socket.socket, ports: set[str]) -> None:
-    with connection:
-        try:
-            if {str(connection.getsockname()[1]), str(connection.getpeername()[1])} & ports:
-                connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # closed by the peer meanwhile, or a listener, which nobody waits on
+def _added(options: Options, op: dist.ReduceOp) -> Options:
+    """``options`` with ``op``; an average is a sum that is divided here, by how many took part."""
+    options.reduceOp = dist.ReduceOp.SUM if _is_mean(op) else op
+    return options

@@ -49,7 +49,7 @@ class Loop:
         self, session: Session, transport: Transport, replica: Replica, topology: Topology, costs: CostModel, policy: Policy,
         seat: Seat, machine: StepMachine, reach: Callable[[str], None], max_slowdown: float | None = None,
     ) -> None:  # fmt: skip
-        port = _Port(session, reach)
+        port, self._session = _Port(session, reach), session
         self._planner = _Planner(costs, policy, session, max_slowdown)
         self._planner.resize(topology.full())
         self._loop = core.Loop(port, _Replica(replica, transport), self._planner, topology, seat, machine)
@@ -67,8 +67,17 @@ class Loop:
     def applied(self, step: int) -> None:
         self._loop.applied(step)
 
+    @property
+    def settled(self) -> bool:
+        """Whether all steps applied here are known to be committed."""
+        return max(self.machine.committed, self._session.committed) >= self.machine.stepped
+
     def settle(self) -> None:
-        _drain(self._loop.settle())
+        """Where all are committed nothing is waited for, not even what has happened since."""
+        if self.settled:
+            self.machine.commit(self.machine.stepped)
+        else:
+            _drain(self._loop.settle())
 
     def recover(self) -> None:
         _drain(self._loop.recover())

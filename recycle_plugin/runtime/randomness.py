@@ -17,9 +17,9 @@ import torch
 from recycle_plugin.core.ids import MicroBatch
 
 
-def key(seed: int, step: int, micro_batch: MicroBatch, stage: int) -> int:
-    """A 63-bit seed for one forward pass."""
-    text = f"{seed}/{step}/{micro_batch}/{stage}".encode()
+def key(seed: int, step: int, micro_batch: MicroBatch, stage: int, half: str = "") -> int:
+    """A 63-bit seed for one forward pass, or for that ``half`` of its backward."""
+    text = f"{seed}/{step}/{micro_batch}/{stage}{half and '/'}{half}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
@@ -27,21 +27,31 @@ def key(seed: int, step: int, micro_batch: MicroBatch, stage: int) -> int:
 def keyed(seed: int) -> Iterator[None]:
     """All default generators start from ``seed`` inside, Python's and numpy's too (layers that are left out at random draw from these);
     outside, the worker's own streams go on as if nothing was."""
-    host, python, numpy = torch.get_rng_state(), random.getstate(), sys.modules.get("numpy")
+    python, numpy = random.getstate(), sys.modules.get("numpy")
     array = numpy.random.get_state() if numpy else None
-    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for other devices each time, which takes longer than all of this
-    if device is not None:
-        torch.cuda.manual_seed(seed)
     random.seed(seed)
     if numpy:
         numpy.random.seed(seed % 2**32)
     try:
-        yield
+        with keyed_torch(seed):
+            yield
     finally:
-        torch.set_rng_state(host)
         random.setstate(python)
         if numpy:
             numpy.random.set_state(array)
+
+
+@contextmanager
+def keyed_torch(seed: int) -> Iterator[None]:
+    """The same of torch's generators alone, for a backward: the others take ten times as long."""
+    host = torch.get_rng_state()
+    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for other devices each time, which takes longer than all of this
+    if device is not None:
+        torch.cuda.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
         if device is not None:
             torch.cuda.set_rng_state(device)

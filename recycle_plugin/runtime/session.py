@@ -12,10 +12,11 @@ import os
 import socket
 import threading
 import time
-from typing import Callable, TypeVar
+from contextlib import contextmanager
+from typing import Callable, Iterator, TypeVar
 
 from recycle_plugin.core.line import Line
-from recycle_plugin.core.protocol import End, Fence, Generation, Heard, Hello, Leaving, Left, Note, Welcome, decode, encode
+from recycle_plugin.core.protocol import Fence, Generation, Heard, Hello, Leaving, Left, Note, Welcome, decode, encode
 from recycle_plugin.core.watch import WAITS
 from recycle_plugin.runtime.errors import CutOff, RecycleError, WaitTimeout
 from recycle_plugin.runtime.heart import Heart
@@ -28,7 +29,8 @@ class Session(Line):
     """Connected to the coordinator at ``address`` (host, port) as the worker of ``rank``.
 
     What the line says is read under :attr:`changed`.  ``between_steps`` recovers from a membership change that the training script
-    meets outside a step, in a collective of its own.
+    meets outside a step, in a collective of its own.  ``work`` is what of a program is being carried out, None between steps, and ``trainer``
+    the thread that does so (runtime/callers.py); ``group_sums`` is the setting.  ``when_adopted`` is called with each membership (runtime/outcomes.py).
 
     ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
     be blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without this
@@ -44,6 +46,10 @@ class Session(Line):
         self.changed = threading.Condition()
         self.between_steps: Callable[[], None] | None = None
         self.regroup_timeout_s = 120.0
+        self.group_sums = "warn"
+        self.work: object | None = None
+        self.trainer: int | None = None
+        self.when_adopted: Callable[[], None] = lambda: None
         self.heart = Heart(rank, self.send)
         self.given_up: Callable[[str], None] | None = None
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user
@@ -119,9 +125,8 @@ class Session(Line):
             self.given_up(message.reason if fenced else message.cause)
 
     def _coordinator_gone(self) -> None:
-        if not self._closed and self.end is None:
+        if not self._closed and self.lose_coordinator():
             self.coordinator_is_gone = True
-            self.end = End(0, "the coordinator's host is gone (it is still a single point of failure)", failed=True)
 
     # --- waiting -----------------------------------------------------------------------------------
 
@@ -166,12 +171,22 @@ class Session(Line):
         self.wait(f"the commit of step {step}", lambda: self.is_committed(step), interruptible)
 
     def wait_collected(self, step: int, name: str) -> dict:
-        """The complete set of contributions ``name`` of ``step``; each is handed out once."""
+        """The complete set of contributions ``name`` of ``step``."""
         return self.wait(f"all contributions to the {name} of step {step}", lambda: self.collected(step, name))
+
+    @contextmanager
+    def at_work(self, work: object) -> Iterator[None]:
+        """``work`` of a program is carried out, by this thread."""
+        before, self.work, self.trainer = self.work, work, threading.get_ident()
+        try:
+            yield
+        finally:
+            self.work = before
 
     def adopt(self, generation: Generation) -> None:
         with self.changed:
             super().adopt(generation)
+        self.when_adopted()
 
     def run_interruptibly(self, what: str, function: Callable[[], T]) -> T:
         """Run a blocking ``function`` in a thread of its own and wait for it as for anything else.

@@ -15,110 +15,31 @@ tests/torch/test_traps.py):
    differently;
 5. uses of one parameter are summed in the order of the backward before one accumulation.
 
+A weight may also be used past its layer (``F.linear(x, layer.weight)``): what I makes of its gradient there is put aside, and joins the rest in
+W.  With three uses or more of both kinds the order of that sum is not torch's.
+
+A forward that differentiates while it runs (``torch.autograd.grad`` in a layer) gets gradients as it does without a split, and nothing is
+put off by that.  Where it differentiates twice through a layer, or by a layer's parameters, the layer is fused from then on.  So is one
+with hooks on its parameters, which see the gradient when, and as often as, stock shows it to them.
+
 What is not converted stays fused inside I: correct, but with less to overlap.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Callable, Iterable, Iterator, NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from typing import Any, Iterable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
+from torch.autograd import forward_ad
 
-Gradients = Iterable[tuple[nn.Parameter, Tensor]]
-
-
-class Operator(Protocol):
-    """One use of a layer's parameters, with the two halves of its backward apart.
-
-    ``x``: the input, any shape; ``gradient``: that of the output, in the output's shape and dtype.
-    """
-
-    parameters: tuple[nn.Parameter, ...]
-
-    def forward(self, x: Tensor) -> Tensor: ...
-
-    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        """Gradient of ``x``, in its shape.  Called only when ``x`` requires one."""
-
-    def weight_gradients(self, x: Tensor, gradient: Tensor) -> Gradients:
-        """A gradient in its parameter's shape for each parameter that requires one."""
-
-
-class LinearOperator:
-    """``x [..., in] @ weight [out, in].T + bias [out]``; the two halves repeat torch's own GEMMs."""
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-        self.weight, self.bias = weight, bias
-        self.parameters = (weight,) if bias is None else (weight, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        rows, upper = _rows(x), _rows(gradient)
-        if rows.stride() == (1, rows.shape[0]):  # column-major: torch multiplies the transposes
-            return self.weight.t().mm(upper.t()).t().view(x.shape)
-        return upper.mm(self.weight).view(x.shape)
-
-    def weight_gradients(self, x: Tensor, gradient: Tensor) -> Gradients:
-        rows = _rows(gradient)
-        if self.weight.requires_grad:
-            yield self.weight, rows.t().mm(_rows(x))
-        if self.bias is not None and self.bias.requires_grad:
-            # torch folds a contiguous input to two dimensions, adds the bias there and sums there
-            yield self.bias, rows.sum(0) if x.is_contiguous() else gradient.sum(tuple(range(gradient.dim() - 1)))
-
-
-def _rows(x: Tensor) -> Tensor:
-    """``x [..., width]`` as torch folds it for a GEMM: [everything else, width], a view where that is possible."""
-    return x.reshape(-1, x.shape[-1])
-
-
-class EmbeddingOperator:
-    """Rows of ``weight [vocabulary, hidden]`` by ``x``, int64 ids of any shape; ids have no gradient."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        self.weight = weight
-        self.parameters = (weight,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.embedding(x, self.weight)
-
-    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        raise TypeError("the ids of an embedding have no gradient")
-
-    def weight_gradients(self, x: Tensor, gradient: Tensor) -> Gradients:
-        yield self.weight, torch.ops.aten.embedding_dense_backward(gradient, x, self.weight.shape[0], -1, False)
-
-
-@dataclass(frozen=True)
-class Converter:
-    """How one exact layer type is converted.
-
-    ``split(module, *args, **kwargs)`` gets the arguments of the module's method ``seam`` and returns the
-    operator and its input, or None to run the stock method for this call.  ``supports(module)`` is asked
-    once, at conversion.
-    """
-
-    seam: str
-    split: Callable[..., tuple[Operator, Tensor] | None]
-    supports: Callable[[nn.Module], bool] = lambda module: True
-
-
-_CONVERTERS: dict[type[nn.Module], Converter] = {}
-
-
-def register_converter(kind: type[nn.Module], converter: Converter) -> None:
-    """Convert modules whose type is exactly ``kind`` (a subclass may have another forward)."""
-    _CONVERTERS[kind] = converter
+from recycle_plugin.runtime.blocks import in_place_of
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.inner_gradients import asked_for, engine_runs
+from recycle_plugin.runtime.operators import CONVERTERS, Converter, Gradients, Operator
 
 
 def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
@@ -153,6 +74,7 @@ class PendingWeights:
 
     def __init__(self) -> None:
         self._work: deque[_Work] = deque()
+        self._made: dict[nn.Parameter, Tensor] = {}  # by I, past the layers that are split
 
     def __len__(self) -> int:
         return len(self._work)
@@ -165,13 +87,17 @@ class PendingWeights:
             for work in self._work
             for storage in (work.x.untyped_storage(), work.gradient.untyped_storage())
         }
-        return sum(storages.values())
+        return sum(storages.values()) + sum(gradient.nbytes for gradient in self._made.values())
 
     def add(self, operator: Operator, x: Tensor, gradient: Tensor) -> None:
         """Called by the node during backward, in the order of the backward."""
         x, gradient = x.detach(), gradient.detach()
         task = torch._C._current_graph_task_id()
         self._work.append(_Work(operator, x, gradient, task, _versions((x, gradient))))
+
+    def join(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """``gradient`` is what I has made of that of ``parameter``: W adds what it will make of it, and delivers both."""
+        self._made[parameter] = gradient
 
     @torch.no_grad()
     def run(self) -> None:
@@ -189,32 +115,76 @@ class PendingWeights:
                 sums[key] = sums[key] + gradient if key in sums else gradient
                 uses[key] -= 1
                 if not uses[key]:
-                    torch.autograd.backward([parameter], [sums.pop(key)])
+                    whole, made = sums.pop(key), self._made.pop(parameter, None) if self._made else None
+                    torch.autograd.backward([parameter], [whole if made is None else made + whole])
+        while self._made:
+            torch.autograd.backward(*zip(self._made.popitem()))
 
 
 class _Deferral:
-    """Where the nodes of one :class:`DeferredWeights` put their work.  A copied module gets its own."""
+    """Where the nodes of one :class:`DeferredWeights` put their work.  A copied module gets its own, which splits nothing."""
 
     def __init__(self) -> None:
+        self.splits = False
+        self.known: dict[int, nn.Parameter] = {}  # of the layers, by id: a tensor takes its time to be hashed
+        self.trained: set[int] = set()
+        self.put_off: set[int] = set()  # of these, weights whose gradient was ever put off
         self.held: PendingWeights | None = None
-        # kept alive by the backward's own callback, so that one that fails leaves nothing behind
-        self.ending: WeakValueDictionary[int, PendingWeights] = WeakValueDictionary()
+        self.twice: set[nn.Parameter] = set()  # of layers through which the running forward differentiates twice
         # An input that requires a gradient, so that the node is in the graph even when x is token ids.
         self.anchor = torch.zeros((), requires_grad=True)
+        self.anchored = self.anchor.expand_as(self.anchor).grad_fn.next_functions[0][0]
 
     def __reduce__(self) -> tuple[type, tuple]:
         return _Deferral, ()
 
-    def pending(self) -> PendingWeights:
-        """The held collection, or outside of ``hold`` one that runs when the current backward ends."""
+    def trains(self, operator: Operator) -> bool:
+        """Whether its parameters are those of the layers, want gradients as at the conversion, and one of them does.
+
+        A weight in the parameter's place (torch.func.functional_call, a hook) is in the graph, and has no .grad.
+        """
+        wanted = False
+        for parameter in operator.parameters:
+            if id(parameter) not in self.known or parameter.requires_grad != (id(parameter) in self.trained):
+                return False
+            wanted = wanted or parameter.requires_grad
+        return wanted
+
+    @contextmanager
+    def splitting(self) -> Iterator[None]:
+        """Uses of the layers inside are split."""
+        self.splits = True
+        try:
+            yield
+        finally:
+            self.splits = False
+
+    def take(self, operator: Operator, x: Tensor, gradient: Tensor) -> None:
+        """Called by a node during a backward: its weight half, if that backward is one for weights.
+
+        Then it is for all leaves, this anchor too; ``torch.autograd.grad`` of something else passes the anchor by.
+        """
+        if not torch._C._will_engine_execute_node(self.anchored):
+            return
+        if self.held is None:
+            raise RecycleError(
+                "a tensor of a layer's forward was differentiated after it, outside of the job's own backward: detach what is kept of a forward, or set "
+                "recycle.split_backward to false"
+            )
+        self.held.add(operator, x, gradient)
+        self.put_off.update(map(id, operator.parameters))
+
+    def differentiated_twice(self, operator: Operator) -> None:
+        """A node's backward is to have a graph itself, which this one has not."""
         if self.held is not None:
-            return self.held
-        task = torch._C._current_graph_task_id()
-        pending = self.ending.get(task)
-        if pending is None:
-            pending = self.ending[task] = PendingWeights()
-            torch.autograd.Variable._execution_engine.queue_callback(pending.run)
-        return pending
+            raise RecycleError(_UNSEEN)
+        self.twice.update(operator.parameters)
+
+
+_UNSEEN = (
+    "a backward (a custom Function's, or the recomputation of a checkpointed layer) calls torch.autograd.grad by parameters, or twice through layers, whose "
+    "backward is split, and the forward did not: set recycle.split_backward to false"
+)
 
 
 class _Split(torch.autograd.Function):
@@ -230,29 +200,31 @@ class _Split(torch.autograd.Function):
         return operator.forward(x).detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        if torch.is_grad_enabled():
+            ctx.deferral.differentiated_twice(ctx.operator)
         if _versions(ctx.operator.parameters) != ctx.versions:  # autograd guards only what it saved itself
             raise RuntimeError("a parameter was changed in place between F and I: was the optimizer stepped in between?")
         (x,) = ctx.saved_tensors
-        ctx.deferral.pending().add(ctx.operator, x, gradient)
+        ctx.deferral.take(ctx.operator, x, gradient)
         wanted = ctx.needs_input_grad[0]
         return ctx.operator.input_gradient(x, gradient) if wanted else None, None, None, None
 
 
 def _run_seam(deferral: _Deferral, module: nn.Module, converter: Converter, *args: Any, **kwargs: Any) -> Tensor:
     """What a converted module's seam runs instead of its own method."""
-    stock = partial(getattr(type(module), converter.seam), module)
-    # Under autocast the casts belong to the graph; without grad there is nothing to split.
-    call = None if not torch.is_grad_enabled() or _autocast() else converter.split(module, *args, **kwargs)
-    if call is None or not any(parameter.requires_grad for parameter in call[0].parameters):
-        return stock(*args, **kwargs)
+    call = converter.split(module, *args, **kwargs) if deferral.splits and _plain_autograd() else None
+    if call is None or not deferral.trains(call[0]):
+        return getattr(type(module), converter.seam)(module, *args, **kwargs)
     operator, x = call
     return _Split.apply(x, deferral.anchor, operator, deferral)
 
 
-def _autocast() -> bool:
-    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+def _plain_autograd() -> bool:
+    """Without grad there is nothing to split; under autocast the casts belong to the graph; and torch.func and forward mode need the stock functions."""
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 
 
 class DeferredWeights:
@@ -263,40 +235,96 @@ class DeferredWeights:
     the operators do not know, and layers that share a parameter with a fused one (a sum half fused would
     round differently).
 
-    Outside of :meth:`hold` a backward delivers its weight gradients when it ends, summed as stock does.
-    Parameters are not part of the graph, hence ``torch.autograd.grad`` with respect to them and double
-    backward do not work on converted layers; :meth:`restore` brings them back.
+    Uses of a layer inside of :meth:`forward`, and those that :meth:`hold` computes once more, are split.  Everywhere else, and in a copy
+    of the module, the layers are stock.  :meth:`fuse` and :meth:`restore` make them so for good.
 
     Raises ValueError if a part of ``module`` is converted already.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._deferral = _Deferral()
-        chosen = _choose(module)
-        for layer in chosen.values():
-            converter = _CONVERTERS[type(layer)]
+        self._names = tuple(_owners(module))
+        self._layers = _choose(module)
+        self._seams = {name: CONVERTERS[type(layer)].seam for name, layer in self._layers.items()}
+        for layer in self._layers.values():
+            converter = CONVERTERS[type(layer)]
             vars(layer)[converter.seam] = partial(_run_seam, self._deferral, layer, converter)
-        self._layers = chosen
-        self.converted = tuple(chosen)
-        self.fused = tuple(name for name, layer in _owners(module).items() if name not in chosen)
+        self._learn()
+
+    def _learn(self) -> None:
+        self._deferral.known = {id(parameter): parameter for layer in self._layers.values() for parameter in layer.parameters(recurse=False)}
+        self._deferral.trained = {number for number, parameter in self._deferral.known.items() if parameter.requires_grad}
+        self.converted = tuple(self._layers)
+        self.fused = tuple(name for name in self._names if name not in self._layers)
+
+    def forward(self) -> AbstractContextManager:
+        """A forward runs inside, whose backward will be that of :meth:`hold`."""
+        self._deferral.twice.clear()
+        return self._deferral.splitting()
+
+    def unfit(self, asked: Iterable[nn.Parameter]) -> tuple[str, ...]:
+        """Fuses the layers whose parameters the last forward has ``asked`` for gradients of, or through which it has differentiated twice:
+        in vain, if there are any (their names are returned), and it has to be run again."""
+        return self.fuse({*asked, *self._deferral.twice})
+
+    def hooked(self) -> tuple[str, ...]:
+        """Fuses the layers whose parameters have hooks, which may look at anything else of the backward that they belong to; their names."""
+        return self.fuse([one for one in self._deferral.known.values() if one._backward_hooks or one._post_accumulate_grad_hooks])
 
     @contextmanager
     def hold(self) -> Iterator[PendingWeights]:
-        """Backward runs inside leave their weight work in the collection that this yields."""
+        """The backward that runs inside leaves its weight work in the collection that this yields."""
         if self._deferral.held is not None:
             raise RuntimeError("hold() inside hold(): the backward of two micro-batches can't be collected at once")
         self._deferral.held = pending = PendingWeights()
+        weights = [parameter for parameter in self._deferral.known.values() if parameter.requires_grad]
+        made: list[Tensor | None] = [None] * len(weights)
         try:
-            yield pending
+            with self._deferral.splitting(), engine_runs(self._refuse), in_place_of(weights, made):
+                yield pending
         finally:
             self._deferral.held = None
+        for parameter, gradient in zip(weights, made):
+            if gradient is None:
+                continue
+            if id(parameter) in self._deferral.put_off:  # of other micro-batches, or of this one: theirs and this are added in the order of W
+                pending.join(parameter, gradient)
+            else:
+                torch.autograd.backward([parameter], [gradient])
+
+    def _refuse(self, inputs: tuple, accumulates: bool) -> None:
+        if asked_for(inputs, self._deferral.known):
+            raise RecycleError(_UNSEEN)
+
+    def fuse(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+        """Bring the layers that have one of ``parameters`` back, with those that share another one with them; returns their names."""
+        asked, names = set(parameters), []
+        while asked and (found := [name for name, layer in self._layers.items() if not asked.isdisjoint(layer.parameters(recurse=False))]):
+            for name in found:
+                layer = self._layers.pop(name)
+                vars(layer).pop(self._seams[name], None)
+                asked.update(layer.parameters(recurse=False))
+            names += found
+        if names:
+            self._learn()
+        return tuple(names)
 
     def restore(self) -> None:
         """Undo the conversion.  Graphs built before still defer; calling it twice does nothing."""
-        for layer in self._layers.values():
-            vars(layer).pop(_CONVERTERS[type(layer)].seam, None)
-        self._layers = {}
-        self.converted, self.fused = (), self.fused + self.converted
+        self.fuse(list(self._deferral.known.values()))
+
+
+@contextmanager
+def resting_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Hooks of ``parameters`` do nothing inside; one that is removed there stays so."""
+    resting = [(hooks, dict(hooks)) for one in parameters for hooks in (one._backward_hooks, one._post_accumulate_grad_hooks) if hooks]
+    for hooks, were in resting:
+        hooks.update(dict.fromkeys(were, lambda *_: None))
+    try:
+        yield
+    finally:
+        for hooks, were in resting:
+            hooks.update({key: hook for key, hook in were.items() if key in hooks})
 
 
 def _owners(module: nn.Module) -> dict[str, nn.Module]:
@@ -317,7 +345,7 @@ def _choose(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _supported(name: str, part: nn.Module) -> bool:
-    converter = _CONVERTERS.get(type(part))
+    converter = CONVERTERS.get(type(part))
     if converter is None:
         return False
     own = vars(part).get(converter.seam)
@@ -325,25 +353,3 @@ def _supported(name: str, part: nn.Module) -> bool:
         raise ValueError(f"{name or type(part).__name__} is converted already: restore() it first")
     # somebody else's replacement of the method, or a weight computed by a hook (weight_norm), stays as it is
     return own is None and converter.supports(part)
-
-
-def _plain_weight(module: nn.Module) -> bool:
-    return type(module._parameters.get("weight")) is nn.Parameter
-
-
-def _split_linear(module: nn.Linear, input: Tensor) -> tuple[Operator, Tensor] | None:
-    # a vector takes torch's matrix-vector kernels, which round differently
-    return None if input.dim() < 2 else (LinearOperator(module.weight, module.bias), input)
-
-
-def _plain_embedding(module: nn.Embedding) -> bool:
-    options = (module.padding_idx, module.max_norm, module.scale_grad_by_freq, module.sparse)
-    return _plain_weight(module) and options == (None, None, False, False)
-
-
-def _split_embedding(module: nn.Embedding, input: Tensor) -> tuple[Operator, Tensor]:
-    return EmbeddingOperator(module.weight), input
-
-
-register_converter(nn.Linear, Converter("forward", _split_linear, _plain_weight))
-register_converter(nn.Embedding, Converter("forward", _split_embedding, _plain_embedding))

@@ -23,10 +23,12 @@ from recycle_plugin.core.blocks import Blocks
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.runtime.blocks import BlockSums, Gradients, in_place_of
-from recycle_plugin.runtime.boundary import Tensors, batch_part, gradients, incoming, outgoing, packed, with_gradients
+from recycle_plugin.runtime.boundary import Tensors, batch_part, differentiable, gradients, incoming, outgoing, packed, with_gradients
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.inner_gradients import InnerGradients, engine_runs
 from recycle_plugin.runtime.masters import Masters
-from recycle_plugin.runtime.split_backward import DeferredWeights, PendingWeights
+from recycle_plugin.runtime.repeatable import Rehearsal, State, check_unchanged
+from recycle_plugin.runtime.split_backward import DeferredWeights, PendingWeights, resting_hooks
 
 Key = tuple[int, MicroBatch]  # step, micro-batch
 
@@ -60,7 +62,8 @@ class Shelf:
 class StageModel:
     """What the stage computes.  ``loss``: of (outputs, labels) on the last stage; ``scale``: the divisor of each
     micro-batch's loss, the logical number of micro-batches of a replica; ``reentrant``: whether the first stage's data has to require
-    a gradient, as reentrant checkpointing of a layer wants it, which else would be cut off from the graph."""
+    a gradient, as reentrant checkpointing of a layer wants it, which else would be cut off from the graph; ``keyed``: a forward that is run again
+    draws the same random numbers."""
 
     module: torch.nn.Module
     loss: Callable[[Any, Any], torch.Tensor] | None
@@ -69,27 +72,35 @@ class StageModel:
     last: bool
     device: torch.device
     reentrant: Callable[[], bool] = lambda: False
+    keyed: bool = True
 
 
 class Stage:
-    """Runs forward and backward of single micro-batches.  ``deferred`` splits the backward, None leaves it fused.
-    ``blocks``: exact mode's sums.  ``masters``: of a model in bf16."""
+    """Runs forward and backward of single micro-batches.  ``deferred`` splits the backward, None leaves it fused.  ``randomness``: what a
+    micro-batch of a step draws in its forward ("") and in the halves of its backward ("input", "weight").
+    ``blocks``: exact mode's sums.  ``masters``: of a model in bf16.  ``fused``: is told the names of layers whose backward is split no more;
+    ``warn``: of what may go wrong."""
 
     def __init__(
-        self, model: StageModel, deferred: DeferredWeights | None, randomness: Callable[[MicroBatch, int], AbstractContextManager],
-        blocks: BlockSums | None = None, masters: Masters | None = None,
+        self, model: StageModel, deferred: DeferredWeights | None, randomness: Callable[[MicroBatch, int, str], AbstractContextManager],
+        blocks: BlockSums | None = None, masters: Masters | None = None, fused: Callable[[tuple[str, ...]], None] = lambda names: None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self._model = model
         self._masters = masters
         self._parameters = list(model.module.parameters())
+        self._by_id = {id(parameter): parameter for parameter in self._parameters}
         self._blocks = blocks
-        self._deferred = deferred
+        self._deferred, self._fused, self._warn = deferred, fused, warn
         self._randomness = randomness
         self._shelves: dict[Key, Shelf] = {}
         self._counted: set[Key] = set()  # in parameter.grad
         self.losses: dict[Key, torch.Tensor] = {}
         self.loss_scale = 1.0  # what losses are multiplied by before the backward
-        self._watched = False  # that a forward changes no state
+        self._watched: set[str] = set()  # forward and halves of a backward of which the first changes no state
+        self._memory: tuple[int, set[int]] = (0, set())  # of the weights, in that step
+        self._reuses_memory = False
+        self._trains: bool | None = None  # whether some micro-batch's outputs had a graph; None: there was none yet
         self.peak = 0  # most micro-batches that had an activation, a gradient or weight work here at once
 
     def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
@@ -110,7 +121,7 @@ class Stage:
 
     def receive_activation(self, key: Key, tensors: Tensors) -> None:
         moved = (tensor.to(self._model.device) for tensor in tensors)
-        self._shelf(key).inputs = tuple(t.requires_grad_(t.is_floating_point()) for t in moved)
+        self._shelf(key).inputs = tuple(tensor.requires_grad_(differentiable(tensor)) for tensor in moved)
 
     def receive_grad(self, key: Key, tensors: Tensors) -> None:
         self._shelf(key).grads = tuple(tensor.to(self._model.device) for tensor in tensors)
@@ -126,45 +137,94 @@ class Stage:
 
     def forward(self, key: Key, bare: bool = False) -> Tensors:
         """Returns what goes to the next stage."""
-        shelf, model, (step, micro_batch) = self._shelves[key], self._model, key
-        exact = self._blocks is not None  # without a graph torch may choose kernels that round differently
-        with self._randomness(micro_batch, step), torch.set_grad_enabled(exact or not bare), self._unchanged():
-            outputs = model.module(self._data(shelf) if model.first else incoming(shelf.inputs))
-            if model.last:
-                loss = _checked(model.loss(outputs, shelf.labels) if model.loss is not None else outputs)
-                self.losses[key] = loss.detach()
-                shelf.loss = loss / model.scale * self.loss_scale
-            else:
-                shelf.outputs = outgoing(outputs)
+        shelf, model = self._shelves[key], self._model
+        outputs, loss = self._watched_forward(key, shelf) if "forward" not in self._watched and key[0] > 0 else self._computed(key, shelf)
+        if model.last:
+            self.losses[key] = loss.detach()
+            shelf.loss = loss / model.scale * self.loss_scale
+        else:
+            shelf.outputs = outgoing(outputs)
         shelf.data = shelf.labels = None
         self.peak = max(self.peak, len(self._shelves))
-        made = () if model.last else packed(outputs, shelf.outputs)
+        made = () if model.last else packed(outputs, self._own_memory(key[0], shelf.outputs))
         if bare:
             self._use_up(key)
+            return tuple(tensor.detach() for tensor in made)
         return made
+
+    def _computed(self, key: Key, shelf: Shelf) -> tuple[Any, torch.Tensor | None]:
+        """Outputs and loss; once more where the forward has differentiated what is in no graph while layers are split, which they are no more then."""
+        unfit = self._deferred.hooked() if self._deferred is not None else ()
+        while True:
+            if unfit:
+                self._fused(unfit)
+            inner, made, failed = InnerGradients(self._by_id), None, None
+            try:
+                made = self._compute(key, shelf, inner)
+            except Exception as error:
+                failed = error
+            if inner.adds:
+                raise RecycleError(
+                    "a layer or the loss calls backward() in its forward, which adds to the gradients of parameters, once more for each time that the "
+                    "forward is run: use torch.autograd.grad, or give backward() inputs=[...] without parameters"
+                ) from failed
+            unfit = self._deferred.unfit(inner.asked) if self._deferred is not None else ()
+            if not unfit and failed is not None:
+                raise failed
+            if not unfit:
+                return made
+
+    def _compute(self, key: Key, shelf: Shelf, inner: InnerGradients) -> tuple[Any, torch.Tensor | None]:
+        model, (step, micro_batch) = self._model, key
+        # an evaluation has a negative step; a bare forward has a graph too: layers may want one, and without it torch may choose other kernels
+        split = nullcontext() if self._deferred is None else self._deferred.forward()
+        with self._randomness(micro_batch, step, ""), torch.set_grad_enabled(step > 0), engine_runs(inner.heard), split:
+            outputs = model.module(self._data(shelf) if model.first else incoming(shelf.inputs))
+            if not model.last:
+                return outputs, None
+            labels = batch_part(shelf.labels, model.device)
+            return outputs, _checked(model.loss(outputs, labels) if model.loss is not None else outputs)
 
     def backward(self, key: Key) -> Tensors:
         """Both gradients at once; returns what goes to the previous stage."""
-        with self._summing(key):
-            return self._differentiate(key)
+        with self._summing(key), self._drawing(key), self._watching("both"):
+            with self._hold() as pending:
+                made = self._differentiate(key)
+            if pending is not None:
+                pending.run()
+            return made
 
     def backward_input(self, key: Key) -> Tensors:
         """The gradient of the input, which it returns; the weights' work is put off until :meth:`backward_weight`."""
         early = [None] * len(self._parameters) if self._blocks is not None else None
-        aside = nullcontext() if early is None else in_place_of(self._parameters, early)
-        with self._deferred.hold() if self._deferred is not None else nullcontext() as pending, aside:
+        aside = nullcontext() if early is None else self._aside(early)
+        with self._drawing(key), self._watching("input"), aside, self._hold() as pending:
             made = self._differentiate(key)
         self._collect()
         shelf = self._shelf(key)
         shelf.pending, shelf.inner, shelf.early = pending, True, early
         return made
 
+    @contextmanager
+    def _aside(self, early: Gradients) -> Iterator[None]:
+        """``early`` has the weight gradients that are made meanwhile, until W: hooks of their sums are called then."""
+        hooks = [(parameter._post_accumulate_grad_hooks, dict(parameter._post_accumulate_grad_hooks)) for parameter in self._parameters
+                 if parameter._post_accumulate_grad_hooks]  # fmt: skip
+        for each, _ in hooks:
+            each.clear()
+        try:
+            with in_place_of(self._parameters, early):
+                yield
+        finally:
+            for each, were in hooks:
+                each.update(were)
+
     def backward_input_bare(self, key: Key) -> Tensors:
         """The gradient of the input and nothing else: no parameter's gradient changes, now or later.
 
         Parameters' gradients are put aside: torch.autograd.grad, which would leave them alone, refuses checkpointed layers.
         """
-        with in_place_of(self._parameters, [None] * len(self._parameters)), self._deferred.hold() if self._deferred is not None else nullcontext():
+        with self._drawing(key), in_place_of(self._parameters, [None] * len(self._parameters)), resting_hooks(self._parameters), self._hold():
             return self._differentiate(key)
 
     def backward_weight(self, key: Key) -> None:
@@ -172,7 +232,8 @@ class Stage:
         with self._summing(key):
             _add(self._parameters, shelf.early or ())
             if shelf.pending is not None:
-                shelf.pending.run()
+                with self._watching("weight"):  # which draws nothing: all that runs is the operators' own
+                    shelf.pending.run()
         shelf.pending, shelf.inner, shelf.early = None, False, None
         if not shelf.awaits_backward:
             del self._shelves[key]
@@ -193,6 +254,12 @@ class Stage:
 
     def summed(self) -> None:
         """What was counted is in a sum over all workers now, no contribution any more."""
+        if self._trains is False:
+            raise RecycleError(
+                f"nothing that {'the first' if self._model.first else 'a'} stage gives depends on its parameters, so they would not be trained: reentrant "
+                "activation checkpointing cuts off layers whose inputs have no gradient, such as token ids; set pipeline.use_reentrant to false, or leave them "
+                "out of checkpointable_layers (parameters that are not to be trained: requires_grad = False)"
+            )
         self._counted.clear()
         if self._blocks is not None:
             self._blocks.clear()
@@ -220,6 +287,13 @@ class Stage:
             if grads is not None:
                 self._shelf(key).grads = grads
 
+    def _drawing(self, key: Key, half: str = "input") -> AbstractContextManager:
+        """Hooks and functions of a backward draw random numbers as the forward does, others than it."""
+        return self._randomness(key[1], key[0], half)
+
+    def _hold(self) -> AbstractContextManager[PendingWeights | None]:
+        return nullcontext() if self._deferred is None else self._deferred.hold()
+
     def _differentiate(self, key: Key) -> Tensors:
         """The gradients of the inputs; parameters' go where they go.  Uses the stash up."""
         shelf = self._shelves[key]
@@ -232,35 +306,57 @@ class Stage:
         return made
 
     def _run_graph(self, shelf: Shelf) -> None:
-        differentiable = with_gradients(shelf.outputs, shelf.grads)
-        if differentiable:
-            torch.autograd.backward(*zip(*differentiable))
-        elif any(parameter.requires_grad for parameter in self._parameters):
-            raise RecycleError(
-                "nothing that the first stage gives depends on its parameters, so they would not be trained: reentrant activation checkpointing cuts "
-                "off layers whose inputs have no gradient, such as token ids; set pipeline.use_reentrant to false, or leave them out of "
-                "checkpointable_layers (parameters that are not to be trained: requires_grad = False)"
-            )
+        if any(output.requires_grad for output in shelf.outputs):
+            self._trains = True
+            found = with_gradients(shelf.outputs, shelf.grads)
+            if found:
+                torch.autograd.backward(*zip(*found))
+        elif self._trains is None:
+            self._trains = False if any(parameter.requires_grad for parameter in self._parameters) else None
+
+    def _watched_forward(self, key: Key, shelf: Shelf) -> tuple[Any, torch.Tensor | None]:
+        """The first one in training."""
+        self._watched.add("forward")
+        module, before = self._model.module, State(self._model.module)
+        if self._model.keyed:
+            rehearsal = Rehearsal(module, before, self._blocks is not None, self._warn)
+            rehearsal.once(_made(*self._computed(key, shelf)))
+            computed = self._computed(key, shelf)
+            self._reuses_memory = rehearsal.twice(_made(*computed))
+            return computed
+        computed = self._computed(key, shelf)
+        check_unchanged(module, before, "forward")
+        return computed
 
     @contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """The first forward in training must leave parameters and buffers as they are: one that is run again would change them once more."""
-        module, watches = self._model.module, not self._watched and self._model.module.training
-        before = [(name, tensor, tensor._version) for name, tensor in (*module.named_parameters(), *module.named_buffers())] if watches else []
+    def _watching(self, half: str) -> Iterator[None]:
+        """The first backward, and the first of each ``half``, must leave parameters and buffers as they are."""
+        if half in self._watched:
+            yield
+            return
+        before = State(self._model.module)
         yield
-        self._watched = self._watched or watches
-        changed = next((name for name, tensor, version in before if tensor._version != version), None)
-        if changed is not None:
-            raise RecycleError(
-                f"{changed} is changed by each forward in training, which one that is run again would do twice, and workers with more micro-batches more "
-                "often: leave out what counts there (running statistics, spectral norm, max_norm of an embedding), or set recycle.enabled to false"
-            )
+        self._watched.add(half)
+        check_unchanged(self._model.module, before, "backward")
+        names = (name for name, parameter in self._model.module.named_parameters() if parameter.grad is not None and parameter.grad.layout is not torch.strided)
+        if (name := next(names, None)) is not None:
+            raise RecycleError(f"{name} has sparse gradients, which are not summed over replicas yet; build its layer with sparse=False")
+
+    def _own_memory(self, step: int, members: Tensors) -> Tensors:
+        """What goes to a peer, who may need it once more when the optimizer, or the next forward, has changed the memory of a weight or a workspace."""
+        if self._memory[0] != step:
+            tensors = (*self._model.module.parameters(), *self._model.module.buffers())
+            self._memory = step, {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        shared = (self._reuses_memory or member.untyped_storage().data_ptr() in self._memory[1] for member in members)
+        return tuple(member.clone() if shares else member for member, shares in zip(members, shared))
 
     def _data(self, shelf: Shelf) -> Any:
+        """Copies: a layer may change them."""
+        data = batch_part(shelf.data, self._model.device)
         if self._model.reentrant():
-            for tensor in shelf.data if isinstance(shelf.data, tuple) else (shelf.data,):
-                tensor.requires_grad_(tensor.is_floating_point())
-        return shelf.data
+            for tensor in data if isinstance(data, tuple) else (data,):
+                tensor.requires_grad_(differentiable(tensor))
+        return data
 
     def _use_up(self, key: Key) -> None:
         """The stash and what it was made of; a pending weight gradient of the same micro-batch stays."""
@@ -290,10 +386,21 @@ def _add(parameters: list[torch.nn.Parameter], gradients: Iterable[torch.Tensor 
     for parameter, gradient in zip(parameters, gradients):
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                hook(parameter)
+
+
+def _made(outputs: Any, loss: torch.Tensor | None) -> Tensors:
+    return outgoing(outputs) if loss is None else (loss,)
 
 
 def _checked(loss: Any) -> torch.Tensor:
     if not torch.is_tensor(loss) or loss.numel() != 1:
         found = f"a tensor of shape {list(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss).__name__}"
-        raise RecycleError(f"the loss of a micro-batch is {found}: loss_fn, or without one the last layer, has to give a tensor with one number")
-    return loss
+    elif not loss.is_floating_point():
+        found = f"of type {str(loss.dtype).removeprefix('torch.')}, which can't be gone down"
+    elif torch.is_grad_enabled() and not loss.requires_grad:
+        found = "computed from nothing that is trained, or detached from it"
+    else:
+        return loss
+    raise RecycleError(f"the loss of a micro-batch is {found}: loss_fn, or without one the last layer, has to give a tensor with one number")

@@ -89,8 +89,9 @@ class Supply:
 
     def _draw(self, step: int, micro_batch: MicroBatch, draw: Draw) -> None:
         while (count := self._read_so_far.get(step, 0)) <= draw.position:
-            with self._session.heart.at(ELSEWHERE, "the data iterator"):
-                batch = self._read(f"step {step}, at its micro-batch {count}")
+            what = f"step {step}, at its micro-batch {count}"
+            with self._session.heart.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data of {what}"):
+                batch = self._read(what)
             self._read_so_far = {step: count + 1}
         self._batches.setdefault(step, {})[micro_batch] = Batch(draw, packed(batch, draw))
 

@@ -61,7 +61,8 @@ class TorchWorld:
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[None]:
         if instruction.op in OUTWARD:
             self._session.assure(instruction)
-        with self._session.heart.at(ELSEWHERE if instruction.op is Op.LOAD else COMPUTES, instruction):
+        at = ELSEWHERE if instruction.op is Op.LOAD else COMPUTES
+        with self._session.heart.at(at, instruction), self._session.at_work(instruction):
             self._perform(instruction)
         self._session.heart.finished()
         return iter(())

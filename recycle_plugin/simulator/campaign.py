@@ -26,19 +26,27 @@ from recycle_plugin.core.topology import Topology, tied
 from recycle_plugin.planner import lower, plan
 from recycle_plugin.simulator.checks import Watcher
 from recycle_plugin.simulator.cluster import Cluster, redone_share
-from recycle_plugin.simulator.worker import MILLISECOND, Scenario, Trouble
+from recycle_plugin.simulator.exercised import Rule
+from recycle_plugin.simulator.lines import FAIR, STORMY, UNEVEN
+from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 
 WEIGHTS = (3, 5, 7, 11)
 CALM_US = 2_000 * MILLISECOND  # no trouble begins later
 LIMIT_US = 90_000 * MILLISECOND  # everybody has ended by then: longer than all deadlines in a row
-KINDS = ("kill",) * 8 + ("named",) * 6 + ("recovery",) * 4 + ("stop", "unfenced", "stuck", "slow", "drop", "delay", "cut")
+KINDS = (
+    *("kill",) * 8, *("named",) * 6, *("recovery",) * 4, "stop", "unfenced", "stuck", "slow", "drop", "delay", "delay", "cut",
+    "many", "stall", "mute", "mute", "deaf", "leave", "leave", "end", "end", "rude", "rude",
+)  # fmt: skip
+HARMLESS = ("kill", "stall", "mute", "deaf", "leave", "end", "rude")  # no tensor is lost, or late, by these
+LEAVES = "planned leave"  # core.loop's reason for the end of one worker's training
 POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recovery.undone")
 
 
 @dataclass(frozen=True)
 class Outcome:
     """Of one scenario.  ``redone``: compute run again, as a share of what was needed; ``story``: what the coordinator said;
-    ``hits``: which kind of trouble has met a worker at which kind of instruction, and how often."""
+    ``hits``: which kind of trouble has met a worker at which kind of instruction, and how often; ``exercised``: how often each rule of the
+    protocol was needed (simulator.exercised)."""
 
     name: str
     faults: tuple[str, ...]
@@ -47,6 +55,7 @@ class Outcome:
     spans: tuple[Span, ...]
     story: tuple[str, ...]
     hits: Mapping[tuple[str, Op], int]
+    exercised: Mapping[Rule, int]
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class Report:
     redone_share: float
     seconds: float
     hits: Mapping[tuple[str, Op], int]
+    exercised: Mapping[Rule, int]
 
 
 def scenario(seed: int) -> Scenario:
@@ -81,7 +91,17 @@ def scenario(seed: int) -> Scenario:
         troubles.append(Trouble("slow", 0, (Seat(replica, shape.stages - 1),), percent=300))
         troubles.append(Trouble("delay", random.randrange(CALM_US // 4), (Seat(replica, 0),), Seat(replica, 1), 200 * MILLISECOND))
     policy = replace(policy, block=random.choice((1, 1, 1, 2, None)))
-    return _with_ties(Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip), Random(f"ties in {seed}"))
+    job = Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
+    return _with_weather(_with_ties(job, Random(f"ties in {seed}")), Random(f"weather in {seed}"))
+
+
+def _with_weather(given: Scenario, random: Random) -> Scenario:
+    """One job in four has lines that are all alike.  Outside exact mode half of those that have a norm to agree on round."""
+    rounds, faults = given.clip > 0 and not given.exact and random.random() < 0.5, given.faults
+    if given.clip and not given.policy.validate and random.random() < 0.3:  # somebody dies of a rejection, or of whatever else comes first
+        point, number = random.choice((("recovery.resume", 2), ("recovery.resume", 3), ("recovery.undone", 1)))
+        faults += (Fault("kill", random.choice(given.shape.seats), "at", point, number),)
+    return replace(given, weather=random.choice((FAIR, UNEVEN, UNEVEN, STORMY)), rounds=rounds, faults=faults)
 
 
 def _with_ties(given: Scenario, random: Random) -> Scenario:
@@ -128,11 +148,26 @@ def _add(
             faults.append(Fault("kill", random.choice(shape.seats), "at", point, int(number or 1)))
         case "drop" | "delay":
             peer = random.choice([other for other in shape.seats if abs(other.stage - seat.stage) == 1])
-            troubles.append(Trouble(kind, at, (seat,), peer, random.choice((20, 200, 900)) * MILLISECOND))
+            at = min(at, random.randrange(CALM_US // 4))  # so that there is somebody left to be late for
+            troubles.append(Trouble(kind, at, (seat,), peer, random.choice((20, 200, 900, 1_800, 1_800)) * MILLISECOND))
         case "stop" | "unfenced":
-            troubles.append(Trouble(kind, at, (seat,), for_us=random.choice((50, 400, 5_000)) * MILLISECOND))
+            longest = 5_000 if kind == "stop" else 1_900  # unfenced: it wakes up when it was given up and the others go on
+            troubles.append(Trouble(kind, at, (seat,), for_us=random.choice((50, 400, longest)) * MILLISECOND))
         case "slow":
             troubles.append(Trouble(kind, at, (seat,), percent=random.choice((130, 300))))
+        case "many":  # most replicas at once, and connections mostly tell before supervisors do
+            dead = random.sample(range(shape.replicas), min(shape.replicas // 2 + 1, shape.replicas - 1))
+            troubles.append(Trouble("kill", at, tuple(seat for seat in shape.seats if seat.replica in dead)))
+        case "stall":
+            troubles.append(Trouble(kind, at, for_us=random.choice((50, 200, 600)) * MILLISECOND))
+        case "mute" | "deaf":  # half of them die meanwhile
+            lasts = random.choice((100, 400)) * MILLISECOND
+            troubles.append(Trouble(kind, at, (seat,), for_us=lasts))
+            if random.random() < 0.5:
+                troubles.append(Trouble("kill", at + random.randrange(lasts), (seat,)))
+        case "rude":
+            last = Fault("kill", seat, "after", str(Instruction(Op.STEP, seat.stage, None, steps)))
+            faults.append(last) if random.random() < 0.5 else troubles.append(Trouble(kind, 0, (seat,)))
         case "cut":
             troubles.append(Trouble(kind, at, tuple(random.sample(shape.seats, random.randint(1, len(shape.seats) // 2 + 1)))))
         case _:
@@ -142,7 +177,7 @@ def _add(
 def run(name: str, given: Scenario) -> Outcome:
     """Run it and check it."""
     weights = initial_weights(given.shape)
-    late = any(trouble.kind != "kill" for trouble in given.troubles) or any(fault.kind != "kill" for fault in given.faults)
+    late = any(trouble.kind not in HARMLESS for trouble in given.troubles) or any(fault.kind != "kill" for fault in given.faults)
     watcher = Watcher(given, weights, late)
     cluster = Cluster(given, weights, watcher)
     try:
@@ -152,14 +187,14 @@ def run(name: str, given: Scenario) -> Outcome:
         watcher.say(f"{type(error).__name__}: {error}")
     faults = (*map(str, given.troubles), *map(str, given.faults))
     story = tuple(f"{at / 1000:10.3f} ms  {event.kind}: {event.text}" for at, event in cluster.events)
-    return Outcome(name, faults, tuple(watcher.violations), redone_share(cluster), tuple(cluster.spans), story, cluster.hits)
+    return Outcome(name, faults, tuple(watcher.violations), redone_share(cluster), tuple(cluster.spans), story, cluster.hits, dict(cluster.exercised))
 
 
 def may_end(cluster: Cluster) -> bool:
-    """Whether what has been lost allows the end of the job: a stage without workers, or too few in touch with each other."""
+    """Whether what has been lost allows the end of the job: a stage without workers, too few in touch with each other, or anybody before the start."""
     members, lost = cluster.membership.members, cluster.membership.lost
-    left = {worker.seat.stage for rank, worker in cluster.workers.items() if rank not in lost}
-    return len(left) < cluster.scenario.shape.stages or len(lost - cluster.membership.dead) > len(members)
+    left = {worker.seat.stage for rank, worker in cluster.workers.items() if rank not in lost and worker.reason != LEAVES}
+    return not cluster.membership.started or len(left) < cluster.scenario.shape.stages or len(lost - cluster.membership.dead) > len(members)
 
 
 def campaign(seeds: Iterable[int], jobs: int = 1) -> Report:
@@ -194,13 +229,14 @@ def one_instant(fault: str) -> Scenario:
 
 def _report(run_one: Callable[[Any], Outcome], cases: Iterable[Any], jobs: int) -> Report:
     started = time.monotonic()
-    count, faults, redone, wrong, hits = 0, 0, 0.0, [], Counter()
+    count, faults, redone, wrong, hits, exercised = 0, 0, 0.0, [], Counter(), Counter(dict.fromkeys(Rule, 0))
     for outcome in _outcomes(run_one, cases, jobs):
         hits.update(outcome.hits)
+        exercised.update(outcome.exercised)
         count, faults, redone = count + 1, faults + len(outcome.faults), redone + outcome.redone
         if outcome.violations:
             wrong.append(outcome)
-    return Report(count, faults, tuple(wrong), redone / max(1, count), time.monotonic() - started, hits)
+    return Report(count, faults, tuple(wrong), redone / max(1, count), time.monotonic() - started, hits, exercised)
 
 
 def _outcomes(run_one: Callable[[Any], Outcome], cases: Iterable[Any], jobs: int) -> Iterator[Outcome]:

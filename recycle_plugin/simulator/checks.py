@@ -2,21 +2,24 @@
 
 Safety, while the job runs: every sum that becomes a gradient holds each micro-batch exactly once; no weight gradient is
 counted twice by its worker; what the stages of a tie add up is one sum each, the same on all its replicas; a committed step stays committed, and at its commit all live replicas of a stage hold the
-weights that the fault-free run has, also where its sums depend on their order; no worker keeps more than its budget.  Progress, at the end: all troubles being over,
-every live worker has trained every step, with the fault-free losses, unless the job has ended for a reason that allows it.
+weights that the fault-free run has, also where its sums depend on their order; and they have applied one gradient in each stage, clipped by one norm in all, which is told once.  Where sums
+depend on their order and nothing keeps it, there is no fault-free run to compare with, and replicas are compared with each other.  No worker keeps more than its budget.
+Progress, at the end: all troubles being over, every live worker has trained every step up to the planned end, with the fault-free losses, unless the job has ended for a
+reason that allows it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import Any
+from typing import Any, Hashable, Iterable
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.protocol import Collected, Resume
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.simulator.exact import LEARNING_RATE, PRIME, added, clipped, sample, share
-from recycle_plugin.simulator.worker import Scenario
+from recycle_plugin.simulator.scenario import Scenario
 
 
 class Reference:
@@ -77,10 +80,12 @@ class Watcher:
 
     def __init__(self, given: Scenario, weights: tuple[int, ...], late: bool) -> None:
         """``late``: tensors may be lost or come late, since a line is broken or a worker is held up."""
-        self.shape, self.steps, self.budget, self.late = given.shape, given.steps, given.budget, late
+        self.shape, self.steps, self.budget, self.late, self.rounds = given.shape, given.steps, given.budget, late, given.rounds
         self.reference = Reference(given.shape, weights, given.steps, given.clip, given.policy.block)
         self.violations: list[str] = []
         self._counted: dict[Seat, Counter] = defaultdict(Counter)
+        self._told: set[tuple[int, str]] = set()
+        self._applied: dict[tuple[Seat, int], tuple[int, float | None]] = {}
         self._committed = 0
 
     def say(self, text: str) -> None:
@@ -97,6 +102,11 @@ class Watcher:
         if self._counted[worker.seat][key] > 1:
             self.say(f"seat {worker.seat} counts {instruction} twice")
 
+    def voided(self, worker: Any, after: int) -> None:
+        """What it has counted of the steps after ``after`` was computed with rejected weights."""
+        counted = self._counted[worker.seat]
+        self._counted[worker.seat] = Counter({key: count for key, count in counted.items() if key[0] <= after})
+
     def summed(self, worker: Any, step: int, parts: list[dict[Datum, int]]) -> None:
         found = Counter(datum.micro_batch for part in parts for datum in part)
         wrong = [str(one) for one in self.shape.batch if found[one] != 1]
@@ -108,6 +118,19 @@ class Watcher:
         sums = set(brought)
         if sorted(stage for stage, _ in sums) != list(self.shape.tie(worker.seat.stage)):
             self.say(f"the tied gradient of seat {worker.seat}, step {step}, is made of stages {sorted(stage for stage, _ in sums)}")
+
+    def told(self, message: object) -> None:
+        """To all workers: of each step one norm, and one loss, but where they are void."""
+        if isinstance(message, Resume) and message.void:
+            self._told = {key for key in self._told if key[0] <= message.committed + 1}
+        elif isinstance(message, Collected):
+            if (message.step, message.name) in self._told:
+                self.say(f"the {message.name} of step {message.step} is told twice")
+            self._told.add((message.step, message.name))
+
+    def applied(self, worker: Any, step: int, gradient: int, norm: float | None) -> None:
+        """``norm``: by which the gradient is clipped.  What was taken back and is applied again is told again."""
+        self._applied[worker.seat, step] = gradient, norm
 
     @staticmethod
     def _how_often(found: Counter, wrong: list[str]) -> str:
@@ -122,15 +145,34 @@ class Watcher:
         if now < self._committed:
             self.say(f"step {self._committed} was committed, and now only {now} is")
         if now > self._committed:
+            live = [cluster.workers[rank] for rank in cluster.membership.members]
+            for step in range(self._committed + 1, now + 1):
+                self._alike([worker.seat for worker in live], step)
             self._committed = now
-            for rank in cluster.membership.members:
-                self._right_weights(cluster.workers[rank], now)
+            for worker in live:
+                self._right_weights(worker, now)
+
+    def _alike(self, live: list[Seat], step: int) -> None:
+        """All have applied ``step`` alike.  Weights follow from that, where they were equal before."""
+        for seat in live:
+            if (seat, step) not in self._applied:
+                self.say(f"step {step} is committed, and seat {seat} has not applied it")
+                return
+        if len(norms := self._several(self._applied[seat, step][1] for seat in live)) > 1:
+            self.say(f"step {step} is clipped by {' and '.join(map(str, norms))}")
+        for stage in range(self.shape.stages):
+            if len(self._several(self._applied[seat, step][0] for seat in live if seat.stage == stage)) > 1:
+                self.say(f"the replicas of stage {stage} have applied different gradients in step {step}")
+
+    @staticmethod
+    def _several(values: Iterable[Hashable]) -> list:
+        return sorted(set(values), key=str)
 
     def _right_weights(self, worker: Any, committed: int) -> None:
         for step in (committed + 1, committed + 2):  # after the last committed step, or one ahead of it
             held = worker.have.get(Datum("params", worker.seat.stage, None, step))
             if held is not None and step <= self.steps + 1:
-                if held != self.reference.weights[step][worker.seat.stage]:
+                if not self.rounds and held != self.reference.weights[step][worker.seat.stage]:
                     self.say(f"seat {worker.seat} has wrong weights behind step {step - 1}")
                 return
         self.say(f"seat {worker.seat} has no weights behind step {committed}, which is committed")
@@ -142,15 +184,19 @@ class Watcher:
         ended = cluster.membership.ended
         if ended is not None and ended.failed and not may_end:
             self.say(f"the job has ended although it could go on: {ended.reason}")
+        at_the_end = (None,) if ended is None or ended.failed else (None, ended.reason)
+        last = self.steps if ended is None or ended.failed else min(self.steps, ended.step - 1)
+        told: dict[int, dict] = {}
         for worker in cluster.workers.values():
             if worker.alive and worker.runs and not worker.stuck:
                 self.say(f"seat {worker.seat} waits for {worker.waits_for}" if worker.waiting else f"seat {worker.seat} has not ended")
             if self.budget is not None and worker.peak_kept > self.budget:
                 self.say(f"seat {worker.seat} has kept {worker.peak_kept} boundary tensors with a budget of {self.budget}")
             for step, losses in worker.losses.items():  # what went down with a worker of a step that all had applied is missing, and said so
-                if not losses.items() <= self.reference.losses[step].items() or losses != self.reference.losses[step] and not cluster.membership.lost:
+                expected = told.setdefault(step, losses) if self.rounds else self.reference.losses[step]
+                if not losses.items() <= expected.items() or losses != expected and not cluster.membership.lost:
                     self.say(f"seat {worker.seat} was told wrong losses of step {step}")
-            if worker.alive and worker.rank not in cluster.membership.lost and worker.reason is None and not worker.runs:
-                self._right_weights(worker, self.steps)
-        if ended is None and self._committed < self.steps:
-            self.say(f"only {self._committed} of {self.steps} steps are committed")
+            if worker.alive and worker.rank not in cluster.membership.lost and worker.reason in at_the_end and not worker.runs:
+                self._right_weights(worker, last)
+        if (ended is None or not ended.failed) and self._committed < last:
+            self.say(f"only {self._committed} of {last} steps are committed")

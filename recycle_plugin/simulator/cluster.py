@@ -1,8 +1,8 @@
 """A whole job in virtual time, coordinator and all, in which only clock, network and tensors are simulated.
 
 Every worker runs ``core.loop`` over ``core.executor``; its messages go through ``core.protocol`` objects to the one
-``core.membership``, whose answers come back over lines that take time, stop, or break.  Weights are exact numbers
-(``simulator.exact``).  What may go wrong is in :class:`Trouble`; what must hold is checked while it runs and at the end
+``core.membership``, whose answers come back over lines that take time (``simulator.lines``), stop, or break.  Weights are exact numbers
+(``simulator.exact``).  What may go wrong is in ``simulator.scenario``; what must hold is checked while it runs and at the end
 (``simulator.checks``).  The same seed gives the same events.
 
 Unlike ``simulator.virtual``, which runs one membership at a time and answers how long things take, workers here learn of
@@ -11,7 +11,7 @@ changes one by one, at any instant, so this answers whether anything can break.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -23,13 +23,16 @@ from recycle_plugin.core.executor import Span
 from recycle_plugin.core.instruction import COMPUTE, Op
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
-from recycle_plugin.core.protocol import Beat, End, Exited, Fence, Pulse
+from recycle_plugin.core.protocol import Beat, End, Exited, Fatal, Fence, Leaving, Pulse, Terminate
 from recycle_plugin.core.watch import TICK_S
-from recycle_plugin.simulator.worker import MILLISECOND, REGROUP_S, Died, Planner, Scenario, Sum, Trouble, Worker
+from recycle_plugin.simulator.exercised import Exercised, Rule
+from recycle_plugin.simulator.lines import Lines
+from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
+from recycle_plugin.simulator.worker import REGROUP_S, Died, Planner, Sum, Worker
 
-CONTROL_US = 300  # a control message's way
-DATA_US = 500  # a boundary tensor's
-DETECTION_US = 20 * MILLISECOND
+WORKER, SUPERVISOR, DATA = "worker", "supervisor", "data"  # lines: to the coordinator and back (there, back); from rank to rank
+DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
+DELAYING_US = 300 * MILLISECOND  # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
 BEAT_US = 200 * MILLISECOND
 
 
@@ -49,6 +52,10 @@ class Cluster:
         self.links: dict[tuple[int, int], tuple[str, int, int]] = {}  # kind, until, delay
         self.cut: set[int] = set()
         self.hits: Counter[tuple[str, Op]] = Counter()  # kind of trouble, and what the worker was at
+        self.exercised = Exercised()
+        self.lines = Lines(scenario.weather, scenario.torn)
+        self._inbox: deque[Callable[[], None]] = deque()  # what the coordinator has not read yet
+        self._stalled_until = 0
         self.over = False
         self._watched = -1
         self.planner = Planner(scenario.costs, scenario.policy)
@@ -72,19 +79,47 @@ class Cluster:
 
     # --- the coordinator and its lines --------------------------------------------------------------
 
-    def tell_coordinator(self, rank: int, message: object) -> None:
-        if rank not in self.cut:
-            self.later(CONTROL_US, lambda: self._act(self.membership.receive(message, self.now / 1e6)))
+    def travel(self, line: tuple, happen: Callable[[], None]) -> None:
+        """``happen`` at the other end of ``line``."""
+        self.later(self.lines.arrival(line, self.now) - self.now, happen)
 
-    def _act(self, output: Output) -> None:
+    def tell_coordinator(self, rank: int, message: object, by: str = WORKER) -> None:
+        """``by``: on whose connection."""
+        if rank not in self.cut:
+            self.travel((by, "there", rank), partial(self._at_coordinator, partial(self._receive, rank, message)))
+
+    def _at_coordinator(self, happen: Callable[[], None]) -> None:
+        """... which does one thing after the other, and nothing while it is stalled."""
+        self._inbox.append(happen)
+        if self.now >= self._stalled_until:
+            self._read()
+
+    def _read(self) -> None:
+        while self._inbox and self.now >= self._stalled_until:
+            self._inbox.popleft()()
+
+    def _receive(self, rank: int, message: object) -> None:
+        """What is under way goes down with the host that it comes from."""
+        if rank in self.cut:
+            return
+        membership = self.membership
+        changing, lost = membership.regrouping is not None, getattr(message, "rank", None) in membership.lost
+        self.exercised.said(message, membership)
+        output = membership.receive(message, self.now / 1e6)
+        self._act(output, message, changing, lost)
+
+    def _act(self, output: Output, cause: object = None, changing: bool = False, lost: bool = False) -> None:
+        """``changing``, ``lost``: as simulator.exercised has them."""
+        self.exercised.answered(cause, output, self.membership, changing, lost)
         self.events += [(self.now, event) for event in output.events]
         for whom, message in output.messages:
             if whom == SUPERVISORS:
                 self._tell_supervisors(message)
                 continue
-            for rank in self.workers if whom == WORKERS else (whom,):
+            self.watcher.told(message)
+            for rank in (rank for rank in self.workers if rank not in self.membership.lost) if whom == WORKERS else (whom,):
                 if rank not in self.cut:
-                    self.later(CONTROL_US, partial(self._deliver, rank, message))
+                    self.travel((WORKER, "back", rank), partial(self._deliver, rank, message))
         self.watcher.committed(self)
         number = self.membership.regrouping
         if number is not None and number != self._watched:
@@ -98,22 +133,23 @@ class Cluster:
     def _deliver(self, rank: int, message: object) -> None:
         worker = self.workers[rank]
         if worker.alive:
+            self.exercised.delivered(message, worker.line)
             worker.line.take(End(0, message.reason, True) if isinstance(message, Fence) else message)
             self.wake(rank)
 
     def _tell_supervisors(self, message: object) -> None:
         if isinstance(message, Fence) and message.rank not in self.cut and not self.workers[message.rank].unfenced:
-            self.later(CONTROL_US, partial(self.kill, message.rank))
+            self.travel((SUPERVISOR, "back", message.rank), partial(self.kill, message.rank))
 
     def _tick(self) -> None:
-        self._act(self.membership.tick(self.now / 1e6))
+        self._at_coordinator(lambda: self._act(self.membership.tick(self.now / 1e6)))
         self.later(int(TICK_S * 1e6), self._tick)
 
     def _beat(self) -> None:
         """What a worker's own thread and its supervisor say of it."""
         for rank, worker in self.workers.items():
             if worker.alive:
-                self.tell_coordinator(rank, Pulse(rank, worker.stopped))
+                self.tell_coordinator(rank, Pulse(rank, worker.stopped), SUPERVISOR)
                 if not worker.stopped and worker.runs:
                     self.tell_coordinator(rank, Beat(rank, self.now, worker.done, *worker.at))
         self.later(BEAT_US, self._beat)
@@ -124,11 +160,14 @@ class Cluster:
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
         if self.now < until and kind == "drop" or (source in self.cut) != (target in self.cut):
             return
-        self.later(DATA_US + (delay if self.now < until else 0), partial(self._arrive, target, datum, value, era))
+        arrive = partial(self._arrive, target, datum, value, era)
+        self.travel((DATA, source, target), partial(self.later, delay, arrive) if self.now < until and delay else arrive)
 
     def _arrive(self, target: int, datum: Datum, value: Any, era: int) -> None:
         worker = self.workers[target]
         if worker.alive:
+            if datum.step <= worker.line.committed or era < worker.era:
+                self.exercised[Rule.OLD_STEP if datum.step <= worker.line.committed else Rule.OLD_ERA] += 1
             worker.arrive(datum, value, era)
             self.wake(target)
 
@@ -142,14 +181,30 @@ class Cluster:
             case "kill":
                 for rank in ranks:
                     self.kill(rank)
-            case "stop" | "unfenced" | "stuck" | "slow":
+            case "stop" | "unfenced" | "stuck" | "slow" | "rude":
                 for rank in ranks:
                     self.trouble(rank, trouble)
             case "drop" | "delay":
-                delay = trouble.for_us if trouble.kind == "delay" else 0
-                self.links[ranks[0], self.rank_of[trouble.peer]] = (trouble.kind, self.now + trouble.for_us, delay)
+                lasts, delay = (min(trouble.for_us, DELAYING_US), trouble.for_us) if trouble.kind == "delay" else (trouble.for_us, 0)
+                self.links[ranks[0], self.rank_of[trouble.peer]] = (trouble.kind, self.now + lasts, delay)
             case "cut":
                 self._cut_off(ranks)
+            case "stall":
+                self._stalled_until = self.now + trouble.for_us
+                self.later(trouble.for_us, self._read)
+            case "mute" | "deaf":
+                self.lines.hold((WORKER, "there" if trouble.kind == "mute" else "back", ranks[0]), self.now + trouble.for_us)
+            case "leave" | "end":
+                for rank in ranks:
+                    self._ask(trouble.kind, rank)
+
+    def _ask(self, kind: str, rank: int) -> None:
+        """SIGTERM at a worker, or at its supervisor."""
+        worker = self.workers[rank]
+        if kind == "end":
+            self.tell_coordinator(rank, Terminate(rank, "a supervisor got SIGTERM"), SUPERVISOR)
+        elif worker.alive and worker.runs and not worker.stopped:
+            self.tell_coordinator(rank, Leaving(rank, "SIGTERM"))
 
     def hit(self, kind: str, rank: int) -> None:
         """Count it, for the table of what has been tried."""
@@ -162,11 +217,16 @@ class Cluster:
             worker.percent = trouble.percent
         elif trouble.kind == "stuck":
             worker.stuck = True
+        elif trouble.kind == "rude":
+            worker.rude = True
         else:
             worker.stopped, worker.unfenced = True, trouble.kind == "unfenced"
             self.later(trouble.for_us, partial(self._wake_up, rank))
 
     def _wake_up(self, rank: int) -> None:
+        """Whoever was given up meanwhile finds its connections broken, and may say so before it reads why."""
+        if self.workers[rank].alive and rank in self.membership.lost:
+            self.tell_coordinator(rank, Fatal(rank, "nobody answers"))
         self.workers[rank].stopped = False
         self.wake(rank)
 
@@ -176,22 +236,28 @@ class Cluster:
             return
         worker.alive, worker.stopped = False, False
         self._touch_sums(rank)
-        at = self.now / 1e6
         if rank not in self.cut:
-            self.later(DETECTION_US // 2, lambda: self._act(self.membership.connection_lost(rank, self.now / 1e6)))
-            self.later(DETECTION_US, lambda: self._act(self.membership.receive(Exited(rank, -9, at), self.now / 1e6)))
+            self.later(self.random.choice((0, self.random.randrange(DETECTION_US // 4))), partial(self._disconnect, rank))
+            self.later(self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, Exited(rank, -9, self.now / 1e6), SUPERVISOR))
+
+    def _disconnect(self, rank: int) -> None:
+        """The coordinator reads what the worker has said, and then that there is no more."""
+        self.travel((WORKER, "there", rank), partial(self._at_coordinator, partial(self._lose_connection, rank)))
+
+    def _lose_connection(self, rank: int) -> None:
+        changing = self.membership.regrouping is not None
+        self._act(self.membership.connection_lost(rank, self.now / 1e6), changing=changing)
 
     def _cut_off(self, ranks: list[int]) -> None:
         self.cut |= set(ranks)
         for rank in ranks:
             self._touch_sums(rank)
-            self.later(DETECTION_US, lambda rank=rank: self._act(self.membership.connection_lost(rank, self.now / 1e6)))
+            self.later(DETECTION_US, partial(self._disconnect, rank))
             self.later(DETECTION_US, partial(self._lose_coordinator, rank))
 
     def _lose_coordinator(self, rank: int) -> None:
         worker = self.workers[rank]
-        if worker.alive and worker.line.end is None:
-            worker.line.end = End(0, "the coordinator's host is gone", failed=True)
+        if worker.alive and worker.line.lose_coordinator():
             self.wake(rank)
 
     def _touch_sums(self, rank: int) -> None:

@@ -2,8 +2,7 @@
 
 Data live where they were made or sent to; a seat waits until what ``requires`` names is there.  A
 transfer occupies no worker; how long it takes says the network.  REDUCE is a joint event of its
-stage's live workers, TIE of those of all stages that share weights.  With a staggered optimizer nothing else joins seats; without it all seats reduce
-together and start the next step when this one is committed; VALIDATE joins all stages either way.
+stage's live workers, TIE of those of all stages that share weights, VALIDATE of all.  Nothing else joins seats.
 Steps are applied by the commit rule of ``core.step``.
 
 A worker dies at a named instruction or at a given time: it never ends what it is at.  When that has been
@@ -172,8 +171,6 @@ class VirtualWorld:
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Key]:
         op = instruction.op
-        if op is Op.F and instruction.step > self.first and not self.plan.policy.stagger_optimizer:
-            yield from self._await_commit(instruction.step - 1)
         if op is Op.STEP and not self.machines[seat].may_apply(instruction.step):
             yield from self._await_commit(instruction.step - 1)
             self.machines[seat].commit(instruction.step - 1)
@@ -231,14 +228,9 @@ class VirtualWorld:
         return self.plan.view.topology.tie(stage)
 
     def joint(self, instruction: Instruction) -> Joint:
-        """Where ``instruction`` meets its peers: a stage's own, a tie's (under its first stage), or all seats' where stages step together.
-
-        Where a step is finished after a failure, stages have their sums behind them or not, each on its own.
-        """
-        if instruction.op is Op.TIE:
-            return Joint("TIE", self._tie(instruction.stage)[0], instruction.step)
-        alone = instruction.op is Op.REDUCE and (self.plan.policy.stagger_optimizer or instruction.step in self.state.rests)
-        return Joint(instruction.op.name, instruction.stage if alone else None, instruction.step)
+        """Where ``instruction`` meets its peers: a stage's own, a tie's (under its first stage), or all seats'."""
+        stage = {Op.REDUCE: instruction.stage, Op.TIE: min(self._tie(instruction.stage), default=None), Op.VALIDATE: None}[instruction.op]
+        return Joint(instruction.op.name, stage, instruction.step)
 
     def contributions(self, joint: Joint) -> dict[Seat, Any]:
         return self._arrived[joint]

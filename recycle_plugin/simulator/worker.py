@@ -13,7 +13,7 @@ from recycle_plugin.core.contributions import LOSS, NORM
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum, consumes, requires
 from recycle_plugin.core.executor import Span, execute
-from recycle_plugin.core.faults import Fault, FaultScript
+from recycle_plugin.core.faults import FaultScript
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import RECEIVES, SENDS, Instruction, Op
 from recycle_plugin.core.lineage import Held, Rest
@@ -22,62 +22,19 @@ from recycle_plugin.core.loop import Loop, Program
 from recycle_plugin.core.plan import Plan, Policy
 from recycle_plugin.core.protocol import Contribution, Left, Member, Missing, Ready
 from recycle_plugin.core.step import StepMachine
-from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.topology import ClusterView
 from recycle_plugin.core.verdict import SHARE, over
 from recycle_plugin.core.watch import COMPUTES, WAITS
-from recycle_plugin.simulator.exact import PRIME, added, compute, over_tie, share
+from recycle_plugin.simulator.exact import added, compute, over_tie, share
+from recycle_plugin.simulator.exercised import Rule
+from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
 
-MILLISECOND = 1000
 HANDLING_US = 200  # of a micro-batch that is loaded, or a boundary tensor that is sent: no plan counts it
 RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
 PROGRESS_S, IDLE_S, REGROUP_S = 1.0, 20.0, 30.0
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """Something that goes wrong ``at_us``, for ``for_us`` where it passes.
-
-    ``kind``: kill; stop (SIGSTOP; wakes up again unless it was given up and fenced), unfenced (the same, and its supervisor
-    can't kill it), stuck (an instruction never ends), slow (takes ``percent``); drop, delay (what goes from ``seat`` to
-    ``peer`` is lost, or comes late); cut (``seats`` are cut off from all others).
-    """
-
-    kind: str
-    at_us: int
-    seats: tuple[Seat, ...]
-    peer: Seat | None = None
-    for_us: int = 0
-    percent: int = 100
-
-    def __str__(self) -> str:
-        names = "+".join(map(str, self.seats)) + (f">{self.peer}" if self.peer else "")
-        return f"{self.kind} {names} at {self.at_us / 1000:g} ms" + (f" for {self.for_us / 1000:g} ms" if self.for_us else "")
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A job and its troubles.  ``faults``: kills and stops at named instructions and points.  ``torn``: seeds who is left
-    without the result when a peer dies in a REDUCE; ``budget``: boundary tensors that a worker may keep once sent; ``clip``: the limit of
-    the norm that steps are validated against (``policy.validate``: that they wait for), 0: there is none."""
-
-    shape: Topology
-    costs: CostModel
-    policy: Policy
-    steps: int
-    troubles: tuple[Trouble, ...] = ()
-    faults: tuple[Fault, ...] = ()
-    torn: int = 0
-    budget: int | None = None
-    torn_share: float = 0.5
-    clip: float = 0.0
-
-    @property
-    def exact(self) -> bool:
-        """Sums depend on their order."""
-        return self.policy.block != 1
 
 
 class Died(BaseException):
@@ -105,7 +62,7 @@ class Worker:
         self.have: dict[Datum, Any] = {Datum("params", seat.stage, None, 1): weight}
         self.script = FaultScript(cluster.scenario.faults, seat)
         self.alive = self.runs = True
-        self.stopped = self.unfenced = self.stuck = self.waiting = self.busy = False
+        self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
         self.percent, self.done, self.at = 100, 0, (WAITS, "the start")
         self.waits_for = ""
         self.current: Instruction | None = None  # the one that it is at
@@ -114,6 +71,8 @@ class Worker:
         self.life: Iterator[Any]
         self.program: Program | None = None
         self._before: Any = None
+        self._written = 0  # how often parameters were, as torch counts versions
+        self._graphs: dict[Datum, int] = {}  # by stash, the parameters that it was made with
         self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
         self._sent: dict[Datum, None] = {}
         self.era, self._eras = 0, {}  # of this worker, and of what has come from others (core.loop.Replica.void)
@@ -132,6 +91,8 @@ class Worker:
             yield from self.loop.settle()
         except JobEnded as end:
             self.reason = str(end)
+        if self.rude:
+            raise Died
         self.send(Left(self.rank))
 
     # core.loop.Port
@@ -184,16 +145,20 @@ class Worker:
         pass
 
     def undo(self, step: int) -> None:
+        self.cluster.exercised[Rule.TAKEN_BACK] += 1
+        self._written += 1
         del self.have[Datum("params", self.seat.stage, None, step + 1)]
         self.have[Datum("params", self.seat.stage, None, step)] = self._before
         for datum in [datum for datum in self.have if datum.kind == "stash" and datum.step > step]:
             del self.have[datum]
 
     def judge(self, step: int, norm: float) -> None:
+        self.cluster.exercised[Rule.TWICE_REJECTED] += self._knows_norm(step)
         self.have[Datum("norm", self.seat.stage, None, step)] = norm
 
     def void(self, after: int, era: int) -> None:
         self.era = era
+        self.cluster.watcher.voided(self, after)
         for datum in [datum for datum in self.have if datum.step > after and datum.kind != "params" and self._eras.get(datum, 0) < era]:
             del self.have[datum]
         self._own_losses = defaultdict(dict, {step: losses for step, losses in self._own_losses.items() if step <= after})
@@ -222,6 +187,7 @@ class Worker:
             self.cluster.later(RESEND_US, partial(self._complain, self.line.number, datum, instruction.peer))
             yield from self.wait(lambda: f"{datum} from seat {instruction.peer}", lambda: True if datum in self.have else None)
         elif instruction.op is Op.STEP and not self.machine.may_apply(instruction.step):
+            self.cluster.exercised[Rule.LATE_COMMIT] += not self.line.is_committed(instruction.step - 1)
             yield from self.wait(f"the commit of step {instruction.step - 1}", lambda: self.line.is_committed(instruction.step - 1))
             self.machine.commit(instruction.step - 1)
         yield from ()
@@ -256,10 +222,13 @@ class Worker:
         bare, before = instruction in self.program.bare, self.machine.stepped
         made = compute(instruction, self.have, stages, bool(self.tie))
         if instruction.op is Op.STEP:
-            if self.cluster.scenario.clip and not self.cluster.scenario.policy.validate and not self._knows_norm(instruction.step):
+            if self.cluster.scenario.clip and not self.cluster.scenario.policy.together and not self._knows_norm(instruction.step):
                 self._say_share(instruction.step, SHARE)
+            self._written += 1
             self._before = self.have.pop(Datum("params", self.seat.stage, None, instruction.step))
             assert before == instruction.step - 1
+            self.cluster.watcher.applied(self, instruction.step, self._gradient(instruction.step), self.have.get(Datum("norm", self.seat.stage, None, instruction.step)))
+        self._differentiate(instruction)
         for datum in consumes(instruction, stages):
             self.have.pop(datum, None)
         self.have |= {datum: value for datum, value in made.items() if not (bare and datum.kind in ("stash", "inner"))}
@@ -273,30 +242,44 @@ class Worker:
         elif instruction.op is Op.STEP:
             self.loop.applied(instruction.step)
 
+    def _differentiate(self, instruction: Instruction) -> None:
+        """A stash refers to the parameters that it was made with: written over, as by a step that is taken back and done again, it is of no use."""
+        stash = Datum("stash", self.seat.stage, instruction.micro_batch, instruction.step)
+        if instruction.op is Op.F:
+            self._graphs[stash] = self._written
+        elif instruction.op in (Op.I, Op.B) and self._graphs.pop(stash) != self._written:
+            self.cluster.watcher.say(f"seat {self.seat} runs {instruction} through parameters that have changed since its forward")
+
     def _count(self, instruction: Instruction, made: dict[Datum, Any]) -> None:
-        scenario, key = self.cluster.scenario, (instruction.step, self.cluster.blocks.of(instruction.micro_batch))
+        """Into the sum of its block, or, where sums have no order, into the worker's one sum as it comes."""
+        scenario = self.cluster.scenario
+        key = instruction.step, Block(self.seat.replica, 0) if scenario.rounds else self.cluster.blocks.of(instruction.micro_batch)
         value = made[Datum("wgrad", self.seat.stage, instruction.micro_batch, instruction.step)]
-        self._sums[key] = added(self._sums.get(key, 0), value, scenario.exact)
+        self._sums[key] = added(self._sums.get(key, 0), value, scenario.ordered)
+
+    def _gradient(self, step: int) -> int:
+        """What is judged and applied."""
+        return self.have[Datum("tied" if self.tie else "reduced", self.seat.stage, None, step)]
 
     def _knows_norm(self, step: int) -> bool:
         return Datum("norm", self.seat.stage, None, step) in self.have
 
     def _say_share(self, step: int, name: str) -> None:
-        kind, counts = ("tied", self.seat.stage == self.tie[0]) if self.tie else ("reduced", True)
-        own = share(self.have[Datum(kind, self.seat.stage, None, step)]) if counts else 0.0
-        self.send(Contribution(self.rank, self.line.number, step, name, {str(self.seat.stage): own}, self.cluster.scenario.shape.stages))
+        own = share(self._gradient(step)) if not self.tie or self.seat.stage == self.tie[0] else 0.0
+        self.send(Contribution(self.rank, step, name, {str(self.seat.stage): own}, self.cluster.scenario.shape.stages))
 
     def _validate(self, step: int) -> Iterator[Any]:
+        self.cluster.exercised[Rule.NORM_KEPT] += self.program.resumed and self.line.collected(step, NORM) is not None
         self._say_share(step, NORM)
         shares = yield from self.wait(f"the norm of step {step}", lambda: self.line.collected(step, NORM))
         norm = sum(shares.values()) ** 0.5
-        if over(norm, self.cluster.scenario.clip):
+        if self.cluster.scenario.clip and over(norm, self.cluster.scenario.clip):
             self.judge(step, norm)
 
     def _say_losses(self, step: int) -> None:
         if self._own_losses[step]:
             expected = len(self.cluster.scenario.shape.batch)
-            self.send(Contribution(self.rank, self.line.number, step, LOSS, dict(self._own_losses[step]), expected))
+            self.send(Contribution(self.rank, step, LOSS, dict(self._own_losses[step]), expected))
 
     def _reduce(self, instruction: Instruction) -> Iterator[Any]:
         """As a collective does: nobody has the result before all have come, and a death leaves some with it and some without."""
@@ -308,6 +291,8 @@ class Worker:
         brought = yield from self._together(instruction, (stage,), self.have[reduced] if whole else mine if self.program.holder is None else None)
         if reduced in self.have:
             return
+        if self.program.resumed:
+            self.cluster.exercised[Rule.SUMMED_AGAIN if self.program.holder is None else Rule.ROLLED_FORWARD] += 1
         if self.program.holder is not None:
             self.have[reduced] = brought[self.cluster.rank_of[self.program.holder]]
         else:
@@ -323,7 +308,8 @@ class Worker:
         brought = yield from self._together(instruction, self.tie, self.have[Datum("reduced", stage, None, step)])
         by_stage = {self.cluster.workers[rank].seat.stage: value for rank, value in sorted(brought.items(), reverse=True)}
         self.cluster.watcher.tied(self, step, [(self.cluster.workers[rank].seat.stage, value) for rank, value in brought.items()])
-        self.have.setdefault(Datum("tied", stage, None, step), over_tie(by_stage, self.cluster.scenario.exact))
+        self.cluster.exercised[Rule.TIED_AGAIN] += self.program.resumed
+        self.have.setdefault(Datum("tied", stage, None, step), over_tie(by_stage, self.cluster.scenario.ordered))
 
     def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Iterator[Any]:
         """What all live workers of ``stages`` bring to ``instruction``, by rank."""
@@ -344,7 +330,7 @@ class Worker:
     def _total(self, brought: list[dict[Block, int]]) -> int:
         """The blocks' sums added in the blocks' order."""
         totals = {block: total for part in brought for block, total in part.items()}
-        return reduce(lambda total, block: added(total, totals[block], self.cluster.scenario.exact), sorted(totals), 0)
+        return reduce(lambda total, block: added(total, totals[block], self.cluster.scenario.ordered), sorted(totals), 0)
 
     def _hang(self) -> Iterator[Any]:
         while True:
@@ -365,6 +351,7 @@ class Worker:
         while budget is not None and len(self._sent) > budget:
             first = next(iter(self._sent))
             del self._sent[first], self.have[first]
+            self.cluster.exercised[Rule.FOR_WANT_OF_ROOM] += 1
         self.peak_kept = max(self.peak_kept, len(self._sent))
 
     def _forget_committed(self) -> None:
@@ -396,6 +383,6 @@ def _job(scenario: Scenario) -> dict:
     shape = scenario.shape
     return {
         "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "run_dir": "", "regroup_timeout_s": REGROUP_S,
-        "strict_placement": False, "clipping": scenario.clip, "clip": "sync" if scenario.policy.validate else "validate", "nonfinite": "skip", "stagger_optimizer": scenario.policy.stagger_optimizer,
+        "strict_placement": False, "clipping": scenario.clip, "clip": "sync" if scenario.policy.together else "validate", "nonfinite": "skip", "stagger_optimizer": scenario.policy.stagger_optimizer,
         "progress_timeout_s": PROGRESS_S, "idle_timeout_s": IDLE_S,
     }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 
@@ -57,11 +58,17 @@ def everything(run, server) -> set[int]:
     return found
 
 
+def terminate(pids: set[int]) -> None:
+    """Some end by themselves once others have got it."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
 def test_sigterm_to_everything_while_training(launch, server):
     run = launch("steps=100000")
     after_step(run, 4)
-    for pid in everything(run, server):
-        os.kill(pid, signal.SIGTERM)
+    terminate(everything(run, server))
     result = run.finish()
     assert not result.of("lost") and len(result.of("finished")) == 1, result.output[-6000:]
     (step,) = {event["text"].split("after step ")[1].split()[0] for event in result.of("left")}
@@ -73,7 +80,6 @@ def test_sigterm_to_everything_while_initialising(launch, server, tmp_path):
     flag = tmp_path / "there"
     run = launch(**strike_at("initialize", 2, str(flag)))
     run.wait_for(flag.exists, "rank 2 in deepspeed.initialize")
-    for pid in everything(run, server):
-        os.kill(pid, signal.SIGTERM)
+    terminate(everything(run, server))
     result = run.finish()
     assert result.code != 0 and not result.of("start") and not result.records and "Traceback" not in result.output, result.output[-6000:]

@@ -49,26 +49,24 @@ def test_pdsh(launch, reference, config):
     assert result.output.count("alpha: ") > 10 and len(result.of("left")) == 4
 
 
-def test_a_host_dies_under_pdsh(launch, reference, config):
-    """The others go on, and end without a goodbye from it.  DeepSpeed's command returns ssh's 255, although the job is through."""
-    run = launch(*config, **WRAP, command=PDSH)
+def assert_the_others_finish(run, reference, code: int, said: str) -> None:
+    """... without beta, and the launcher's command ends with ``code`` although the job is through."""
     after_step(run, 5)
     run.crash("beta")
     result = run.finish()
-    assert result.code == 255 and "beta: ssh exited with exit code 255" in result.output
+    assert result.code == code and said in result.output
     assert_same_training(replace(result, code=0), reference(), LOST)
     assert result.of("finished")
+
+
+def test_a_host_dies_under_pdsh(launch, reference, config):
+    """They end without a goodbye from it.  DeepSpeed's command returns ssh's 255."""
+    assert_the_others_finish(launch(*config, **WRAP, command=PDSH), reference, 255, "beta: ssh exited with exit code 255")
 
 
 def test_a_node_fails_under_srun_with_no_kill(launch, reference, config):
     """srun's code is that of the killed tasks."""
-    run = launch(*config, **WRAP, command=[*SLURM, NO_KILL], as_file=True)
-    after_step(run, 5)
-    run.crash("beta")
-    result = run.finish()
-    assert result.code == 137 and "Node failure on beta" in result.output
-    assert_same_training(replace(result, code=0), reference(), LOST)
-    assert result.of("finished")
+    assert_the_others_finish(launch(*config, **WRAP, command=[*SLURM, NO_KILL], as_file=True), reference, 137, "Node failure on beta")
 
 
 @pytest.mark.all_kills

@@ -44,7 +44,7 @@ def test_a_sum_whose_connections_break_is_tried_again_over_new_ones(launch, refe
     result = launch(script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
     assert_same_training(result, reference())
     said = [event["text"] for event in result.of("warning") if "could not finish" in event["text"]]
-    assert len(said) == 2 and all("an all-reduce among ranks 0, 1" in text for text in said)
+    assert len(said) == 2 and all("all_reduce among ranks 0, 1" in text for text in said)
 
 
 def test_without_the_coordinator_nobody_commits_and_all_stop(launch):

@@ -83,7 +83,8 @@ def test_layers_of_all_kinds_as_with_stock(train, kill):
     stock = train("layers", enabled=False)
     assert not stock.of("start")
     result = train("layers", kill)
-    assert {tuple(record["layers"]) for record in result.records.values()} == {(0, 6, 7)}
+    assert {tuple(record["layers"]) for record in result.records.values()} == {(0, 7, 8)}
+    assert [event["stage"] for event in result.of("fused")] == [0] * 4, "Slope's two layers, as both workers find"
     assert result.losses == pytest.approx(stock.losses, abs=LOSS_TOLERANCE)
     assert_weights(result, {name: value for rank in stock.records for name, value in stock.parameters(rank).items()})
 

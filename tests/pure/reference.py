@@ -18,7 +18,7 @@ def acceptable(plan: Plan) -> bool:
 
 def _ends(plan: Plan) -> bool:
     for seat, program in plan.programs.items():
-        tied, validated = bool(plan.view.topology.tie(seat.stage)), plan.policy.validate
+        tied, validated = bool(plan.view.topology.tie(seat.stage)), plan.policy.validate or not plan.policy.stagger_optimizer
         tail = (Op.REDUCE, *[Op.TIE] * tied, *[Op.VALIDATE] * validated, Op.STEP)
         ops = tuple(one.op for one in program)
         if ops[-len(tail) :] != tail or not set(ops[: -len(tail)]) <= COMPUTE or any(one.stage != seat.stage for one in program):

@@ -181,6 +181,23 @@ def test_the_same_gradient_in_two_sums_is_refused() -> None:
         remainder(planned, STEP, held)
 
 
+@pytest.mark.parametrize("block", (1, 2))
+@pytest.mark.parametrize("most, least", ((Seat(0, 2), Seat(1, 2)), (Seat(1, 2), Seat(0, 2))))
+def test_who_has_most_of_a_block_goes_on_with_it(block, most, least) -> None:
+    """Not who has kept the stash of what was run for its boundary tensor only."""
+    planned, one = plan(SHAPE.full(), COSTS, Policy(block=block)), MicroBatch(0, 1)
+    held = start(planned)
+    held[least].add(Datum("stash", 2, one, STEP))
+    held[most].add(Datum("inner", 2, one, STEP))
+    if block == 2:
+        held[most].add(Datum("wgrad", 2, MicroBatch(0, 0), STEP))
+    rest = remainder(planned, STEP, held)
+    assert {seat: [str(work) for work in works if work.micro_batch == one and work.op is Op.W] for seat, works in rest.compute.items() if seat in (most, least)} == {
+        most: ["2W0.1@7"], least: []
+    }  # fmt: skip
+    assert not any(work.op is Op.I and work.stage == 2 and work.micro_batch == one for work in rest.compute[least])
+
+
 def test_a_stage_rolls_forward_from_who_holds_its_sum() -> None:
     planned = plan(SHAPE.full().without(Seat(0, 1)), COSTS, Policy())
     held = {seat: {Datum("reduced", seat.stage, None, STEP), Datum("params", seat.stage, None, STEP + 1)} for seat in planned.programs}
@@ -195,6 +212,9 @@ HASHED = """
 from recycle_plugin.simulator import campaign
 spans = campaign.run("x", campaign.one_instant("kill 1.2 before 2I1.3@2")).spans
 print([(str(span.seat), str(span.instruction), span.start_us) for span in spans])
+for seed in (14, 16):
+    ran = campaign.run("x", campaign.scenario(seed))
+    print(ran.story, [tuple(map(str, span)) for span in ran.spans], ran.exercised)
 """
 
 

@@ -7,12 +7,12 @@ import random
 import pytest
 
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.line import Line
-from recycle_plugin.core.membership import Membership
+from recycle_plugin.core.line import JobEnded, Line
+from recycle_plugin.core.membership import OF_MEMBERS, Membership
 from recycle_plugin.core.output import WORKERS, Output
 from recycle_plugin.core.protocol import (
-    Collected, Committed, Contribution, End, Exited, Fatal, Fence, Generation, Leaving, Left, Member, Missing,
-    Note, Over, Ready, Report, Resume, Stepped, Terminate, decode, encode,
+    Arrived, Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Missing,
+    Note, Over, Pace, Ready, Report, Resized, Resume, Stepped, Terminate, decode, encode,
 )  # fmt: skip
 from recycle_plugin.core.step import StepMachine
 from tests.support.membership import agree, job, member, resumed, said, started, step
@@ -46,10 +46,43 @@ def test_late_messages_of_an_older_generation_change_nothing():
     membership.receive(Exited(2, -9, 0.0), 0.0)
     assert step(membership, 0, 1, [0, 1, 3]) == []
     assert membership.receive(Report(0, 0, 7, "old"), 0.0).messages == []
-    membership.receive(Contribution(0, 0, 1, "norm", {"0": 1.0, "1": 1.0}, 2), 0.0)
     out = agree(membership, 1, {0: 0, 1: 0, 3: 0})
     assert resumed(out) == [(1, 0)]
-    assert said(membership.receive(Contribution(0, 1, 1, "norm", {"0": 5.0}, 2), 0.0), Collected) == []
+
+
+OF_LOST = (
+    Stepped(2, 1, 1), Contribution(2, 1, "loss", {"0.0": 1.0}, 1), Contribution(2, 1, "share", {"1": 1e9}, 1), Report(2, 1, 0, "another plan"), Left(2),
+    Leaving(2, "SIGTERM"), Missing(2, 1, "a tensor", "0.0"), Fatal(2, "nobody answers"), Note(2, "checkpoint", "saved", {"path": "of nobody"}),
+    Beat(2, 1, 1, "computes", "1F0.0"), Arrived(2, 1, "saving", {}), Pace(2, 1, 10, 10), Fingerprint(2, 1, "unlike"), Loaded(2, 1), Resized(2, 1, 2, 4, 10),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("message", OF_LOST, ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize("agreed", [True, False], ids=["after", "while the others agree"])
+def test_nothing_counts_of_what_a_lost_worker_says(message, agreed):
+    """It may have been stopped, or cut off, and wakes up when the others have gone on."""
+    membership = started(clipping=1.0, clip="validate")
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    if agreed:
+        agree(membership, 1, {0: 0, 1: 0, 3: 0})
+    assert membership.receive(message, 0.0) == Output()
+    assert membership.checkpoint == "" and membership.left == set() and membership.ended is None
+    if not agreed:
+        assert resumed(agree(membership, 1, {0: 0, 1: 0, 3: 0})) == [(1, 0)]
+    assert step(membership, 1, 1, [0, 1, 3]) == [Committed(1)]
+
+
+def test_every_message_of_a_member_is_among_them():
+    assert {type(message) for message in OF_LOST} == set(OF_MEMBERS)
+
+
+def test_a_report_of_a_passed_generation_does_not_stand_for_one_of_this():
+    membership = started()
+    membership.receive(Exited(0, -9, 0.0), 0.0)
+    membership.receive(Exited(3, -9, 0.0), 0.0)
+    for rank in (1, 2):
+        assert membership.receive(Report(rank, 1, 0, "plan for three"), 0.0) == Output()
+    assert membership.regrouping == 2 and resumed(agree(membership, 2, {1: 0, 2: 0})) == [(2, 0)]
 
 
 def test_another_loss_during_regrouping_starts_it_again():
@@ -62,21 +95,51 @@ def test_another_loss_during_regrouping_starts_it_again():
     assert resumed(agree(membership, 2, {1: 0, 2: 0})) == [(2, 0)]
 
 
-def test_losses_stay_valid_over_a_regrouping_and_norms_do_not():
+@pytest.mark.parametrize("name, keys", [("loss", ("0.0", "1.0")), ("norm", ("1", "0"))])
+def test_what_was_said_of_a_step_stays_good_over_a_regrouping(name, keys):
     membership = started()
-    membership.receive(Contribution(2, 0, 1, "loss", {"0.0": 2.0}, 2), 0.0)
-    membership.receive(Contribution(2, 0, 1, "norm", {"1": 2.0}, 2), 0.0)
+    membership.receive(Contribution(2, 1, name, {keys[0]: 2.0}, 2), 0.0)
     membership.receive(Exited(2, -9, 0.0), 0.0)
     agree(membership, 1, {0: 0, 1: 0, 3: 0})
-    (collected,) = said(membership.receive(Contribution(3, 1, 1, "loss", {"1.0": 4.0}, 2), 0.0), Collected)
-    assert collected.values == {"0.0": 2.0, "1.0": 4.0}
-    assert said(membership.receive(Contribution(1, 1, 1, "norm", {"0": 1.0}, 2), 0.0), Collected) == []
+    (collected,) = said(membership.receive(Contribution(1, 1, name, {keys[1]: 4.0}, 2), 0.0), Collected)
+    assert collected.values == {keys[0]: 2.0, keys[1]: 4.0}
+
+
+def test_one_norm_once_told_is_the_norm_of_the_step_for_all():
+    """Seat 0.1, rank 2, alone has its stage's sum; it says its share, the norm is told, and seat 0.0 steps with it.  Then 0.1 dies, and the
+    sum that is made again is one rounding apart: whoever has not stepped yet clips by the norm that 0.0 has stepped with."""
+    membership, line = started(clipping=1.0), Line(1)
+    membership.receive(Contribution(2, 1, "norm", {"1": 4.0}, 2), 0.0)
+    (told,) = said(membership.receive(Contribution(0, 1, "norm", {"0": 2.0}, 2), 0.0), Collected)
+    line.take(told)
+    assert membership.receive(Contribution(1, 1, "norm", {"0": 2.0}, 2), 0.0).messages == []
+    assert line.collected(1, "norm") == {"0": 2.0, "1": 4.0}, "seat 1.0 is between VALIDATE and STEP"
+    membership.receive(Stepped(0, 0, 1), 0.0)
+    (generation,) = said(membership.receive(Exited(2, -9, 0.0), 0.0), Generation)
+    line.take(generation)
+    for message in said(agree(membership, 1, {0: 1, 1: 0, 3: 0}), Resume):
+        line.take(message)
+    line.adopt(generation)
+    for rank, share in ((3, {"1": 4.000001}), (1, {"0": 2.0})):
+        for message in said(membership.receive(Contribution(rank, 1, "norm", share, 2), 0.0), Collected):
+            line.take(message)
+    assert line.collected(1, "norm") == {"0": 2.0, "1": 4.0}
+
+
+@pytest.mark.parametrize("name, keys", [("loss", ("0.0", "1.0")), ("norm", ("0", "1"))])
+def test_what_is_said_of_a_committed_step_counts_no_more(name, keys):
+    """Somebody who had stepped before a failure says its losses once more, and the others were quicker."""
+    membership = started()
+    step(membership, 0, 1)
+    membership.receive(Contribution(2, 1, name, {keys[0]: 2.0}, 2), 0.0)
+    assert not any(isinstance(message, Collected) for message in step(membership, 0, 2))
+    assert membership.receive(Contribution(3, 1, name, {keys[1]: 4.0}, 2), 0.0).messages == []
 
 
 def test_losses_that_went_down_with_a_worker_are_not_waited_for():
     """A host dies with them under way: the step counts, its loss is that of the others, and nothing that is said again replaces it."""
     membership = started()
-    membership.receive(Contribution(3, 0, 1, "loss", {"1.0": 4.0}, 2), 0.0)
+    membership.receive(Contribution(3, 1, "loss", {"1.0": 4.0}, 2), 0.0)
     membership.receive(Exited(2, -9, 0.0), 0.0)
     out = agree(membership, 1, {0: 1, 1: 1, 3: 1})
     assert [type(message) for _, message in out.messages] == [Collected, Committed, Resume]
@@ -85,11 +148,11 @@ def test_losses_that_went_down_with_a_worker_are_not_waited_for():
 
 def test_losses_that_are_said_again_after_a_failure_do_not_replace_the_complete_ones():
     membership = started()
-    membership.receive(Contribution(2, 0, 1, "loss", {"0.0": 2.0}, 2), 0.0)
-    assert said(membership.receive(Contribution(3, 0, 1, "loss", {"1.0": 4.0}, 2), 0.0), Collected)
+    membership.receive(Contribution(2, 1, "loss", {"0.0": 2.0}, 2), 0.0)
+    assert said(membership.receive(Contribution(3, 1, "loss", {"1.0": 4.0}, 2), 0.0), Collected)
     membership.receive(Exited(2, -9, 0.0), 0.0)
     agree(membership, 1, {0: 0, 1: 0, 3: 0})
-    assert membership.receive(Contribution(3, 1, 1, "loss", {"1.0": 4.0}, 2), 0.0).messages == []
+    assert membership.receive(Contribution(3, 1, "loss", {"1.0": 4.0}, 2), 0.0).messages == []
     assert not any(isinstance(message, Collected) for message in step(membership, 1, 1, [0, 1, 3]))
 
 
@@ -297,6 +360,17 @@ def test_a_death_while_the_others_say_goodbye_does_not_hold_them_up():
     assert said(out, Over) == [Over(0)]
 
 
+def test_a_second_death_while_the_others_say_goodbye_does_not_hold_them_up_either():
+    membership = started()
+    step(membership, 0, 1)
+    membership.receive(Exited(3, -9, 0.0), 0.0)
+    membership.receive(Left(0), 0.0)
+    membership.receive(Report(1, 1, 1, "plan", {"params": "of rank 1"}), 0.0)
+    out = membership.connection_lost(2, 0.0)
+    assert resumed(out) == [(1, 1)] and membership.regrouping is None
+    assert said(membership.receive(Left(1), 0.0), Over) == [Over(0)] and not membership.regroup_overdue(1.0).messages
+
+
 def test_a_death_when_all_others_have_left_is_no_failure():
     membership = started()
     step(membership, 0, 1)
@@ -304,6 +378,55 @@ def test_a_death_when_all_others_have_left_is_no_failure():
     for rank in (0, 1, 2):
         out = membership.receive(Left(rank), 0.0)
     assert said(out, Over) == [Over(0)] and membership.regrouping is None
+
+
+def test_who_is_gone_without_a_goodbye_once_its_leave_holds_has_left():
+    membership = started()
+    membership.receive(Leaving(3, "SIGTERM"), 0.0)
+    for number in (1, 2):
+        step(membership, 0, number)
+    agree(membership, 1, {0: 2, 1: 2, 2: 2})
+    out = membership.connection_lost(3, 0.0)
+    assert [event.kind for event in out.events] == ["left"] and not out.messages and not membership.lost
+    (generation,) = said(membership.receive(Exited(0, -9, 0.0), 0.0), Generation)
+    assert said(agree(membership, generation.number, {1: 2, 2: 2}), Generation) == [], "nobody plans the leave once more"
+
+
+@pytest.mark.parametrize("gone", ([], [0], [0, 1]))
+def test_a_death_at_a_planned_end_is_no_failure(gone):
+    """The last of its stage, or the first to go at all: all steps up to the end are committed."""
+    membership = started()
+    (end,) = said(membership.receive(Terminate(0, "SIGTERM"), 0.0), End)
+    for number in range(1, end.step):
+        step(membership, 0, number)
+    for rank in gone:
+        membership.receive(Left(rank), 0.0)
+    out = membership.connection_lost(2, 0.0)
+    assert not said(out, End) and not said(out, Generation)
+    for rank in {0, 1, 3}.difference(gone):
+        out = membership.receive(Left(rank), 0.0)
+    assert said(out, Over) == [Over(0)]
+
+
+def test_nothing_is_committed_once_the_job_has_failed():
+    """A norm that nobody has judged may be behind it."""
+    membership = started()
+    for rank in (2, 3):
+        membership.receive(Exited(rank, -9, 0.0), 0.0)
+    assert membership.ended.failed
+    assert not any(membership.receive(Stepped(rank, 0, 1), 0.0).messages for rank in (0, 1))
+    assert membership.committed == 0
+
+
+@pytest.mark.parametrize("end", (None, End(5, "SIGTERM", failed=False), End(0, "no worker left", failed=True)))
+def test_who_loses_the_coordinator_ends_whatever_was_planned(end):
+    line = Line(1)
+    if end is not None:
+        line.take(end)
+    assert line.lose_coordinator() == (end is None or not end.failed)
+    with pytest.raises(JobEnded):
+        line.check()
+    assert not line.lose_coordinator()
 
 
 def test_a_planned_leave_that_meets_a_death_makes_a_membership_without_both():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import COMPUTE
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.planner import plan
@@ -23,7 +26,7 @@ def test_order_is_train_schedule(stages: int, micro_batches: int) -> None:
     for stage in range(stages):
         stock = schedule.TrainSchedule(micro_batches, stages, stage)
         theirs = [names[type(command)] for commands in stock.steps() for command in commands if type(command) in names]
-        program = planned.programs[Seat(1, stage)][:-2]
+        program = [one for one in planned.programs[Seat(1, stage)] if one.op in COMPUTE]
         assert [one.op.value for one in program] == theirs
         for op in "FB":
             assert [one.micro_batch.index for one in program if one.op.value == op] == list(range(micro_batches))
@@ -37,7 +40,7 @@ def test_period_is_the_textbook_one(stages: int, micro_batches: int) -> None:
 
 def test_unsplit_and_fault_free_is_1f1b_whatever_else_is_on() -> None:
     view, costs = Topology(2, 4, 6).full(), CostModel.uniform(4)
-    assert plan(view, costs, Policy(split_backward=False)).digest == plan(view, costs, STOCK).digest
+    assert plan(view, costs, Policy(split_backward=False)).digest == plan(view, costs, replace(STOCK, stagger_optimizer=True)).digest
 
 
 def test_a_cap_below_1f1b_is_kept() -> None:

@@ -16,6 +16,7 @@ from recycle_plugin.core.topology import Topology
 from recycle_plugin.planner import PlanError, plan, refine
 from recycle_plugin.planner.benchmark import small_case
 from recycle_plugin.planner.climb import climb, measure
+from recycle_plugin.planner.exact import exact
 from recycle_plugin.planner.make import prepare, solve
 from recycle_plugin.planner.moves import opened
 from recycle_plugin.planner.search import climbed, net
@@ -86,6 +87,16 @@ def test_the_exact_stage_ends_at_the_optimum() -> None:
     planned = plan(view, costs, policy)
     assert planned.period_us == 29
     assert refine(planned, costs, 0.0, exact_s=20.0).period_us == 28
+
+
+@pytest.mark.parametrize("policy", (Policy(activation_cap="1f1b"), Policy(activation_cap="1f1b", stagger_optimizer=False)), ids=("staggered", "together"))
+def test_an_exact_schedule_with_gradients_that_take_no_time_keeps_the_bound(policy) -> None:
+    """Some then start together that need each other: 26, by an order that nobody can run."""
+    pytest.importorskip("ortools")
+    costs = CostModel((4, 4, 4), (2, 4, 0), (6, 3, 3), reduce=(3, 3, 3), step=(3, 3, 3))
+    problem = prepare(Topology(1, 3, 1, ((0, 2),)).full(), costs, policy)
+    solution, least = solve(problem)
+    assert exact(problem, solution, 5.0).period == solution.period == least == 30
 
 
 @pytest.mark.parametrize("block", (2, None))

@@ -22,17 +22,6 @@ from tests.pure.jobs import EXAMPLE, LOST, STOCK, UNIT, jobs
 WEIGHTS = (3, 5, 7, 11)
 
 
-@given(jobs())
-@settings(max_examples=40)
-def test_simulation_is_no_slower_than_the_plan(job) -> None:
-    view, costs, policy = job
-    planned = plan(view, costs, policy)
-    predicted = predict(planned, costs, 8)
-    assert predicted.period_us <= planned.period_us
-    if not policy.stagger_optimizer:
-        assert predicted.period_us == planned.period_us == predicted.first_step_us
-
-
 def test_running_example_keeps_its_period_in_the_simulator() -> None:
     costs = CostModel.uniform(4, reduce=2, step=1)
     for view in (EXAMPLE.full(), EXAMPLE.full().without(LOST)):

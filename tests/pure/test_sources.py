@@ -52,7 +52,7 @@ class Ends:
 
     def meet(self) -> None:
         """Everybody hears what everybody has."""
-        held = {seat: frozenset(Datum("act", 0, one, self.step) for one in self.traces[seat]) for seat in self.view.live}
+        held = {seat: frozenset((Datum("params", seat.stage, None, self.step), *(Datum("act", 0, one, self.step) for one in self.traces[seat]))) for seat in self.view.live}
         self.standing = Standing(planned(self.view), held, {seat: {self.step: dict(self.kept[seat])} for seat in self.ends if self.kept[seat]}, {})
 
     def provide(self, seat: Seat, sends: int | None = None) -> None:

@@ -51,7 +51,7 @@ def validating(**more: object):
 
 
 def share(membership, rank: int, number: int, value: float) -> Output:
-    return membership.receive(Contribution(rank, membership.generation, number, SHARE, {str(rank // 2): value}, 2), 0.0)
+    return membership.receive(Contribution(rank, number, SHARE, {str(rank // 2): value}, 2), 0.0)
 
 
 def reported(membership, stepped: dict[int, int], informed: dict[int, int]) -> Output:
@@ -96,12 +96,12 @@ def test_a_failure_after_a_rejection_asks_who_has_heard_of_it(informed, committe
 
 def test_losses_of_steps_after_a_rejected_one_are_computed_again():
     membership = validating()
-    membership.receive(Contribution(2, 0, 2, LOSS, {"0.0": 7.0}, 2), 0.0)
+    membership.receive(Contribution(2, 2, LOSS, {"0.0": 7.0}, 2), 0.0)
     share(membership, 0, 1, 5.0)
     share(membership, 2, 1, 4.0)
     reported(membership, dict.fromkeys(range(4), 1), {})
-    assert not said(membership.receive(Contribution(3, 1, 2, LOSS, {"1.0": 1.0}, 2), 0.0), Collected)
-    (collected,) = said(membership.receive(Contribution(2, 1, 2, LOSS, {"0.0": 2.0}, 2), 0.0), Collected)
+    assert not said(membership.receive(Contribution(3, 2, LOSS, {"1.0": 1.0}, 2), 0.0), Collected)
+    (collected,) = said(membership.receive(Contribution(2, 2, LOSS, {"0.0": 2.0}, 2), 0.0), Collected)
     assert collected.values == {"0.0": 2.0, "1.0": 1.0}
 
 
@@ -110,7 +110,7 @@ def test_a_norm_that_is_not_finite_ends_the_job_unless_such_steps_are_to_be_skip
     for nonfinite in ("end", "skip"):
         membership = validating(nonfinite=nonfinite)
         for rank, value in ((0, math.nan), (2, 1.0)):
-            out = membership.receive(Contribution(rank, 0, 1, name, {str(rank // 2): value}, 2), 0.0)
+            out = membership.receive(Contribution(rank, 1, name, {str(rank // 2): value}, 2), 0.0)
         ends = said(out, End)
         assert bool(ends) == (nonfinite == "end")
         if ends:

@@ -281,6 +281,15 @@ def test_nobody_is_given_up_after_the_end():
     assert played.events == [] and played.fenced() == []
 
 
+def test_who_goes_after_a_failed_end_is_no_loss():
+    """All do, and none of them is why."""
+    membership = started()
+    membership.connection_lost(0, 0.0)
+    assert [end.failed for end in said(membership.connection_lost(1, 0.0), End)] == [True]
+    out = membership.connection_lost(2, 0.0)
+    assert not [event for event in out.events if event.kind == "lost"] and not out.messages
+
+
 @pytest.mark.parametrize("message", [Beat(1, 2, 3, WAITS, "x"), Pulse(1, True), Heard(3, 5.0), Fence(2, "why")])
 def test_the_messages_survive_the_wire(message):
     assert decode(encode(message)) == message

@@ -7,9 +7,17 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+
+from recycle_plugin.runtime.callers import Callers
+from recycle_plugin.runtime.group import MemberGroup
+from recycle_plugin.runtime.outcomes import Outcomes
+from recycle_plugin.runtime.touch import FirstTouch
 
 from .conftest import FakeCoordinator, generation
 
@@ -143,7 +151,7 @@ def test_a_link_that_connects_late_leaves_the_next_ones_connections_alone() -> N
     import torch.distributed as dist
 
     from recycle_plugin.runtime.errors import RecycleError
-    from recycle_plugin.runtime.group import Link, _sockets
+    from recycle_plugin.runtime.link import Link, _sockets
 
     def listening() -> int:
         return sum(port > 0 for port in _sockets().values())
@@ -165,3 +173,117 @@ def test_a_link_that_connects_late_leaves_the_next_ones_connections_alone() -> N
         for work in [group.allreduce([tensor]) for group, tensor in zip(groups, held)]:
             work.wait(timedelta(seconds=30))
     assert [tensor.item() for tensor in held] == [2.0, 2.0]
+
+
+def overtaken(rank: int, port: int, store_port: int, results, last: str) -> None:
+    """Rank 0 is through with the first sum, and in the second, when rank 2 dies; rank 1 hears of the death before it hears that the first is over."""
+    import torch
+    import torch.distributed as dist
+
+    from recycle_plugin.runtime import group
+    from recycle_plugin.runtime.errors import RecycleError
+    from recycle_plugin.runtime.session import Session
+
+    session = Session(("127.0.0.1", port), rank, wait_timeout_s=10)
+    group.register(session)
+    store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
+    dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)
+    session.between_steps = lambda: session.adopt(session.pending)
+    dist.barrier()
+    operate, late = group.MemberGroup._operate, [True]
+
+    def slow(self, name, link, start) -> None:
+        operate(self, name, link, start)
+        if late:
+            late.clear()
+            session.wait("the death", lambda: None)
+
+    group.MemberGroup._operate = slow if rank == 1 else operate
+    held = torch.arange(1.0, 4.0) * (rank + 1)
+    gathered = [torch.zeros(3) for _ in range(RANKS)]
+    try:
+        match last:
+            case "all_reduce":
+                dist.all_reduce(held)
+            case "all_gather":
+                dist.all_gather(gathered, held)
+            case "recv" if rank < 2:
+                dist.send(held, 1) if rank == 0 else dist.recv(held, 0)
+        group.MemberGroup._operate = operate
+        if rank == 2:
+            results.put((rank, "over", None))
+            results.close()
+            results.join_thread()
+            os.kill(os.getpid(), signal.SIGKILL)
+        own = torch.full((3,), 100.0 * (rank + 1))
+        dist.all_reduce(own)
+        results.put((rank, "both", (held.tolist(), own.tolist())))
+    except RecycleError as error:
+        results.put((rank, "both", str(error)))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+FIRST = {"all_reduce": [6.0, 12.0, 18.0], "recv": [1.0, 2.0, 3.0], "all_gather": None}
+
+
+@pytest.mark.parametrize("last", FIRST)
+def test_who_hears_of_a_loss_before_the_end_of_a_sum_takes_no_other_for_it(processes, last):
+    """The sum has the lost worker's part, as everybody's has; what gives each member its own can't be had again."""
+    from tests.support.cluster import free_port
+
+    coordinator, context = FakeCoordinator(), multiprocessing.get_context("spawn")
+    results, store_port = Results(context), free_port()
+    for rank in range(RANKS):
+        process = context.Process(target=overtaken, args=(rank, coordinator.address[1], store_port, results.queue, last), daemon=True)
+        process.start()
+        processes.append(process)
+    for _ in range(RANKS):
+        coordinator.accept()
+    results.of("over", {2})
+    processes[2].join(30)
+    coordinator.tell(generation(1, [0, 1]))
+    if FIRST[last]:
+        assert results.of("both", {0, 1}) == dict.fromkeys(range(2), (FIRST[last], [300.0] * 3))
+    else:
+        assert results.of("both", {1})[1].startswith("all_gather was over on rank 0 and not on rank 1 when a worker was lost, and its result")
+    coordinator.close()
+
+
+COLLECTIVES = {
+    "allreduce": lambda group, weight: group.allreduce([weight]),
+    "broadcast": lambda group, weight: group.broadcast([weight], dist.BroadcastOptions()),
+    "allgather": lambda group, weight: group.allgather([[torch.zeros(3)]], [weight]),
+    "gather": lambda group, weight: group.gather([[torch.zeros(3)]], [weight], dist.GatherOptions()),
+    "scatter": lambda group, weight: group.scatter([weight], [[torch.zeros(3)]], dist.ScatterOptions()),
+    "reduce": lambda group, weight: group.reduce([weight], dist.ReduceOptions()),
+    "all_gather_single": lambda group, weight: group.all_gather_single(torch.zeros(3), weight),
+    "reduce_scatter_single": lambda group, weight: group.reduce_scatter_single(torch.zeros(3), weight, dist.ReduceScatterOptions()),
+    "all_to_all_single": lambda group, weight: group.all_to_all_single(torch.zeros(3), weight, [], [], dist.AllToAllOptions()),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_of_the_script_over_parameters_waits_for_their_commit(coordinator, name):
+    session, weight, settled = coordinator.session(0), torch.ones(3), []
+
+    def settle() -> None:
+        with touch.lifted():
+            settled.append(True)
+
+    touch = FirstTouch(lambda: [weight], lambda: bool(settled), settle)
+    coordinator.tell(generation(1, [0]))
+    session.wait("the start", lambda: session.pending, interruptible=False)
+    session.adopt(session.pending)
+    alone = SimpleNamespace(group_rank=0, group_size=1, group_id="alone", store=dist.HashStore(), timeout=timedelta(seconds=30), global_ranks_in_group=[0])
+    group = MemberGroup(session, Callers(session), Outcomes(session), alone)
+    with touch.lifted():
+        pass
+    try:
+        group.allreduce([torch.ones(3)])
+        assert not settled
+        COLLECTIVES[name](group, weight)
+        assert settled
+    finally:
+        settle()  # nothing stays on this thread's stack of modes

@@ -97,10 +97,13 @@ def test_a_newer_generation_replaces_the_one_that_is_waited_for(coordinator):
     assert session.number == 2 and session.pending is None
 
 
-def test_contributions_are_handed_out_once(coordinator):
+def test_contributions_are_handed_out_until_a_later_step_is_committed(coordinator):
     session = coordinator.session(0, wait_timeout_s=0.2)
-    coordinator.tell(Collected(0, 2, "loss", {"0.0": 1.5}))
-    assert session.wait_collected(2, "loss") == {"0.0": 1.5}
+    coordinator.tell(Collected(2, "loss", {"0.0": 1.5}))
+    for _ in range(2):
+        assert session.wait_collected(2, "loss") == {"0.0": 1.5}
+    coordinator.tell(Committed(3))
+    session.wait_committed(3)
     with pytest.raises(WaitTimeout, match="contributions to the loss of step 2"):
         session.wait_collected(2, "loss")
 

@@ -70,6 +70,11 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
             'recycle.clip: "validate" contradicts recycle.norm = "deepspeed", which is no norm over all stages; write "sync", or set recycle.norm to true',
         ),
         (
+            {"clip": "validate", "stagger_optimizer": False},
+            'recycle.clip: "validate" contradicts recycle.stagger_optimizer = false, by which each step waits for all stages, as it would for the norm; '
+            'write "sync", or set recycle.stagger_optimizer to true',
+        ),
+        (
             {"loss_scaling": True},
             'recycle.loss_scaling: contradicts recycle.nonfinite = "end", since overflows are how the scale is found; write false, or set '
             'recycle.nonfinite to "skip"',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from contextlib import nullcontext
 from typing import Callable
 
 import pytest
@@ -33,7 +34,7 @@ def process_group():
 def gradients() -> Callable:
     """``gradients(model, inputs, mode)``: (input gradients, parameter gradients) of a copy of ``model``.
 
-    ``mode``: ``stock``; ``hold`` (I, then W); ``outside`` (converted, but backward outside of hold()).
+    ``mode``: ``stock``; ``hold`` (I, then W); ``outside`` (converted, but neither in forward() nor in hold()).
     Micro-batch i runs under ``torch.manual_seed(i)``; gradients of the output are random.
     """
 
@@ -43,7 +44,8 @@ def gradients() -> Callable:
         deferred = None if mode == "stock" else DeferredWeights(model)
         for index, x in enumerate(inputs):
             torch.manual_seed(index)
-            output = model(x)
+            with deferred.forward() if mode == "hold" else nullcontext():
+                output = model(x)
             gradient = torch.randn_like(output)
             if mode == "hold":
                 with deferred.hold() as pending:
@@ -58,7 +60,7 @@ def gradients() -> Callable:
 
 @pytest.fixture
 def assert_bitwise(gradients) -> Callable:
-    """Split and converted-but-fused backward equal stock backward bit for bit over the micro-batches ``inputs``."""
+    """Split backward, and that of converted layers outside of forward(), equal stock backward bit for bit over the micro-batches ``inputs``."""
 
     def check(model, inputs) -> None:
         stock_inputs, stock = gradients(model, inputs, "stock")

@@ -39,7 +39,8 @@ def test_stock_backward_costs_both_in_one_go(slept, first_stage):
 def test_split_backward_costs_i_then_w(slept, first_stage):
     model = layers()
     deferred = DeferredWeights(model)
-    output = model(torch.ones(3, 4, requires_grad=not first_stage))
+    with deferred.forward():
+        output = model(torch.ones(3, 4, requires_grad=not first_stage))
     slept.clear()
     with deferred.hold() as pending:
         output.sum().backward()

@@ -217,7 +217,8 @@ def test_thirty_steps_of_split_backward_learn_the_text():
     for step in range(30):
         torch.manual_seed(step)
         x, labels = (torch.stack(column) for column in zip(*(text[8 * step + i] for i in range(8))))
-        loss = gpt_loss(model(x), labels)
+        with deferred.forward():
+            loss = gpt_loss(model(x), labels)
         with deferred.hold() as pending:
             loss.backward()
         pending.run()

@@ -136,7 +136,16 @@ def mixture() -> nn.Module:
     return MoE(4, linear())
 
 
+def rotation() -> nn.Module:
+    layer = linear()
+    layer.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    return layer
+
+
 MODELS = {
+    "complex in bf16": ([rotation], {"config": BF16}, "0.phase is complex, and bf16's master weights are real: leave that out, or keep the weight as a real parameter"),
+    "complex and exact": ([rotation], {"config": {"recycle": {"exact": True}}}, "0.phase is complex, and recycle.exact sums real numbers only: leave that out"),
+    "complex": ([rotation], {}, "data parallelism is 1"),
     "an ordinary one": ([linear], {}, "data parallelism is 1: a lost worker would have no peer"),
     "no pipeline": (None, {}, "recycle.enabled needs a deepspeed.pipe.PipelineModule, and the model is a Linear"),
     "no optimizer": ([linear], {"optimizer": None}, 'there is no optimizer: add an "optimizer" section to the DeepSpeed config, or pass optimizer= to'),
@@ -175,7 +184,7 @@ def test_a_model_that_asks_for_what_is_not_supported(deepspeed_alone, name):
     kind = type("Model", (*more.get("bases", ()), PipelineModule), {})
     model = kind([make() for make in layers], num_stages=1, loss_fn=nn.functional.mse_loss) if layers else linear()
     with pytest.raises(RecycleError) as refused:
-        check_config({}, model, more.get("optimizer", torch.optim.SGD), more.get("parameters"))
+        check_config(more.get("config", {}), model, more.get("optimizer", torch.optim.SGD), more.get("parameters"))
     print(refused.value)
     assert str(refused.value).startswith(line)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
+from typing import Callable
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from recycle_plugin.runtime import split_backward
-from recycle_plugin.runtime.split_backward import Converter, DeferredWeights, register_converter
+from recycle_plugin.runtime.operators import CONVERTERS, Converter, register_converter
+from recycle_plugin.runtime.split_backward import DeferredWeights, PendingWeights
 
 
 class Checkpointed(nn.Module):
@@ -52,6 +54,13 @@ def ids(*shape: int, count: int = 3) -> list[torch.Tensor]:
     return [torch.randint(0, 11, shape, generator=generator) for _ in range(count)]
 
 
+def in_i(deferred: DeferredWeights, run: Callable[[], object]) -> PendingWeights:
+    """A forward and its backward, as F and I do them; W is left."""
+    with deferred.forward(), deferred.hold() as pending:
+        run()
+    return pending
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bitwise_under_every_kind_of_checkpointing(assert_bitwise, kind):
     torch.manual_seed(0)
@@ -84,9 +93,7 @@ def test_bitwise_linear_whatever_the_memory_layout(inner, outer, rows, batch, bi
         x = laid_out(2, (rows, batch, inner), orders[input_order]).requires_grad_()
         gradient = laid_out(3, (rows, batch, outer), orders[gradient_order])
         if split:
-            with DeferredWeights(model).hold() as pending:
-                model(x).backward(gradient)
-            pending.run()
+            in_i(DeferredWeights(model), lambda: model(x).backward(gradient)).run()
         else:
             model(x).backward(gradient)
         results.append([x.grad, *(p.grad for p in model.parameters())])
@@ -168,8 +175,7 @@ def test_frozen_parameters_get_no_gradient(assert_bitwise, gradients):
 def test_i_delivers_no_weight_gradient_and_w_all():
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8))
     deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
-    with deferred.hold() as pending:
-        model(x).sum().backward()
+    pending = in_i(deferred, lambda: model(x).sum().backward())
     assert x.grad is not None and all(p.grad is None for p in model.parameters())
     assert len(pending) == 2
     # x, hidden, the gradients of both outputs (the last one is an expanded scalar)
@@ -191,7 +197,8 @@ def test_two_micro_batches_pending_at_once_keep_their_order(gradients):
     deferred, waiting = DeferredWeights(model), []
     for index, x in enumerate(inputs):
         torch.manual_seed(index)
-        output = model(x)
+        with deferred.forward():
+            output = model(x)
         gradient = torch.randn_like(output)
         with deferred.hold() as pending:
             output.backward(gradient)
@@ -210,22 +217,20 @@ def test_hooks_fire_once_in_w():
         node.register_hook(lambda *_, name=name: seen.append(("node", name, True)))
         nodes.append(node)
     deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
-    with deferred.hold() as pending:
-        model(x).sum().backward()
+    pending = in_i(deferred, lambda: model(x).sum().backward())
     assert seen == []
     pending.run()
     assert sorted(seen) == sorted((kind, name, True) for kind in ("tensor", "accumulated", "node") for name in ("weight", "bias"))
     seen.clear()
     model(x).sum().backward()
-    assert len(seen) == 6, "outside of hold() each hook fires once, too"
+    assert len(seen) == 6, "each hook fires once where nothing is split, too"
 
 
 def test_a_hook_that_changes_the_gradient_is_obeyed():
     model = nn.Linear(4, 4, bias=False)
     model.weight.register_hook(lambda gradient: gradient * 2)
     deferred, x = DeferredWeights(model), torch.ones(1, 4)
-    with deferred.hold() as pending:
-        model(x).sum().backward()
+    pending = in_i(deferred, lambda: model(x).sum().backward())
     pending.run()
     assert torch.equal(model.weight.grad, torch.full((4, 4), 2.0))
 
@@ -234,11 +239,10 @@ def test_engines_in_one_process_share_nothing():
     first, second = nn.Linear(16, 16), nn.Linear(16, 16)
     deferred, other = DeferredWeights(first), DeferredWeights(second)
     (x, *_) = activations(5, 16)
-    with deferred.hold() as pending, other.hold() as unused:
-        first(x).sum().backward()
+    with other.hold() as unused:
+        pending = in_i(deferred, lambda: first(x).sum().backward())
     assert (len(pending), len(unused)) == (1, 0)
-    with deferred.hold() as pending:
-        second(first(x)).sum().backward()
+    pending = in_i(deferred, lambda: second(first(x)).sum().backward())
     assert len(pending) == 1 and second.weight.grad is not None and first.weight.grad is None
 
 
@@ -247,8 +251,7 @@ def test_a_copied_model_is_cut_loose(clone):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
     copied = clone(model)
-    with deferred.hold() as pending:
-        copied(x).sum().backward()
+    pending = in_i(deferred, lambda: copied(x).sum().backward())
     assert len(pending) == 0 and all(p.grad is not None for p in copied.parameters())
     assert all(p.grad is None for p in model.parameters())
 
@@ -265,8 +268,7 @@ def test_restore_and_names():
     deferred.restore()
     assert "forward" not in vars(model[0])
     assert set(deferred.fused) == {"0", "1", "2"} and deferred.converted == ()
-    with deferred.hold() as pending:
-        model[0](activations(5, 16)[0]).sum().backward()
+    pending = in_i(deferred, lambda: model[0](activations(5, 16)[0]).sum().backward())
     assert len(pending) == 0 and model[0].weight.grad is not None
 
 
@@ -290,11 +292,10 @@ def test_autocast_and_no_grad_run_the_stock_layer():
     deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
     with torch.no_grad():
         assert not model(x).requires_grad
-    with deferred.hold() as pending, torch.autocast("cpu", dtype=torch.bfloat16):
-        output = model(x)
-        assert output.dtype is torch.bfloat16
-        output.float().sum().backward()
-    assert len(pending) == 0 and model.weight.grad is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pending = in_i(deferred, lambda: model(x).float().sum().backward())
+        assert model(x).dtype is torch.bfloat16
+    assert len(pending) == 0 and model.weight.grad is not None, "nothing to put off"
 
 
 def test_errors_say_what_went_wrong():
@@ -303,8 +304,7 @@ def test_errors_say_what_went_wrong():
     with pytest.raises(RuntimeError, match="hold\\(\\) inside hold\\(\\)"):
         with deferred.hold(), deferred.hold():
             pass
-    with deferred.hold() as pending:  # the failed one has been left properly
-        model(x).sum().backward()
+    pending = in_i(deferred, lambda: model(x).sum().backward())  # the failed one has been left properly
     with torch.no_grad():
         x.add_(1)
     with pytest.raises(RuntimeError, match="changed in place between I and W"):
@@ -315,9 +315,8 @@ def test_a_step_between_f_and_i_is_an_error_and_no_number():
     """Stock autograd notices through the weight that it saved; the node holds it by reference."""
     for deferred in (False, True):
         model = nn.Linear(16, 16)
-        if deferred:
-            DeferredWeights(model)
-        output = model(activations(5, 16)[0])
+        with DeferredWeights(model).forward() if deferred else nullcontext():
+            output = model(activations(5, 16)[0])
         with torch.no_grad():
             model.weight.mul_(2)
         with pytest.raises(RuntimeError, match="F and I: was the optimizer stepped" if deferred else "inplace operation"):
@@ -336,14 +335,9 @@ def test_a_backward_that_fails_leaves_nothing_behind():
 
     model = nn.Linear(16, 16)
     deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
-    with pytest.raises(ArithmeticError), deferred.hold():
-        model(Fails.apply(x)).sum().backward()
-    with deferred.hold() as pending:
-        model(x).sum().backward()
-    assert len(pending) == 1
     with pytest.raises(ArithmeticError):
-        model(Fails.apply(x)).sum().backward()
-    assert model.weight.grad is None and not deferred._deferral.ending
+        in_i(deferred, lambda: model(Fails.apply(x)).sum().backward())
+    assert len(in_i(deferred, lambda: model(x).sum().backward())) == 1 and model.weight.grad is None
 
 
 class Gate(nn.Module):
@@ -373,7 +367,7 @@ class GateOperator:
 
 @pytest.fixture
 def gate_converter(monkeypatch):
-    monkeypatch.setattr(split_backward, "_CONVERTERS", dict(split_backward._CONVERTERS))
+    monkeypatch.setitem(CONVERTERS, Gate, None)  # taken out again at the end
     register_converter(Gate, Converter("forward", lambda gate, x: (GateOperator(gate), x)))
 
 
@@ -386,7 +380,5 @@ def test_a_registered_layer_type_is_split(gate_converter, assert_bitwise):
 def test_w_builds_no_graph_even_where_an_operator_reads_its_weight(gate_converter):
     model, attached = Gate(), []
     model.gain.register_hook(lambda gradient: attached.append(gradient.requires_grad))
-    with DeferredWeights(model).hold() as pending:
-        model(activations(5, 16)[0]).sum().backward()
-    pending.run()
+    in_i(DeferredWeights(model), lambda: model(activations(5, 16)[0]).sum().backward()).run()
     assert attached == [False]

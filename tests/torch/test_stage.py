@@ -49,7 +49,7 @@ def stage_at(
     blocks = None if block is None else BlockSums(parameters, Policy(block=block).blocks(Topology(2, 3, 4)))
     model = StageModel(module, nn.functional.mse_loss, 2, stage == 0, stage == stages - 1, torch.device("cpu"))
     deferred = DeferredWeights(module) if split else None
-    return Stage(model, deferred, lambda micro_batch, step: keyed(random_key(1, step, micro_batch, stage)), blocks, masters), module, parameters
+    return Stage(model, deferred, lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, stage, half)), blocks, masters), module, parameters
 
 
 def tensor(seed: int, dtype: torch.dtype) -> torch.Tensor:

@@ -39,7 +39,7 @@ def reports(tmp_path_factory) -> list[dict]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("suffix", ("", ", checkpointed"))
-def test_converted_layers_train_bit_for_bit_as_stock_ones(reports, suffix):
+def test_converted_layers_are_stock_outside_of_the_plugins_own_forwards(reports, suffix):
     for report in reports:
         assert report["stock" + suffix] == report["converted" + suffix]
     losses = reports[0]["stock" + suffix]["losses"]

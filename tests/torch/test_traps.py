@@ -8,20 +8,25 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
+from typing import Callable
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from recycle_plugin.runtime.split_backward import DeferredWeights, LinearOperator, PendingWeights
+from recycle_plugin.runtime.operators import LinearOperator
+from recycle_plugin.runtime.split_backward import DeferredWeights, PendingWeights
 
 
 def batch(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*(shape or (64, 48)), generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def backward_halves(deferred: DeferredWeights, output: torch.Tensor, gradient: torch.Tensor) -> None:
+def both_halves(deferred: DeferredWeights, forward: Callable[[], torch.Tensor], gradient: torch.Tensor) -> None:
+    with deferred.forward():
+        output = forward()
     with deferred.hold() as pending:
         output.backward(gradient)
     pending.run()
@@ -50,8 +55,7 @@ def test_1_a_parameter_from_saved_tensors_is_an_alias_under_checkpointing():
 
     layer = nn.Linear(48, 48, bias=False)
     deferred = DeferredWeights(layer)
-    output = checkpoint(layer, batch(0), use_reentrant=False)
-    backward_halves(deferred, output, torch.ones_like(output))
+    both_halves(deferred, lambda: checkpoint(layer, batch(0), use_reentrant=False), torch.ones(64, 48))
     assert layer.weight.grad is not None
 
 
@@ -110,7 +114,7 @@ def test_2_an_attached_input_keeps_the_graph_behind_it_alive():
     deferred = DeferredWeights(layer)
 
     def cured(hidden):
-        with deferred.hold() as pending:
+        with deferred.forward(), deferred.hold() as pending:
             layer(hidden).sum().backward()
         assert len(pending) == 1
         return pending
@@ -124,7 +128,7 @@ def test_2_w_builds_no_graph():
     deferred = DeferredWeights(layer)
     delivered = []
     layer.weight.register_hook(lambda gradient: delivered.append(gradient.requires_grad))
-    backward_halves(deferred, layer(batch(0)), torch.ones(64, 48))
+    both_halves(deferred, lambda: layer(batch(0)), torch.ones(64, 48))
     assert delivered == [False] and layer.weight.grad.grad_fn is None
 
 
@@ -154,7 +158,7 @@ def test_3_a_parameter_among_the_inputs_fires_its_hooks_in_i():
     deferred = DeferredWeights(layer)
 
     def cured():
-        with deferred.hold():
+        with deferred.forward(), deferred.hold():
             layer(batch(0)).sum().backward()
 
     assert hooks_in_i(cured, layer.weight) == 0
@@ -180,7 +184,7 @@ def test_4_accumulating_inside_a_gemm_rounds_differently():
 
     deferred = DeferredWeights(layer)
     for x, gradient in pairs:
-        backward_halves(deferred, layer(x), gradient)
+        both_halves(deferred, lambda: layer(x), gradient)
     assert torch.equal(stock, layer.weight.grad)
 
 
@@ -200,14 +204,15 @@ def test_5_uses_of_one_weight_are_summed_before_they_are_accumulated():
         layer = nn.Linear(48, 48)
         deferred = DeferredWeights(layer) if pending_type else None
         for seed in range(3):
-            output = layer(torch.tanh(layer(torch.tanh(layer(batch(seed))))))
+            with nullcontext() if deferred is None else deferred.forward():
+                output = layer(torch.tanh(layer(torch.tanh(layer(batch(seed))))))
             gradient = batch(100 + seed).detach()
             if deferred is None:
                 output.backward(gradient)
                 continue
-            deferred._deferral.held = pending = pending_type()
-            output.backward(gradient)
-            deferred._deferral.held = None
+            with deferred.hold():
+                deferred._deferral.held = pending = pending_type()
+                output.backward(gradient)
             pending.run()
         return layer.weight.grad
 

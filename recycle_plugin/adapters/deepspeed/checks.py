@@ -12,8 +12,9 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.engine import layer_specs
-from recycle_plugin.adapters.deepspeed.refusals import refusals
+from recycle_plugin.adapters.deepspeed.refusals import bf16, refusals
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.settings import SECTION
 
 
 def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters: Any) -> None:
@@ -25,6 +26,7 @@ def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters:
     if wrong is not None:
         raise RecycleError(wrong)
     _check_layers(model)
+    _check_real(model, config)
     if optimizer is None and not config.get("optimizer"):
         raise RecycleError('there is no optimizer: add an "optimizer" section to the DeepSpeed config, or pass optimizer= to deepspeed.initialize')
     _check_module(model, parameters)
@@ -91,6 +93,14 @@ def _check_module(model: PipelineModule, parameters: Any) -> None:
             "data parallelism is 1: a lost worker would have no peer to take its micro-batches; "
             "use at least twice as many ranks as pipeline stages, or set recycle.enabled to false"
         )
+
+
+def _check_real(model: PipelineModule, config: dict[str, Any]) -> None:
+    """Converted to the master weights' fp32, complex ones lose their imaginary part, with stock DeepSpeed too; and Gloo's all-to-all takes none."""
+    why = "bf16's master weights are real" if bf16(config) is not None else "recycle.exact sums real numbers only" if config.get(SECTION, {}).get("exact") else None
+    name = next((name for name, parameter in model.named_parameters() if parameter.is_complex() and parameter.requires_grad), None)
+    if name is not None and why is not None:
+        raise RecycleError(f"{name} is complex, and {why}: leave that out, or keep the weight as a real parameter, and torch.view_as_complex it in the forward")
 
 
 def _check_layers(model: PipelineModule) -> None:

@@ -82,8 +82,9 @@ def counted(parameters: Parameters, stage: int, kind: bool | str, elsewhere: Abs
 
 
 def squared_norm(parameters: Parameters) -> float:
-    """Sum of the squared elements of all gradients, in the arithmetic of DeepSpeed's clip_grad_norm_."""
-    norms = [parameter.grad.detach().float().norm(2.0) for parameter in parameters if parameter.grad is not None]
+    """Sum of the squared elements of all gradients, in the arithmetic of DeepSpeed's clip_grad_norm_ (which forgets imaginary parts)."""
+    gradients = (parameter.grad.detach() for parameter in parameters if parameter.grad is not None)
+    norms = [(torch.view_as_real(each) if each.is_complex() else each).float().norm(2.0) for each in gradients]
     return torch.stack(norms).pow(2.0).sum().float().item() if norms else 0.0
 
 

@@ -7,6 +7,7 @@ used in this module only.
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -49,12 +50,14 @@ from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.fingerprint import arithmetic, fingerprint
 from recycle_plugin.runtime.kept import Kept
 from recycle_plugin.runtime.loop import Loop
-from recycle_plugin.runtime.randomness import key
+from recycle_plugin.runtime.randomness import key, keyed_torch
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage import Stage, StageModel
 from recycle_plugin.runtime.stopwatch import Stopwatch
 from recycle_plugin.runtime.supply import Supply
+from recycle_plugin.runtime.surroundings import Surroundings
+from recycle_plugin.runtime.touch import FirstTouch
 from recycle_plugin.runtime.trace import TraceFile
 from recycle_plugin.runtime.transport import Transport
 from recycle_plugin.runtime.world import OUTWARD, TorchWorld
@@ -93,7 +96,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         self._parameters = trained(self.module) if self.masters is None else self.masters.parameters
         self._as_started = AsStarted(self.module)
         blocks = BlockSums(self._parameters, self._blocks()) if settings.exact else None
-        self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks, self.masters)
+        self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks, self.masters, self._say_fused, partial(self._job.session.note, "warning"))
         self._transport = Transport(self._job.session)
         self._kept = Kept(settings.keep_bytes)
         ends = self.is_first_stage() or self.is_last_stage()
@@ -103,12 +106,14 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         self._stepping = Stepping(
             self, self._stage, self._parameters, blocks, self._ties.weights, self._job.session, settings, fp16, super()._exec_optimizer_step
         )
+        self._touch = FirstTouch(self._stepping.changed, lambda: self._loop is None or self._loop.settled, self.settle)
+        os.register_at_fork(before=self._touch.now)
+        self._surroundings = Surroundings(self.module, self.device.type, lambda: self.basic_optimizer.param_groups)
         self._loop: Loop | None = None
         self._trace: TraceFile | None = None
         self._program: Program | None = None
         self._last_forward: Instruction | None = None
         self._arrived: tuple[torch.Tensor, ...] = ()
-        self.module.register_state_dict_pre_hook(lambda *_: self.settle())
 
     # --- what scripts call -------------------------------------------------------------------------
 
@@ -116,18 +121,28 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         """One optimizer step; returns the mean loss over all micro-batches of all replicas, on every worker.
 
         It may return before the step is committed.  What it returned stays final: recovery finishes
-        the step inside the next call into the engine.
+        the step inside the next call into the engine.  Whatever of torch's touches parameters or the optimizer's state first, in
+        the thread that trains, waits for the commit, so that what is read stays and what is written is not taken back; before
+        something else touches them (another thread, a kept numpy array or storage, C++ without torch's dispatch) call ``settle()``.
+        Learning rates and counts of steps are plain numbers: those of the step as it was applied, until then.
 
         ``data_iter``: as in DeepSpeed, read by the first and the last stage; core/sources.py has what happens to it after a loss.
         """
+        with self._touch.lifted():
+            return self._train_batch(data_iter)
+
+    def _train_batch(self, data_iter: Any) -> torch.Tensor:
         self._take_iterator(data_iter)
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         self._as_started.check()
         self._check_batch_size()
         self._start()
+        if not self._loop.settled and self._surroundings.changed():
+            self.settle()  # with what the script has changed for the next step as it was
         self._begin_with_data()
         self.module.train()
+        self._surroundings.remember()
         try:
             self._checkpoint_if_due()
             losses = self._loop.train(self._loop.machine.stepped + 1)
@@ -137,6 +152,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
             raise
         self.agg_train_loss = torch.tensor(sum(losses.values()) / len(losses), device=self.device)
         self._report_step()
+        self._surroundings.leave()
         return self.agg_train_loss
 
     def compile(self, *arguments: Any, **named: Any) -> None:
@@ -145,7 +161,8 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
     def settle(self) -> None:
         """Return when every step that ``train_batch`` has returned for is committed, whoever dies meanwhile."""
         if self._loop is not None:
-            self._loop.settle()
+            with self._touch.lifted(), self._surroundings.restored():
+                self._loop.settle()
 
     def finish(self) -> None:
         """Everybody's last step is committed and this worker may go."""
@@ -212,8 +229,8 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         }  # fmt: skip
 
     def _stage_model(self) -> StageModel:
-        first, last = self.is_first_stage(), self.is_last_stage()
-        return StageModel(self.module, self.module.loss_fn, self.micro_batches, first, last, self.device, partial(reentrant, self.module))
+        first, last, keyed = self.is_first_stage(), self.is_last_stage(), self._job.settings.rng == "keyed"
+        return StageModel(self.module, self.module.loss_fn, self.micro_batches, first, last, self.device, partial(reentrant, self.module), keyed)
 
     def _blocks(self) -> Blocks:
         return self._job.settings.policy(False, self.num_stages).blocks(self.topology_)
@@ -281,8 +298,9 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
     def _between_steps(self) -> None:
         """A membership change has broken a collective of the user's script: recover, then it is tried again."""
         stepped = self._loop.machine.stepped
-        self._loop.recover()
-        self._loop.advance(stepped)
+        with self._touch.lifted(), self._surroundings.restored():
+            self._loop.recover()
+            self._loop.advance(stepped)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         """Plans go through the one executor; stock schedules (evaluation) through stock code."""
@@ -314,6 +332,13 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
             self._kept.put(Datum("act", self.stage_id, instruction.micro_batch, instruction.step), made)
         elif instruction == self._last_forward and instruction.step > 0:
             self._say_losses(instruction.step)
+
+    def _say_fused(self, names: tuple[str, ...]) -> None:
+        self._job.session.note(
+            "fused", f"the backward of {', '.join(names)} on stage {self.stage_id} is not split any more: a forward differentiates by its parameters, or "
+            "twice through it, or they have hooks; the numbers are stock's, with less to overlap",
+            stage=self.stage_id, layers=names,
+        )  # fmt: skip
 
     def _say_losses(self, step: int) -> None:
         losses = self.losses_of(step)
@@ -396,7 +421,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
 
     def _contribute(self, step: int, name: str, values: dict[str, float], expected: int) -> None:
         session = self._job.session
-        session.send(Contribution(session.rank, session.number, step, name, values, expected))
+        session.send(Contribution(session.rank, step, name, values, expected))
 
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
@@ -417,11 +442,11 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
 
     # --- state beside the weights ------------------------------------------------------------------
 
-    def _randomness(self, micro_batch: MicroBatch, step: int) -> Any:
+    def _randomness(self, micro_batch: MicroBatch, step: int, half: str) -> Any:
         if self._job.settings.rng == "stream":
             return nullcontext()
-        place = self._places.before(step) + micro_batch.index
-        return keyed_forward(self.module, key(self._job.settings.seed, step, micro_batch, self.stage_id), place)
+        seed = key(self._job.settings.seed, step, micro_batch, self.stage_id, half)
+        return keyed_torch(seed) if half else keyed_forward(self.module, seed, self._places.before(step) + micro_batch.index)
 
 
 def engine_class(users: type, job: Job) -> type:

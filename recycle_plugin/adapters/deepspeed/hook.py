@@ -1,7 +1,7 @@
 """Where the plugin enters an unmodified training script.
 
 The script imports torch and DeepSpeed when and how it likes.  An import hook waits for that and
-wraps two public functions: ``torch.distributed.init_process_group``, so that groups can lose
+wraps three public functions: ``init_process_group`` and ``new_group`` of ``torch.distributed``, so that groups can lose
 members, and ``deepspeed.initialize``, which builds our engine where the config switches it on and
 the stock one, untouched, everywhere else.
 """
@@ -57,7 +57,15 @@ class Plugin:
                 backend = group.BACKEND
             return stock(backend, *arguments, **named)
 
+        stock_new_group = module.new_group
+
+        @functools.wraps(stock_new_group)
+        def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *arguments: Any, **named: Any) -> Any:
+            follows = module.get_backend() == "recycle"  # whoever asks for Gloo by name has a group that can't lose members otherwise
+            return stock_new_group(ranks, timeout, None if follows and backend in GLOO_NAMES else backend, *arguments, **named)
+
         module.init_process_group = init_process_group
+        module.new_group = module.distributed_c10d.new_group = new_group
 
     # --- DeepSpeed ---------------------------------------------------------------------------------
 
@@ -94,6 +102,7 @@ class Plugin:
         check_dataset(given.get("training_data"))
         check_placement(settings.placement, given.get("model"), os.environ["RECYCLE_PLACEMENT"])
         self.session.wait_timeout_s, self.session.regroup_timeout_s = settings.wait_timeout_s, settings.regroup_timeout_s
+        self.session.group_sums = settings.group_sums
         stock, module.PipelineEngine = module.PipelineEngine, engine_class(module.PipelineEngine, Job(self.session, settings))
         try:
             yield

@@ -8,10 +8,11 @@ will apply: stock code clips after STEP has begun.
 from __future__ import annotations
 
 import math
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 
+from recycle_plugin.adapters.deepspeed.bf16 import trained
 from recycle_plugin.adapters.deepspeed.clipping import Clipping, Skipped
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.adapters.deepspeed.scaling import LossScale
@@ -39,6 +40,7 @@ class Stepping:
     ) -> None:  # fmt: skip
         self._engine, self._stage, self._parameters, self._session = engine, stage, parameters, session
         self._validates, self._apply_stock = settings.clip == "validate", apply_stock
+        self._waits = settings.waits_for_norm(engine.gradient_clipping())
         self._gradients = Gradients(engine, parameters, blocks, tied)
         elsewhere = {weight.parameter for weight in tied if weight.stages[0] != engine.stage_id}
         self._clipping = Clipping(parameters, engine.stage_id, engine.grid.data_parallel_size, settings.norm, engine.gradient_clipping(), elsewhere)
@@ -46,6 +48,16 @@ class Stepping:
         self._undo = undo_record(settings.undo, parameters, engine.basic_optimizer, self._counters, self._set_counters)
         self._applying = 0  # the step that the optimizer is at
         stage.loss_scale = self._scale.value
+
+    def changed(self) -> Iterator[torch.Tensor]:
+        """What a step changes: weights, masters, and the optimizer's state as far as there is one; and buffers, which what is left of a step reads."""
+        optimizer = self._engine.basic_optimizer
+        yield from trained(self._engine.module)
+        yield from self._engine.module.buffers()
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for state in optimizer.state.values():
+            yield from filter(torch.is_tensor, state.values())
 
     # --- forwards ----------------------------------------------------------------------------------
 
@@ -62,9 +74,11 @@ class Stepping:
         self._gradients.tie(step)
 
     def validate(self, step: int) -> None:
-        """Wait for the gradient norm over all stages."""
-        self._say_share(step, NORM)
-        self._clipping.judge_by(step, self._session.wait_collected(step, NORM))
+        """Wait until all stages have their gradients, and where these are clipped, for the norm over them."""
+        self._say(step, NORM, self._share(step) if self._waits else 0.0)
+        shares = self._session.wait_collected(step, NORM)
+        if self._waits:
+            self._clipping.judge_by(step, shares)
 
     def apply(self, step: int) -> None:
         """Apply ``step``, or skip it where its norm is known and not finite."""
@@ -75,6 +89,7 @@ class Stepping:
         skips, scaled = self._clipping.skips(step), self._scale.value != 1.0
         once = self._skip if skips else self._unscale_and_apply if scaled else self._apply_stock
         self._gradients.apply(step, self._engine.basic_optimizer, once, scaled or self._clipping.clips(step))
+        torch.clear_autocast_cache()  # which may have weights as they were, cast, where a step ends in another one's train_batch
         self._rescale(step, skips)
 
     def clip(self) -> None:
@@ -87,16 +102,19 @@ class Stepping:
 
     def _validate_later(self, step: int) -> None:
         """The coordinator judges once it has all shares.  One that is not finite leaves nothing to judge, and no way back for some undo."""
-        share = self._say_share(step, SHARE)
+        share = self._share(step)
+        self._say(step, SHARE, share)
         if not math.isfinite(share):
             self._clipping.judge(step, share)
 
-    def _say_share(self, step: int, name: str) -> float:
+    def _share(self, step: int) -> float:
+        """This stage's part of the norm, squared."""
         with self._gradients.of(step):
-            share = self._clipping.share() / self._scale.value**2
+            return self._clipping.share() / self._scale.value**2
+
+    def _say(self, step: int, name: str, share: float) -> None:
         session, engine = self._session, self._engine
-        session.send(Contribution(session.rank, session.number, step, name, {str(engine.stage_id): share}, engine.num_stages))
-        return share
+        session.send(Contribution(session.rank, step, name, {str(engine.stage_id): share}, engine.num_stages))
 
     def _unscale_and_apply(self) -> None:
         self._scale.unscale(self._parameters)
@@ -131,6 +149,7 @@ class Stepping:
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back."""
         self._undo.restore()
+        torch.clear_autocast_cache()
         if self._engine.masters is not None:
             self._engine.masters.round_off()
         self._stage.drop_stashes(step)

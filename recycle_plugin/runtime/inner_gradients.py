@@ -1,0 +1,54 @@
+"""What a forward differentiates while it runs: energies, gradient penalties, learning inside of a layer.
+
+torch offers no seam here that sees every call: ``torch.autograd.grad`` may have been imported by name, and functions of ``torch.func``
+end in it too.  All of them, and ``backward``, reach the engine through one function of ``torch.autograd``, which is
+listened to while a forward runs, and called.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Callable, Iterator, Mapping
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+ENGINE = "_engine_run_backward"  # (outputs, gradients, retain_graph, create_graph, inputs, ..., accumulate_grad=)
+
+
+@contextmanager
+def engine_runs(heard: Callable[[tuple, bool], None]) -> Iterator[None]:
+    """``heard(inputs, accumulates)`` is called before each run of autograd's engine: for the gradients of ``inputs`` (none: of all leaves), which
+    are added to their ``.grad`` or, as by ``torch.autograd.grad``, returned."""
+    run = getattr(torch.autograd, ENGINE)
+
+    def told(outputs: object, *given: object, **named: object) -> object:
+        heard(given[3], named["accumulate_grad"])
+        return run(outputs, *given, **named)
+
+    setattr(torch.autograd, ENGINE, told)
+    try:
+        yield
+    finally:
+        setattr(torch.autograd, ENGINE, run)
+
+
+class InnerGradients:
+    """Of one forward.  ``parameters``: of the stage, by id.  ``asked``: those of which the forward wants gradients; ``adds``: whether it adds
+    to the ``.grad`` of some, as ``backward`` does."""
+
+    def __init__(self, parameters: Mapping[int, torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.asked: list[torch.nn.Parameter] = []
+        self.adds = False
+
+    def heard(self, inputs: tuple, accumulates: bool) -> None:
+        asked = asked_for(inputs, self._parameters)
+        self.asked += asked
+        self.adds |= accumulates and (bool(asked) or not inputs)
+
+
+def asked_for(inputs: tuple, known: Mapping[int, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """The parameters, ``known`` by id, among the tensors and ``torch.autograd.graph.GradientEdge`` that a run is for."""
+    leaves = (getattr(one.node, "variable", None) if isinstance(one, GradientEdge) else one for one in inputs)
+    return [known[id(leaf)] for leaf in leaves if id(leaf) in known]

@@ -1,0 +1,116 @@
+"""How often each rule of the protocol was needed: a rule that no seed needs is one that no seed checks.
+
+Counted from what goes to the coordinator and comes from it, and from what workers do with what they get; nothing in the code under test counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum
+from typing import Iterable
+
+from recycle_plugin.core.line import Line
+from recycle_plugin.core.membership import OF_MEMBERS, Membership
+from recycle_plugin.core.output import SUPERVISORS, Output
+from recycle_plugin.core.protocol import Committed, Contribution, Exited, Fence, Generation, Left, Missing, Report, Resume, Stepped
+
+
+class Rule(str, Enum):
+    """In words."""
+
+    LATE_COMMIT = "a STEP waited for the commit before it"
+    TAKEN_BACK = "a step was taken back"
+    ROLLED_FORWARD = "a stage's sum was taken from who had it"
+    SUMMED_AGAIN = "a sum was made again after a failure"
+    TIED_AGAIN = "a tied sum was made again after a failure"
+    NORM_KEPT = "a norm was asked for again, and was there"
+    TWICE_REJECTED = "a rejection was heard twice"
+    OLD_ERA = "a tensor computed with rejected weights was dropped"
+    OLD_STEP = "a tensor of a committed step was dropped"
+    FOR_WANT_OF_ROOM = "a kept tensor went for want of room"
+    REPLACED = "a change was replaced before it was adopted"
+    PLAN_AFTER = "a planned change waited for one that holds at once"
+    LOST_BEAT = "a lost worker's beat, note or goodbye was dropped"
+    LOST_WORD = "a lost worker's word on a step was dropped"
+    STALE_REPORT = "a report was overtaken by a newer generation"
+    STALE_COMPLAINT = "a complaint of a passed generation was dropped"
+    HALTED_STEP = "a step applied while the membership changes was not counted"
+    COMMITTED_WORD = "a word on a committed step was dropped"
+    LEFT_MEANWHILE = "a worker left while the membership changed"
+    FENCED = "a worker was fenced"
+    SENT_AGAIN = "all met again over new lines"
+    CHANGED_AGAIN = "the membership changed while it was changing"
+    COMMITTED_BY_CHANGE = "a step was committed by a change of the membership"
+    AHEAD = "somebody was a step ahead at a change of the membership"
+    REJECTED = "a step was rejected"
+    VOID = "later work was void"
+    CONFIRMED = "a death was known before the connection broke"
+    CONFIRMED_LATER = "a death was confirmed after the connection broke"
+    ENOUGH = "too few were left to go on, until a death was known"
+    LOSSES_GONE = "losses went down with a worker"
+    PLANNED = "a planned change was entered"
+    PLAN_LOST = "a planned change was overtaken by a loss"
+    PLANNED_AGAIN = "a leave was planned again"
+    END_LOST = "a planned end met a loss"
+
+
+class Exercised(Counter[Rule]):
+    """Of one run."""
+
+    def __init__(self, counts: Iterable = ()) -> None:
+        super().__init__(counts)
+        self._planned = False  # whether the generation that was published last is, and nobody has resumed for it
+
+    def said(self, message: object, membership: Membership) -> None:
+        """About to be handed to ``membership``."""
+        if isinstance(message, OF_MEMBERS) and message.rank in membership.lost:
+            self[Rule.LOST_WORD if isinstance(message, (Report, Stepped, Contribution)) else Rule.LOST_BEAT] += 1
+            return
+        changing = membership.regrouping is not None
+        match message:
+            case Report() if message.generation < membership.generation:
+                self[Rule.STALE_REPORT] += 1
+            case Missing() if message.generation < membership.generation:
+                self[Rule.STALE_COMPLAINT] += 1
+            case Stepped() if changing:
+                self[Rule.HALTED_STEP] += 1
+            case Contribution() if message.step <= membership.committed:
+                self[Rule.COMMITTED_WORD] += 1
+            case Left() if changing:
+                self[Rule.LEFT_MEANWHILE] += 1
+            case Exited():
+                self[Rule.CONFIRMED_LATER if message.rank in membership.lost else Rule.CONFIRMED] += 1
+
+    def answered(self, message: object, output: Output, membership: Membership, changing: bool, lost: bool) -> None:
+        """``output``: what ``membership`` has made of ``message``; ``changing``, ``lost``: before, whether it was changing, and had lost who says it."""
+        told = [each for whom, each in output.messages if not (whom == SUPERVISORS and isinstance(each, Fence))]
+        for each in told:
+            match each:
+                case Fence():
+                    self[Rule.FENCED] += 1
+                case Resume():
+                    self[Rule.PLANNED] += self._planned
+                    self[Rule.COMMITTED_BY_CHANGE] += any(isinstance(other, Committed) for other in told)
+                    self[Rule.VOID] += each.void
+                    self[Rule.PLANNED_AGAIN] += any(isinstance(other, Generation) and other.from_step > 0 for other in told)
+                    self._planned = False
+                case Generation():
+                    self._published(each, message, membership, changing, lost)
+        for event in output.events:
+            self[Rule.REJECTED] += event.kind == "rejected"
+            self[Rule.LOSSES_GONE] += event.text.startswith("the loss of step")
+            self[Rule.AHEAD] += event.kind == "resume" and event.details["ahead"] > 0
+
+    def _published(self, generation: Generation, message: object, membership: Membership, changing: bool, lost: bool) -> None:
+        self[Rule.SENT_AGAIN] += isinstance(message, Missing)
+        self[Rule.ENOUGH] += isinstance(message, Exited) and lost
+        if not generation.from_step:
+            self[Rule.CHANGED_AGAIN] += changing
+            self[Rule.PLAN_LOST] += self._planned
+            self[Rule.END_LOST] += membership.ended is not None
+        self._planned = generation.from_step > 0
+
+    def delivered(self, message: object, line: Line) -> None:
+        """About to be handed to a worker's ``line``."""
+        if isinstance(message, Generation) and line.interruption() is not None:
+            self[Rule.PLAN_AFTER if message.from_step else Rule.REPLACED] += 1

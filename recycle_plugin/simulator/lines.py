@@ -1,0 +1,66 @@
+"""How long messages take in a simulated cluster: every line, each way, has its own distance, and now and then something is held up.
+
+A line is one connection, so what goes into it comes out in the same order (as of TCP); lines know nothing of each other, so what a
+worker says may come long after its supervisor's word that it is dead, and one worker may hear of a commit when another is a step ahead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Hashable
+
+HELD_UP_US = (5_000, 30_000, 300_000)  # a message's way beside the distance: lost packets, a collector's pause, a full buffer
+
+
+@dataclass(frozen=True)
+class Weather:
+    """``far``: the share of lines that are as long as ``far_us``, others as ``near_us``; ``held_up``: the share of messages that are."""
+
+    near_us: tuple[int, int]
+    far: float = 0.0
+    far_us: tuple[int, int] = (0, 0)
+    held_up: float = 0.0
+
+
+FAIR = Weather((300, 300))
+UNEVEN = Weather((100, 2_000), 0.15, (5_000, 40_000), 0.01)
+STORMY = Weather((100, 5_000), 0.3, (20_000, 90_000), 0.05)
+
+
+class Lines:
+    """``seed`` decides about every message."""
+
+    def __init__(self, weather: Weather, seed: int) -> None:
+        self._weather, self._seed = weather, seed
+        self._lines: dict[Hashable, _Line] = {}
+
+    def arrival(self, line: tuple, now_us: int) -> int:
+        """When what goes into ``line``, one way of a connection, comes out.  Called in order of time."""
+        return self._of(line).arrival(now_us)
+
+    def hold(self, line: tuple, until_us: int) -> None:
+        """What goes into ``line`` from now on comes out then, or later."""
+        self._of(line).hold(until_us)
+
+    def _of(self, line: tuple) -> _Line:
+        if line not in self._lines:
+            self._lines[line] = _Line(self._weather, Random(f"{self._seed} {line}"))
+        return self._lines[line]
+
+
+class _Line:
+    def __init__(self, weather: Weather, random: Random) -> None:
+        self._random, self._held_up = random, weather.held_up
+        self._distance_us = random.randint(*(weather.far_us if random.random() < weather.far else weather.near_us))
+        self._last = 0
+
+    def arrival(self, now_us: int) -> int:
+        random, taken = self._random, self._distance_us
+        if self._held_up and random.random() < self._held_up:
+            taken += random.randrange(random.choice(HELD_UP_US))
+        self._last = max(self._last, now_us + taken)
+        return self._last
+
+    def hold(self, until_us: int) -> None:
+        self._last = max(self._last, until_us)

@@ -1,0 +1,67 @@
+"""What a simulated cluster is given: a job, the weather on its lines, and what goes wrong in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.faults import Fault
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.simulator.lines import FAIR, Weather
+
+MILLISECOND = 1000
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that goes wrong ``at_us``, for ``for_us`` where it passes.
+
+    ``kind``: kill; stop (SIGSTOP; wakes up again unless it was given up and fenced), unfenced (the same, and its supervisor
+    can't kill it), stuck (an instruction never ends), slow (takes ``percent``); drop, delay (what goes from ``seat`` to
+    ``peer`` is lost, or comes late); cut (``seats`` are cut off from all others); stall (the coordinator reads nothing); mute, deaf
+    (what the worker says to the coordinator, or the other way, is held up); rude (it dies where it should say goodbye); and what is asked for: leave (a worker is to go), end (the job is).
+    """
+
+    kind: str
+    at_us: int
+    seats: tuple[Seat, ...] = ()
+    peer: Seat | None = None
+    for_us: int = 0
+    percent: int = 100
+
+    def __str__(self) -> str:
+        names = "+".join(map(str, self.seats)) + (f">{self.peer}" if self.peer else "")
+        return f"{self.kind} {names} at {self.at_us / 1000:g} ms".replace("  ", " ") + (f" for {self.for_us / 1000:g} ms" if self.for_us else "")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job and its troubles.  ``faults``: kills and stops at named instructions and points.  ``torn``: seeds who is left
+    without the result when a peer dies in a REDUCE, and how late messages come; ``budget``: boundary tensors that a worker may keep once
+    sent; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that they wait for), 0: there is none;
+    ``rounds``: sums depend on their order, and nothing keeps it, as in real training outside exact mode."""
+
+    shape: Topology
+    costs: CostModel
+    policy: Policy
+    steps: int
+    troubles: tuple[Trouble, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    torn: int = 0
+    budget: int | None = None
+    torn_share: float = 0.5
+    clip: float = 0.0
+    weather: Weather = FAIR
+    rounds: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Sums have their order, whoever computes."""
+        return self.policy.block != 1
+
+    @property
+    def ordered(self) -> bool:
+        """Sums depend on their order."""
+        return self.exact or self.rounds

@@ -1,0 +1,106 @@
+"""A worker's loop at planned changes: they hold from their step on, no earlier and no later."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterator
+
+import pytest
+
+from recycle_plugin.core.contributions import LOSS, Contributions
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.instruction import Op
+from recycle_plugin.core.line import JobEnded, Line
+from recycle_plugin.core.loop import Loop, Program
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.protocol import Committed, Contribution, End, Generation, Member, Report, Resume
+from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.simulator.worker import Planner
+
+SHAPE, COSTS = Topology(2, 2, 2), CostModel.uniform(2)
+MEMBERS = tuple(Member(rank, seat, str(rank), "here") for rank, seat in enumerate(sorted(SHAPE.seats)))
+
+
+class Worker:
+    """Rank 0's port and replica: whatever it reports holds at once, and each step that it executes is committed.  No wait may be needed."""
+
+    def __init__(self) -> None:
+        self.line, self.ran = Line(0), []
+        self.loop = Loop(self, self, Planner(COSTS, Policy()), SHAPE, MEMBERS[0].seat, StepMachine(0))
+        self.line.take(Generation(1, MEMBERS, 0, "start", 0.0))
+        list(self.loop.start())
+
+    def send(self, message: object) -> None:
+        if isinstance(message, Report):
+            self.line.take(Resume(message.generation, message.stepped, {str(MEMBERS[0].seat): message.held}))
+
+    def wait(self, what: Any, ready: Callable[[], Any], interruptible: bool = True) -> Iterator[Any]:
+        yield from ()
+        value = ready()
+        assert value is not None, f"it would wait for {what}"
+        return value
+
+    def execute(self, program: Program) -> Iterator[Any]:
+        yield from ()
+        self.ran.append(program)
+        self.loop.applied(program.step)
+        self.line.take(Committed(program.step, {}))
+        self.loop.machine.commit(program.step)
+
+    def held(self) -> set:
+        return set()
+
+    def drawn(self) -> dict:
+        return {}
+
+    def clock(self) -> float:
+        return 0.0
+
+    def reach(self, point: str) -> None:
+        pass
+
+    def stand(self, standing: Any) -> None:
+        pass
+
+    def leave(self, members: Any) -> None:
+        pass
+
+    def train(self, steps: int) -> list[int]:
+        list(self.loop.advance(steps))
+        return [program.step for program in self.ran]
+
+
+def test_without_a_change_it_runs_one_step_after_the_other() -> None:
+    assert Worker().train(4) == [1, 2, 3, 4]
+
+
+def test_a_planned_end_holds_from_its_step_on() -> None:
+    worker = Worker()
+    worker.line.take(End(3, "enough", False, 75))
+    with pytest.raises(JobEnded, match="enough") as ended:
+        worker.train(4)
+    assert [program.step for program in worker.ran] == [1, 2] and (ended.value.failed, ended.value.code) == (False, 75)
+
+
+def test_a_planned_leave_is_left_at_its_step() -> None:
+    worker = Worker()
+    worker.line.take(Generation(2, MEMBERS[1:], 3, "leave", 0.0))
+    with pytest.raises(JobEnded, match="planned leave"):
+        worker.train(4)
+    assert [program.step for program in worker.ran] == [1, 2]
+
+
+def test_who_stays_does_the_others_work_from_that_step_on() -> None:
+    worker = Worker()
+    worker.line.take(Generation(2, tuple(member for member in MEMBERS if member.seat != Seat(1, 0)), 3, "leave", 0.0))
+    assert worker.train(4) == [1, 2, 3, 4]
+    assert [sum(one.op is Op.F for one in program.instructions) for program in worker.ran] == [2, 2, 4, 4]
+
+
+def test_a_commit_takes_no_losses_of_later_steps() -> None:
+    losses = Contributions()
+    assert losses.add(Contribution(0, 1, LOSS, {"0.0": 1.0}, 2)) is None
+    assert losses.add(Contribution(0, 2, LOSS, {"0.0": 2.0}, 2)) is None
+    assert list(losses.committed(1)) == [(1, {"0.0": 1.0})]
+    assert losses.add(Contribution(1, 2, LOSS, {"1.0": 3.0}, 2)) == {"0.0": 2.0, "1.0": 3.0}

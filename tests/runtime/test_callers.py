@@ -1,0 +1,315 @@
+"""What torch's collectives give once a member is lost, where they are refused, and ``recycle_plugin.mean``; three real processes over Gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+import recycle_plugin
+from recycle_plugin.core.instruction import Instruction
+from recycle_plugin.core.protocol import Note
+from recycle_plugin.runtime import group
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.session import Session
+
+from .conftest import FakeCoordinator, generation
+
+RANKS, HERE = 3, Path(__file__).name
+DIED = "rank 2 is lost"
+
+
+class Calls:
+    """What a script may ask for, as rank ``rank`` of RANKS, each with 1 more than its rank; ``own``: its group of one."""
+
+    def __init__(self, rank: int, own) -> None:
+        self.rank, self.own, self.peer, self.op = rank, own, 1 - rank, dist.ReduceOp
+
+    def value(self, length: int = 1) -> torch.Tensor:
+        return torch.full((length,), self.rank + 1.0)
+
+    def each(self) -> list[torch.Tensor]:
+        return [self.value() for _ in range(RANKS)]
+
+    def from_first(self) -> list[torch.Tensor] | None:
+        return self.each() if self.rank == 0 else None
+
+    def added(self, reduction=dist.ReduceOp.SUM, **named) -> float:
+        held = self.value()
+        dist.all_reduce(held, reduction, **named)
+        return held.item()
+
+    def extreme(self, reduction) -> float:
+        """On a line of its own, which nothing is said of."""
+        held = self.value()
+        dist.all_reduce(held, reduction)
+        return held.item()
+
+    def reduced(self, destination: int, reduction=dist.ReduceOp.SUM) -> float:
+        held = self.value()
+        dist.reduce(held, destination, reduction)
+        return held.item()
+
+    def mean(self) -> float:
+        return recycle_plugin.mean(self.value()).item()
+
+    def told(self) -> list:
+        held = ["of rank 0" if self.rank == 0 else None]
+        dist.broadcast_object_list(held, 0)
+        return held
+
+    def exchanged(self, peer: int) -> float:
+        """More than the system's buffers hold."""
+        held = torch.zeros(1 << 20)
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, self.value(1 << 20), peer), dist.P2POp(dist.irecv, held, peer)]):
+            work.wait()
+        return held.sum().item() / held.numel()
+
+    def among_the_live(self) -> list[float]:
+        held = [self.value(), self.value()]
+        dist.all_gather(held, self.value(), group=dist.new_group([0, 1]))
+        return torch.cat(held).tolist()
+
+    def between_steps(self) -> dict[str, Callable[[], object]]:
+        op, value = self.op, self.value
+        return {
+            "sum": lambda: [self.added() for _ in range(2)],
+            "product": lambda: self.added(op.PRODUCT),
+            "average": lambda: (self.added(op.AVG), self.added(op.AVG, async_op=True), self.mean(), dist.get_world_size()),
+            "average of whole numbers": lambda: dist.all_reduce(torch.tensor([1]), op.AVG),
+            "largest and smallest": lambda: (self.extreme(op.MAX), self.extreme(op.MIN)),
+            "sum in a group of one": lambda: self.added(group=self.own),
+            "reduce": lambda: (self.reduced(0), self.reduced(1, op.AVG)),
+            "reduce to the lost": lambda: self.reduced(2),
+            "barrier": dist.barrier,
+            "all_gather": lambda: dist.all_gather(self.each(), value()),
+            "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(value(RANKS), value()),
+            "gather": lambda: dist.gather(value(), self.from_first()),
+            "scatter": lambda: dist.scatter(value(), self.from_first()),
+            "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(value(), value(RANKS)),
+            "all_to_all_single": lambda: dist.all_to_all_single(value(RANKS), value(RANKS)),
+            "all_gather_object": lambda: dist.all_gather_object([None] * RANKS, self.rank),
+            "broadcast_object_list": self.told,
+            "broadcast from the lost": lambda: dist.broadcast(value(), 2),
+            "send to the lost": lambda: dist.send(value(), 2),
+            "receive from the lost": lambda: dist.recv(value(), 2),
+            "a batch of two": lambda: self.exchanged(self.peer),
+            "a batch with the lost": lambda: self.exchanged(2),
+            "a group of the live": self.among_the_live,
+        }
+
+    def inside(self) -> dict[str, Callable[[], object]]:
+        return {
+            "all_reduce": self.added,
+            "all_reduce, later": lambda: self.added(async_op=True),
+            "a mean": self.mean,
+            "send": lambda: dist.send(self.value(), self.peer),
+            "recv": lambda: dist.irecv(self.value(), self.peer),
+            "barrier": dist.barrier,
+            "broadcast": lambda: dist.broadcast(self.value(), 0),
+            "all_gather": lambda: dist.all_gather(self.each(), self.value()),
+            "in a group of one": lambda: self.added(group=self.own),
+        }
+
+
+def tried(call: Callable[[], object]) -> object:
+    try:
+        return call()
+    except RecycleError as error:
+        return str(error)
+
+
+def in_a_thread(call: Callable[[], object]) -> object:
+    said: list[object] = []
+    thread = threading.Thread(target=lambda: said.append(tried(call)), name="watcher")
+    thread.start()
+    thread.join(30)
+    return said[0]
+
+
+def in_a_program(calls: Calls, session: Session) -> dict[str, dict]:
+    found = {}
+    for name, work in (("layer", Instruction.parse("1F0.0@1")), ("iterator", "the data of step 1")):
+        with session.at_work(work):
+            found[name] = {called: tried(call) for called, call in calls.inside().items()}
+    return found
+
+
+def after_a_loss(rank: int, address: tuple[str, int], store_port: int, results) -> None:
+    """Rank 2 dies once all are connected; each of the others says what every collective gives, by name."""
+    session = Session(address, rank, wait_timeout_s=20)
+    group.register(session)
+    store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
+    dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)
+    calls = Calls(rank, [dist.new_group([one]) for one in range(RANKS)][rank])
+    session.between_steps = lambda: session.adopt(session.pending)
+    average = calls.op.AVG
+    found = {"average": [calls.added(average), calls.mean(), calls.reduced(0, average)], "whole": in_a_program(calls, session)}
+    if rank < 2:
+        dist.barrier()  # which breaks
+        assert session.number == 1
+        found |= {name: tried(call) for name, call in calls.between_steps().items()} | {"lost": in_a_program(calls, session)}
+        with session.at_work(Instruction.parse("1REDUCE@1")):
+            found["the plugin's own sum"] = calls.extreme(calls.op.SUM)
+        found["in a thread"] = in_a_thread(dist.barrier)
+        session.group_sums = "raise"
+        found["raise"] = tried(calls.added)
+    results.put((rank, found))
+    results.close()
+    results.join_thread()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def said():
+    """By rank what :func:`after_a_loss` has found, and the warnings."""
+    from tests.support.cluster import free_port
+
+    coordinator, context = FakeCoordinator(), multiprocessing.get_context("spawn")
+    results, store_port = context.Queue(), free_port()
+    started = [context.Process(target=after_a_loss, args=(rank, coordinator.address, store_port, results), daemon=True) for rank in range(RANKS)]
+    try:
+        for process in started:
+            process.start()
+        for _ in range(RANKS):
+            coordinator.accept()
+        found = dict([results.get(timeout=60)])
+        started[2].join(30)
+        coordinator.tell(generation(1, [0, 1]))
+        found |= dict(results.get(timeout=60) for _ in range(2))
+        notes = [note for note in coordinator.hear(Note) if note.kind == "warning"]
+    finally:
+        for process in started:
+            process.kill()
+            process.join(10)
+        coordinator.close()
+    return found, notes
+
+
+GIVES = {
+    "sum": [3.0, 3.0],
+    "product": 2.0,
+    "average": (1.5, 1.5, 1.5, RANKS),
+    "largest and smallest": (2.0, 1.0),
+    "barrier": None,
+    "broadcast_object_list": ["of rank 0"],
+    "a group of the live": [1.0, 2.0],
+    "the plugin's own sum": 3.0,
+}
+NEEDS_ALL = ("all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter_tensor", "all_to_all_single", "all_gather_object")
+REFUSED = {
+    "average of whole numbers": "torch.distributed.all_reduce with ReduceOp.AVG of a tensor of torch.int64: whole numbers have no average",
+    "reduce to the lost": "cannot reduce to rank 2: that worker is lost",
+    "broadcast from the lost": "cannot broadcast from rank 2: that worker is lost",
+    "send to the lost": "cannot send to rank 2: that worker is lost",
+    "receive from the lost": "cannot receive from rank 2: that worker is lost",
+    "a batch with the lost": "cannot send to rank 2: that worker is lost",
+    "in a thread": "torch.distributed.barrier over ranks 0, 1, 2, called at",
+}
+
+
+@pytest.mark.parametrize("call", GIVES)
+def test_what_the_live_members_get(said, call):
+    found, _ = said
+    assert [found[rank][call] for rank in (0, 1)] == [GIVES[call]] * 2
+    assert [found[rank]["sum in a group of one"] for rank in (0, 1)] == [1.0, 2.0] and [found[rank]["a batch of two"] for rank in (0, 1)] == [2.0, 1.0]
+
+
+def test_a_reduction_changes_its_destination_only(said):
+    found, _ = said
+    assert (found[0]["reduce"], found[1]["reduce"]) == ((3.0, 1.0), (2.0, 1.5))
+    assert [found[rank]["average"] for rank in (2,)] == [[2.0, 2.0, 3.0]], "while all three are alive"
+
+
+@pytest.mark.parametrize("call", (*NEEDS_ALL, *REFUSED))
+def test_what_can_not_be_right_is_refused(said, call):
+    found, _ = said
+    for rank in (0, 1):
+        text = found[rank][call]
+        print(text)
+        if call in NEEDS_ALL:
+            name = "all_gather" if call == "all_gather_object" else call
+            assert text.startswith(f"torch.distributed.{name} over ranks 0, 1, 2, called at ") and HERE in text and f"needs every member, and {DIED}" in text
+        else:
+            assert text.startswith(REFUSED[call])
+        assert len(text) < 400 and "\n" not in text
+
+
+def test_each_line_that_adds_up_is_said_once(said):
+    """By the lowest live member, and none of the plugin's own."""
+    found, notes = said
+    lines = [note.details["line"] for note in notes]
+    assert len(lines) == len(set(lines)) == 2, notes  # all sums of ``added``, and that of ``reduced``
+    for note in notes:
+        file, line = note.details["line"].rsplit(":", 1)
+        assert note.rank == 0 and Path(file).name == HERE and note.details["lost"] == [2]
+        called = Path(file).read_text().splitlines()[int(line) - 1].strip()
+        assert called in ("dist.all_reduce(held, reduction, **named)", "dist.reduce(held, destination, reduction)")
+        assert "adds up what 2 of 3 have, rank 2 being lost" in note.text and "recycle_plugin.mean(tensor, group)" in note.text
+    for rank in (0, 1):
+        assert "adds up what 2 of 3 have" in found[rank]["raise"] and f"{HERE}:" in found[rank]["raise"]
+
+
+@pytest.mark.parametrize("when", ("whole", "lost"))
+@pytest.mark.parametrize("work, name", (("layer", "1F0.0@1"), ("iterator", "the data of step 1")))
+def test_inside_a_program_all_of_them_are_refused_by_name(said, when, work, name):
+    """Before anything is sent, on every worker; in a group of one they go on."""
+    found, _ = said
+    for rank in (0, 1, 2) if when == "whole" else (0, 1):
+        texts = dict(found[rank][when][work])
+        assert texts.pop("in a group of one") == rank + 1.0
+        for called, text in texts.items():
+            called = {"all_reduce, later": "all_reduce", "a mean": "all_reduce"}.get(called, called)
+            assert text.startswith(f"torch.distributed.{called} over ranks 0, 1, 2, called at ") and f"in {name}: " in text and HERE in text
+            assert "recycle_plugin.mean(tensor, group)" in text and "\n" not in text
+
+
+# --- recycle_plugin.mean without the plugin -----------------------------------------------------------
+
+
+def plain(rank: int, port: int, results) -> None:
+    before = recycle_plugin.mean(torch.tensor([rank, 3.0])).tolist()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    held = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True) * (rank + 1)
+    made = recycle_plugin.mean(held.t())
+    large = recycle_plugin.mean(torch.tensor(60000.0, dtype=torch.float16))
+    found = (before, made.tolist(), held.tolist()[0], made.requires_grad, large.item(), str(large.dtype), recycle_plugin.mean(torch.tensor(1.0 + rank), alone).item(),
+             recycle_plugin.mean(torch.tensor([1j * rank])).tolist(), recycle_plugin.mean(torch.empty(0, 2)).shape)  # fmt: skip
+    results.put((rank, found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_the_mean_in_a_job_of_torch_alone():
+    """Before there are groups, in a group of one, of a tensor that is no block of memory, in half precision, of complex numbers, of nothing."""
+    from tests.support.cluster import free_port
+
+    context, port = multiprocessing.get_context("spawn"), free_port()
+    results = context.Queue()
+    started = [context.Process(target=plain, args=(rank, port, results), daemon=True) for rank in range(2)]
+    try:
+        for process in started:
+            process.start()
+        found = dict(results.get(timeout=60) for _ in started)
+        for process in started:
+            process.join(30)
+    finally:
+        for process in started:
+            process.kill()
+    for rank in range(2):
+        expected = [[1.5, 4.5], [3.0, 6.0]], [rank + 1.0, 2 * (rank + 1.0)], False, 60000.0, "torch.float16", rank + 1.0, [0.5j], (0, 2)
+        assert found[rank] == ([float(rank), 3.0], *expected)
+
+
+@pytest.mark.parametrize("dtype", ("int64", "bool"))
+def test_the_mean_of_whole_numbers_is_refused(dtype):
+    with pytest.raises(TypeError, match=rf"recycle_plugin\.mean of a tensor of torch\.{dtype}: whole numbers have no average of their kind; convert it"):
+        recycle_plugin.mean(torch.ones(2, dtype=getattr(torch, dtype)))

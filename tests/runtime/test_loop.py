@@ -1,0 +1,47 @@
+"""What a worker waits for between steps: for the commit of what it has applied, and for nothing where that is known."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.protocol import Committed, Report
+from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.runtime.errors import WaitTimeout
+from recycle_plugin.runtime.loop import Loop
+
+from .conftest import generation
+
+ANYTHING = dict.fromkeys(("held", "drawn", "stand", "undo", "judge", "void", "leave", "execute"), lambda *_: {})
+
+
+def loop_of(session) -> Loop:
+    """Of a worker that has applied step 1."""
+    machine = StepMachine(0)
+    machine.applied(1)
+    port = SimpleNamespace(**ANYTHING)
+    return Loop(session, port, port, Topology(2, 1, 1), CostModel((1000,), (1000,), (1000,)), Policy(), Seat(0, 0), machine, lambda point: None)
+
+
+def test_settling_has_a_deadline_that_names_the_step(coordinator):
+    loop = loop_of(coordinator.session(0, wait_timeout_s=0.05))
+    assert not loop.settled
+    with pytest.raises(WaitTimeout, match="for the commit of step 1; raise recycle.wait_timeout_s"):
+        loop.settle()
+
+
+def test_what_is_committed_stays_whoever_is_lost_since(coordinator):
+    """Its reader need not wait for the others' scripts to come and recover."""
+    session = coordinator.session(0, wait_timeout_s=0.05)
+    loop = loop_of(session)
+    coordinator.tell(Committed(1))
+    coordinator.tell(generation(1, [0, 1]))
+    session.wait("the change", session.interruption, interruptible=False)
+    assert loop.settled
+    loop.settle()
+    assert loop.machine.committed == 1 and not any(isinstance(message, Report) for message in coordinator.heard)

@@ -1,0 +1,81 @@
+"""Each switch of the settings table, and the test that sees at run time what it does: in what is executed, in events, or in what a job leaves."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.planner import plan
+from recycle_plugin.settings import SECTIONS, Costs, Settings
+from recycle_plugin.simulator import predict
+
+ROOT = Path(__file__).parents[2]
+SEEN = {
+    "enabled": "cluster/test_as_stock.py::test_under_the_plugins_launcher",
+    "split_backward": "cluster/test_switches.py::test_without_rerouting_a_loss_ends_the_job",
+    "stagger_optimizer": "cluster/test_switches.py::test_no_stage_steps_before_all_have_their_gradients",
+    "reroute": "cluster/test_switches.py::test_without_rerouting_a_loss_ends_the_job",
+    "activation_cap": "cluster/test_caps.py::test_room_for_one_micro_batch",
+    "norm": "cluster/test_as_stock.py::test_the_true_norm",
+    "clip": "cluster/test_validate.py::test_without_a_failure_it_is_bit_for_bit_what_waiting_gives",
+    "nonfinite": "cluster/test_validate.py::test_the_job_ends_where_they_are_not_to_be_skipped",
+    "loss_scaling": "cluster/test_validate.py::test_an_overflow_takes_the_scale_down_on_all_stages_and_what_had_the_old_one_is_void",
+    "undo": "runtime/test_undo_deepspeed.py::test_the_engine_keeps_the_gradient_that_is_applied_the_clipped_one",
+    "exact": "cluster/test_exact.py::test_without_exact_mode_the_same_failure_changes_bits",
+    "exact_block": "cluster/test_exact.py::test_other_settings",
+    "zero": "cluster/test_bf16.py::test_zero_1_in_fp32",
+    "keep_bytes": "cluster/test_kills.py::test_what_was_not_kept_is_run_again",
+    "rng": "cluster/test_as_stock.py::test_under_the_plugins_launcher",
+    "seed": "cluster/test_switches.py::test_without_rerouting_a_loss_ends_the_job",
+    "rebalance": "cluster/test_slow.py::test_a_slow_worker_gets_less_work_while_it_is_slow",
+    "max_slowdown": "cluster/test_seen.py::test_a_job_that_is_too_slow_leaves_a_checkpoint_to_go_on_from",
+    "checkpoint_dir": "cluster/test_saving.py::test_checkpoints_by_themselves",
+    "group_sums": "cluster/test_averages.py::test_averages_of_scripts_after_a_loss",
+    "check_replicas": "cluster/test_replicas.py::test_who_differs_from_two_others_is_given_up",
+    "placement": "cluster/test_hosts.py::test_a_host_goes_and_every_stage_has_a_replica_elsewhere",
+    "strict_placement": "cluster/test_hosts.py::test_a_host_goes_and_every_stage_has_a_replica_elsewhere",
+    "run_dir": "cluster/test_redone.py::test_only_what_the_lost_worker_had_finished_is_run_twice",
+    "report": "cluster/test_seen.py::test_monitors_status_and_report_when_rank_0_dies",
+    "trace": "cluster/test_redone.py::test_only_what_the_lost_worker_had_finished_is_run_twice",
+    "faults": "cluster/test_kills.py::test_each_rank_at_named_instructions",
+    "progress_timeout_s": "cluster/test_hung.py::test_a_stopped_worker_is_given_up",
+    "idle_timeout_s": "pure/test_watch.py::test_what_may_take_long_has_the_long_deadline_while_somebody_waits",
+    "heartbeat_timeout_s": "cluster/test_partitions.py::test_one_that_is_cut_off_stops_and_the_others_go_on",
+    "wait_timeout_s": "runtime/test_session.py::test_a_deadline_names_what_was_waited_for",
+    "regroup_timeout_s": "cluster/test_partitions.py::test_without_the_coordinator_nobody_commits_and_all_stop",
+    "costs": "cluster/test_caps.py::test_room_for_one_micro_batch",
+    "checkpoint": "cluster/test_saving.py::test_checkpoints_by_themselves",
+    **{f"costs.{name}": "settings/test_switches.py::test_each_cost_changes_the_plan" for name in Costs.model_fields if name != "profile"},
+    "costs.profile": "cluster/test_caps.py::test_what_a_profile_does_not_fit_is_refused",
+    "checkpoint.overhead": "cluster/test_saving.py::test_checkpoints_by_themselves",
+    "checkpoint.keep": "cluster/test_saving.py::test_checkpoints_by_themselves",
+}
+
+
+def test_no_setting_is_without_a_test_that_sees_it() -> None:
+    settings = {*Settings.model_fields, *(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)}
+    assert SEEN.keys() == settings
+
+
+@pytest.mark.parametrize("setting", SEEN)
+def test_that_test_is_there(setting: str) -> None:
+    path, _, name = SEEN[setting].partition("::")
+    text = (ROOT / "tests" / path).read_text()
+    assert name in {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("name", sorted(set(Costs.model_fields) - {"profile"}))
+def test_each_cost_changes_the_plan(name: str) -> None:
+    """And with it what is executed, and in which order: programs come from plans."""
+    shape = Topology(2, 3, 4, ((0, 2),))
+    periods = []
+    for given in {}, {name: 7.0}:
+        settings = Settings.from_section({"enabled": True, "costs": given})
+        costs = settings.cost_model(shape, 1)
+        planned = plan(shape.full(), costs, settings.policy(False, shape.stages))
+        assert predict(planned, costs).period_us <= planned.period_us
+        periods.append(planned.period_us)
+    assert periods[1] > periods[0] + 6000

@@ -1,0 +1,62 @@
+"""A step that is finished in the middle of something else of the script's computes as it began."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from recycle_plugin.runtime.surroundings import Surroundings
+
+
+def gradient(model: torch.nn.Module) -> torch.Tensor:
+    """Of a training step's forward and backward."""
+    torch.manual_seed(5)
+    model.zero_grad()
+    model(torch.linspace(-1, 1, 8)).square().sum().backward()
+    return model[0].weight.grad.clone()
+
+
+BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize("around", (nullcontext, lambda: torch.autocast(**BF16)), ids=("fp32", "autocast"))
+@pytest.mark.parametrize(
+    "meanwhile", (nullcontext, torch.no_grad, torch.inference_mode, lambda: torch.autocast(**BF16), lambda: torch.autocast("cpu", enabled=False))
+)
+def test_as_in_the_step(around, meanwhile):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 8))
+    surroundings = Surroundings(model, "cpu")
+    with around():
+        surroundings.remember()
+        expected = gradient(model)
+    model.eval()
+    model[2].train()
+    with meanwhile():
+        with surroundings.restored():
+            found = gradient(model)
+        assert torch.equal(found, expected)
+        assert [part.training for part in model.modules()] == [False, False, False, True]
+        assert model(torch.ones(8)).requires_grad == (meanwhile not in (torch.no_grad, torch.inference_mode))
+
+
+def test_what_the_script_changes_for_the_next_step_is_put_off():
+    model, groups = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)), [{"params": [], "lr": 0.1, "betas": (0.9, 0.99)}]
+    model.temperature = 2.0
+    surroundings = Surroundings(model, "cpu", lambda: groups)
+    assert not surroundings.changed(), "before the first step"
+    surroundings.leave()
+    model.eval()
+    assert not surroundings.changed(), "that is put right anyway"
+    groups[0]["lr"], groups[0]["betas"], model[1].p, model.temperature = 0.05, (0.8, 0.99), 0.1, 1.0
+    model.called = 3
+    assert sorted(surroundings.changed().values(), key=str) == [(0.8, 0.99), 0.05, 0.1, 1.0]
+    with surroundings.restored():
+        assert (groups[0]["lr"], groups[0]["betas"], model[1].p, model.temperature) == (0.1, (0.9, 0.99), 0.5, 2.0)
+        groups[0]["weight_decay"] = 0.5
+    assert (groups[0]["lr"], groups[0]["betas"], model[1].p, model.temperature) == (0.05, (0.8, 0.99), 0.1, 1.0)
+    assert groups[0]["weight_decay"] == 0.5 and model.called == 3
+    surroundings.leave()
+    assert not surroundings.changed()
