@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from recycle_plugin.core.executor import run_again
 from recycle_plugin.core.faults import Fault
+from recycle_plugin.core.instruction import COMPUTE
+from recycle_plugin.runtime.trace import read_traces
 from tests.support.jobs import WRAPPED, Shape, assert_same_training, difference, faults
 
 # --- at named instructions, 2 x 2 -------------------------------------------------------------------
@@ -151,18 +154,19 @@ def test_another_loss_when_a_step_has_just_been_taken_back(launch, reference, tm
 def test_what_was_not_kept_is_run_again(launch, reference):
     """Nothing of what was sent stays: the lost worker's micro-batches start from their data, by whoever is left of their stages."""
     kill = "kill 0.1 before 1W0.1@6"
-    result = launch(faults(kill), "recycle.keep_bytes=1").finish()
+    result = launch(faults(kill), "recycle.keep_bytes=1", "recycle.trace=true").finish()
     assert_same_training(result, reference(), {"0.1"})
     assert struck(result) == {kill}
     senders = {event["seat"]: event for event in result.of("peak")}
     assert all(event["dropped"] and event["kept_bytes"] and f"let {event['dropped']} of them go" in event["text"] for event in senders.values()), senders
-    kept = launch(faults(kill)).finish()
+    kept = launch(faults(kill), "recycle.trace=true").finish()
     assert not any(event["dropped"] for event in kept.of("peak"))
-    assert left_to_compute(result) > left_to_compute(kept), "otherwise nothing had to be made again"
+    assert {"0F0.0@6", "0F0.1@6"} <= run_twice(result), "otherwise nothing had to be made again"
+    assert all(instruction.startswith("1") for instruction in run_twice(kept)), "of the lost worker's stage alone"
 
 
-def left_to_compute(result) -> int:
-    return sum(event["compute"] for event in result.of("rest"))
+def run_twice(result) -> set[str]:
+    return {str(span.instruction) for span in run_again(read_traces(result.folder / "trace")) if span.instruction.op in COMPUTE}
 
 
 # --- more replicas ----------------------------------------------------------------------------------
