@@ -13,6 +13,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--models", type=int, default=100, metavar="N", help="random models, plugin against stock autograd (default 100)")
     parser.addoption("--models-seed", type=int, default=0, metavar="S", help="... which ones (default 0)")
     parser.addoption("--campaign-seeds", type=int, default=300, metavar="N", help="simulated jobs with failures (default 300; with fewer some rule of the protocol may not be needed)")
+    parser.addoption("--frozen-jobs", type=int, default=100, metavar="N", help="of 2000 simulated jobs that were written down, so many are compared (default 100)")
+    parser.addoption("--freeze", action="store_true", help="write down anew what is compared with later runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -174,11 +174,11 @@ def _add(
             troubles.append(Trouble(kind, at, (seat,)))
 
 
-def run(name: str, given: Scenario) -> Outcome:
-    """Run it and check it."""
+def run(name: str, given: Scenario, watch: type[Watcher] = Watcher) -> Outcome:
+    """Run it and check it, as ``watch`` does."""
     weights = initial_weights(given.shape)
     late = any(trouble.kind not in HARMLESS for trouble in given.troubles) or any(fault.kind != "kill" for fault in given.faults)
-    watcher = Watcher(given, weights, late)
+    watcher = watch(given, weights, late)
     cluster = Cluster(given, weights, watcher)
     try:
         cluster.run(LIMIT_US)

@@ -119,6 +119,9 @@ class Watcher:
         if sorted(stage for stage, _ in sums) != list(self.shape.tie(worker.seat.stage)):
             self.say(f"the tied gradient of seat {worker.seat}, step {step}, is made of stages {sorted(stage for stage, _ in sums)}")
 
+    def heard(self, rank: int, message: object) -> None:
+        """The coordinator hears it from ``rank`` or its supervisor; what follows from that is what is checked."""
+
     def told(self, message: object) -> None:
         """To all workers: of each step one norm, and one loss, but where they are void."""
         if isinstance(message, Resume) and message.void:

@@ -105,6 +105,7 @@ class Cluster:
         membership = self.membership
         changing, lost = membership.regrouping is not None, getattr(message, "rank", None) in membership.lost
         self.exercised.said(message, membership)
+        self.watcher.heard(rank, message)
         output = membership.receive(message, self.now / 1e6)
         self._act(output, message, changing, lost)
 
