@@ -17,7 +17,7 @@ TRAVELS = frozenset({"act", "grad"})
 
 
 class Datum(NamedTuple):
-    """Something an instruction makes: ``data act grad stash inner wgrad reduced tied norm params``."""
+    """Something an instruction makes: ``data act grad stash inner wgrad reduced tied norm params``; besides, ``drawn`` from an iterator, and a ``loss``."""
 
     kind: str
     stage: int
@@ -30,11 +30,19 @@ class Datum(NamedTuple):
         ) + f", step {self.step}"
 
 
-def requires(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = (), tied: bool = False) -> tuple[Datum, ...]:
+def goes_to(datum: Datum, stages: int) -> int | None:
+    """The stage that a boundary tensor is made for, of ``stages``; None where there is none behind the last or before the first."""
+    stage = datum.stage + (1 if datum.kind == "act" else -1)
+    return stage if 0 <= stage < stages else None
+
+
+def requires(
+    instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = (), tied: bool = False, drawn: bool = False,
+) -> tuple[Datum, ...]:  # fmt: skip
     """What must exist before ``instruction`` runs, in a pipeline of ``stages`` stages.
 
     ``own``: the micro-batches that this worker runs on its stage; REDUCE needs all their weight gradients.  ``tied``: the stage
-    shares weights, so that what is judged and applied is the sum over all stages that do.
+    shares weights, so that what is judged and applied is the sum over all stages that do.  ``drawn``: data is read from plain iterators (core/sources.py).
     """
     op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
     last = stage == stages - 1
@@ -44,14 +52,14 @@ def requires(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] 
 
     match op:
         case Op.LOAD:
-            return ()
+            return (datum("drawn"),) if drawn else ()
         case Op.RECV_ACT:
             return (datum("act", stage - 1),)
         case Op.RECV_GRAD:
             return (datum("grad", stage + 1),)
         case Op.F:
-            inputs = (datum("data"),) if stage == 0 or last else ()
-            inputs += (datum("act", stage - 1),) if stage else ()
+            inputs = (datum("act", stage - 1),) if stage else ()
+            inputs += (datum("data"),) if stage == 0 or last else ()
             return inputs + (Datum("params", stage, None, step),)
         case Op.I | Op.B:
             grad = () if last else (datum("grad", stage + 1),)

@@ -43,7 +43,9 @@ class Program:
 
 
 class Replica(Protocol):
-    """What the loop asks of whoever computes."""
+    """What the loop asks of whoever computes.  ``era``: the membership in which it last went on from other weights (core/stepstore.py)."""
+
+    era: int
 
     def execute(self, program: Program) -> Iterator[Any]:
         """Run it; raises Interrupted."""
@@ -75,7 +77,7 @@ class Planner(Protocol):
 
     def plan(self, view: ClusterView, slowness: Slowness) -> Plan: ...
 
-    def lower(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]: ...
+    def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]: ...
 
     def arrange(self, rest: Rest, plan: Plan, held: Held) -> Mapping[Seat, tuple[Instruction, ...]]: ...
 
@@ -137,7 +139,7 @@ class Loop:
                 yield from self.recover()
 
     def _program(self, step: int) -> Program:
-        return Program(step, self._planner.lower(self.plan, self.seat, step))
+        return Program(step, self._planner.lowered(self.plan, self.seat, step))
 
     def applied(self, step: int) -> None:
         """The replica has applied ``step``."""
@@ -219,7 +221,7 @@ class Loop:
         timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
         drawn = self._replica.drawn()  # first: from here on nothing of a lost worker's is taken any more
         held = pack({*self._replica.held(), Datum("params", self.seat.stage, None, self.machine.stepped + 1)})
-        report = Report(self._line.rank, generation.number, self.machine.stepped, plan.digest, held, timings, self._loaded, plan.period_us, drawn)
+        report = Report(self._line.rank, generation.number, self.machine.stepped, plan.digest, held, timings, self._loaded, plan.period_us, drawn, self._replica.era)
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
         resume = yield from self._port.wait(what, lambda: self._line.resume_of(generation), interruptible=False)

@@ -235,7 +235,7 @@ class Membership:
             return
         reports = {str(member.seat): self._reports[member.rank] for member in generation.members if member.rank in self._reports}
         held, drawn = ({seat: getattr(report, what) for seat, report in reports.items()} for what in ("held", "drawn"))
-        committed, norm, void = self._steps.agree(counts, held)
+        committed, norm, void = self._steps.agree(generation.number, counts, held, [report.era for report in self._reports.values()])
         ahead = max(counts) - committed
         self._awaiting = None
         self._in_force = generation.number

@@ -3,7 +3,7 @@
 A plan for 1,536 workers holds some 300,000 instructions.  They are packed into one immutable block of
 64-bit codes, so that planning, verifying and hashing run over arrays; an :class:`Instruction` exists
 only where somebody looks at one.  A code holds op, stage and micro-batch, and neither step nor peer:
-a plan is the template of every step, and transfers are added by ``planner.lower``.
+a plan is the template of every step, and transfers are added by ``planner.lowered``.
 """
 
 from __future__ import annotations

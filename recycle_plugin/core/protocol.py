@@ -56,7 +56,7 @@ class Ready:
 class Report:
     """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest``, by which a step
     takes ``period_us``, and still holds ``held`` (core.dataflow.pack), and of plain iterators' data ``drawn`` (core.sources.pack).
-    ``loaded``: its state is that of a checkpoint that all have loaded."""
+    ``loaded``: its state is that of a checkpoint that all have loaded.  ``era``: core.stepstore's, in which it computes."""
 
     rank: int
     generation: int
@@ -67,6 +67,7 @@ class Report:
     loaded: bool = False
     period_us: int = 0
     drawn: dict = field(default_factory=dict)
+    era: int = 0
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Steps:
         self._contributions = Contributions()
         self._fingerprints = Fingerprints()
         self._work = Work()
+        self._era = 0  # the generation in which work was void last
 
     # --- what workers say --------------------------------------------------------------------------
 
@@ -80,13 +81,14 @@ class Steps:
 
     # --- over changes of the membership ------------------------------------------------------------
 
-    def agree(self, counts: Iterable[int], held: Mapping[str, dict]) -> tuple[int, float | None, bool]:
-        """Of a generation whose members have applied ``counts`` steps and hold ``held``: what is committed by that, and the norm and
+    def agree(self, generation: int, counts: Iterable[int], held: Mapping[str, dict], eras: Iterable[int]) -> tuple[int, float | None, bool]:
+        """Of a generation whose members have applied ``counts`` steps, hold ``held`` and compute in ``eras``: what is committed by that, and the norm and
         whether later work is void (core.protocol.Resume)."""
-        fewest = min(counts)
-        committed = fewest - self._unheard(fewest, held)
-        norm, void = self.verdicts.rejection(committed + 1), self._unheard(committed + 1, held)
+        fewest, behind = min(counts), min(eras) < self._era
+        committed = fewest - self._unheard(fewest, held, behind)
+        norm, void = self.verdicts.rejection(committed + 1), self._unheard(committed + 1, held, behind)
         if void:
+            self._era = generation
             self._contributions.void(committed + 1)
             self.verdicts.void(committed + 1)
         return committed, norm, void
@@ -99,11 +101,12 @@ class Steps:
         """It is gone."""
         self._applied.pop(rank, None)
 
-    def _unheard(self, step: int, held: Mapping[str, dict]) -> bool:
-        """Whether ``step`` was rejected, and not everybody knew."""
+    def _unheard(self, step: int, held: Mapping[str, dict], behind: bool) -> bool:
+        """Whether ``step`` was rejected, and not everybody knew, or somebody is ``behind``: it has found out for itself and applied the step as all do by now,
+        but a newer generation came before it heard that what others have computed since is void."""
         if self.verdicts.rejection(step) is None:
             return False
-        return bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))
+        return behind or bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))
 
 
 def _tell_collected(step: int, name: str, values: dict, out: Output) -> None:

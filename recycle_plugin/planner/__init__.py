@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from recycle_plugin.planner.alternatives import Option, options
 from recycle_plugin.planner.errors import PlanError, VerificationError
-from recycle_plugin.planner.lower import lower
+from recycle_plugin.planner.lower import lowered
 from recycle_plugin.planner.make import plan, refine
 from recycle_plugin.planner.margin import Margin, margin
 from recycle_plugin.planner.normalise import Move, Normalisation, normalise
@@ -17,6 +17,6 @@ from recycle_plugin.planner.verify import verify
 from recycle_plugin.planner.warming import warm
 
 __all__ = [
-    "Margin", "Move", "Normalisation", "Option", "PlanError", "PlanStore", "VerificationError", "arrange", "lower", "margin", "normalise", "options",
+    "Margin", "Move", "Normalisation", "Option", "PlanError", "PlanStore", "VerificationError", "arrange", "lowered", "margin", "normalise", "options",
     "plan", "refine", "verify", "warm",
 ]  # fmt: skip

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from typing import Iterator
 
+from recycle_plugin.core.dataflow import Datum, goes_to
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Plan
 from recycle_plugin.core.topology import ClusterView
+from recycle_plugin.planner.lower import Way, lower
 
 
 def readers(view: ClusterView) -> dict[int, tuple[Seat, Seat]]:
@@ -36,15 +38,10 @@ def runner(plan: Plan, stage: int, micro_batch: MicroBatch) -> Seat:
 
 def forwards(plan: Plan, seat: Seat, step: int, count: int) -> Iterator[Instruction]:
     """``seat``'s program of an evaluation of ``count`` micro-batches from each replica that can be read."""
-    stage, last = seat.stage, plan.stages - 1
-    replicas = sorted(readers(plan.view))
-    for one in (MicroBatch(replica, index) for index in range(count) for replica in replicas):
-        if runner(plan, stage, one) != seat:
-            continue
-        if stage:
-            yield Instruction(Op.RECV_ACT, stage, one, step, runner(plan, stage - 1, one))
-        if stage in (0, last):
-            yield Instruction(Op.LOAD, stage, one, step)
-        yield Instruction(Op.F, stage, one, step)
-        if stage != last:
-            yield Instruction(Op.SEND_ACT, stage, one, step, runner(plan, stage + 1, one))
+    batch = (MicroBatch(replica, index) for index in range(count) for replica in sorted(readers(plan.view)))
+    mine = (Instruction(Op.F, seat.stage, one, step) for one in batch if runner(plan, seat.stage, one) == seat)
+
+    def where(datum: Datum) -> Way:
+        return Way(runner(plan, datum.stage, datum.micro_batch), runner(plan, goes_to(datum, plan.stages), datum.micro_batch))
+
+    return lower(mine, plan.stages, where)

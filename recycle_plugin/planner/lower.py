@@ -1,34 +1,60 @@
-"""From a plan to what a worker executes: data loading and transport put around the computation."""
+"""From what is computed to what a worker executes: data loading and transport put around the computation, as the dataflow says.
+
+The one lowering: of a plan's step, of what is left of a step after a failure (planner/rest.py), and of an evaluation (planner/forwards.py).
+"""
 
 from __future__ import annotations
 
-from typing import Iterator
+from typing import Callable, Iterable, Iterator, NamedTuple
 
+from recycle_plugin.core.dataflow import Datum, TRAVELS, goes_to, provides, requires
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Plan
 
 
-def lower(plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
-    """``seat``'s program of ``step`` with LOAD and RECV right before their consumer, SEND right after the producer.
+class Way(NamedTuple):
+    """Of a boundary tensor: who has it, and whom its maker sends it; None: nobody needs it."""
 
-    The first stage loads inputs, the last one labels, a job of one stage both at once.  Raises KeyError
-    for a seat that the plan does not have.
+    source: Seat
+    target: Seat | None
+
+
+def lower(compute: Iterable[Instruction], stages: int, where: Callable[[Datum], Way]) -> Iterator[Instruction]:
+    """``compute``, F, I, W and B of one seat, with RECV and LOAD right before their consumer and SEND right after the producer.
+
+    The first of ``stages`` stages loads inputs, the last one labels, a job of one stage both at once.
+    ``where``: the way of an activation or a gradient that crosses stages.
     """
-    return tuple(lowered for instruction in plan.programs[seat] for lowered in _surround(plan, instruction, step))
+    for one in compute:
+        for datum in requires(one, stages):
+            if datum.kind == "data":
+                yield Instruction(Op.LOAD, one.stage, one.micro_batch, one.step)
+            elif datum.kind in TRAVELS:
+                yield receive(datum, one.stage, where(datum).source)
+        yield one
+        for datum in provides(one):
+            if datum.kind in TRAVELS and goes_to(datum, stages) is not None:
+                target = where(datum).target
+                if target is not None:
+                    yield send(datum, target)
 
 
-def _surround(plan: Plan, instruction: Instruction, step: int) -> Iterator[Instruction]:
-    op, stage, micro_batch = instruction.op, instruction.stage, instruction.micro_batch
-    first, last = stage == 0, stage == plan.stages - 1
-    if op is Op.F and not first:
-        yield Instruction(Op.RECV_ACT, stage, micro_batch, step, plan.route[stage - 1, micro_batch])
-    if op is Op.F and (first or last):
-        yield Instruction(Op.LOAD, stage, micro_batch, step)
-    if op in (Op.I, Op.B) and not last:
-        yield Instruction(Op.RECV_GRAD, stage, micro_batch, step, plan.route[stage + 1, micro_batch])
-    yield Instruction(op, stage, micro_batch, step)
-    if op is Op.F and not last:
-        yield Instruction(Op.SEND_ACT, stage, micro_batch, step, plan.route[stage + 1, micro_batch])
-    if op in (Op.I, Op.B) and not first:
-        yield Instruction(Op.SEND_GRAD, stage, micro_batch, step, plan.route[stage - 1, micro_batch])
+def receive(datum: Datum, stage: int, source: Seat) -> Instruction:
+    """Take a boundary tensor for ``stage`` from ``source``."""
+    return Instruction(Op.RECV_ACT if datum.kind == "act" else Op.RECV_GRAD, stage, datum.micro_batch, datum.step, source)
+
+
+def send(datum: Datum, target: Seat) -> Instruction:
+    """Give a boundary tensor of one's own to ``target``."""
+    return Instruction(Op.SEND_ACT if datum.kind == "act" else Op.SEND_GRAD, datum.stage, datum.micro_batch, datum.step, target)
+
+
+def lowered(plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
+    """What ``seat`` executes in ``step`` by ``plan``.  Raises KeyError for a seat that the plan does not have."""
+
+    def where(datum: Datum) -> Way:
+        stage = goes_to(datum, plan.stages)
+        return Way(plan.route[datum.stage, datum.micro_batch], plan.route[stage, datum.micro_batch])
+
+    return tuple(lower((one.at(step) for one in plan.programs[seat]), plan.stages, where))

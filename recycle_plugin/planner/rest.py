@@ -11,6 +11,7 @@ The price is time where there are many workers: 0.1 s for 32 of them, some 5 s f
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from heapq import heappop, heappush
 from typing import AbstractSet, Iterator, Mapping
 
@@ -20,6 +21,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.plan import Plan
+from recycle_plugin.planner.lower import Way, lower, send
 from recycle_plugin.planner.memory import Memory, memory
 
 Programs = Mapping[Seat, tuple[Instruction, ...]]
@@ -28,8 +30,7 @@ Programs = Mapping[Seat, tuple[Instruction, ...]]
 def arrange(rest: Rest, plan: Plan, costs: CostModel, held: Held) -> Programs:
     """Every live seat's program of the rest: first what it keeps for others, then what it computes, then the closing.
 
-    LOAD and RECV stand before their consumer and SEND behind the producer, as in ``planner.lower``; they are put there once
-    somebody asks for a seat's program, since each worker asks for its own only.
+    LOAD and transport are put around it (planner/lower.py) once somebody asks for a seat's program, since each worker asks for its own only.
     """
     return Arranged(rest, plan, _Order(rest, plan, costs, held).run())
 
@@ -41,37 +42,24 @@ class Arranged(Mapping[Seat, tuple[Instruction, ...]]):
         self._rest, self._plan, self._computed = rest, plan, computed
         self._kept: dict[Seat, list[Instruction]] = {}
         for datum, move in sorted((datum, move) for datum, move in rest.moves.items() if move.kept):
-            self._kept.setdefault(move.source, []).append(_send(datum, move.target))
+            self._kept.setdefault(move.source, []).append(send(datum, move.target))
 
     def __getitem__(self, seat: Seat) -> tuple[Instruction, ...]:
-        rest = self._rest
-        computed = (lowered for one in self._computed[seat] for lowered in _surround(rest, self._plan, seat, one))
-        return (*self._kept.get(seat, ()), *computed, *rest.closing[seat])
+        computed = lower(self._computed[seat], self._plan.stages, partial(self._way, seat))
+        return (*self._kept.get(seat, ()), *computed, *self._rest.closing[seat])
+
+    def _way(self, seat: Seat, datum: Datum) -> Way:
+        """``seat`` has from before what has no move here, and what others send needs no sending by it."""
+        move = self._rest.moves.get(datum)
+        if move is None:
+            return Way(self._plan.route[datum.stage, datum.micro_batch], None)
+        return Way(move.source, move.target if not move.kept and move.source == seat else None)
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(self._computed)
 
     def __len__(self) -> int:
         return len(self._computed)
-
-
-def _surround(rest: Rest, plan: Plan, seat: Seat, one: Instruction) -> Iterator[Instruction]:
-    for datum in requires(one, plan.stages):
-        if datum.kind == "data":
-            yield Instruction(Op.LOAD, one.stage, one.micro_batch, one.step)
-        elif datum.kind in ("act", "grad"):
-            move = rest.moves.get(datum)
-            source = move.source if move else plan.route[datum.stage, datum.micro_batch]
-            yield Instruction(Op.RECV_ACT if datum.kind == "act" else Op.RECV_GRAD, one.stage, one.micro_batch, one.step, source)
-    yield one
-    for datum in provides(one):
-        move = rest.moves.get(datum)
-        if move and not move.kept and move.source == seat:
-            yield _send(datum, move.target)
-
-
-def _send(datum: Datum, target: Seat) -> Instruction:
-    return Instruction(Op.SEND_ACT if datum.kind == "act" else Op.SEND_GRAD, datum.stage, datum.micro_batch, datum.step, target)
 
 
 class _Worker:

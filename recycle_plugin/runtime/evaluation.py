@@ -6,7 +6,7 @@ Who runs a micro-batch of a lost worker gets its data from the replica's other e
 
 from __future__ import annotations
 
-from typing import Any, Callable, Protocol
+from typing import Any, Callable
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import Interrupted
@@ -14,6 +14,7 @@ from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Plan
+from recycle_plugin.core.worker import Worker
 from recycle_plugin.planner.forwards import forwards, readers, runner
 from recycle_plugin.runtime.batches import Tensors, packed, unpacked
 from recycle_plugin.runtime.loop import Loop
@@ -21,21 +22,12 @@ from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.transport import Transport
 
 
-class Evaluator(Protocol):
-    """What the framework's adapter does."""
-
-    def execute(self, program: Program) -> None: ...
-
-    def losses_of(self, step: int) -> dict[str, float]:
-        """By micro-batch, of those whose last stage has run here."""
-
-
 class Evaluations:
-    """Of the worker at ``seat``.  ``recover()``: after a membership change between steps."""
+    """Of ``worker``.  ``recover()``: after a membership change between steps."""
 
-    def __init__(self, session: Session, loop: Loop, transport: Transport, seat: Seat, evaluator: Evaluator, recover: Callable[[], None]) -> None:
+    def __init__(self, session: Session, loop: Loop, transport: Transport, worker: Worker, recover: Callable[[], None]) -> None:
         self._session, self._loop, self._transport = session, loop, transport
-        self._seat, self._evaluator, self._recover = seat, evaluator, recover
+        self._worker, self._seat, self._recover = worker, worker.seat, recover
         self._number = 0
         self._read: list[Tensors] = []  # batches of this worker's own iterator
 
@@ -50,7 +42,7 @@ class Evaluations:
             except Interrupted:
                 pass
             finally:  # before this worker meets the others: after that somebody may have sent what is to be evaluated once more
-                self._transport.drop_evaluation(-self._number)
+                self._worker.forget_evaluation(-self._number)
             self._recover()
 
     def _run(self, plan: Plan, count: int) -> dict[str, float]:
@@ -58,8 +50,8 @@ class Evaluations:
         self._say(plan, readable)
         self._hand_out(plan, readable, count)
         program = tuple(forwards(plan, self._seat, -self._number, count))
-        self._evaluator.execute(Program(-self._number, program, frozenset(one for one in program if one.op is Op.F)))
-        return self._loop.meet(f"the end of evaluation {self._number}", self._evaluator.losses_of(-self._number)).values
+        self._loop.execute(Program(-self._number, program, frozenset(one for one in program if one.op is Op.F)))
+        return self._loop.meet(f"the end of evaluation {self._number}", self._worker.losses(-self._number)).values
 
     def batch(self, micro_batch: MicroBatch) -> Any:
         """What is evaluated (inputs and labels): of this worker's own reading, or from who has read it."""
@@ -67,7 +59,7 @@ class Evaluations:
         reader = readers(self._loop.plan.view)[micro_batch.replica][stage > 0]
         if reader == self._seat:
             return unpacked(self._read[micro_batch.index])
-        return unpacked(self._transport.wait(Datum("data", stage, micro_batch, -self._number), reader))
+        return unpacked(self._loop.fetch(Datum("data", stage, micro_batch, -self._number), reader))
 
     def _hand_out(self, plan: Plan, readable: dict[int, tuple[Seat, Seat]], count: int) -> None:
         """What this worker has read and others run, which is only so where somebody is lost."""
@@ -77,7 +69,7 @@ class Evaluations:
                 for one in (MicroBatch(replica, index) for index in range(count)) if reader == self._seat else ():
                     taker = runner(plan, stage, one)
                     if taker != self._seat:
-                        self._transport.send(addresses[taker], Datum("data", stage, one, -self._number), self._read[one.index])
+                        self._transport.send(addresses[taker], Datum("data", stage, one, -self._number), self._read[one.index], self._worker.store.era)
 
     def _say(self, plan: Plan, readable: dict[int, tuple[Seat, Seat]]) -> None:
         missing = sorted(set(range(plan.view.topology.replicas)) - readable.keys())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
-from typing import Any, Callable, Iterable, Iterator, Protocol
+from typing import Any, Iterator
 
 from recycle_plugin import planner
 from recycle_plugin.core import loop as core
@@ -15,45 +14,36 @@ from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.plan import Plan, Policy
 from recycle_plugin.core.protocol import Met
-from recycle_plugin.core.sources import Standing
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.worker import Worker
 from recycle_plugin.runtime.ahead import Ahead
 from recycle_plugin.runtime.distance import Distance
 from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.transport import Transport
-
-
-class Replica(Protocol):
-    """What the framework's adapter does for the loop: ``core.loop.Replica``, blocking."""
-
-    def execute(self, program: core.Program) -> None: ...
-
-    def held(self) -> Iterable[Datum]: ...
-
-    def drawn(self) -> dict[str, str]: ...
-
-    def stand(self, standing: Standing) -> None: ...
-
-    def undo(self, step: int) -> None: ...
-
-    def judge(self, step: int, norm: float) -> None: ...
-
-    def void(self, after: int, era: int) -> None: ...
+from recycle_plugin.runtime.world import TorchMachine
 
 
 class Loop:
-    """Of the worker at ``seat``: every method returns when it is done.  ``reach(point)`` is where injected faults strike."""
+    """Of ``worker``, on ``world``: every method returns when it is done."""
 
     def __init__(
-        self, session: Session, transport: Transport, replica: Replica, topology: Topology, costs: CostModel, policy: Policy,
-        seat: Seat, machine: StepMachine, reach: Callable[[str], None], max_slowdown: float | None = None,
+        self, session: Session, worker: Worker, world: TorchMachine, topology: Topology, costs: CostModel, policy: Policy,
+        machine: StepMachine, max_slowdown: float | None = None,
     ) -> None:  # fmt: skip
-        port, self._session = _Port(session, reach), session
+        self._session, self._worker = session, worker
         self._planner = _Planner(costs, policy, session, max_slowdown)
         self._planner.resize(topology.full())
-        self._loop = core.Loop(port, _Replica(replica, transport), self._planner, topology, seat, machine)
+        self._loop = core.Loop(world, worker, self._planner, topology, worker.seat, machine)
+        worker.applied = self._loop.applied
         self.machine = machine
+
+    def execute(self, program: core.Program) -> None:
+        """Outside the training loop: an evaluation's."""
+        _drain(self._worker.execute(program))
+
+    def fetch(self, datum: Datum, source: Seat) -> Any:
+        """What ``source`` sends, once it is here."""
+        return _drain(self._worker.fetch(datum, source))
 
     def start(self) -> None:
         _drain(self._loop.start())
@@ -63,9 +53,6 @@ class Loop:
 
     def advance(self, step: int) -> None:
         _drain(self._loop.advance(step))
-
-    def applied(self, step: int) -> None:
-        self._loop.applied(step)
 
     @property
     def settled(self) -> bool:
@@ -95,29 +82,6 @@ class Loop:
     def resize(self, topology: Topology, batch: int) -> None:
         self._planner.resize(topology.full())
         _drain(self._loop.resize(topology, batch, self._planner.full_us(topology)))
-
-
-class _Port:
-    def __init__(self, session: Session, reach: Callable[[str], None]) -> None:
-        self.line = self._session = session
-        self.reach = reach
-        self.send = session.send
-        self.clock = time.time
-
-    def wait(self, what: Any, ready: Callable[[], Any], interruptible: bool = True) -> Iterator[Any]:
-        return self._session.wait(what, ready, interruptible)
-        yield  # a generator, as the loop wants it, that never yields
-
-
-class _Replica:
-    def __init__(self, replica: Replica, transport: Transport) -> None:
-        self._replica = replica
-        self.held, self.drawn, self.stand, self.undo, self.leave = replica.held, replica.drawn, replica.stand, replica.undo, transport.leave
-        self.judge, self.void = replica.judge, replica.void
-
-    def execute(self, program: core.Program) -> Iterator[Any]:
-        self._replica.execute(program)
-        return iter(())
 
 
 class _Planner:
@@ -150,8 +114,8 @@ class _Planner:
             self._distance.say(view, costs)
         return planned
 
-    def lower(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
-        return planner.lower(plan, seat, step)
+    def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
+        return planner.lowered(plan, seat, step)
 
     def arrange(self, rest: Rest, plan: Plan, held: Held) -> planner.rest.Programs:
         return planner.arrange(rest, plan, self._costs, held)

@@ -1,9 +1,8 @@
 """The computation of one pipeline stage, micro-batch by micro-batch.
 
-Holds what lives between the instructions of a micro-batch: its inputs, its graph (stash), and the
-weight-gradient work that a split backward has put off.  Gradients end up in ``parameter.grad``,
-summed in the order in which the program runs the weight gradients; which micro-batches are in that sum is
-remembered, so that after a failure none is missing and none is counted twice.  In exact mode they end up in sums of blocks
+What lives between the instructions of a micro-batch, its inputs, its graph (stash), and the weight-gradient work that a split backward has put
+off, is in the worker's store (core/stepstore.py); here is what makes one of the other.  Gradients end up in ``parameter.grad``,
+summed in the order in which the program runs the weight gradients.  In exact mode they end up in sums of blocks
 (runtime/blocks.py), all of a micro-batch's at its W: also those of layers whose backward is not split, which are made in its I.
 In bf16 the sums are those of the fp32 masters (runtime/masters.py), which what each instruction makes is added to by itself.
 
@@ -22,6 +21,8 @@ import torch
 from recycle_plugin.core.blocks import Blocks
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.runtime.blocks import BlockSums, Gradients, in_place_of
 from recycle_plugin.runtime.boundary import Tensors, batch_part, differentiable, gradients, incoming, outgoing, packed, with_gradients
 from recycle_plugin.runtime.errors import RecycleError
@@ -33,29 +34,37 @@ from recycle_plugin.runtime.split_backward import DeferredWeights, PendingWeight
 Key = tuple[int, MicroBatch]  # step, micro-batch
 
 
-@dataclass
-class Shelf:
-    """What one micro-batch of one step has on this worker at the moment."""
+@dataclass(frozen=True)
+class Loaded:
+    """Of a micro-batch, what the first stage computes with, and what the last one compares with."""
 
-    data: Any = None  # input of the first stage
+    data: Any = None
     labels: Any = None
-    inputs: Tensors = ()  # received activations, leaves of the graph
-    outputs: Tensors = ()  # with the graph behind them
-    loss: torch.Tensor | None = None
-    grads: Tensors | None = None  # received gradients of the outputs
-    pending: PendingWeights | None = None
-    inner: bool = False  # between I and W
-    early: Gradients | None = None  # in exact mode, weight gradients that I has made
 
-    @property
-    def stash(self) -> bool:
-        """Between F and I."""
-        return bool(self.outputs) or self.loss is not None
 
-    @property
-    def awaits_backward(self) -> bool:
-        """Something is here for a forward or an input gradient that is still to run: after W, one for a peer."""
-        return self.stash or bool(self.inputs) or self.grads is not None
+@dataclass(frozen=True)
+class Stash:
+    """What F leaves for the backward: received activations, leaves of the graph, and what is computed from them, with the graph behind it."""
+
+    inputs: Tensors
+    outputs: Tensors
+    loss: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Inner:
+    """What I leaves for W: the weights' work, and, in exact mode, weight gradients that are made already."""
+
+    pending: PendingWeights | None
+    early: Gradients | None
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a forward computes with."""
+
+    loaded: Loaded
+    inputs: Tensors  # leaves of the graph
 
 
 @dataclass(frozen=True)
@@ -93,15 +102,11 @@ class Stage:
         self._blocks = blocks
         self._deferred, self._fused, self._warn = deferred, fused, warn
         self._randomness = randomness
-        self._shelves: dict[Key, Shelf] = {}
-        self._counted: set[Key] = set()  # in parameter.grad
-        self.losses: dict[Key, torch.Tensor] = {}
         self.loss_scale = 1.0  # what losses are multiplied by before the backward
         self._watched: set[str] = set()  # forward and halves of a backward of which the first changes no state
         self._memory: tuple[int, set[int]] = (0, set())  # of the weights, in that step
         self._reuses_memory = False
         self._trains: bool | None = None  # whether some micro-batch's outputs had a graph; None: there was none yet
-        self.peak = 0  # most micro-batches that had an activation, a gradient or weight work here at once
 
     def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
         """A replica has so many micro-batches in a step from now on.  ``blocks``: exact mode's, of them."""
@@ -109,50 +114,48 @@ class Stage:
         if self._blocks is not None:
             self._blocks.resize(blocks)
 
-    # --- inputs ------------------------------------------------------------------------------------
-
-    def load(self, key: Key, batch: tuple[Any, Any]) -> None:
-        """Take the inputs (first stage) and labels (last stage) of a micro-batch."""
-        shelf = self._shelf(key)
-        if self._model.first:
-            shelf.data = batch_part(batch[0], self._model.device)
-        if self._model.last:
-            shelf.labels = batch_part(batch[1], self._model.device)
-
-    def receive_activation(self, key: Key, tensors: Tensors) -> None:
-        moved = (tensor.to(self._model.device) for tensor in tensors)
-        self._shelf(key).inputs = tuple(tensor.requires_grad_(differentiable(tensor)) for tensor in moved)
-
-    def receive_grad(self, key: Key, tensors: Tensors) -> None:
-        self._shelf(key).grads = tuple(tensor.to(self._model.device) for tensor in tensors)
-
-    def has_activation(self, key: Key) -> bool:
-        """Whether a received activation waits here for its forward."""
-        return key in self._shelves and bool(self._shelves[key].inputs) and not self._shelves[key].stash
-
-    def has_grad(self, key: Key) -> bool:
-        return key in self._shelves and self._shelves[key].grads is not None
-
     # --- compute -----------------------------------------------------------------------------------
 
-    def forward(self, key: Key, bare: bool = False) -> Tensors:
-        """Returns what goes to the next stage."""
-        shelf, model = self._shelves[key], self._model
-        outputs, loss = self._watched_forward(key, shelf) if "forward" not in self._watched and key[0] > 0 else self._computed(key, shelf)
-        if model.last:
-            self.losses[key] = loss.detach()
-            shelf.loss = loss / model.scale * self.loss_scale
-        else:
-            shelf.outputs = outgoing(outputs)
-        shelf.data = shelf.labels = None
-        self.peak = max(self.peak, len(self._shelves))
-        made = () if model.last else packed(outputs, self._own_memory(key[0], shelf.outputs))
-        if bare:
-            self._use_up(key)
-            return tuple(tensor.detach() for tensor in made)
-        return made
+    def load(self, batch: tuple[Any, Any]) -> Loaded:
+        """The inputs (first stage) and labels (last stage) of a micro-batch."""
+        model = self._model
+        return Loaded(batch_part(batch[0], model.device) if model.first else None, batch_part(batch[1], model.device) if model.last else None)
 
-    def _computed(self, key: Key, shelf: Shelf) -> tuple[Any, torch.Tensor | None]:
+    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+        """What F, I, W or B makes."""
+        stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
+
+        def datum(kind: str, at: int = stage) -> Datum:
+            return Datum(kind, at, one, step)
+
+        match instruction.op:
+            case Op.F:
+                made, stash, loss = self.forward((step, one), have.get(datum("data"), Loaded()), have.get(datum("act", stage - 1), ()))
+                return {datum("act"): made, datum("stash"): stash} | ({} if loss is None else {datum("loss"): loss})
+            case Op.W:
+                self.backward_weight((step, one), have[datum("inner")])
+                return {datum("wgrad"): None}
+        stash, grads = have[datum("stash")], have.get(datum("grad", stage + 1))
+        if instruction.op is Op.B:
+            return {datum("grad"): self.backward((step, one), stash, grads), datum("wgrad"): None}
+        if bare:
+            return {datum("grad"): self.backward_input_bare((step, one), stash, grads)}
+        made, inner = self.backward_input((step, one), stash, grads)
+        return {datum("grad"): made, datum("inner"): inner}
+
+    def forward(self, key: Key, loaded: Loaded, received: Tensors) -> tuple[Tensors, Stash, torch.Tensor | None]:
+        """What goes to the next stage, what the backward needs, and on the last stage the loss."""
+        model = self._model
+        moved = (tensor.to(model.device) for tensor in received)
+        given = Given(loaded, tuple(tensor.requires_grad_(differentiable(tensor)) for tensor in moved))
+        outputs, loss = self._watched_forward(key, given) if "forward" not in self._watched and key[0] > 0 else self._computed(key, given)
+        if model.last:
+            return (), Stash(given.inputs, (), loss / model.scale * self.loss_scale), loss.detach()
+        stash = Stash(given.inputs, outgoing(outputs), None)
+        made = packed(outputs, self._own_memory(key[0], stash.outputs))
+        return tuple(tensor.detach() for tensor in made), stash, None
+
+    def _computed(self, key: Key, given: Given) -> tuple[Any, torch.Tensor | None]:
         """Outputs and loss; once more where the forward has differentiated what is in no graph while layers are split, which they are no more then."""
         unfit = self._deferred.hooked() if self._deferred is not None else ()
         while True:
@@ -160,7 +163,7 @@ class Stage:
                 self._fused(unfit)
             inner, made, failed = InnerGradients(self._by_id), None, None
             try:
-                made = self._compute(key, shelf, inner)
+                made = self._compute(key, given, inner)
             except Exception as error:
                 failed = error
             if inner.adds:
@@ -174,36 +177,34 @@ class Stage:
             if not unfit:
                 return made
 
-    def _compute(self, key: Key, shelf: Shelf, inner: InnerGradients) -> tuple[Any, torch.Tensor | None]:
+    def _compute(self, key: Key, given: Given, inner: InnerGradients) -> tuple[Any, torch.Tensor | None]:
         model, (step, micro_batch) = self._model, key
         # an evaluation has a negative step; a bare forward has a graph too: layers may want one, and without it torch may choose other kernels
         split = nullcontext() if self._deferred is None else self._deferred.forward()
         with self._randomness(micro_batch, step, ""), torch.set_grad_enabled(step > 0), engine_runs(inner.heard), split:
-            outputs = model.module(self._data(shelf) if model.first else incoming(shelf.inputs))
+            outputs = model.module(self._data(given) if model.first else incoming(given.inputs))
             if not model.last:
                 return outputs, None
-            labels = batch_part(shelf.labels, model.device)
+            labels = batch_part(given.loaded.labels, model.device)
             return outputs, _checked(model.loss(outputs, labels) if model.loss is not None else outputs)
 
-    def backward(self, key: Key) -> Tensors:
+    def backward(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
         """Both gradients at once; returns what goes to the previous stage."""
         with self._summing(key), self._drawing(key), self._watching("both"):
             with self._hold() as pending:
-                made = self._differentiate(key)
+                made = self._differentiate(stash, grads)
             if pending is not None:
                 pending.run()
             return made
 
-    def backward_input(self, key: Key) -> Tensors:
-        """The gradient of the input, which it returns; the weights' work is put off until :meth:`backward_weight`."""
+    def backward_input(self, key: Key, stash: Stash, grads: Tensors | None) -> tuple[Tensors, Inner]:
+        """The gradient of the input; the weights' work is put off until :meth:`backward_weight`."""
         early = [None] * len(self._parameters) if self._blocks is not None else None
         aside = nullcontext() if early is None else self._aside(early)
         with self._drawing(key), self._watching("input"), aside, self._hold() as pending:
-            made = self._differentiate(key)
+            made = self._differentiate(stash, grads)
         self._collect()
-        shelf = self._shelf(key)
-        shelf.pending, shelf.inner, shelf.early = pending, True, early
-        return made
+        return made, Inner(pending, early)
 
     @contextmanager
     def _aside(self, early: Gradients) -> Iterator[None]:
@@ -219,38 +220,22 @@ class Stage:
             for each, were in hooks:
                 each.update(were)
 
-    def backward_input_bare(self, key: Key) -> Tensors:
+    def backward_input_bare(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
         """The gradient of the input and nothing else: no parameter's gradient changes, now or later.
 
         Parameters' gradients are put aside: torch.autograd.grad, which would leave them alone, refuses checkpointed layers.
         """
         with self._drawing(key), in_place_of(self._parameters, [None] * len(self._parameters)), resting_hooks(self._parameters), self._hold():
-            return self._differentiate(key)
+            return self._differentiate(stash, grads)
 
-    def backward_weight(self, key: Key) -> None:
-        shelf = self._shelves[key]
+    def backward_weight(self, key: Key, inner: Inner) -> None:
         with self._summing(key):
-            _add(self._parameters, shelf.early or ())
-            if shelf.pending is not None:
+            _add(self._parameters, inner.early or ())
+            if inner.pending is not None:
                 with self._watching("weight"):  # which draws nothing: all that runs is the operators' own
-                    shelf.pending.run()
-        shelf.pending, shelf.inner, shelf.early = None, False, None
-        if not shelf.awaits_backward:
-            del self._shelves[key]
+                    inner.pending.run()
 
-    # --- what is here ------------------------------------------------------------------------------
-
-    def held(self, stage: int) -> set[Datum]:
-        """Of this worker on ``stage``: received and not used, made and not used up, and counted in ``parameter.grad``."""
-        found = {Datum("wgrad", stage, micro_batch, step) for step, micro_batch in self._counted}
-        for (step, micro_batch), shelf in self._shelves.items():
-            here = {"stash": shelf.stash, "inner": shelf.inner}
-            found |= {Datum(kind, stage, micro_batch, step) for kind in here if here[kind]}
-            if shelf.inputs and not shelf.stash:
-                found.add(Datum("act", stage - 1, micro_batch, step))
-            if shelf.grads is not None:
-                found.add(Datum("grad", stage + 1, micro_batch, step))
-        return found
+    # --- sums --------------------------------------------------------------------------------------
 
     def summed(self) -> None:
         """What was counted is in a sum over all workers now, no contribution any more."""
@@ -260,32 +245,14 @@ class Stage:
                 "activation checkpointing cuts off layers whose inputs have no gradient, such as token ids; set pipeline.use_reentrant to false, or leave them "
                 "out of checkpointable_layers (parameters that are not to be trained: requires_grad = False)"
             )
-        self._counted.clear()
+        self.forget_sums()
+
+    def forget_sums(self) -> None:
+        """What was added up in blocks counts no more."""
         if self._blocks is not None:
             self._blocks.clear()
 
-    def drop(self, step: int) -> None:
-        """``step`` is committed."""
-        for key in [key for key in self._shelves if key[0] <= step]:
-            del self._shelves[key]
-        for key in [key for key in self.losses if key[0] <= step]:
-            del self.losses[key]
-
-    def void(self, after: int) -> None:
-        """What was computed of the steps after ``after`` is of no use, contributions in ``parameter.grad`` or in sums of blocks included."""
-        self._shelves = {key: shelf for key, shelf in self._shelves.items() if key[0] <= after}
-        self.losses = {key: loss for key, loss in self.losses.items() if key[0] <= after}
-        self._counted = {key for key in self._counted if key[0] <= after}
-        if self._blocks is not None and not self._counted:  # contributions here are of one step at most
-            self._blocks.clear()
-
-    def drop_stashes(self, after: int) -> None:
-        """Parameters are about to change under what was computed for the steps after ``after``."""
-        for key in [key for key, shelf in self._shelves.items() if key[0] > after and shelf.stash]:
-            grads = self._shelves[key].grads
-            self._use_up(key)
-            if grads is not None:
-                self._shelf(key).grads = grads
+    # --- parts -------------------------------------------------------------------------------------
 
     def _drawing(self, key: Key, half: str = "input") -> AbstractContextManager:
         """Hooks and functions of a backward draw random numbers as the forward does, others than it."""
@@ -294,37 +261,34 @@ class Stage:
     def _hold(self) -> AbstractContextManager[PendingWeights | None]:
         return nullcontext() if self._deferred is None else self._deferred.hold()
 
-    def _differentiate(self, key: Key) -> Tensors:
-        """The gradients of the inputs; parameters' go where they go.  Uses the stash up."""
-        shelf = self._shelves[key]
+    def _differentiate(self, stash: Stash, grads: Tensors | None) -> Tensors:
+        """The gradients of the inputs; parameters' go where they go."""
         if self._model.last:
-            shelf.loss.backward()
+            stash.loss.backward()
         else:
-            self._run_graph(shelf)
-        made = gradients(shelf.inputs)
-        self._use_up(key)
-        return made
+            self._run_graph(stash.outputs, grads)
+        return gradients(stash.inputs)
 
-    def _run_graph(self, shelf: Shelf) -> None:
-        if any(output.requires_grad for output in shelf.outputs):
+    def _run_graph(self, outputs: Tensors, grads: Tensors) -> None:
+        if any(output.requires_grad for output in outputs):
             self._trains = True
-            found = with_gradients(shelf.outputs, shelf.grads)
+            found = with_gradients(outputs, tuple(grad.to(self._model.device) for grad in grads))
             if found:
                 torch.autograd.backward(*zip(*found))
         elif self._trains is None:
             self._trains = False if any(parameter.requires_grad for parameter in self._parameters) else None
 
-    def _watched_forward(self, key: Key, shelf: Shelf) -> tuple[Any, torch.Tensor | None]:
+    def _watched_forward(self, key: Key, given: Given) -> tuple[Any, torch.Tensor | None]:
         """The first one in training."""
         self._watched.add("forward")
         module, before = self._model.module, State(self._model.module)
         if self._model.keyed:
             rehearsal = Rehearsal(module, before, self._blocks is not None, self._warn)
-            rehearsal.once(_made(*self._computed(key, shelf)))
-            computed = self._computed(key, shelf)
+            rehearsal.once(_made(*self._computed(key, given)))
+            computed = self._computed(key, given)
             self._reuses_memory = rehearsal.twice(_made(*computed))
             return computed
-        computed = self._computed(key, shelf)
+        computed = self._computed(key, given)
         check_unchanged(module, before, "forward")
         return computed
 
@@ -350,36 +314,24 @@ class Stage:
         shared = (self._reuses_memory or member.untyped_storage().data_ptr() in self._memory[1] for member in members)
         return tuple(member.clone() if shares else member for member, shares in zip(members, shared))
 
-    def _data(self, shelf: Shelf) -> Any:
+    def _data(self, given: Given) -> Any:
         """Copies: a layer may change them."""
-        data = batch_part(shelf.data, self._model.device)
+        data = batch_part(given.loaded.data, self._model.device)
         if self._model.reentrant():
             for tensor in data if isinstance(data, tuple) else (data,):
                 tensor.requires_grad_(differentiable(tensor))
         return data
 
-    def _use_up(self, key: Key) -> None:
-        """The stash and what it was made of; a pending weight gradient of the same micro-batch stays."""
-        shelf = self._shelves.pop(key)
-        if shelf.inner:
-            self._shelves[key] = Shelf(pending=shelf.pending, inner=True, early=shelf.early)
-
     @contextmanager
     def _summing(self, key: Key) -> Iterator[None]:
-        """What is added meanwhile is the micro-batch's weight gradient, which is then in the sum."""
-        if key in self._counted:
-            raise AssertionError(f"the weight gradient of micro-batch {key[1]}, step {key[0]}, would be counted twice")
+        """What is added meanwhile is the micro-batch's weight gradient."""
         with nullcontext() if self._blocks is None else self._blocks.adding(key[1]):
             yield
             self._collect()
-        self._counted.add(key)
 
     def _collect(self) -> None:
         if self._masters is not None:
             self._masters.collect()
-
-    def _shelf(self, key: Key) -> Shelf:
-        return self._shelves.setdefault(key, Shelf())
 
 
 def _add(parameters: list[torch.nn.Parameter], gradients: Iterable[torch.Tensor | None]) -> None:

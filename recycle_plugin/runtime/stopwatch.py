@@ -21,7 +21,13 @@ class Stopwatch:
         self._done: dict[int, set[Instruction]] = defaultdict(set)
 
     def begin(self, program: Program) -> None:
-        """``program`` is run next.  The first of a step says what was meant to be computed here; a later one is of recovery."""
+        """``program`` is run next.  The first of a step says what was meant to be computed here; a later one is of recovery.
+
+        Nothing of the step before the last one will be run again: it is committed (core/step.py).
+        """
+        for kept in (self._meant, self._done):
+            for old in [step for step in kept if step < program.step - 1]:
+                del kept[old]
         self._meant.setdefault(program.step, frozenset(program.instructions))
 
     def add(self, span: Span) -> None:
@@ -36,9 +42,3 @@ class Stopwatch:
     def pace(self, rank: int, step: int) -> Pace:
         """Of ``step``, which has been applied."""
         return Pace(rank, step, *self._spent.pop(step, (0, 0, 0)))
-
-    def drop(self, step: int) -> None:
-        """``step`` is committed."""
-        for kept in (self._meant, self._done):
-            for old in [each for each in kept if each <= step]:
-                del kept[old]

@@ -3,9 +3,8 @@
 Every message names its datum, so nothing of another step or micro-batch can be taken for what is waited
 for, whatever the order of arrival.  Who sent it, and in which membership, does not matter: a datum has the
 same numbers whoever makes it, so what has arrived stays good when the membership changes, and a second copy
-does no harm.  The exception is what was computed with weights that are taken back (core/verdict.py), or put aside for a
-checkpoint's: every message carries its sender's *era*, the membership in which it last went on from other weights, and what
-comes from an earlier era is dropped.  (Where data comes from plain iterators a lost worker's may be replaced, and
+does no harm.  It also names its sender's era, by which the worker's store drops what was computed with weights that
+have been taken back since (core/stepstore.py).  (Where data comes from plain iterators a lost worker's may be replaced, and
 :meth:`Transport.hear_out` sees to it that nothing made of it comes late.)  Shapes and dtypes travel with the tensors, so they may
 change from step to step.  Sends never block, so programs need no matching order of sends and receives to be free of deadlock.
 Tensors of an accelerator pass through host memory.
@@ -25,14 +24,13 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import Any, Callable, Iterable
+from typing import Any, Callable, Iterable, Iterator
 
 import torch
 
-from recycle_plugin.core.dataflow import TRAVELS, Datum
+from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.protocol import Missing
-from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.session import Session
 
 Tensors = tuple[torch.Tensor, ...]
@@ -48,10 +46,8 @@ class Transport:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._inbox: dict[Datum, tuple[int, Tensors]] = {}  # with the sender's era
-        self._era = 0
+        self._arrived: deque[tuple[Datum, Tensors, int]] = deque()
         self._outboxes: dict[str, Outbox] = {}
-        self._committed = 0
         self._listener = socket.create_server(("", 0), backlog=1024)
         self._accepted: set[socket.socket] = set()
         self._closed = False
@@ -61,74 +57,30 @@ class Transport:
         self._accepting = threading.Thread(target=self._accept, name="recycle: transport", daemon=True)
         self._accepting.start()
 
-    def send(self, address: str, datum: Datum, tensors: Tensors) -> Tensors:
-        """Send ``tensors`` to the peer at ``address``; returns them in host memory.  Neither may be changed in place afterwards."""
-        held = tuple(tensor.detach().contiguous().cpu() for tensor in tensors)
-        shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in held]
-        header = _header([datum.kind, datum.stage, *datum.micro_batch, datum.step, self._era, shapes])
-        frames = [_bytes(tensor) for tensor in held if tensor.numel()]
+    def send(self, address: str, datum: Datum, tensors: Tensors, era: int) -> None:
+        """Send ``tensors``, which stand in host memory (runtime/tiers.py) and may not be changed in place afterwards, to the peer at ``address``."""
+        shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+        header = _header([datum.kind, datum.stage, *datum.micro_batch, datum.step, era, shapes])
+        frames = [_bytes(tensor) for tensor in tensors if tensor.numel()]
         if address not in self._outboxes:
             self._outboxes[address] = Outbox(address, self.address, self._broke, self._emptied)
         self._outboxes[address].send([memoryview(header), *frames])
-        return held
 
-    def wait(self, datum: Datum, sender: object) -> Tensors:
-        """The tensors of ``datum``, once they are here; each is handed out once.  Interruptible.
-
-        Past the deadline the coordinator hears of it, and has them sent again; where it does nothing about it, WaitTimeout.
-        """
-        session, ready = self._session, lambda: self._inbox.pop(datum, (0, None))[1]
-        try:
-            return session.wait(lambda: f"{datum} from seat {sender}", ready)
-        except WaitTimeout:
-            session.send(Missing(session.rank, session.number, str(datum), str(sender)))
-        return session.wait(lambda: f"{datum} from seat {sender}, once more", ready)
+    def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
+        """What has come since this was asked last, with its sender's era."""
+        while self._arrived:
+            yield self._arrived.popleft()
 
     def wait_sent(self, addresses: Iterable[str]) -> None:
         """Return when all that was sent to these peers has left this process: its death does not stop it any more.  Interruptible."""
         outboxes = [self._outboxes[address] for address in addresses if address in self._outboxes]
         self._session.wait("a peer to take what is sent to it", lambda: None if any(outbox.backlog for outbox in outboxes) else True)
 
-    def held(self) -> set[Datum]:
-        """Boundary tensors that have arrived and were not waited for yet."""
-        with self._session.changed:
-            return {datum for datum in self._inbox if datum.kind in TRAVELS}
-
-    def collect(self, kind: str) -> dict[Datum, Tensors]:
-        """All of this kind that has arrived; it is handed out once."""
-        with self._session.changed:
-            return {datum: self._inbox.pop(datum)[1] for datum in [datum for datum in self._inbox if datum.kind == kind]}
-
     def hear_out(self, peers: set[str]) -> None:
         """Take what all but ``peers`` have sent before they went, and nothing of theirs that comes after this."""
         with self._session.changed:  # a process that has ended has closed its connections, so this takes long only where a host is gone
             self._session.changed.wait_for(lambda: peers.issuperset(self._readers.values()), DEATH_S)
             self._heard = peers
-
-    def drop(self, step: int) -> None:
-        """``step`` is committed: nothing that belongs to it is of use any more, now or later."""
-        with self._session.changed:
-            self._committed = step
-            for datum in [datum for datum in self._inbox if 0 < datum.step <= step]:
-                del self._inbox[datum]
-
-    def void(self, after: int, era: int) -> None:
-        """What has come, or still comes, of the steps after ``after`` from workers of an earlier era is of no use."""
-        with self._session.changed:
-            self._era = era
-            self._inbox = {datum: come for datum, come in self._inbox.items() if datum.step <= after or come[0] >= era}
-
-    def drop_evaluation(self, step: int) -> None:
-        """The evaluation ``step`` (negative) is through, or given up."""
-        with self._session.changed:
-            for datum in [datum for datum in self._inbox if step <= datum.step < 0]:
-                del self._inbox[datum]
-
-    def rewind(self, step: int) -> None:
-        """Everybody goes on from ``step`` once all have met again, and later ones come once more: another era."""
-        with self._session.changed:
-            self._inbox.clear()
-            self._committed, self._era = step, self._session.number + 1
 
     def leave(self, peers: set[str]) -> None:
         """Close the outboxes to everybody but ``peers``, and those that are broken."""
@@ -199,9 +151,8 @@ class Transport:
 
     def _deliver(self, sender: str, datum: Datum, era: int, tensors: Tensors) -> None:
         with self._session.changed:
-            heard = self._heard is None or sender in self._heard
-            if (datum.step > self._committed or datum.step < 0) and era >= self._era and heard:
-                self._inbox[datum] = era, tensors
+            if self._heard is None or sender in self._heard:
+                self._arrived.append((datum, tensors, era))
                 self._session.changed.notify_all()
 
     def _emptied(self) -> None:

@@ -1,8 +1,7 @@
-"""The torch world: where a worker's program runs for real.
+"""The machine that a real worker runs on (core.worker.Machine): a clock, a line to the coordinator, a transport to its peers.
 
-Waiting happens in ``await_inputs``, by name and with a deadline; a membership change enters only at
-``check_generation``, between two instructions, or breaks a wait.  What an instruction does is looked
-up in ``actions``, which the framework's adapter provides.
+Waits block, by name and with a deadline; a membership change enters only between two instructions, or breaks a wait.  What an instruction
+computes is the business of the framework's adapter.
 """
 
 from __future__ import annotations
@@ -10,77 +9,121 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol, TypeVar
 
+from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.faults import Fault, FaultScript
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import SENDS, STAGE_WIDE, Instruction, Op
-from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.loop import Program
+from recycle_plugin.core.protocol import Missing
+from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.core.watch import COMPUTES, ELSEWHERE
+from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.transport import Transport
 
+T = TypeVar("T")
 OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must not do
 
 
-class TorchWorld:
-    """``perform`` carries an instruction out; ``receive`` takes a boundary tensor from the transport."""
+class Framework(Protocol):
+    """What the adapter does."""
 
-    def __init__(
-        self,
-        session: Session,
-        machine: StepMachine,
-        perform: Callable[[Instruction], None],
-        receive: Mapping[Op, Callable[[Instruction], None]],
-        faults: FaultScript,
-        trace: Callable[[Span], None] | None = None,
-    ) -> None:
-        self._session = session
-        self._machine = machine
-        self._perform = perform
-        self._receive = receive
-        self._faults = faults
-        self._trace = trace
+    def running(self, program: Program) -> AbstractContextManager[Iterable[Instruction]]:
+        """As core.worker.Machine's, as are the others."""
 
-    def check_generation(self) -> None:
-        self._session.check()
+    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> Mapping[Datum, Any]: ...
+
+    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
+        """It blocks."""
+
+    def share(self, step: int, have: StepStore) -> float: ...
+
+    def norm(self, shares: Mapping[str, float]) -> Any: ...
+
+    def undo(self, step: int) -> None: ...
+
+    def forget_sums(self, after: int) -> None: ...
+
+    def record(self, span: Span) -> None: ...
+
+
+class TorchMachine:
+    """``faults`` strike at their instructions and points."""
+
+    def __init__(self, session: Session, transport: Transport, framework: Framework, faults: FaultScript) -> None:
+        self.line = self._session = session
+        self._transport, self._framework, self._faults = transport, framework, faults
+        self._takers: set[str] = set()  # of batches that were drawn here
+        self.send, self.arrivals, self.leave, self.clock = session.send, transport.arrivals, transport.leave, time.time
+        self.running, self.compute, self.share, self.norm = framework.running, framework.compute, framework.share, framework.norm
+        self.undo, self.forget_sums, self.record = framework.undo, framework.forget_sums, framework.record
+
+    # --- lines -------------------------------------------------------------------------------------
+
+    def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True) -> Iterator[Any]:
+        return self._session.wait(what, ready, interruptible)
+        yield  # a generator, as the loop wants it, that never yields
+
+    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
+        """Past the deadline the coordinator hears of it, and has it sent again; where it does nothing about it, WaitTimeout."""
+        session = self._session
+        try:
+            return session.wait(lambda: f"{datum} from seat {source}", ready)
+        except WaitTimeout:
+            session.send(Missing(session.rank, session.number, str(datum), str(source)))
+        return session.wait(lambda: f"{datum} from seat {source}, once more", ready)
+        yield
+
+    def transfer(self, datum: Datum, value: Any, target: Seat, era: int) -> None:
+        address = next(member.address for member in self._session.generation.members if member.seat == target)
+        if datum.kind == "drawn":
+            self._takers.add(address)
+        self._transport.send(address, datum, value, era)
+
+    def hear_out(self) -> None:
+        if self._session.interruption() is not None:
+            self._transport.hear_out({member.address for member in self._session.pending.members})
+
+    # --- instructions ------------------------------------------------------------------------------
 
     def now_us(self) -> int:
         return time.time_ns() // 1000  # one clock for all processes of a host, so that traces line up
 
-    def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[None]:
-        """Block until the tensor that a receive names has come, or until a step may be applied."""
-        receive = self._receive.get(instruction.op)
-        if receive is not None:
-            receive(instruction)
-        elif instruction.op is Op.STEP and not self._machine.may_apply(instruction.step):
-            self._session.wait_committed(instruction.step - 1)
-            self._machine.commit(instruction.step - 1)
-        return iter(())
-
-    def perform(self, seat: Seat, instruction: Instruction) -> Iterator[None]:
+    @contextmanager
+    def performing(self, instruction: Instruction) -> Iterator[None]:
         if instruction.op in OUTWARD:
+            self._wait_taken()
             self._session.assure(instruction)
         at = ELSEWHERE if instruction.op is Op.LOAD else COMPUTES
         with self._session.heart.at(at, instruction), self._session.at_work(instruction):
-            self._perform(instruction)
+            yield
         self._session.heart.finished()
+
+    def spend(self, instruction: Instruction) -> Iterator[Any]:
         return iter(())
 
-    def record(self, span: Span) -> None:
-        if self._trace is not None:
-            self._trace(span)
+    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
+        return self._framework.add_up(instruction, have, holder)
+        yield
 
-    def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
-        fault = self._faults.due(when, str(instruction))
+    def number(self, loss: Any) -> float:
+        return loss.item()
+
+    def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
+        """A named point (one argument; core/faults.py), or before and after an instruction."""
+        fault = self._faults.due("at", when) if instruction is None else self._faults.due(when, str(instruction))
         if fault is not None:
             strike(fault, self._session)
 
-    def reach_point(self, point: str) -> None:
-        """A named point outside the program (core/faults.py)."""
-        fault = self._faults.due("at", point)
-        if fault is not None:
-            strike(fault, self._session)
+    def _wait_taken(self) -> None:
+        """Return when the copies of all that was drawn here would survive this process: only then may others see what follows from it."""
+        if self._takers:
+            self._transport.wait_sent(self._takers)
+            self._takers.clear()
 
 
 def strike(fault: Fault, session: Session) -> None:

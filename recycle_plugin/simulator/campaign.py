@@ -23,7 +23,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology, tied
-from recycle_plugin.planner import lower, plan
+from recycle_plugin.planner import lowered, plan
 from recycle_plugin.simulator.checks import Watcher
 from recycle_plugin.simulator.cluster import Cluster, redone_share
 from recycle_plugin.simulator.exercised import Rule
@@ -140,7 +140,7 @@ def _add(
     at = random.randrange(CALM_US // 2) if near is None or random.random() < 0.5 else near + random.randrange(60 * MILLISECOND)
     match kind:
         case "named":
-            program = lower(plan(shape.full(), costs, policy), seat, random.randint(1, steps))
+            program = lowered(plan(shape.full(), costs, policy), seat, random.randint(1, steps))
             faults.append(Fault(random.choice(("kill", "kill", "stop")), seat, random.choice(("before", "after")), str(random.choice(program))))
         case "recovery":
             troubles.append(Trouble("kill", at, (seat,)))
@@ -215,7 +215,7 @@ EVERY_STEP = 2  # of three
 def every_instant(every: int = 1, jobs: int = 1) -> Report:
     """Kill each seat before and after each (or each ``every``-th) of its instructions, REDUCE and STEP included."""
     planned = plan(EVERY.full(), EVERY_COSTS, EVERY_POLICY)
-    moments = [f"kill {seat} {when} {one}" for seat in EVERY.seats for one in lower(planned, seat, EVERY_STEP) for when in ("before", "after")]
+    moments = [f"kill {seat} {when} {one}" for seat in EVERY.seats for one in lowered(planned, seat, EVERY_STEP) for when in ("before", "after")]
     return _report(run_instant, moments[::every], jobs)
 
 

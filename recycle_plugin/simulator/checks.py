@@ -11,7 +11,7 @@ reason that allows it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import Any, Hashable, Iterable
+from typing import Any, Hashable, Iterable, Mapping
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch, Seat
@@ -107,8 +107,14 @@ class Watcher:
         counted = self._counted[worker.seat]
         self._counted[worker.seat] = Counter({key: count for key, count in counted.items() if key[0] <= after})
 
-    def summed(self, worker: Any, step: int, parts: list[dict[Datum, int]]) -> None:
-        found = Counter(datum.micro_batch for part in parts for datum in part)
+    def sent(self, worker: Any) -> None:
+        """A boundary tensor, so that others may have to go."""
+        store = worker.store
+        if self.budget is not None and store.weight > self.budget and store.spare:
+            self.say(f"seat {worker.seat} keeps {store.weight} boundary tensors with a budget of {self.budget}, and {store.spare[0]} could go")
+
+    def summed(self, worker: Any, step: int, parts: list[Mapping[MicroBatch, Any]]) -> None:
+        found = Counter(micro_batch for part in parts for micro_batch in part)
         wrong = [str(one) for one in self.shape.batch if found[one] != 1]
         if wrong or sum(found.values()) != len(self.shape.batch):
             self.say(f"the gradient of stage {worker.seat.stage}, step {step}, holds {self._how_often(found, wrong)}")
@@ -173,7 +179,7 @@ class Watcher:
 
     def _right_weights(self, worker: Any, committed: int) -> None:
         for step in (committed + 1, committed + 2):  # after the last committed step, or one ahead of it
-            held = worker.have.get(Datum("params", worker.seat.stage, None, step))
+            held = worker.store.get(Datum("params", worker.seat.stage, None, step))
             if held is not None and step <= self.steps + 1:
                 if not self.rounds and held != self.reference.weights[step][worker.seat.stage]:
                     self.say(f"seat {worker.seat} has wrong weights behind step {step - 1}")
@@ -193,8 +199,6 @@ class Watcher:
         for worker in cluster.workers.values():
             if worker.alive and worker.runs and not worker.stuck:
                 self.say(f"seat {worker.seat} waits for {worker.waits_for}" if worker.waiting else f"seat {worker.seat} has not ended")
-            if self.budget is not None and worker.peak_kept > self.budget:
-                self.say(f"seat {worker.seat} has kept {worker.peak_kept} boundary tensors with a budget of {self.budget}")
             for step, losses in worker.losses.items():  # what went down with a worker of a step that all had applied is missing, and said so
                 expected = told.setdefault(step, losses) if self.rounds else self.reference.losses[step]
                 if not losses.items() <= expected.items() or losses != expected and not cluster.membership.lost:

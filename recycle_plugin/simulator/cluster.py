@@ -28,7 +28,7 @@ from recycle_plugin.core.watch import TICK_S
 from recycle_plugin.simulator.exercised import Exercised, Rule
 from recycle_plugin.simulator.lines import Lines
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
-from recycle_plugin.simulator.worker import REGROUP_S, Died, Planner, Sum, Worker
+from recycle_plugin.simulator.worker import REGROUP_S, Died, Machine, Planner, Sum
 
 WORKER, SUPERVISOR, DATA = "worker", "supervisor", "data"  # lines: to the coordinator and back (there, back); from rank to rank
 DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
@@ -44,7 +44,7 @@ class Cluster:
         self.membership = Membership(len(scenario.shape.seats))
         self.now, self._ticket = 0, count()
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
-        self.workers = {rank: Worker(self, rank, seat, weights[seat.stage]) for rank, seat in enumerate(scenario.shape.seats)}
+        self.workers = {rank: Machine(self, rank, seat, weights[seat.stage]) for rank, seat in enumerate(scenario.shape.seats)}
         self.rank_of = {seat: rank for rank, seat in enumerate(scenario.shape.seats)}
         self.sums: dict[tuple[int, Op, int, int], Sum] = {}  # by generation, what it is, its first stage, step
         self.events: list[tuple[int, Event]] = []
@@ -59,7 +59,6 @@ class Cluster:
         self.over = False
         self._watched = -1
         self.planner = Planner(scenario.costs, scenario.policy)
-        self.blocks = scenario.policy.blocks(scenario.shape)
 
     def run(self, until_us: int) -> None:
         """Until nobody has anything left to do, or ``until_us``."""
@@ -73,6 +72,7 @@ class Cluster:
         while self._agenda and self._agenda[0][0] <= until_us and any(worker.runs for worker in self.workers.values()):
             self.now, _, happen = heappop(self._agenda)
             happen()
+        self.exercised[Rule.FOR_WANT_OF_ROOM] = sum(worker.store.let_go for worker in self.workers.values())
 
     def later(self, after_us: int, happen: Callable[[], None]) -> None:
         heappush(self._agenda, (self.now + after_us, next(self._ticket), happen))
@@ -167,9 +167,9 @@ class Cluster:
     def _arrive(self, target: int, datum: Datum, value: Any, era: int) -> None:
         worker = self.workers[target]
         if worker.alive:
-            if datum.step <= worker.line.committed or era < worker.era:
+            if datum.step <= worker.line.committed or era < worker.store.era:
                 self.exercised[Rule.OLD_STEP if datum.step <= worker.line.committed else Rule.OLD_ERA] += 1
-            worker.arrive(datum, value, era)
+            worker.deliver(datum, value, era)
             self.wake(target)
 
     # --- troubles -----------------------------------------------------------------------------------

@@ -8,16 +8,28 @@ are not linear, so a wrong stash, stale parameters, a dropped or doubled micro-b
 from __future__ import annotations
 
 from math import inf, isfinite
-from typing import Any, Mapping
+from typing import Any, Mapping, NamedTuple
 
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum, provides
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Plan
+from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.core.verdict import over
 from recycle_plugin.simulator.virtual import State, VirtualWorld
 
 PRIME = 2**61 - 1
+
+
+class Stash(NamedTuple):
+    """What an F leaves: its input, the loss on the last stage, and which of its worker's weights it was made with (simulator/numbers.py)."""
+
+    x: int
+    loss: int | None
+    weights: int = 0
+
+
 LEARNING_RATE = 1_000_003
 
 
@@ -49,8 +61,8 @@ def over_tie(by_stage: Mapping[int, int], exact: bool) -> int:
     return total
 
 
-def compute(instruction: Instruction, have: Mapping[Datum, Any], stages: int, tied: bool = False) -> dict[Datum, Any]:
-    """What ``instruction``, other than a REDUCE or a TIE, makes of what a worker has.  ``tied``: its stage shares its weight."""
+def compute(instruction: Instruction, have: StepStore, stages: int, tied: bool = False, limit: float = 0.0) -> dict[Datum, Any]:
+    """What ``instruction``, other than a REDUCE or a TIE, makes of what a worker has.  ``tied``: its stage shares its weight; ``limit``: of the norm."""
     stage, micro_batch, step = instruction.stage, instruction.micro_batch, instruction.step
     params = have.get(Datum("params", stage, None, step))
 
@@ -64,9 +76,9 @@ def compute(instruction: Instruction, have: Mapping[Datum, Any], stages: int, ti
             x = have[here("data")][0] if stage == 0 else have[Datum("act", stage - 1, micro_batch, step)]
             made = (params * x + x * x) % PRIME
             loss = (made - have[here("data")][1]) % PRIME if stage == stages - 1 else None
-            return {here("act"): made, here("stash"): (x, loss)}
+            return {here("act"): made, here("stash"): Stash(x, loss)}
         case Op.I | Op.B:
-            x, loss = have[here("stash")]
+            x, loss, _ = have[here("stash")]
             incoming = loss if loss is not None else have[Datum("grad", stage + 1, micro_batch, step)]
             grad = {here("grad"): incoming * (params + 2 * x) % PRIME}
             return grad | ({here("inner"): (x, incoming)} if instruction.op is Op.I else {here("wgrad"): incoming * x % PRIME})
@@ -75,7 +87,8 @@ def compute(instruction: Instruction, have: Mapping[Datum, Any], stages: int, ti
             return {here("wgrad"): incoming * x % PRIME}
         case Op.STEP:
             gradient = have[here("tied" if tied else "reduced")]
-            update = clipped(gradient, have.get(here("norm")))
+            norm = have.get(here("norm"))
+            update = clipped(gradient, norm if norm is not None and over(norm, limit) else None)
             return {Datum("params", stage, None, step + 1): (params - LEARNING_RATE * update) % PRIME}
         case _:
             return dict.fromkeys(provides(instruction))
@@ -89,7 +102,7 @@ class ExactWorld(VirtualWorld):
         reduced = Datum("reduced", instruction.stage, None, instruction.step)
         if reduced in self.store[seat]:
             return True, self.store[seat][reduced]
-        return False, sum(value for datum, value in self.store[seat].items() if datum.kind == "wgrad" and datum.step == instruction.step)
+        return False, sum(self.store[seat].of("wgrad", instruction.step).values())
 
     def compute(self, seat: Seat, instruction: Instruction) -> dict[Datum, Any]:
         if instruction.op is Op.TIE:

@@ -126,20 +126,19 @@ class Job:
     def _go_on(self, ended: VirtualWorld, plan: Plan) -> tuple[State, int]:
         """What the live seats of ``plan`` go on from, and how many of them take a step back."""
         left, live = ended.survivors(), plan.view.live
-        state = State({s: dict(left.store[s]) for s in live}, {s: left.stepped[s] for s in live}, {s: v for s, v in left.undo.items() if s in live})
+        state = State({seat: left.store[seat].copy() for seat in live}, {seat: left.stepped[seat] for seat in live})
         first = ended.committed() + 1
         if not self.keep:
             for seat in live:
                 _take_back(state, seat, first - 1)
             return state, sum(left.stepped[seat] >= first for seat in live)
-        held: Held = {seat: frozenset(have) for seat, have in state.store.items()}
+        held: Held = {seat: frozenset(have.held()) for seat, have in state.store.items()}
         rests = unfinished(plan, first - 1, held)
         for rest in rests:
             state.rests[rest.step] = planner.arrange(rest, plan, self.costs, held)
             held = surviving(held, rest)
             for seat in rest.undo:
-                state.store[seat] = {datum: value for datum, value in state.store[seat].items() if datum in held[seat]}
-                state.store[seat][Datum("params", seat.stage, None, rest.step)] = state.undo[seat]
+                state.store[seat].undo(rest.step)
                 state.stepped[seat] = rest.step - 1
         return state, sum(len(rest.undo) for rest in rests)
 
@@ -154,9 +153,11 @@ class Job:
 
 def _take_back(state: State, seat: Seat, committed: int) -> None:
     """Nothing of what follows ``committed`` stays."""
-    params = Datum("params", seat.stage, None, committed + 1)
-    value = state.undo[seat] if state.stepped[seat] > committed else state.store[seat][params]
-    state.store[seat], state.stepped[seat] = {params: value}, committed
+    store = state.store[seat]
+    if state.stepped[seat] > committed:
+        store.undo(committed + 1)
+    store.void(committed, store.era + 1)
+    state.stepped[seat] = committed
 
 
 def _final(state: State, steps: int) -> dict[Seat, Any]:

@@ -39,8 +39,8 @@ class Trouble:
 @dataclass(frozen=True)
 class Scenario:
     """A job and its troubles.  ``faults``: kills and stops at named instructions and points.  ``torn``: seeds who is left
-    without the result when a peer dies in a REDUCE, and how late messages come; ``budget``: boundary tensors that a worker may keep once
-    sent; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that they wait for), 0: there is none;
+    without the result when a peer dies in a REDUCE, and how late messages come; ``budget``: boundary tensors that a worker may keep before those that it has
+    sent go; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that they wait for), 0: there is none;
     ``rounds``: sums depend on their order, and nothing keeps it, as in real training outside exact mode."""
 
     shape: Topology

@@ -26,14 +26,15 @@ from itertools import count
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum, consumes, provides, requires
+from recycle_plugin.core.dataflow import Datum, provides
 from recycle_plugin.core.executor import Interrupted, Span, execute
 from recycle_plugin.core.faults import FaultScript
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import RECEIVES, SENDS, Instruction, Op
 from recycle_plugin.core.plan import Plan
 from recycle_plugin.core.step import StepMachine
-from recycle_plugin.planner import lower
+from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.planner import lowered
 from recycle_plugin.simulator.network import Network, Uncontended
 
 
@@ -76,18 +77,18 @@ class Conditions:
 
 @dataclass
 class State:
-    """What workers go on from: data with their values, steps applied, what takes the last of them back, and the programs
-    of steps that are to be finished in another way than the plan's."""
+    """What workers go on from: data with their values, steps applied, and the programs of steps that are to be finished in another way than the plan's."""
 
-    store: dict[Seat, dict[Datum, Any]]
+    store: dict[Seat, StepStore]
     stepped: dict[Seat, int]
-    undo: dict[Seat, Any] = field(default_factory=dict)
     rests: dict[int, Mapping[Seat, tuple[Instruction, ...]]] = field(default_factory=dict)
 
     @classmethod
     def fresh(cls, plan: Plan, step: int, parameters: Mapping[Seat, Any] | None) -> State:
         """Before ``step``, with these parameters of each seat (None: no values)."""
-        store = {seat: {Datum("params", seat.stage, None, step): parameters[seat] if parameters else None} for seat in plan.programs}
+        store = {seat: StepStore(seat, plan.stages, bool(plan.view.topology.tie(seat.stage)), committed=step - 1) for seat in plan.programs}
+        for seat, value in (parameters or {}).items():
+            store[seat].put(Datum("params", seat.stage, None, step), value)
         return cls(store, dict.fromkeys(plan.programs, step - 1))
 
 
@@ -105,7 +106,7 @@ class VirtualWorld:
         self.plan, self.costs, self.steps, self.first, self.conditions = plan, costs, range(step, step + steps), step, conditions
         self.spans: list[Span] = []
         self.state = state or State.fresh(plan, step, None)
-        self.store, self._undo = self.state.store, self.state.undo
+        self.store = self.state.store
         self.machines = {seat: StepMachine(step - 1) for seat in plan.programs}
         self.commits: dict[int, int] = {}  # when each step had been applied by all
         self.dead: dict[Seat, int] = {}
@@ -148,8 +149,7 @@ class VirtualWorld:
     def survivors(self) -> State:
         """What is left, as it is: nobody has taken anything back yet."""
         live = [seat for seat in self.store if seat not in self.dead]
-        undo = {seat: self._undo[seat] for seat in live if seat in self._undo}
-        return State({seat: self.store[seat] for seat in live}, {seat: self.machines[seat].stepped for seat in live}, undo)
+        return State({seat: self.store[seat] for seat in live}, {seat: self.machines[seat].stepped for seat in live})
 
     # What a world with values overrides.
 
@@ -174,11 +174,8 @@ class VirtualWorld:
         if op is Op.STEP and not self.machines[seat].may_apply(instruction.step):
             yield from self._await_commit(instruction.step - 1)
             self.machines[seat].commit(instruction.step - 1)
-        own = self._own(seat, instruction)
-        have = self.store[seat]
-        for datum in requires(instruction, self.plan.stages, own, bool(self._tie(seat.stage))):
-            if datum not in have:
-                yield seat, datum
+        for datum in self.store[seat].missing(instruction, self._own(seat, instruction)):
+            yield seat, datum
         if op is Op.REDUCE or op is Op.TIE or op is Op.VALIDATE:
             joint = self.joint(instruction)
             self._arrive(seat, joint, self.contribute(seat, instruction))
@@ -199,15 +196,15 @@ class VirtualWorld:
             if any(peer.stage in group for peer in self.dead) and self.conditions.torn(seat, instruction):
                 raise Interrupted
         if op in SENDS:
-            (datum,) = requires(instruction, self.plan.stages)
+            (datum,) = self.store[seat].requires(instruction)
             arrival = self._network.arrival(self._now, seat, instruction)
-            self._schedule(arrival, partial(self._keep, instruction.peer, {datum: self.store[seat][datum]}))
+            self._schedule(arrival, partial(self._arrive_at, instruction.peer, datum, self.store[seat][datum]))
             return
         if op not in RECEIVES:
             made = self.compute(seat, instruction)
-            for datum in consumes(instruction, self.plan.stages, self._own(seat, instruction)):
-                self.store[seat].pop(datum, None)
-            self._keep(seat, made)
+            self.store[seat].conclude(instruction, made)
+            for datum in made:
+                self._wake((seat, datum))
         if op is Op.STEP:
             self._end_step(seat, instruction.step)
 
@@ -220,7 +217,7 @@ class VirtualWorld:
             return ()
         if instruction.step not in self.state.rests:
             return self.plan.own(seat)
-        return tuple(d.micro_batch for d in self.store[seat] if d.kind == "wgrad" and d.step == instruction.step)
+        return self.store[seat].own(instruction)
 
     # Joints
 
@@ -255,8 +252,7 @@ class VirtualWorld:
     def _drop(self, step: int) -> None:
         """Nothing of a committed step is of use any more but its parameters."""
         for have in self.store.values():
-            for datum in [datum for datum in have if datum.step <= step]:
-                del have[datum]
+            have.commit(step)
 
     def _await_commit(self, step: int) -> Iterator[Key]:
         joint = Joint("COMMIT", None, step)
@@ -265,7 +261,6 @@ class VirtualWorld:
 
     def _end_step(self, seat: Seat, step: int) -> None:
         self.machines[seat].applied(step)
-        self._undo[seat] = self.store[seat].pop(Datum("params", seat.stage, None, step))
         joint = Joint("COMMIT", None, step)
         self._arrive(seat, joint, None, self.conditions.commit_us)
         if len(self._arrived[joint]) == len(self.store):
@@ -302,7 +297,7 @@ class VirtualWorld:
     def _life(self, seat: Seat) -> Iterator[Any]:
         for step in self.steps:
             rest = self.state.rests.get(step)
-            yield from execute(seat, lower(self.plan, seat, step) if rest is None else rest[seat], self)
+            yield from execute(seat, lowered(self.plan, seat, step) if rest is None else rest[seat], self)
 
     def _schedule(self, at: int, happen: Callable[[], None]) -> None:
         heappush(self._agenda, (at, next(self._ticket), happen))
@@ -323,11 +318,9 @@ class VirtualWorld:
         else:
             self.stopped[seat] = self._now
 
-    def _keep(self, seat: Seat, made: dict[Datum, Any]) -> None:
-        have = self.store[seat]
-        for datum, value in made.items():
-            have[datum] = value
-            self._wake((seat, datum))
+    def _arrive_at(self, seat: Seat, datum: Datum, value: Any) -> None:
+        self.store[seat].arrive(datum, value, self.store[seat].era)
+        self._wake((seat, datum))
 
     def _wake(self, key: Key) -> None:
         if key in self._waiting:

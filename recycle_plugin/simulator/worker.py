@@ -1,32 +1,33 @@
-"""One worker of a simulated cluster, and what may happen to it: its data, its waits and its sums; the loop is ``core.loop``."""
+"""One worker of a simulated cluster: ``core.worker`` on a machine that has a virtual clock, lines that take time, and exact numbers."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator
 
 from recycle_plugin import planner
-from recycle_plugin.core.blocks import Block
-from recycle_plugin.core.contributions import LOSS, NORM
+from recycle_plugin.core.contributions import NORM
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum, consumes, requires
-from recycle_plugin.core.executor import Span, execute
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.executor import Span
 from recycle_plugin.core.faults import FaultScript
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import RECEIVES, SENDS, Instruction, Op
+from recycle_plugin.core.instruction import SENDS, Instruction, Op
 from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.loop import Loop, Program
 from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.protocol import Contribution, Left, Member, Missing, Ready
+from recycle_plugin.core.protocol import Left, Member, Missing, Ready
 from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.stepstore import Retention, StepStore
 from recycle_plugin.core.topology import ClusterView
-from recycle_plugin.core.verdict import SHARE, over
+from recycle_plugin.core.verdict import over
 from recycle_plugin.core.watch import COMPUTES, WAITS
-from recycle_plugin.simulator.exact import added, compute, over_tie, share
+from recycle_plugin.core.worker import Judging, Worker
 from recycle_plugin.simulator.exercised import Rule
+from recycle_plugin.simulator.numbers import Numbers
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 
 if TYPE_CHECKING:
@@ -51,16 +52,20 @@ class Sum:
     touched: bool = False  # a member has died or was cut off before everybody had the result
 
 
-class Worker:
-    """One worker: what ``core.loop`` calls port and replica, and ``core.executor`` world."""
+class Machine:
+    """What ``core.worker`` calls so, with what ``core.loop`` calls port; ``worker`` and ``loop`` run on it.  What may happen to it: simulator/scenario.py."""
 
     def __init__(self, cluster: Cluster, rank: int, seat: Seat, weight: int) -> None:
         self.cluster, self.rank, self.seat = cluster, rank, seat
-        self.tie = cluster.scenario.shape.tie(seat.stage)
         self.line = Line(rank)
-        self.machine = StepMachine(0)
-        self.have: dict[Datum, Any] = {Datum("params", seat.stage, None, 1): weight}
-        self.script = FaultScript(cluster.scenario.faults, seat)
+        scenario = cluster.scenario
+        self.numbers = Numbers(scenario, seat)
+        self.store = StepStore(seat, scenario.shape.stages, bool(self.numbers.tie), Retention(budget=scenario.budget))
+        self.store.put(Datum("params", seat.stage, None, 1), weight)
+        self.steps = StepMachine(0)
+        waits = scenario.clip > 0 and scenario.policy.together
+        self.worker = Worker(self, scenario.shape, self.store, self.steps, Judging(waits, scenario.clip > 0 and not waits))
+        self.script = FaultScript(scenario.faults, seat)
         self.alive = self.runs = True
         self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
         self.percent, self.done, self.at = 100, 0, (WAITS, "the start")
@@ -69,20 +74,13 @@ class Worker:
         self.losses: dict[int, dict] = {}  # as the training script gets them, by step
         self.reason: str | None = None  # of its end before the last step
         self.life: Iterator[Any]
-        self.program: Program | None = None
-        self._before: Any = None
-        self._written = 0  # how often parameters were, as torch counts versions
-        self._graphs: dict[Datum, int] = {}  # by stash, the parameters that it was made with
-        self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
-        self._sent: dict[Datum, None] = {}
-        self.era, self._eras = 0, {}  # of this worker, and of what has come from others (core.loop.Replica.void)
-        self._own_losses: dict[int, dict[str, int]] = defaultdict(dict)
-        self.peak_kept = 0
+        self._inbox: list[tuple[Datum, Any, int]] = []
 
     def live(self) -> Iterator[Any]:
         """The training script."""
         scenario = self.cluster.scenario
-        self.loop = Loop(self, self, self.cluster.planner, scenario.shape, self.seat, self.machine)
+        self.loop = Loop(self, self.worker, self.cluster.planner, scenario.shape, self.seat, self.steps)
+        self.worker.applied = self.loop.applied
         self.send(Ready(Member(self.rank, self.seat, str(self.rank), f"host{self.rank}"), 0, _job(scenario)))
         try:
             yield from self.loop.start()
@@ -95,7 +93,7 @@ class Worker:
             raise Died
         self.send(Left(self.rank))
 
-    # core.loop.Port
+    # lines and the clock
 
     def wait(self, what: Any, ready: Callable[[], Any], interruptible: bool = True) -> Iterator[Any]:
         while True:
@@ -108,11 +106,34 @@ class Worker:
             self.at = (WAITS, what if isinstance(what, str) else what())
             yield self.at[1]
 
+    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], Any]) -> Iterator[Any]:
+        self.cluster.later(RESEND_US, partial(self._complain, self.line.number, datum, source))
+        return (yield from self.wait(lambda: f"{datum} from seat {source}", ready))
+
     def send(self, message: object) -> None:
         self.cluster.tell_coordinator(self.rank, message)
 
+    def transfer(self, datum: Datum, value: Any, target: Seat, era: int) -> None:
+        self.cluster.send(self.rank, self.cluster.rank_of[target], datum, value, era)
+
+    def deliver(self, datum: Datum, value: Any, era: int) -> None:
+        self._inbox.append((datum, value, era))
+
+    def arrivals(self) -> Iterable[tuple[Datum, Any, int]]:
+        arrived, self._inbox = self._inbox, []
+        return arrived
+
+    def hear_out(self) -> None:
+        pass  # what is under way from the dead may come later, as over a network that has lost their hosts
+
+    def leave(self, members: Iterable[str]) -> None:
+        pass
+
     def clock(self) -> float:
         return self.cluster.now / 1e6
+
+    def now_us(self) -> int:
+        return self.cluster.now
 
     def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
         """A point of recovery (one argument), or before and after an instruction: where named faults strike."""
@@ -124,192 +145,93 @@ class Worker:
         if fault is not None:
             self.cluster.trouble(self.rank, Trouble("stop", self.cluster.now, (self.seat,), for_us=5_000 * MILLISECOND))
 
-    # core.loop.Replica
-
-    def execute(self, program: Program) -> Iterator[Any]:
-        self.program = program
-        self._forget_committed()
-        if program.resumed:
-            self._say_losses(program.step)
-        yield from execute(self.seat, program.instructions, self)
-
-    def held(self) -> set[Datum]:
-        self._forget_committed()
-        self._sent.clear()  # peers plan with what is here: it stays until it is sent once more
-        return {datum for datum in self.have if datum.kind != "params"}
-
-    def drawn(self) -> dict[str, str]:
-        return {}  # its data is addressed by name
-
-    def stand(self, standing: Any) -> None:
-        pass
-
-    def undo(self, step: int) -> None:
-        self.cluster.exercised[Rule.TAKEN_BACK] += 1
-        self._written += 1
-        del self.have[Datum("params", self.seat.stage, None, step + 1)]
-        self.have[Datum("params", self.seat.stage, None, step)] = self._before
-        for datum in [datum for datum in self.have if datum.kind == "stash" and datum.step > step]:
-            del self.have[datum]
-
-    def judge(self, step: int, norm: float) -> None:
-        self.cluster.exercised[Rule.TWICE_REJECTED] += self._knows_norm(step)
-        self.have[Datum("norm", self.seat.stage, None, step)] = norm
-
-    def void(self, after: int, era: int) -> None:
-        self.era = era
-        self.cluster.watcher.voided(self, after)
-        for datum in [datum for datum in self.have if datum.step > after and datum.kind != "params" and self._eras.get(datum, 0) < era]:
-            del self.have[datum]
-        self._own_losses = defaultdict(dict, {step: losses for step, losses in self._own_losses.items() if step <= after})
-        self._sums = {key: total for key, total in self._sums.items() if key[0] <= after}
-
-    def arrive(self, datum: Datum, value: Any, era: int) -> None:
-        """A boundary tensor, from a peer in ``era``."""
-        if datum.step > self.line.committed and era >= self.era:
-            self.have[datum], self._eras[datum] = value, era
-
-    def leave(self, members: Any) -> None:
-        pass
-
-    # core.executor.World
-
-    def check_generation(self) -> None:
-        self.line.check()
-
-    def now_us(self) -> int:
-        return self.cluster.now
-
-    def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
-        self.current = instruction
-        if instruction.op in RECEIVES:
-            (datum,) = requires(instruction, self.cluster.scenario.shape.stages)
-            self.cluster.later(RESEND_US, partial(self._complain, self.line.number, datum, instruction.peer))
-            yield from self.wait(lambda: f"{datum} from seat {instruction.peer}", lambda: True if datum in self.have else None)
-        elif instruction.op is Op.STEP and not self.machine.may_apply(instruction.step):
-            self.cluster.exercised[Rule.LATE_COMMIT] += not self.line.is_committed(instruction.step - 1)
-            yield from self.wait(f"the commit of step {instruction.step - 1}", lambda: self.line.is_committed(instruction.step - 1))
-            self.machine.commit(instruction.step - 1)
-        yield from ()
-
-    def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
-        self.at = (COMPUTES, str(instruction))
-        scenario, stages = self.cluster.scenario, self.cluster.scenario.shape.stages
-        if instruction.op in (Op.REDUCE, Op.TIE):
-            yield from self._reduce(instruction) if instruction.op is Op.REDUCE else self._sum_over_tie(instruction)
-            return
-        if instruction.op is Op.VALIDATE:
-            yield from self._validate(instruction.step)
-            return
-        handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
-        spent = (handling + scenario.costs.of(instruction.op, self.seat.stage)) * self.percent // 100
-        if spent:
-            yield spent
-        if self.stuck:
-            yield from self._hang()
-        if instruction.op in SENDS:
-            (datum,) = requires(instruction, stages)
-            self.cluster.send(self.rank, self.cluster.rank_of[instruction.peer], datum, self.have[datum], self.era)
-            self._note_sent(datum)
-        elif instruction.op not in RECEIVES:
-            self._compute(instruction, stages)
-
     def record(self, span: Span) -> None:
         self.done += 1
         self.cluster.spans.append(span)
+        if span.instruction.op in SENDS:
+            self.cluster.watcher.sent(self)
 
-    def _compute(self, instruction: Instruction, stages: int) -> None:
-        bare, before = instruction in self.program.bare, self.machine.stepped
-        made = compute(instruction, self.have, stages, bool(self.tie))
-        if instruction.op is Op.STEP:
-            if self.cluster.scenario.clip and not self.cluster.scenario.policy.together and not self._knows_norm(instruction.step):
-                self._say_share(instruction.step, SHARE)
-            self._written += 1
-            self._before = self.have.pop(Datum("params", self.seat.stage, None, instruction.step))
-            assert before == instruction.step - 1
-            self.cluster.watcher.applied(self, instruction.step, self._gradient(instruction.step), self.have.get(Datum("norm", self.seat.stage, None, instruction.step)))
-        self._differentiate(instruction)
-        for datum in consumes(instruction, stages):
-            self.have.pop(datum, None)
-        self.have |= {datum: value for datum, value in made.items() if not (bare and datum.kind in ("stash", "inner"))}
-        self.cluster.watcher.computed(self, instruction, bare)
-        if instruction.op in (Op.W, Op.B):
-            self._count(instruction, made)
-        if instruction.op is Op.F and self.seat.stage == stages - 1:
-            self._own_losses[instruction.step][str(instruction.micro_batch)] = made[Datum("stash", self.seat.stage, instruction.micro_batch, instruction.step)][1]
-            if instruction == next(one for one in reversed(self.program.instructions) if one.op is Op.F):
-                self._say_losses(instruction.step)
-        elif instruction.op is Op.STEP:
-            self.loop.applied(instruction.step)
+    def _complain(self, generation: int, datum: Datum, source: Seat) -> None:
+        """Where the same wait lasts too long."""
+        waits = self.alive and self.waiting and self.line.number == generation and self.at == (WAITS, f"{datum} from seat {source}")
+        if waits and self.line.interruption() is None:
+            self.cluster.watcher.missed(self, datum, source)
+            self.send(Missing(self.rank, generation, str(datum), str(source)))
+            self.cluster.later(RESEND_US, partial(self._complain, generation, datum, source))
 
-    def _differentiate(self, instruction: Instruction) -> None:
-        """A stash refers to the parameters that it was made with: written over, as by a step that is taken back and done again, it is of no use."""
-        stash = Datum("stash", self.seat.stage, instruction.micro_batch, instruction.step)
-        if instruction.op is Op.F:
-            self._graphs[stash] = self._written
-        elif instruction.op in (Op.I, Op.B) and self._graphs.pop(stash) != self._written:
-            self.cluster.watcher.say(f"seat {self.seat} runs {instruction} through parameters that have changed since its forward")
+    # computing
 
-    def _count(self, instruction: Instruction, made: dict[Datum, Any]) -> None:
-        """Into the sum of its block, or, where sums have no order, into the worker's one sum as it comes."""
-        scenario = self.cluster.scenario
-        key = instruction.step, Block(self.seat.replica, 0) if scenario.rounds else self.cluster.blocks.of(instruction.micro_batch)
-        value = made[Datum("wgrad", self.seat.stage, instruction.micro_batch, instruction.step)]
-        self._sums[key] = added(self._sums.get(key, 0), value, scenario.ordered)
+    @contextmanager
+    def running(self, program: Program) -> Iterator[tuple[Instruction, ...]]:
+        yield program.instructions
 
-    def _gradient(self, step: int) -> int:
-        """What is judged and applied."""
-        return self.have[Datum("tied" if self.tie else "reduced", self.seat.stage, None, step)]
+    @contextmanager
+    def performing(self, instruction: Instruction) -> Iterator[None]:
+        self.current, self.at = instruction, (COMPUTES, str(instruction))
+        if instruction.op is Op.VALIDATE:
+            self.cluster.exercised[Rule.NORM_KEPT] += self.worker.program.resumed and self.line.collected(instruction.step, NORM) is not None
+        yield
 
-    def _knows_norm(self, step: int) -> bool:
-        return Datum("norm", self.seat.stage, None, step) in self.have
-
-    def _say_share(self, step: int, name: str) -> None:
-        own = share(self._gradient(step)) if not self.tie or self.seat.stage == self.tie[0] else 0.0
-        self.send(Contribution(self.rank, step, name, {str(self.seat.stage): own}, self.cluster.scenario.shape.stages))
-
-    def _validate(self, step: int) -> Iterator[Any]:
-        self.cluster.exercised[Rule.NORM_KEPT] += self.program.resumed and self.line.collected(step, NORM) is not None
-        self._say_share(step, NORM)
-        shares = yield from self.wait(f"the norm of step {step}", lambda: self.line.collected(step, NORM))
-        norm = sum(shares.values()) ** 0.5
-        if self.cluster.scenario.clip and over(norm, self.cluster.scenario.clip):
-            self.judge(step, norm)
-
-    def _say_losses(self, step: int) -> None:
-        if self._own_losses[step]:
-            expected = len(self.cluster.scenario.shape.batch)
-            self.send(Contribution(self.rank, step, LOSS, dict(self._own_losses[step]), expected))
-
-    def _reduce(self, instruction: Instruction) -> Iterator[Any]:
-        """As a collective does: nobody has the result before all have come, and a death leaves some with it and some without."""
-        stage, step = self.seat.stage, instruction.step
-        reduced = Datum("reduced", stage, None, step)
-        own = {datum: value for datum, value in self.have.items() if datum.kind == "wgrad" and datum.step == step}
-        whole = self.program.holder == self.seat
-        mine = own, {block: total for (of, block), total in self._sums.items() if of == step}
-        brought = yield from self._together(instruction, (stage,), self.have[reduced] if whole else mine if self.program.holder is None else None)
-        if reduced in self.have:
+    def spend(self, instruction: Instruction) -> Iterator[int]:
+        if instruction.op in (Op.REDUCE, Op.TIE, Op.VALIDATE):
             return
-        if self.program.resumed:
-            self.cluster.exercised[Rule.SUMMED_AGAIN if self.program.holder is None else Rule.ROLLED_FORWARD] += 1
-        if self.program.holder is not None:
-            self.have[reduced] = brought[self.cluster.rank_of[self.program.holder]]
-        else:
-            self.have[reduced] = self._total([totals for _, totals in brought.values()])
-            self.cluster.watcher.summed(self, step, [part for part, _ in brought.values()])
-        for datum in own:
-            del self.have[datum]
-        self._sums = {key: total for key, total in self._sums.items() if key[0] != step}
+        handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
+        spent = (handling + self.cluster.scenario.costs.of(instruction.op, self.seat.stage)) * self.percent // 100
+        if spent:
+            yield spent
+        while self.stuck:
+            yield 10**9
 
-    def _sum_over_tie(self, instruction: Instruction) -> Iterator[Any]:
+    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+        if instruction.op is Op.STEP:
+            norm = have.get(Datum("norm", self.seat.stage, None, instruction.step))
+            clipped_by = norm if norm is not None and over(norm, self.cluster.scenario.clip) else None
+            self.cluster.watcher.applied(self, instruction.step, self.numbers.gradient(instruction.step, have), clipped_by)
+        made = self.numbers.compute(instruction, have, bare)
+        self.cluster.watcher.computed(self, instruction, bare)
+        return made
+
+    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
+        """As a collective does: nobody has the result before all have come, and a death leaves some with it and some without."""
+        return (yield from self._sum(instruction, have, holder) if instruction.op is Op.REDUCE else self._sum_over_tie(instruction, have))
+
+    def share(self, step: int, have: StepStore) -> float:
+        return self.numbers.share(step, have)
+
+    def norm(self, shares: Any) -> float:
+        return self.numbers.norm(shares)
+
+    def number(self, loss: int) -> int:
+        return loss
+
+    def undo(self, step: int) -> None:
+        self.cluster.exercised[Rule.TAKEN_BACK] += 1
+        self.numbers.taken_back()
+
+    def forget_sums(self, after: int) -> None:
+        self.cluster.watcher.voided(self, after)
+        self.numbers.forget_sums()
+
+    def _sum(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
+        reduced, stage = Datum("reduced", self.seat.stage, None, instruction.step), (self.seat.stage,)
+        if holder is not None:
+            brought = yield from self._together(instruction, stage, have[reduced] if holder == self.seat else None)
+            self.cluster.exercised[Rule.ROLLED_FORWARD] += reduced not in have
+            return brought[self.cluster.rank_of[holder]]
+        counted = have.of("wgrad", instruction.step)
+        brought = yield from self._together(instruction, stage, (counted, self.numbers.sums(instruction.step)))
+        self.cluster.exercised[Rule.SUMMED_AGAIN] += self.worker.program.resumed
+        self.cluster.watcher.summed(self, instruction.step, [part for part, _ in brought.values()])
+        self.numbers.forget_sums()
+        return self.numbers.total([sums for _, sums in brought.values()])
+
+    def _sum_over_tie(self, instruction: Instruction, have: StepStore) -> Iterator[Any]:
         """Each stage's sum from any of its workers: they have the same."""
-        stage, step = self.seat.stage, instruction.step
-        brought = yield from self._together(instruction, self.tie, self.have[Datum("reduced", stage, None, step)])
+        brought = yield from self._together(instruction, self.numbers.tie, have[Datum("reduced", self.seat.stage, None, instruction.step)])
         by_stage = {self.cluster.workers[rank].seat.stage: value for rank, value in sorted(brought.items(), reverse=True)}
-        self.cluster.watcher.tied(self, step, [(self.cluster.workers[rank].seat.stage, value) for rank, value in brought.items()])
-        self.cluster.exercised[Rule.TIED_AGAIN] += self.program.resumed
-        self.have.setdefault(Datum("tied", stage, None, step), over_tie(by_stage, self.cluster.scenario.ordered))
+        self.cluster.watcher.tied(self, instruction.step, [(self.cluster.workers[rank].seat.stage, value) for rank, value in brought.items()])
+        self.cluster.exercised[Rule.TIED_AGAIN] += self.worker.program.resumed
+        return self.numbers.over_tie(by_stage)
 
     def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Iterator[Any]:
         """What all live workers of ``stages`` bring to ``instruction``, by rank."""
@@ -327,37 +249,6 @@ class Worker:
             yield from self.wait("news of a lost worker", lambda: None)
         return sum_.brought
 
-    def _total(self, brought: list[dict[Block, int]]) -> int:
-        """The blocks' sums added in the blocks' order."""
-        totals = {block: total for part in brought for block, total in part.items()}
-        return reduce(lambda total, block: added(total, totals[block], self.cluster.scenario.ordered), sorted(totals), 0)
-
-    def _hang(self) -> Iterator[Any]:
-        while True:
-            yield 10**9
-
-    def _complain(self, generation: int, datum: Datum, source: Seat) -> None:
-        """Where the same wait lasts too long."""
-        waits = self.alive and self.waiting and self.line.number == generation and self.at == (WAITS, f"{datum} from seat {source}")
-        if waits and self.line.interruption() is None:
-            self.cluster.watcher.missed(self, datum, source)
-            self.send(Missing(self.rank, generation, str(datum), str(source)))
-            self.cluster.later(RESEND_US, partial(self._complain, generation, datum, source))
-
-    def _note_sent(self, datum: Datum) -> None:
-        self._sent[datum] = None
-        self._sent = {datum: None for datum in self._sent if datum in self.have}
-        budget = self.cluster.scenario.budget
-        while budget is not None and len(self._sent) > budget:
-            first = next(iter(self._sent))
-            del self._sent[first], self.have[first]
-            self.cluster.exercised[Rule.FOR_WANT_OF_ROOM] += 1
-        self.peak_kept = max(self.peak_kept, len(self._sent))
-
-    def _forget_committed(self) -> None:
-        for datum in [datum for datum in self.have if datum.kind != "params" and datum.step <= self.line.committed]:
-            del self.have[datum]
-
 
 class Planner:
     """``core.loop.Planner``; what several workers ask for alike is worked out once."""
@@ -372,8 +263,8 @@ class Planner:
             self._plans[view.live] = planner.plan(view, self._costs, self._policy)
         return self._plans[view.live]
 
-    def lower(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
-        return planner.lower(plan, seat, step)
+    def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
+        return planner.lowered(plan, seat, step)
 
     def arrange(self, rest: Rest, plan: Plan, held: Held) -> Any:
         return planner.arrange(rest, plan, self._costs, held)

@@ -19,7 +19,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
-from recycle_plugin.planner import lower, plan
+from recycle_plugin.planner import lowered, plan
 from tests.support.jobs import Shape, assert_same_training, faults
 
 SHAPES = (Shape(4, 2, 2), Shape(3, 3, 3))
@@ -65,7 +65,7 @@ def at(random: Random, shape: Shape, variant: tuple[str, ...], seat: str, step: 
 def program(shape: Shape, variant: tuple[str, ...], seat: str, step: int) -> tuple[Instruction, ...]:
     policy = Policy(split_backward="recycle.split_backward=false" not in variant, validate="gradient_clipping=0.5" in variant)
     view = Topology(shape.replicas, shape.stages, shape.micro_batches).full()
-    return lower(plan(view, CostModel.uniform(shape.stages, 1000, 1000, 1000), policy), Seat.parse(seat), step)
+    return lowered(plan(view, CostModel.uniform(shape.stages, 1000, 1000, 1000), policy), Seat.parse(seat), step)
 
 
 def kill_from_outside(run, seat: str, after_s: float) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -22,14 +23,15 @@ from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.compose import Job
 from recycle_plugin.core.instruction import COMPUTE, Op
+from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.core.worker import Worker
 from recycle_plugin.runtime.fingerprint import fingerprint
 from recycle_plugin.runtime.group import MemberGroup
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.stage import Stage
 from recycle_plugin.runtime.tied import TiedWeight
-from recycle_plugin.runtime.transport import Transport
-from recycle_plugin.runtime.world import TorchWorld
+from recycle_plugin.runtime.world import TorchMachine
 
 DEADLINE_S = 150.0
 POLL_S = 0.002
@@ -75,26 +77,28 @@ def mixers(after: list[int]) -> None:
 
 def scale_micro_batch(micro_batch: str, step: int, factor: float) -> None:
     """The micro-batch counts ``factor`` times in ``step``: 0 drops it, 2 doubles it."""
-    forward = Stage.forward
+    compute = Stage.compute
 
-    def changed(self: Stage, key, bare: bool = False):
-        made = forward(self, key, bare)
-        if (key[0], str(key[1])) == (step, micro_batch) and self._model.last and not bare:
-            self._shelves[key].loss = factor * self._shelves[key].loss
+    def changed(self: Stage, instruction, have, bare: bool) -> dict:
+        made = compute(self, instruction, have, bare)
+        if (instruction.op, instruction.step, str(instruction.micro_batch)) == (Op.F, step, micro_batch) and self._model.last:
+            (stash,) = (datum for datum in made if datum.kind == "stash")
+            made[stash] = replace(made[stash], loss=factor * made[stash].loss)
         return made
 
-    Stage.forward = changed
+    Stage.compute = changed
 
 
 def divide_by_live() -> None:
     """Gradients are averaged over the stage's live workers instead of its logical ones."""
     reduce = RecycleEngine._exec_reduce
 
-    def changed(self: RecycleEngine, instruction) -> None:
-        reduce(self, instruction)
+    def changed(self: RecycleEngine, *given) -> list[torch.Tensor] | None:
+        made = reduce(self, *given)
         live = sum(member.seat.stage == self.stage_id for member in self._job.session.generation.members)
-        for parameter in self._parameters:
-            parameter.grad *= self.topology_.replicas / live
+        for gradient in made or ():
+            gradient *= self.topology_.replicas / live
+        return made
 
     RecycleEngine._exec_reduce = changed
     RecycleEngine._INSTRUCTION_MAP = {
@@ -115,22 +119,23 @@ def scale_tied(stage: int, factor: float) -> None:
 
 def overflow(at: list[str]) -> None:
     """What the weight gradients ``at`` make, whoever runs them, is not finite."""
-    perform = RecycleEngine._perform
+    compute = RecycleEngine.compute
 
-    def changed(self: RecycleEngine, instruction) -> None:
-        perform(self, instruction)
+    def changed(self: RecycleEngine, instruction, *given) -> dict:
+        made = compute(self, instruction, *given)
         if str(instruction) in at:
             self._parameters[0].grad.view(-1)[0] = float("inf")
+        return made
 
-    RecycleEngine._perform = changed
+    RecycleEngine.compute = changed
 
 
 def keep_rejected(**gated: object) -> None:
     """What was computed with rejected weights is used, and not replaced by what comes later; ``gated``: see :func:`gate`."""
     gate(**gated)
-    deliver = Transport._deliver
-    RecycleEngine.void = lambda self, after, era: None
-    Transport._deliver = lambda self, sender, datum, *come: None if datum in self._inbox else deliver(self, sender, datum, *come)
+    arrive = StepStore.arrive
+    Worker.void = lambda self, after, era: None
+    StepStore.arrive = lambda self, datum, *come: False if datum in self else arrive(self, datum, *come)
 
 
 def fp16_section(section: dict) -> None:
@@ -157,18 +162,18 @@ def masks_by_worker() -> None:
 
 def gate(folder: str, before: str, until: str, by: list[str]) -> None:
     """Whoever is about to run ``before`` waits until the seats ``by`` have run ``until``."""
-    reach = TorchWorld.reach
+    reach = TorchMachine.reach
     flags = Path(folder)
     flags.mkdir(parents=True, exist_ok=True)
 
-    def changed(self: TorchWorld, when: str, seat, instruction) -> None:
+    def changed(self: TorchMachine, when: str, seat=None, instruction=None) -> None:
         if (when, str(instruction)) == ("after", until):
             (flags / str(seat)).touch()
         if (when, str(instruction)) == ("before", before):
             _wait(lambda: all((flags / name).exists() for name in by), f"{until} by {by}")
         reach(self, when, seat, instruction)
 
-    TorchWorld.reach = changed
+    TorchMachine.reach = changed
 
 
 def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "", by: list[str] = ()) -> None:
@@ -181,7 +186,7 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
 
     def changed(self: Gradients, bucket, step: int, *of: object) -> torch.Tensor:
         made, engine = collective(self, bucket, step, *of), self._engine
-        if str(engine.seat) in seats and f"{engine.stage_id}REDUCE@{step}" == reduce and not engine._program.resumed:
+        if str(engine.seat) in seats and f"{engine.stage_id}REDUCE@{step}" == reduce and not engine._worker.program.resumed:
             engine._job.session.wait("a membership change", lambda: None)
         return made
 
@@ -192,13 +197,13 @@ def lose_tied(seats: list[str], step: int) -> None:
     """``seats`` take part in the TIE of ``step``, whose result the others get, and a membership change comes before they have it themselves."""
     tie = Gradients.tie
 
-    def changed(self: Gradients, of: int) -> None:
+    def changed(self: Gradients, of: int) -> dict[int, torch.Tensor]:
         engine = self._engine
-        if str(engine.seat) in seats and of == step and not engine._program.resumed:
+        if str(engine.seat) in seats and of == step and not engine._worker.program.resumed:
             for place, weight in self._tied.items():
-                weight.total(self._whole[step][place])
+                weight.total(self._whole(step)[place])
             engine._job.session.wait("a membership change", lambda: None)
-        tie(self, of)
+        return tie(self, of)
 
     Gradients.tie = changed
 
@@ -224,14 +229,14 @@ def _wait(ready, what: str) -> None:
 
 def flip_bit(seat: str, step: int) -> None:
     """The lowest bit of one of the worker's parameters turns round before ``step``."""
-    execute = RecycleEngine.execute
+    running = RecycleEngine.running
 
-    def changed(self: RecycleEngine, program) -> None:
+    def changed(self: RecycleEngine, program):
         if str(self.seat) == seat and program.step == step and not program.resumed:
             self._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
-        execute(self, program)
+        return running(self, program)
 
-    RecycleEngine.execute = changed
+    RecycleEngine.running = changed
 
 
 # --- what scripts do with weights between steps -------------------------------------------------------
@@ -324,54 +329,55 @@ def wait_for_reader(folder: str, alone: str) -> None:
 
 def slow(seat: str, times: float, steps: list[int]) -> None:
     """From the first to the last of ``steps`` the worker at ``seat`` needs ``times`` as long to compute, all others as long as they do."""
-    perform = RecycleEngine._perform
+    compute = RecycleEngine.compute
 
-    def changed(self: RecycleEngine, instruction) -> None:
+    def changed(self: RecycleEngine, instruction, *given) -> dict:
         start = time.monotonic()
-        perform(self, instruction)
+        made = compute(self, instruction, *given)
         if instruction.op in COMPUTE:
             slowly = str(self.seat) == seat and steps[0] <= instruction.step <= steps[1]
             time.sleep(UNIT_S * (times if slowly else 1) - min(time.monotonic() - start, UNIT_S))
+        return made
 
-    RecycleEngine._perform = changed
+    RecycleEngine.compute = changed
 
 
 def linger(seat: str, seconds: float, step: int, only: str = "") -> None:
     """The worker at ``seat`` spends ``seconds`` in each compute instruction of ``step``, or in the instruction ``only``."""
-    perform = RecycleEngine._perform
+    compute = RecycleEngine.compute
 
-    def changed(self: RecycleEngine, instruction) -> None:
+    def changed(self: RecycleEngine, instruction, *given) -> dict:
         if str(self.seat) == seat and instruction.step == step and instruction.op in COMPUTE and only in ("", str(instruction)):
             time.sleep(seconds)
-        perform(self, instruction)
+        return compute(self, instruction, *given)
 
-    RecycleEngine._perform = changed
+    RecycleEngine.compute = changed
 
 
 def restless(unit_s: float, times: float, first_s: float, pauses: list[int], pause_s: float) -> None:
     """Every computation takes ``unit_s`` longer, or up to ``times`` that; the first one ``first_s``; before the steps ``pauses`` replica 0's data come
     ``pause_s`` late."""
-    perform, random = RecycleEngine._perform, Random(int(os.environ["RANK"]))
+    compute, random = RecycleEngine.compute, Random(int(os.environ["RANK"]))
     late = {f"0LOAD0.0@{step}" for step in pauses}
 
-    def changed(self: RecycleEngine, instruction) -> None:
+    def changed(self: RecycleEngine, instruction, *given) -> dict:
         if instruction.op in COMPUTE:
             time.sleep(first_s if str(instruction) == "0F0.0@1" else unit_s * random.uniform(1, times))
         elif str(instruction) in late:
             time.sleep(pause_s)
-        perform(self, instruction)
+        return compute(self, instruction, *given)
 
-    RecycleEngine._perform = changed
+    RecycleEngine.compute = changed
 
 
 def break_sum(seat: str, step: int, times: int) -> None:
     """The first ``times`` that the worker at ``seat`` begins its stage's sum of ``step``, the connections to the others break."""
-    perform, operate, left, due = RecycleEngine._perform, MemberGroup._operate, [True] * times, []
+    add_up, operate, left, due = RecycleEngine.add_up, MemberGroup._operate, [True] * times, []
 
-    def changed(self: RecycleEngine, instruction) -> None:
+    def changed(self: RecycleEngine, instruction, *given):
         if left and (str(self.seat), instruction.op, instruction.step) == (seat, Op.REDUCE, step):
             due.append(left.pop())
-        perform(self, instruction)
+        return add_up(self, instruction, *given)
 
     def broken(self: MemberGroup, name: str, link, start) -> None:
         if due:
@@ -380,7 +386,7 @@ def break_sum(seat: str, step: int, times: int) -> None:
             _shut(link._opened)
         operate(self, name, link, start)
 
-    RecycleEngine._perform, MemberGroup._operate = changed, broken
+    RecycleEngine.add_up, MemberGroup._operate = changed, broken
 
 
 def _shut(inodes: set[int]) -> None:
@@ -396,15 +402,15 @@ def _shut(inodes: set[int]) -> None:
 
 def cut_line(seat: str, step: int) -> None:
     """From ``step`` on nothing gets through between the worker at ``seat`` and the coordinator, and neither end sees a broken line."""
-    perform, send, take, heard = RecycleEngine._perform, Session.send, Session.take, Heart.heard
+    spend, send, take, heard = TorchMachine.spend, Session.send, Session.take, Heart.heard
     cut = []
 
-    def changed(self: RecycleEngine, instruction) -> None:
-        if str(self.seat) == seat and instruction.step == step:
+    def changed(self: TorchMachine, instruction):
+        if str(self._framework.seat) == seat and instruction.step == step:
             cut.append(True)
-        perform(self, instruction)
+        return spend(self, instruction)
 
-    RecycleEngine._perform = changed
+    TorchMachine.spend = changed
     for owner, name, function in ((Session, "send", send), (Session, "take", take), (Heart, "heard", heard)):
         setattr(owner, name, lambda self, message, function=function: None if cut else function(self, message))
 

@@ -14,14 +14,19 @@ import pytest
 
 from recycle_plugin import planner
 from recycle_plugin.core import lineage, loop, membership
+from recycle_plugin.core import worker as core_worker
 from recycle_plugin.core.contributions import NORM
-from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.dataflow import Datum, goes_to
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.line import Line
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.steps import Steps
+from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.core.worker import Worker
+from recycle_plugin.planner import rest
 from recycle_plugin.simulator import cluster, exact, worker
+from recycle_plugin.simulator.numbers import Numbers
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 MISTAKES: dict[str, Patch] = {}
@@ -113,14 +118,9 @@ def stash_stays(monkeypatch) -> None:
         later = {seat: Datum("params", seat.stage, None, rest.step + 1) for seat in rest.undo}
         return {seat: frozenset(datum for datum in have if datum != later.get(seat)) for seat, have in held.items()}
 
-    def undo(self, before, step) -> None:
-        stashes = {datum: value for datum, value in self.have.items() if datum.kind == "stash"}
-        before(self, step)
-        self.have |= stashes
-
     for module in (lineage, loop):
         monkeypatch.setattr(module, "surviving", stays)
-    changed_worker(monkeypatch, "undo", undo)
+    monkeypatch.setattr(StepStore, "_forget_stashes", lambda self, after: None)
 
 
 @mistake("a STEP does not wait for the commit before it", seen=62)
@@ -226,89 +226,88 @@ def handed_out_once(monkeypatch) -> None:
 # --- sums, tensors, lines -----------------------------------------------------------------------------
 
 
-def changed_worker(monkeypatch, name: str, change: Callable) -> None:
-    before = getattr(worker.Worker, name)
-    monkeypatch.setattr(worker.Worker, name, lambda self, *arguments: change(self, before, *arguments))
+def changed(monkeypatch, owner: type, name: str, change: Callable) -> None:
+    """``change(self, before, …)`` takes the place of a method."""
+    before = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *arguments: change(self, before, *arguments))
 
 
 @mistake("a partial sum is used", seen=2)
 def partial_sum(monkeypatch) -> None:
-    def reduce(self, before, instruction):
-        reduced = worker.Datum("reduced", self.seat.stage, None, instruction.step)
+    def add_up(self, before, instruction, have, holder):
         try:
-            yield from before(self, instruction)
+            return (yield from before(self, instruction, have, holder))
         except worker.Died:
             raise
         except BaseException:
-            self.have.setdefault(reduced, sum(value for datum, value in self.have.items() if datum.kind == "wgrad" and datum.step == instruction.step))
+            if instruction.op is Op.REDUCE and holder is None:
+                have.put(Datum("reduced", self.seat.stage, None, instruction.step), self.numbers.total([self.numbers.sums(instruction.step)]))
             raise
 
-    changed_worker(monkeypatch, "_reduce", reduce)
+    changed(monkeypatch, worker.Machine, "add_up", add_up)
 
 
 @mistake("sums are divided by the live workers", seen=2)
 def wrong_divisor(monkeypatch) -> None:
-    def reduce(self, before, instruction):
-        yield from before(self, instruction)
+    def add_up(self, before, instruction, have, holder):
+        total = yield from before(self, instruction, have, holder)
         live = sum(member.seat.stage == self.seat.stage for member in self.line.generation.members)
-        reduced = worker.Datum("reduced", self.seat.stage, None, instruction.step)
-        self.have[reduced] = self.have[reduced] * self.cluster.scenario.shape.replicas * pow(live, -1, exact.PRIME) % exact.PRIME
+        divided = total * self.cluster.scenario.shape.replicas * pow(live, -1, exact.PRIME) % exact.PRIME
+        return divided if instruction.op is Op.REDUCE else total
 
-    changed_worker(monkeypatch, "_reduce", reduce)
+    changed(monkeypatch, worker.Machine, "add_up", add_up)
 
 
 @mistake("random numbers belong to the worker", seen=5)
 def masks_by_worker(monkeypatch) -> None:
-    def compute(self, before, instruction, stages) -> None:
-        before(self, instruction, stages)
-        made = worker.Datum("act", instruction.stage, instruction.micro_batch, instruction.step)
-        if instruction.op is Op.F and made in self.have:
-            self.have[made] += self.seat.replica - instruction.micro_batch.replica
+    def compute(self, before, instruction, have, bare):
+        made = before(self, instruction, have, bare)
+        if instruction.op is Op.F:
+            made[Datum("act", instruction.stage, instruction.micro_batch, instruction.step)] += self.seat.replica - instruction.micro_batch.replica
+        return made
 
-    changed_worker(monkeypatch, "_compute", compute)
+    changed(monkeypatch, worker.Machine, "compute", compute)
 
 
 @mistake("kept tensors go although peers plan with them", seen=2)
 def broken_promise(monkeypatch) -> None:
-    def held(self, before):
-        found = before(self)
-        for datum in [datum for datum in self.have if datum.kind in ("act", "grad") and datum.stage == self.seat.stage]:
-            del self.have[datum]
-        return found
-
-    changed_worker(monkeypatch, "held", held)
+    forgetful(monkeypatch, lambda self: [datum for datum in self if datum.kind in ("act", "grad") and datum.stage == self.seat.stage])
 
 
 @mistake("what takes a step back goes with the step", seen=6)
 def no_record(monkeypatch) -> None:
-    def compute(self, before, instruction, stages) -> None:
-        before(self, instruction, stages)
+    def conclude(self, before, instruction, made, *bare):
+        before(self, instruction, made, *bare)
         if instruction.op is Op.STEP:
-            self._before = self.have[worker.Datum("params", self.seat.stage, None, instruction.step + 1)]
+            self._before = self._before[0], self[Datum("params", self.seat.stage, None, instruction.step + 1)]
 
-    changed_worker(monkeypatch, "_compute", compute)
+    changed(monkeypatch, StepStore, "conclude", conclude)
 
 
 @mistake("sums are dropped when the step is taken up again", seen=2)
 def dropped_sums(monkeypatch) -> None:
+    forgetful(monkeypatch, lambda self: [datum for datum in self if datum.kind == "wgrad"][:1])
+
+
+def forgetful(monkeypatch, goes: Callable[[StepStore], list[Datum]]) -> None:
+    """Once a store has said what it has, something of that goes."""
+
     def held(self, before):
         found = before(self)
-        for datum in [datum for datum in self.have if datum.kind == "wgrad"][:1]:
-            del self.have[datum]
+        for datum in goes(self):
+            self._remove(datum)
         return found
 
-    changed_worker(monkeypatch, "held", held)
+    changed(monkeypatch, StepStore, "held", held)
 
 
 @mistake("tensors do not say of which step they are")
 def no_step(monkeypatch) -> None:
-    arrive = cluster.Cluster._arrive
+    def arrive(self, before, target, datum, value, era) -> None:
+        before(self, target, datum, value, era)
+        before(self, target, datum._replace(step=datum.step + 1), value, era)
 
-    def changed(self, target, datum, value, era) -> None:
-        arrive(self, target, datum, value, era)
-        arrive(self, target, datum._replace(step=datum.step + 1), value, era)
-
-    monkeypatch.setattr(cluster.Cluster, "_arrive", changed)
+    changed(monkeypatch, cluster.Cluster, "_arrive", arrive)
 
 
 # --- exact mode -----------------------------------------------------------------------------------------
@@ -318,9 +317,9 @@ def no_step(monkeypatch) -> None:
 def order_of_arrival(monkeypatch) -> None:
     def total(self, before, brought):
         totals = [total for part in brought for total in part.values()]
-        return functools.reduce(lambda found, total: exact.added(found, total, self.cluster.scenario.ordered), totals, 0)
+        return functools.reduce(lambda found, total: exact.added(found, total, self._scenario.ordered), totals, 0)
 
-    changed_worker(monkeypatch, "_total", total)
+    changed(monkeypatch, Numbers, "total", total)
 
 
 @mistake("a block that a worker has begun goes on with another", seen=243)
@@ -352,23 +351,27 @@ def turned_round(monkeypatch) -> None:
 
 @mistake("what was computed with rejected weights stays", seen=6)
 def not_void(monkeypatch) -> None:
-    monkeypatch.setattr(worker.Worker, "void", lambda self, after, era: None)
+    monkeypatch.setattr(Worker, "void", lambda self, after, era: None)
 
 
 @mistake("a late tensor computed with rejected weights counts", seen=37)
 def late_counts(monkeypatch) -> None:
-    arrive = worker.Worker.arrive
-    monkeypatch.setattr(worker.Worker, "arrive", lambda self, datum, value, era: arrive(self, datum, value, self.era))
+    changed(monkeypatch, StepStore, "arrive", lambda self, before, datum, value, era: before(self, datum, value, self.era))
 
 
 @mistake("who has stepped does not hear of a rejection", seen=6)
 def unheard(monkeypatch) -> None:
-    monkeypatch.setattr(worker.Worker, "judge", lambda self, step, norm: None)
+    monkeypatch.setattr(Worker, "judge", lambda self, step, norm: None)
 
 
 @mistake("a rejected step is committed by a failure that comes at once", seen=6)
 def committed_rejected(monkeypatch) -> None:
-    monkeypatch.setattr(Steps, "_unheard", lambda self, step, held: False)
+    monkeypatch.setattr(Steps, "_unheard", lambda self, step, held, behind: False)
+
+
+@mistake("who has found out about a rejection for itself need not hear that what others have computed is void", seen=538)
+def behind(monkeypatch) -> None:
+    changed(monkeypatch, Steps, "_unheard", lambda self, before, step, held, behind: before(self, step, held, False))
 
 
 @mistake("a norm counts for the worker that has found it only", seen=6)
@@ -381,7 +384,7 @@ def unknown_norm(monkeypatch) -> None:
 
 @mistake("one stage's part of a tied gradient is left out", seen=10)
 def part_left_out(monkeypatch) -> None:
-    monkeypatch.setattr(worker, "over_tie", lambda by_stage, exact_: exact.over_tie(dict(sorted(by_stage.items())[:-1]), exact_))
+    changed(monkeypatch, Numbers, "over_tie", lambda self, before, by_stage: before(self, dict(sorted(by_stage.items())[:-1])))
 
 
 @mistake("a tied gradient is made again by those alone who lack it", seen=10)
@@ -399,22 +402,97 @@ def by_those_who_lack_it(monkeypatch) -> None:
 
 @mistake("a tied weight is in the norm once for each stage", seen=15)
 def counted_by_stage(monkeypatch) -> None:
-    say_share = worker.Worker._say_share
-
-    def changed(self, step, name) -> None:
-        tie, self.tie = self.tie, self.tie and (self.seat.stage,)
-        say_share(self, step, name)
-        self.tie = tie
-
-    monkeypatch.setattr(worker.Worker, "_say_share", changed)
+    monkeypatch.setattr(Numbers, "share", lambda self, step, have: exact.share(self.gradient(step, have)))
 
 
 @mistake("a stage steps with its own sum where it shares weights", seen=10)
 def own_sum_only(monkeypatch) -> None:
-    def compute(self, before, instruction, stages) -> None:
+    def compute(self, before, instruction, have, bare):
         tied = Datum("tied", self.seat.stage, None, instruction.step)
-        if instruction.op is Op.STEP and tied in self.have:
-            self.have[tied] = self.have[tied._replace(kind="reduced")]
-        before(self, instruction, stages)
+        if instruction.op is Op.STEP and tied in have:
+            have.put(tied, have[tied._replace(kind="reduced")])
+        return before(self, instruction, have, bare)
 
-    changed_worker(monkeypatch, "_compute", compute)
+    changed(monkeypatch, worker.Machine, "compute", compute)
+
+
+@mistake("what an input gradient has added to the sums with rejected weights stays there")
+def sums_from_inputs(monkeypatch) -> None:
+    monkeypatch.setattr(core_worker, "SUMMED", frozenset({"wgrad", "reduced"}))
+
+
+# --- the store, and lowering ----------------------------------------------------------------------------
+
+
+@mistake("what is begun of the next step goes with a commit")
+def committed_too_far(monkeypatch) -> None:
+    changed(monkeypatch, StepStore, "commit", lambda self, before, step: (before(self, step), self._remove_all(lambda datum: datum.step == step + 1 and datum.kind == "stash")))
+
+
+@mistake("a promise does not keep a tensor from going for want of room")
+def room_before_promises(monkeypatch) -> None:
+    def held(self, before):
+        sent = dict(self._sent)
+        found = before(self)
+        self._sent = sent
+        return found
+
+    changed(monkeypatch, StepStore, "held", held)
+
+
+@mistake("a worker that heard of rejected weights takes what comes of an earlier era")
+def no_era(monkeypatch) -> None:
+    def void(self, before, after, era):
+        own, found = self.era, before(self, after, era)
+        self.era = own
+        return found
+
+    changed(monkeypatch, StepStore, "void", void)
+
+
+@mistake("what has been summed is still said to be a contribution")
+def never_used_up(monkeypatch) -> None:
+    monkeypatch.setattr(StepStore, "own", lambda self, instruction: ())
+
+
+@mistake("the weights behind a step that was taken back are still said to be here")
+def both_weights(monkeypatch) -> None:
+    def undo(self, before, step):
+        later = Datum("params", self.seat.stage, None, step + 1)
+        value = self[later]
+        before(self, step)
+        self.put(later, value)
+
+    changed(monkeypatch, StepStore, "undo", undo)
+
+
+@mistake("of what follows a rejected step, only what is behind the next one is void")
+def void_nothing_later(monkeypatch) -> None:
+    changed(monkeypatch, StepStore, "void", lambda self, before, after, era: before(self, after + 1, era))
+
+
+@mistake("what a rest gets from a peer is asked of whom the plan names")
+def by_the_plan(monkeypatch) -> None:
+    def way(self, before, seat, datum):
+        made = before(self, seat, datum)
+        return made._replace(source=self._plan.route[datum.stage, datum.micro_batch])
+
+    changed(monkeypatch, rest.Arranged, "_way", way)
+
+
+@mistake("what survivors keep for others is not sent")
+def kept_for_nobody(monkeypatch) -> None:
+    def made(self, before, *given):
+        before(self, *given)
+        self._kept.clear()
+
+    changed(monkeypatch, rest.Arranged, "__init__", made)
+
+
+@mistake("what is run again for its boundary tensor goes to whom the plan names")
+def to_the_plans(monkeypatch) -> None:
+    def way(self, before, seat, datum):
+        made, stage = before(self, seat, datum), goes_to(datum, self._plan.stages)
+        return made if made.target is None else made._replace(target=self._plan.route[stage, datum.micro_batch])
+
+    changed(monkeypatch, rest.Arranged, "_way", way)

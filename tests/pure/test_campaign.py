@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 
 import pytest
@@ -54,22 +53,6 @@ def test_several_processes_find_what_one_does(monkeypatch) -> None:
     MISTAKES["a weight gradient is left out"](monkeypatch)
     alone, shared = (campaign.campaign(range(24), jobs) for jobs in (1, 2))
     assert alone.violations and replace(shared, seconds=alone.seconds) == alone
-
-
-def test_it_is_the_production_code_that_runs() -> None:
-    ran = set()
-
-    def note(frame, event, argument) -> None:
-        ran.add(frame.f_globals.get("__name__", ""))
-
-    sys.setprofile(note)
-    try:
-        campaign.campaign(range(12))
-    finally:
-        sys.setprofile(None)
-    core = {f"recycle_plugin.core.{name}" for name in ("dataflow", "executor", "lineage", "line", "loop", "membership", "plan", "step", "watch")}
-    assert core | {"recycle_plugin.planner.lower", "recycle_plugin.planner.rest", "recycle_plugin.planner.make"} <= ran
-    assert not any(name.startswith(("recycle_plugin.runtime", "recycle_plugin.adapters")) for name in ran)
 
 
 @pytest.mark.parametrize("ties", ((), ((0, 2),), ((0, 1, 2),)), ids=str)

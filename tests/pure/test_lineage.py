@@ -20,7 +20,7 @@ from recycle_plugin.core.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.lineage import Torn, remainder, unfinished
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
-from recycle_plugin.planner import arrange, lower, plan
+from recycle_plugin.planner import arrange, lowered, plan
 from recycle_plugin.simulator.job import Job
 from recycle_plugin.simulator.machine import by_name
 
@@ -67,7 +67,7 @@ def test_every_program_of_a_rest_finds_what_it_needs(job, drawn) -> None:
     view, costs, policy = job
     planned = plan(view, costs, policy)
     stages, held = view.topology.stages, start(planned)
-    programs = {seat: list(lower(planned, seat, STEP)) for seat in planned.programs}
+    programs = {seat: list(lowered(planned, seat, STEP)) for seat in planned.programs}
     wanted = {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()}
     blocks = policy.blocks(view.topology)
     counted = _run(programs, held, view.topology, wanted, defaultdict(int), blocks)
@@ -92,7 +92,7 @@ def test_blocks_stay_whole_whoever_dies(job, drawn) -> None:
     view, model, policy = job
     stages, blocks = view.topology.stages, policy.blocks(view.topology)
     planned = plan(view, model, policy)
-    held, programs = start(planned), {seat: list(lower(planned, seat, STEP)) for seat in planned.programs}
+    held, programs = start(planned), {seat: list(lowered(planned, seat, STEP)) for seat in planned.programs}
     for _ in range(drawn.draw(st.integers(1, 4))):
         able = sorted(seat for seat in view.live if len(view.live_replicas(seat.stage)) > 1)
         if not able:
@@ -232,7 +232,7 @@ def test_what_the_lost_worker_had_done_is_run_again_and_nothing_else() -> None:
     job = Job(SHAPE.full(), CostModel.uniform(4, 10, 10, 10, 2, 5, 5), Policy(activation_cap=8), by_name("free"))
     victim = Seat(1, 2)
     shares = []
-    for one in lower(plan(job.view, job.costs, job.policy), victim, 1)[::5]:
+    for one in lowered(plan(job.view, job.costs, job.policy), victim, 1)[::5]:
         ran = job.run(3, [Fault("kill", victim, "before", str(one))])
         runs: dict[Instruction, list[Seat]] = defaultdict(list)
         for span in ran.spans:

@@ -25,6 +25,8 @@ MEMBERS = tuple(Member(rank, seat, str(rank), "here") for rank, seat in enumerat
 class Worker:
     """Rank 0's port and replica: whatever it reports holds at once, and each step that it executes is committed.  No wait may be needed."""
 
+    era = 0
+
     def __init__(self) -> None:
         self.line, self.ran = Line(0), []
         self.loop = Loop(self, self, Planner(COSTS, Policy()), SHAPE, MEMBERS[0].seat, StepMachine(0))

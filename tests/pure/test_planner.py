@@ -16,7 +16,7 @@ from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import RECEIVES, SENDS, Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import ClusterView, Topology
-from recycle_plugin.planner import PlanError, lower, plan
+from recycle_plugin.planner import PlanError, lowered, plan
 from recycle_plugin.planner.assemble import timeline
 from recycle_plugin.planner.reroute import route
 from recycle_plugin.render.grid import draw
@@ -145,7 +145,7 @@ def test_digest_does_not_depend_on_the_hash_seed() -> None:
 def test_lowering_loads_at_the_ends_and_pairs_every_message(stages: int, micro_batches: int) -> None:
     view = Topology(3, stages, micro_batches).full().without(Seat(2, stages - 1))
     planned = plan(view, CostModel.uniform(stages), Policy())
-    programs = {seat: lower(planned, seat, 7) for seat in planned.programs}
+    programs = {seat: lowered(planned, seat, 7) for seat in planned.programs}
     assert all(one.step == 7 for program in programs.values() for one in program)
     sent = {(seat, one.peer, one.op.value[1], one.micro_batch) for seat, program in programs.items() for one in program if one.op in SENDS}
     received = {(one.peer, seat, one.op.value[1], one.micro_batch) for seat, program in programs.items() for one in program if one.op in RECEIVES}

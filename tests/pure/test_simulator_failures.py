@@ -19,7 +19,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import COMPUTE, Instruction
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
-from recycle_plugin.planner import PlanError, lower, plan
+from recycle_plugin.planner import PlanError, lowered, plan
 from recycle_plugin.render import perfetto
 from recycle_plugin.render.grid import draw
 from recycle_plugin.simulator import ExactWorld, predict, train
@@ -51,7 +51,7 @@ def histories(draw: st.DrawFn):
             deaths[seat] = draw(st.integers(0, 400))
         else:
             step = draw(st.integers(0, STEPS - 1))
-            program = lower(plan(view, costs, policy), seat, step)
+            program = lowered(plan(view, costs, policy), seat, step)
             faults.append(Fault("kill", seat, draw(st.sampled_from(["before", "after"])), str(draw(st.sampled_from(program)))))
     return Job(view, costs, policy, machine, keep=draw(st.integers(0, 4)) > 0), faults, deaths, draw(st.integers(0, 7))
 

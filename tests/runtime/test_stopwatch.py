@@ -38,7 +38,7 @@ def test_a_step_that_is_applied_twice_is_told_of_twice_and_a_committed_one_is_fo
     assert watch.pace(0, 1) == Pace(0, 1, 10, 7, 0)
     run(watch, "0F0.0@1 0F0.1@1")
     assert watch.pace(0, 1) == Pace(0, 1, 20, 14, 10)
-    watch.drop(1)
+    watch.begin(Program(3, ()))  # so that step 1 is committed
     watch.begin(program(REST))
     run(watch, "0F0.0@1 0F1.0@1")
     assert watch.pace(0, 1) == Pace(0, 1, 20, 14, 0)

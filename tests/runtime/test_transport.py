@@ -1,4 +1,4 @@
-"""Boundary tensors arrive under their own name, whole, whatever the order; what is old is dropped."""
+"""Boundary tensors arrive under their own name, whole, with their sender's era; what somebody lost has sent is heard, and nothing of it after."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.faults import FaultScript
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.protocol import Generation, Member, Missing
 from recycle_plugin.runtime.errors import WaitTimeout
+from recycle_plugin.runtime.tiers import Host
 from recycle_plugin.runtime.transport import Transport
+from recycle_plugin.runtime.world import TorchMachine
 
 from .conftest import generation
 
@@ -29,99 +32,97 @@ def pair(coordinator):
         end.close()
 
 
+class Inbox:
+    """What has come to ``transport``, by datum."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport, self.here = transport, {}
+
+    def take(self) -> dict[Datum, tuple[torch.Tensor, ...]]:
+        self.here |= {datum: tensors for datum, tensors, _ in self._transport.arrivals()}
+        return self.here
+
+    def wait(self, datum: Datum) -> tuple[torch.Tensor, ...]:
+        return self._transport._session.wait(str(datum), lambda: self.take().get(datum))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
 def test_every_dtype_and_shape_travels_bit_for_bit(pair, dtype):
     sender, receiver = pair
     tensors = tuple(torch.randint(0, 2, shape).to(dtype) for shape in [(2, 3, 4), (1,), (0, 5), ()])
-    sender.send(receiver.address, act(0), tensors)
-    received = receiver.wait(act(0), "0.0")
+    sender.send(receiver.address, act(0), tensors, 0)
+    received = Inbox(receiver).wait(act(0))
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(received, tensors, strict=True))
 
 
-def test_non_contiguous_tensors_travel_too(pair):
+def test_non_contiguous_tensors_that_need_a_graph_travel_from_host_memory(pair):
     sender, receiver = pair
-    tensor = torch.arange(12.0).reshape(3, 4).t()
-    sender.send(receiver.address, act(0), (tensor,))
-    assert torch.equal(receiver.wait(act(0), "0.0")[0], tensor)
+    tensor = torch.arange(12.0).reshape(3, 4).t().requires_grad_()
+    sender.send(receiver.address, act(0), Host().keep((tensor * 1,)), 0)
+    assert torch.equal(Inbox(receiver).wait(act(0))[0], tensor)
 
 
 def test_order_of_arrival_does_not_matter(pair):
     sender, receiver = pair
     for index in (2, 0, 1):
-        sender.send(receiver.address, act(index), (torch.tensor([index]),))
-    assert [receiver.wait(act(index), "0.0")[0].item() for index in range(3)] == [0, 1, 2]
+        sender.send(receiver.address, act(index), (torch.tensor([index]),), 0)
+    inbox = Inbox(receiver)
+    assert [inbox.wait(act(index))[0].item() for index in range(3)] == [0, 1, 2]
 
 
 def test_the_same_micro_batch_of_another_step_is_another_datum(pair):
     sender, receiver = pair
-    sender.send(receiver.address, act(0, step=1), (torch.tensor([1]),))
-    sender.send(receiver.address, act(0, step=2), (torch.tensor([2]),))
-    assert receiver.wait(act(0, step=2), "0.0")[0].item() == 2
-    assert receiver.wait(act(0, step=1), "0.0")[0].item() == 1
+    for step in (1, 2):
+        sender.send(receiver.address, act(0, step), (torch.tensor([step]),), 0)
+    inbox = Inbox(receiver)
+    assert [inbox.wait(act(0, step))[0].item() for step in (2, 1)] == [2, 1]
 
 
-def test_what_has_arrived_is_held_until_it_is_taken_and_a_second_copy_does_no_harm(pair):
+def test_what_has_arrived_is_handed_over_once_with_its_senders_era_also_when_that_is_gone(pair):
     sender, receiver = pair
-    for index in (0, 0, 1):
-        sender.send(receiver.address, act(index), (torch.tensor([index]),))
-    assert receiver.wait(act(1), "0.0")[0].item() == 1
-    assert receiver.held() == {act(0)}
-    receiver.leave(set())
-    assert receiver.wait(act(0), "0.0")[0].item() == 0
-    assert receiver.held() == set()
-
-
-def test_what_belongs_to_a_committed_step_is_dropped_also_when_it_comes_late(pair):
-    sender, receiver = pair
-    sender.send(receiver.address, act(0), (torch.tensor([1]),))
-    sender.send(receiver.address, act(1), (torch.tensor([1]),))
-    receiver.wait(act(1), "0.0")
-    receiver.drop(1)
-    sender.send(receiver.address, act(2), (torch.tensor([1]),))
-    sender.send(receiver.address, act(3, step=2), (torch.tensor([7]),))
-    assert receiver.wait(act(3, step=2), "0.0")[0].item() == 7
-    receiver._session.wait_timeout_s = 0.05
-    for index in (0, 2):
-        with pytest.raises(WaitTimeout, match=rf"act of stage 0, micro-batch 0\.{index}, step 1 from seat 0.0"):
-            receiver.wait(act(index), "0.0")
+    for index, era in ((0, 3), (0, 3), (1, 4)):
+        sender.send(receiver.address, act(index), (torch.tensor([index]),), era)
+    sender.wait_sent([receiver.address])
+    sender.leave(set())
+    receiver.hear_out(set())
+    assert [(datum, era) for datum, _, era in receiver.arrivals()] == [(act(0), 3), (act(0), 3), (act(1), 4)]
+    assert not list(receiver.arrivals())
 
 
 def test_the_coordinator_hears_what_does_not_come(pair, coordinator):
-    pair[1]._session.wait_timeout_s = 0.05
-    with pytest.raises(WaitTimeout, match="once more"):
-        pair[1].wait(act(0), "0.0")
+    session = pair[1]._session
+    session.wait_timeout_s = 0.05
+    machine = TorchMachine(session, pair[1], Nothing(), FaultScript((), Seat(0, 1)))
+    with pytest.raises(WaitTimeout, match=r"act of stage 0, micro-batch 0\.0, step 1 from seat 0\.0, once more"):
+        next(machine.wait_for(act(0), Seat(0, 0), lambda: None))
     assert Missing(1, 0, str(act(0)), "0.0") in coordinator.hear(Missing)
 
 
-def test_what_was_sent_before_all_went_back_to_a_checkpoint_is_not_taken_for_what_comes_after(pair):
-    sender, receiver = pair
-    receiver.drop(4)
-    receiver.rewind(2)
-    sender.send(receiver.address, act(0, step=3), (torch.tensor([1]),))  # late, and of the first time
-    sender.rewind(2)
-    sender.send(receiver.address, act(1, step=3), (torch.tensor([2]),))
-    assert receiver.wait(act(1, step=3), "0.0")[0].item() == 2
-    assert receiver.held() == set()
+class Nothing:
+    """A framework that is not asked anything."""
+
+    running = compute = share = norm = undo = forget_sums = record = None
 
 
 def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after_meeting_again_arrives(pair, coordinator):
     sender, receiver = pair
     members = (Member(0, Seat(0, 0), sender.address, "h"), Member(1, Seat(0, 1), receiver.address, "h"))
     sender._session.adopt(Generation(3, members, 0, "start", 0.0))
-    sender.send(receiver.address, act(0), (torch.tensor([1]),))
-    receiver.wait(act(0), "0.0")
+    sender.send(receiver.address, act(0), (torch.tensor([1]),), 0)
+    inbox = Inbox(receiver)
+    inbox.wait(act(0))
     sender._outboxes[receiver.address]._connection.shutdown(socket.SHUT_RDWR)
-    sender.send(receiver.address, act(1), (torch.tensor([1]),))
+    sender.send(receiver.address, act(1), (torch.tensor([1]),), 0)
     assert Missing(0, 3, "a connection", "0.1") in coordinator.hear(Missing)
     sender.leave({receiver.address})
-    sender.send(receiver.address, act(1), (torch.tensor([7]),))
-    assert receiver.wait(act(1), "0.0")[0].item() == 7
+    sender.send(receiver.address, act(1), (torch.tensor([7]),), 0)
+    assert inbox.wait(act(1))[0].item() == 7
 
 
 def test_a_membership_change_breaks_the_wait(pair, coordinator):
     coordinator.tell(generation(1, [0]))
     with pytest.raises(Interrupted):
-        pair[1].wait(act(0), "0.0")
+        Inbox(pair[1]).wait(act(0))
 
 
 def test_sends_to_a_peer_that_is_gone_do_not_block(coordinator):
@@ -129,46 +130,33 @@ def test_sends_to_a_peer_that_is_gone_do_not_block(coordinator):
     address = gone.address
     gone.close()
     for index in range(50):
-        alive.send(address, act(index), (torch.zeros(1 << 16),))
+        alive.send(address, act(index), (torch.zeros(1 << 16),), 0)
     alive.leave(set())
     alive.close()
-
-
-def data(index: int) -> Datum:
-    return Datum("data", 0, MicroBatch(0, index), 1)
-
-
-def test_data_is_no_boundary_tensor_and_is_collected_by_its_kind(pair):
-    sender, receiver = pair
-    sender.send(receiver.address, data(0), (torch.tensor([5]),))
-    sender.send(receiver.address, act(0), (torch.tensor([1]),))
-    receiver.wait(act(0), "0.0")
-    assert receiver.held() == set()
-    assert {datum: tensors[0].item() for datum, tensors in receiver.collect("data").items()} == {data(0): 5}
-    assert receiver.collect("data") == {}
 
 
 def test_what_somebody_sent_before_it_went_is_heard_and_nothing_of_it_after(pair):
     sender, receiver = pair
     big = torch.zeros(1 << 20)
     for index in range(8):
-        sender.send(receiver.address, act(index), (big,))
+        sender.send(receiver.address, act(index), (big,), 0)
     sender.wait_sent([receiver.address])
     sender.leave(set())  # its connection ends, as that of a process that is killed
     receiver.hear_out({"tcp://somebody:else"})
-    assert receiver.held() == {act(index) for index in range(8)}
-    sender.send(receiver.address, act(9), (big,))
+    inbox = Inbox(receiver)
+    assert inbox.take().keys() == {act(index) for index in range(8)}
+    sender.send(receiver.address, act(9), (big,), 0)
     sender.wait_sent([receiver.address])
     sender.leave(set())
     receiver.hear_out({"tcp://somebody:else"})
-    assert receiver.held() == {act(index) for index in range(8)}
+    assert inbox.take().keys() == {act(index) for index in range(8)}
 
 
 def test_who_waits_until_its_peer_has_taken_everything_hears_of_a_membership_change(pair, coordinator):
     sender, receiver = pair
     silent = socket.create_server(("127.0.0.1", 0))  # takes what its buffers hold, and reads nothing
     address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-    sender.send(address, act(0), (torch.zeros(1 << 24),))
+    sender.send(address, act(0), (torch.zeros(1 << 24),), 0)
     coordinator.tell(generation(1, [0]))
     with silent, pytest.raises(Interrupted):
         sender.wait_sent([address])

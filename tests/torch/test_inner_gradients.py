@@ -17,6 +17,7 @@ from recycle_plugin.runtime.randomness import key as random_key
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage import Stage, StageModel
+from tests.support.stored_stage import StoredStage
 
 WIDTH, MICRO_BATCHES = 8, 3
 
@@ -140,7 +141,8 @@ class Trained:
         self.layer, self.ops = layer, ops
         model = StageModel(layer, nn.functional.mse_loss, MICRO_BATCHES, True, True, torch.device("cpu"))
         deferred = DeferredWeights(layer) if split else None
-        self.stage = Stage(model, deferred, lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, 0, half)), fused=self.told.append)
+        stage = Stage(model, deferred, lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, 0, half)), fused=self.told.append)
+        self.stage = StoredStage(stage)
 
     def run(self) -> list[float]:
         keys = [(1, MicroBatch(0, index)) for index in range(MICRO_BATCHES)]

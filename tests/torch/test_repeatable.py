@@ -16,6 +16,7 @@ from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.stage import Stage, StageModel
+from tests.support.stored_stage import StoredStage
 
 KEY = 1, MicroBatch(0, 0)
 
@@ -37,7 +38,7 @@ def run(module: nn.Module, keys=(KEY,), draws_alike: bool = True, exact: bool = 
     warnings: list[str] = []
     model = StageModel(module, None, 1, True, False, torch.device("cpu"), keyed=draws_alike)
     blocks = BlockSums(list(module.parameters()), Policy(block=1).blocks(Topology(2, 2, 2))) if exact else None
-    stage = Stage(model, None, lambda *_: keyed(1) if draws_alike else nullcontext(), blocks, warn=warnings.append)
+    stage = StoredStage(Stage(model, None, lambda *_: keyed(1) if draws_alike else nullcontext(), blocks, warn=warnings.append), 0, 2)
     for key in keys:
         stage.load(key, (torch.ones(3), None))
         stage.forward(key)

@@ -18,6 +18,7 @@ from recycle_plugin.runtime.randomness import key as random_key
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage import Stage, StageModel
+from tests.support.stored_stage import StoredStage
 
 WIDTH, MICRO_BATCHES, STEP = 6, 3, 2
 Batch = tuple[Any, torch.Tensor]
@@ -45,10 +46,10 @@ class Pipeline:
         last = len(modules) - 1
         self._received: dict[tuple[int, Any], tuple[torch.Tensor, ...]] = {}
         self.stages = [
-            Stage(
+            StoredStage(Stage(
                 StageModel(module, mean_square, MICRO_BATCHES, number == 0, number == last, torch.device("cpu"), lambda: reentrant),
                 DeferredWeights(module) if split else None, lambda micro_batch, step, half, number=number: randomness(number, micro_batch.index),
-            )
+            ), number, len(modules))
             for number, module in enumerate(modules)
         ]  # fmt: skip
 
@@ -72,7 +73,7 @@ class Pipeline:
             assert close(*made)  # without a graph torch may choose kernels that round differently
             travels = tuple(tensor.detach().clone() for tensor in made[0])
 
-    def _feed(self, stage: Stage, number: int, key, batch: Batch) -> None:
+    def _feed(self, stage: StoredStage, number: int, key, batch: Batch) -> None:
         if number == 0:
             stage.load(key, batch)
         else:
@@ -284,7 +285,7 @@ def test_the_gradients_of_the_uncut_model(name, split):
 
 def test_a_travelling_weight_is_not_changed_by_the_step():
     modules = passed_on()
-    stage = Stage(StageModel(modules[0], None, 1, True, False, torch.device("cpu")), None, lambda *_: randomness(0, 0))
+    stage = StoredStage(Stage(StageModel(modules[0], None, 1, True, False, torch.device("cpu")), None, lambda *_: randomness(0, 0)), 0, 2)
     key = STEP, MicroBatch(0, 0)
     stage.load(key, (vectors(0), None))
     sent = stage.forward(key)
@@ -297,8 +298,8 @@ def test_a_travelling_weight_is_not_changed_by_the_step():
 # --- what will not do -------------------------------------------------------------------------------
 
 
-def one_forward(module: nn.Module, first: bool = True, last: bool = False, loss: Callable[..., Any] | None = None) -> Stage:
-    stage = Stage(StageModel(module, loss, 1, first, last, torch.device("cpu")), None, lambda *_: randomness(0, 0))
+def one_forward(module: nn.Module, first: bool = True, last: bool = False, loss: Callable[..., Any] | None = None) -> StoredStage:
+    stage = StoredStage(Stage(StageModel(module, loss, 1, first, last, torch.device("cpu")), None, lambda *_: randomness(0, 0)), 0, 1 if last else 2)
     stage.load((STEP, MicroBatch(0, 0)), (vectors(0), torch.ones(2)))
     stage.forward((STEP, MicroBatch(0, 0)))
     return stage
@@ -352,7 +353,7 @@ def test_layers_that_checkpointing_cuts_off_are_refused():
     stage.receive_grad(key, (torch.ones(2, 3, WIDTH, WIDTH),))
     stage.backward_input(key)
     with pytest.raises(RecycleError, match="nothing that the first stage gives depends on its parameters.*set pipeline.use_reentrant to false"):
-        stage.summed()
+        stage.summed(STEP)
 
 
 @pytest.mark.parametrize("draw", (random.random, numpy.random.rand, lambda: torch.rand(()).item()))

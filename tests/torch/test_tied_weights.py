@@ -11,6 +11,7 @@ import torch
 from recycle_plugin.adapters.deepspeed.clipping import Clipping
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.protocol import Generation, Member
+from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.runtime.tied import TiedWeight
 from tests.torch.test_blocks import DEADLINE_S, Threads
 
@@ -56,5 +57,5 @@ def test_every_copy_gets_the_same_bits_whoever_is_alive(lost):
 def test_only_one_stage_counts_it_in_the_norm():
     own, shared = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))
     own.grad, shared.grad = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([3.0, 4.0])
-    shares = [Clipping([shared, own], stage, 2, True, 1.0, elsewhere).share() for stage, elsewhere in ((0, set()), (3, {shared}))]
+    shares = [Clipping(StepStore(Seat(0, stage), 4), [shared, own], 2, True, 1.0, elsewhere).share() for stage, elsewhere in ((0, set()), (3, {shared}))]
     assert shares == pytest.approx([34.0, 9.0])

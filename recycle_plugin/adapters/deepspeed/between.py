@@ -30,8 +30,8 @@ class BetweenSteps(WholeState):
     def _start_between_steps(self, run_dir: str) -> None:
         """Training starts."""
         session, loop, settings = self._job.session, self._loop, self._job.settings
-        self._saving = Saving(session, loop, self._between_steps, self._world.reach_point)
-        self._evaluations = Evaluations(session, loop, self._transport, self.seat, self, self._between_steps)
+        self._saving = Saving(session, loop, self._between_steps, self._world.reach)
+        self._evaluations = Evaluations(session, loop, self._transport, self._worker, self._between_steps)
         if settings.checkpoint is not None:
             folder = Path(settings.checkpoint_dir or Path(run_dir) / "checkpoint")
             rhythm, copy = Rhythm(settings.checkpoint.overhead, loop.machine.stepped), partial(self._copy_state, folder)
@@ -85,7 +85,8 @@ class BetweenSteps(WholeState):
         self.topology_ = replace(self.topology_, micro_batches=self.micro_batches)
         self._stage.resize(self.micro_batches, self._blocks() if self._job.settings.exact else None)
         if self._loop is not None:
-            self._world.reach_point("resize")
+            self._world.reach("resize")
+            self._worker.resize(self.topology_)
             self._loop.resize(self.topology_, train_batch_size)
 
     def _check_batch_size(self) -> None:
@@ -148,8 +149,8 @@ class BetweenSteps(WholeState):
         if self._loop is not None:
             self._conclude_background()
             self._meet(f"load_checkpoint({load_dir!r}, {tag!r})")
-            self._forget_committed()
-            self._world.reach_point("load.start")
+            self._worker.forget_committed()
+            self._world.reach("load.start")
         with self._job.session.heart.at(ELSEWHERE, "a checkpoint"), without_optimizer(self), self._ties.loading():
             found = super().load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
         if found[0] is not None:
@@ -159,17 +160,15 @@ class BetweenSteps(WholeState):
                     self.load_masters(path if load_optimizer_states and not load_module_only else None)
         self._places.change(self.global_steps + 1, self.micro_batches)
         if self._loop is not None and found[0] is not None:
-            self._world.reach_point("load.end")
-            self._transport.rewind(self.global_steps)
-            if self._supply is not None:
-                self._supply.rewind()
+            self._world.reach("load.end")
+            self._worker.rewind(self.global_steps)
             self._loop.loaded(self.global_steps)
             if self._background is not None:
                 self._background.loaded(self.global_steps)
         return found
 
     def _durable(self) -> Durable:
-        return Durable(self.checkpoint_engine, self._world.reach_point)
+        return Durable(self.checkpoint_engine, self._world.reach)
 
     def _copy_state(self, folder: Path, unfinished: str) -> Callable[[], None]:
         """What writes this worker's share of a checkpoint of the state as it is now."""

@@ -8,58 +8,52 @@ parallel (megatron-core's parallel linears do), and averages that over the repli
 from __future__ import annotations
 
 import math
-from typing import AbstractSet, Any, Iterable
+from typing import AbstractSet, Any, Mapping
 
 import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
+
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.stepstore import StepStore
 
 Parameters = list[torch.nn.Parameter]
 
 
 class Clipping:
-    """Of one worker of ``stage``.  ``elsewhere``: parameters that are another stage's too, which counts them.  ``limit`` 0: nothing is clipped, but a norm that is not finite still skips its step."""
+    """Of the worker whose ``store`` it is, where norms are as soon as they are known.  ``elsewhere``: parameters that are another stage's too, which counts them.  ``limit`` 0: nothing is clipped, but a norm that is not finite still skips its step."""
 
     def __init__(
-        self, parameters: Parameters, stage: int, replicas: int, kind: bool | str, limit: float, elsewhere: AbstractSet[torch.nn.Parameter]
+        self, store: StepStore, parameters: Parameters, replicas: int, kind: bool | str, limit: float, elsewhere: AbstractSet[torch.nn.Parameter]
     ) -> None:  # fmt: skip
-        self._elsewhere = elsewhere
-        self._parameters, self._stage, self._replicas = parameters, stage, replicas
+        self._store, self._stage, self._elsewhere = store, store.seat.stage, elsewhere
+        self._parameters, self._replicas = parameters, replicas
         self._kind, self._limit = kind, limit
-        self._norms: dict[int, torch.Tensor] = {}  # by step
 
     def share(self) -> float:
         """The stage's, of what ``parameter.grad`` is; its workers hold the same gradients and find the same."""
         return squared_norm(counted(self._parameters, self._stage, self._kind, self._elsewhere))
 
-    def judge(self, step: int, norm: float) -> None:
-        """The norm over all stages is known."""
-        self._norms[step] = torch.tensor(norm)
-
-    def judge_by(self, step: int, shares: dict[str, float]) -> None:
-        self._norms[step] = total_norm(shares, self._kind, self._replicas)
+    def norm_of(self, shares: Mapping[str, float]) -> torch.Tensor:
+        """Over all stages."""
+        return total_norm(shares, self._kind, self._replicas)
 
     def norm(self, step: int) -> torch.Tensor | None:
-        return self._norms.get(step)
-
-    def judged(self) -> Iterable[int]:
-        """The steps whose norm is known."""
-        return self._norms.keys()
+        """None where it is not known, or not yet."""
+        found = self._store.get(Datum("norm", self._stage, None, step))
+        return None if found is None else torch.as_tensor(found)
 
     def skips(self, step: int) -> bool:
         """Whether ``step`` must not be applied."""
-        return step in self._norms and not bool(torch.isfinite(self._norms[step]))
+        norm = self.norm(step)
+        return norm is not None and not bool(torch.isfinite(norm))
 
     def clips(self, step: int) -> bool:
         """Whether :meth:`clip` puts gradients of its own in place."""
-        return self._limit > 0 and step in self._norms and not self.skips(step)
+        return self._limit > 0 and self.norm(step) is not None and not self.skips(step)
 
     def clip(self, step: int) -> None:
         if self.clips(step):
-            clip(self._parameters, self._norms[step], self._limit)
-
-    def drop(self, step: int) -> None:
-        """``step`` is committed."""
-        self._norms = {each: norm for each, norm in self._norms.items() if each > step}
+            clip(self._parameters, self.norm(step), self._limit)
 
 
 class Skipped:
@@ -88,7 +82,7 @@ def squared_norm(parameters: Parameters) -> float:
     return torch.stack(norms).pow(2.0).sum().float().item() if norms else 0.0
 
 
-def total_norm(by_stage: dict[str, float], kind: bool | str, replicas: int) -> torch.Tensor:
+def total_norm(by_stage: Mapping[str, float], kind: bool | str, replicas: int) -> torch.Tensor:
     """From each stage's :func:`squared_norm` (keys: stage numbers) to the norm that gradients are clipped by."""
     if kind == "deepspeed":
         squares = torch.tensor(by_stage["0"])

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable, Iterator, Mapping
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -32,35 +32,34 @@ from recycle_plugin.adapters.deepspeed.monitors import FirstLive, Reporting
 from recycle_plugin.adapters.deepspeed.stepping import Stepping
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.blocks import Blocks
-from recycle_plugin.core.contributions import LOSS
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.executor import drain, execute
+from recycle_plugin.core.dataflow import Datum, provides
 from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Member, Ready
+from recycle_plugin.core.protocol import TOO_SLOW, Fingerprint, Member, Ready
 from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.stepstore import Retention, StepStore
 from recycle_plugin.core.topology import Topology, tied
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
+from recycle_plugin.core.worker import Judging, Worker
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.fingerprint import arithmetic, fingerprint
-from recycle_plugin.runtime.kept import Kept
 from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.randomness import key, keyed_torch
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage import Stage, StageModel
 from recycle_plugin.runtime.stopwatch import Stopwatch
-from recycle_plugin.runtime.supply import Supply
 from recycle_plugin.runtime.surroundings import Surroundings
+from recycle_plugin.runtime.tiers import Device, Host
 from recycle_plugin.runtime.touch import FirstTouch
 from recycle_plugin.runtime.trace import TraceFile
 from recycle_plugin.runtime.transport import Transport
-from recycle_plugin.runtime.world import OUTWARD, TorchWorld
+from recycle_plugin.runtime.world import TorchMachine
 from recycle_plugin.settings import Settings
 
 
@@ -98,22 +97,18 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         blocks = BlockSums(self._parameters, self._blocks()) if settings.exact else None
         self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks, self.masters, self._say_fused, partial(self._job.session.note, "warning"))
         self._transport = Transport(self._job.session)
-        self._kept = Kept(settings.keep_bytes)
-        ends = self.is_first_stage() or self.is_last_stage()
-        self._supply = Supply(self._job.session, self._transport, self.seat, self._read_iterator) if ends else None
+        retention = Retention(budget=settings.keep_bytes)
+        self._store = StepStore(self.seat, self.num_stages, bool(self.topology_.tie(self.stage_id)), retention, (Device(), Host()))
         fp16 = self._config.float16_config if settings.loss_scaling else None
         self._ties = Ties(self.module, specs, shared, self._job.session, self.masters)
         self._stepping = Stepping(
-            self, self._stage, self._parameters, blocks, self._ties.weights, self._job.session, settings, fp16, super()._exec_optimizer_step
+            self, self._stage, self._store, self._parameters, blocks, self._ties.weights, self._job.session, settings, fp16, super()._exec_optimizer_step
         )
         self._touch = FirstTouch(self._stepping.changed, lambda: self._loop is None or self._loop.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(self.module, self.device.type, lambda: self.basic_optimizer.param_groups)
         self._loop: Loop | None = None
         self._trace: TraceFile | None = None
-        self._program: Program | None = None
-        self._last_forward: Instruction | None = None
-        self._arrived: tuple[torch.Tensor, ...] = ()
 
     # --- what scripts call -------------------------------------------------------------------------
 
@@ -168,12 +163,12 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         """Everybody's last step is committed and this worker may go."""
         self.settle()
         self._report_commits()
-        kept = self._kept
-        let_go = f"; recycle.keep_bytes let {kept.dropped} of them go before their step was committed" if kept.dropped else ""
+        store = self._store
+        let_go = f"; recycle.keep_bytes let {store.let_go} of them go before their step was committed" if store.let_go else ""
         self._job.session.note(
-            "peak", f"seat {self.seat} held at most {self._stage.peak} micro-batches, and {kept.peak_bytes} bytes of boundary tensors for its peers, "
+            "peak", f"seat {self.seat} held at most {store.peak} micro-batches, and {store.peak_weight} bytes of boundary tensors for its peers, "
             f"sent or still to be sent{let_go}",
-            seat=str(self.seat), held=self._stage.peak, kept_bytes=kept.peak_bytes, dropped=kept.dropped,
+            seat=str(self.seat), held=store.peak, kept_bytes=store.peak_weight, dropped=store.let_go,
         )  # fmt: skip
         if self._trace is not None:
             self._trace.close()
@@ -198,13 +193,15 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         machine = StepMachine(self.global_steps)
         waits = settings.waits_for_norm(self.gradient_clipping())
         self._run_dir = run_dir = settings.run_dir or f"runs/{session.job_id}"
-        receive = {Op.LOAD: self._await_data, Op.RECV_ACT: self._await, Op.RECV_GRAD: self._await}
-        self._world = TorchWorld(session, machine, self._perform, receive, settings.fault_script(self.seat), self._record)
+        self._store.rewind(machine.stepped, era=0)
+        self._world = TorchMachine(session, self._transport, self, settings.fault_script(self.seat))
+        judging = Judging(waits, settings.clip == "validate")
+        self._worker = Worker(self._world, self.topology_, self._store, machine, judging, self._supply())
         if settings.trace:
             self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
         costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(waits, self.num_stages)
         self._stopwatch = Stopwatch(costs)
-        loop = Loop(session, self._transport, self, self.topology_, costs, policy, self.seat, machine, self._world.reach_point, settings.max_slowdown)
+        loop = Loop(session, self._worker, self._world, self.topology_, costs, policy, machine, settings.max_slowdown)
         member = Member(self.global_rank, self.seat, self._transport.address, session.host)
         session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
         if self._config.zero_enabled and session.rank == 0:
@@ -251,49 +248,41 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
 
     # --- a step ------------------------------------------------------------------------------------
 
-    def execute(self, program: Program) -> None:
-        """Run a worker's program (runtime.loop.Replica)."""
-        self._program = program
-        self._last_forward = next((one for one in reversed(program.instructions) if one.op is Op.F), None)
-        self._forget_committed()
-        self._stopwatch.begin(program)
+    @contextmanager
+    def running(self, program: Program) -> Iterator[Iterable[Instruction]]:
+        """A worker's program is run (core.worker.Machine)."""
+        if program.step > 0:
+            self._stopwatch.begin(program)
         self._job.session.between_steps = None
         try:
-            if self._draws and program.step > 0:
-                self._supply.provide(program.step)
-            if program.resumed:
-                self._say_losses(program.step)  # of forwards that the failure has cut off from their last one
-            self._exec_schedule(commands.PlanSchedule(program, self.micro_batches, self.num_stages, self.stage_id))
-            self._world.reach_point(f"step.end@{program.step}")
+            yield commands.PlanSchedule(program, self.micro_batches, self.num_stages, self.stage_id).instructions()
+            self._world.reach(f"step.end@{program.step}")
         finally:
             self._job.session.between_steps = self._between_steps
 
-    def held(self) -> set[Datum]:
-        """What is here of steps that are not committed (runtime.loop.Replica)."""
-        self._forget_committed()
-        arrived = {datum for datum in self._transport.held() if datum.step > 0}
-        return self._stage.held(self.stage_id) | arrived | self._kept.promise() | self._stepping.held()
+    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+        """What LOAD, F, I, W, B or STEP makes (core.worker.Machine)."""
+        return self._INSTRUCTION_MAP[commands.COMMANDS[instruction.op]](self, instruction, have, bare)
+
+    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
+        """What REDUCE or TIE makes (core.worker.Machine)."""
+        return self._INSTRUCTION_MAP[commands.COMMANDS[instruction.op]](self, instruction, have, holder)
+
+    def share(self, step: int, have: StepStore) -> float:
+        """Of this stage in the squared norm of ``step`` (core.worker.Machine)."""
+        return self._stepping.share(step)
+
+    def norm(self, shares: Mapping[str, float]) -> torch.Tensor:
+        """Over all stages (core.worker.Machine)."""
+        return self._stepping.norm_of(shares)
 
     def undo(self, step: int) -> None:
-        """Take ``step``, the last one, back (runtime.loop.Replica)."""
+        """Take ``step``, the last one, back (core.worker.Machine)."""
         self._stepping.undo(step)
 
-    def judge(self, step: int, norm: float) -> None:
-        """``step`` was rejected for ``norm`` (runtime.loop.Replica)."""
-        self._stepping.judge(step, norm)
-
-    def void(self, after: int, era: int) -> None:
-        """Nothing that is here of the steps after ``after`` counts (runtime.loop.Replica)."""
-        for holder in (self._stage, self._kept, self._stepping):
-            holder.void(after)
-        self._transport.void(after, era)
-
-    def _forget_committed(self) -> None:
-        """Nobody will ask for anything of a committed step again."""
-        committed = self._job.session.committed
-        holders = (self._stage, self._transport, self._kept, self._stepping, self._stopwatch, *([self._supply] if self._supply else []))
-        for holder in holders:
-            holder.drop(committed)
+    def forget_sums(self, after: int) -> None:
+        """No gradient of the steps after ``after`` counts (core.worker.Machine)."""
+        self._stepping.forget_sums()
 
     def _between_steps(self) -> None:
         """A membership change has broken a collective of the user's script: recover, then it is tried again."""
@@ -302,19 +291,8 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
             self._loop.recover()
             self._loop.advance(stepped)
 
-    def _exec_schedule(self, pipe_schedule: Any) -> None:
-        """Plans go through the one executor; stock schedules (evaluation) through stock code."""
-        if not isinstance(pipe_schedule, commands.PlanSchedule):
-            super()._exec_schedule(pipe_schedule)
-            return
-        drain(execute(self.seat, pipe_schedule.instructions(), self._world))
-
-    def _perform(self, instruction: Instruction) -> None:
-        if self._draws and instruction.op in OUTWARD:
-            self._supply.wait_sent()
-        self._INSTRUCTION_MAP[commands.COMMANDS[instruction.op]](self, instruction)
-
-    def _record(self, span: Any) -> None:
+    def record(self, span: Any) -> None:
+        """An instruction has run (core.worker.Machine)."""
         if span.instruction.step > 0:
             self._stopwatch.add(span)
         if self._trace is not None:
@@ -326,12 +304,8 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         """The next micro-batch of the script's iterator, or of stock's loader."""
         return self._next_batch()
 
-    def _exec_forward(self, instruction: Instruction) -> None:
-        made = self._stage.forward(_key(instruction), instruction in self._program.bare)
-        if not self.is_last_stage():
-            self._kept.put(Datum("act", self.stage_id, instruction.micro_batch, instruction.step), made)
-        elif instruction == self._last_forward and instruction.step > 0:
-            self._say_losses(instruction.step)
+    def _exec_compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+        return self._stage.compute(instruction, have, bare)
 
     def _say_fused(self, names: tuple[str, ...]) -> None:
         self._job.session.note(
@@ -340,76 +314,22 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
             stage=self.stage_id, layers=names,
         )  # fmt: skip
 
-    def _say_losses(self, step: int) -> None:
-        losses = self.losses_of(step)
-        if losses:
-            self._contribute(step, LOSS, losses, len(self.topology_.batch))
-
-    def losses_of(self, step: int) -> dict[str, float]:
-        """By micro-batch, of those whose last stage has run here (runtime.evaluation.Evaluator)."""
-        return {str(micro_batch): loss.item() for (of, micro_batch), loss in self._stage.losses.items() if of == step}
-
-    def _exec_backward(self, instruction: Instruction) -> None:
-        self._keep_grad(instruction, self._stage.backward(_key(instruction)))
-
-    def _exec_backward_input(self, instruction: Instruction) -> None:
-        bare = instruction in self._program.bare
-        backward = self._stage.backward_input_bare if bare else self._stage.backward_input
-        self._keep_grad(instruction, backward(_key(instruction)))
-
-    def _keep_grad(self, instruction: Instruction, made: tuple[torch.Tensor, ...]) -> None:
-        if not self.is_first_stage():
-            self._kept.put(Datum("grad", self.stage_id, instruction.micro_batch, instruction.step), made)
-
-    def _exec_backward_weight(self, instruction: Instruction) -> None:
-        self._stage.backward_weight(_key(instruction))
-
-    def _await(self, instruction: Instruction) -> None:
-        activation = instruction.op is Op.RECV_ACT
-        here = self._stage.has_activation if activation else self._stage.has_grad
-        kind, stage = ("act", self.stage_id - 1) if activation else ("grad", self.stage_id + 1)
-        datum = Datum(kind, stage, instruction.micro_batch, instruction.step)
-        self._arrived = None if here(_key(instruction)) else self._transport.wait(datum, instruction.peer)
-
-    def _exec_recv_activation(self, instruction: Instruction) -> None:
-        if self._arrived is not None:
-            self._stage.receive_activation(_key(instruction), self._arrived)
-
-    def _exec_recv_grad(self, instruction: Instruction) -> None:
-        if self._arrived is not None:
-            self._stage.receive_grad(_key(instruction), self._arrived)
-
-    def _exec_send_activation(self, instruction: Instruction) -> None:
-        self._send("act", instruction)
-
-    def _exec_send_grad(self, instruction: Instruction) -> None:
-        self._send("grad", instruction)
-
-    def _send(self, kind: str, instruction: Instruction) -> None:
-        address = next(member.address for member in self._job.session.generation.members if member.seat == instruction.peer)
-        datum = Datum(kind, self.stage_id, instruction.micro_batch, instruction.step)
-        self._kept.sent(datum, self._transport.send(address, datum, self._kept.get(datum)))
-
-    def _exec_reduce(self, instruction: Instruction) -> None:
-        holder = self._program.holder
+    def _exec_reduce(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
         rank = next((member.rank for member in self._job.session.generation.members if member.seat == holder), None)
-        self._stepping.reduce(instruction.step, rank)
+        return self._stepping.reduce(instruction.step, rank)
 
-    def _exec_tie(self, instruction: Instruction) -> None:
-        self._stepping.tie(instruction.step)
-
-    def _exec_validate(self, instruction: Instruction) -> None:
-        self._stepping.validate(instruction.step)
+    def _exec_tie(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
+        return self._stepping.tie(instruction.step)
 
     def clip_fp32_gradients(self) -> None:
         """Called inside the optimizer step, where clipping is on: by stock code, in bf16 by the optimizer."""
         self._stepping.clip()
 
-    def _exec_step(self, instruction: Instruction) -> None:
+    def _exec_step(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
         self._stepping.apply(instruction.step)
         self._say_fingerprint(instruction.step)
         self._job.session.send(self._stopwatch.pace(self.global_rank, instruction.step))
-        self._loop.applied(instruction.step)
+        return dict.fromkeys(provides(instruction))
 
     def _say_fingerprint(self, step: int) -> None:
         session, every = self._job.session, self._job.settings.check_replicas
@@ -419,24 +339,12 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
                 weights = self.masters.weights if self.masters is not None else []
                 session.send(Fingerprint(session.rank, step, fingerprint([*weights, *self._parameters], self.basic_optimizer), copies))
 
-    def _contribute(self, step: int, name: str, values: dict[str, float], expected: int) -> None:
-        session = self._job.session
-        session.send(Contribution(session.rank, step, name, values, expected))
-
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
         commands.Load: Feeding._exec_load,
-        commands.Forward: _exec_forward,
-        commands.Backward: _exec_backward,
-        commands.BackwardInput: _exec_backward_input,
-        commands.BackwardWeight: _exec_backward_weight,
-        commands.SendActivation: _exec_send_activation,
-        commands.RecvActivation: _exec_recv_activation,
-        commands.SendGrad: _exec_send_grad,
-        commands.RecvGrad: _exec_recv_grad,
+        **dict.fromkeys((commands.Forward, commands.Backward, commands.BackwardInput, commands.BackwardWeight), _exec_compute),
         commands.ReduceGrads: _exec_reduce,
         commands.TieGrads: _exec_tie,
-        commands.ValidateGrads: _exec_validate,
         commands.OptimizerStep: _exec_step,
     }
 
@@ -465,10 +373,6 @@ def engine_class(users: type, job: Job) -> type:
 def layer_specs(model: PipelineModule) -> list:
     """What the layers of all stages are built from."""
     return model._layer_specs
-
-
-def _key(instruction: Instruction) -> tuple[int, MicroBatch]:
-    return instruction.step, instruction.micro_batch
 
 
 def _split(module: torch.nn.Module) -> DeferredWeights:

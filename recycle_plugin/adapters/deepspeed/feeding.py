@@ -8,12 +8,16 @@ from typing import Any, Callable
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
-from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.places import Places
-from recycle_plugin.core.sources import Standing
+from recycle_plugin.core.sources import Batches, Draw
+from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.core.supply import Supply
+from recycle_plugin.core.watch import ELSEWHERE
+from recycle_plugin.runtime.batches import Tensors, described, packed, unpacked
 from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.supply import Supply
 
 
 class Feeding(PipelineEngine):
@@ -22,7 +26,7 @@ class Feeding(PipelineEngine):
     _source: Source | None = None
     _source_is_set = False  # by the script
     _trained = False  # a step, so that where data comes from is settled
-    _supply: Supply | None = None  # of the first and the last stage; in use where there is no source
+    _store: StepStore
 
     @cached_property
     def _places(self) -> Places:
@@ -39,7 +43,7 @@ class Feeding(PipelineEngine):
 
     def _take_iterator(self, data_iter: Any) -> None:
         """What the script passes stands above ``training_data``, as in DeepSpeed, and below a source that it has set."""
-        if self._supply is None or self._source_is_set:
+        if not self._reads or self._source_is_set:
             return
         if data_iter is None and isinstance(self._source, DatasetSource):
             data_iter = self.data_iterator  # which stays empty beside training_data, unless the script has called set_dataloader or set_dataiterator
@@ -64,9 +68,34 @@ class Feeding(PipelineEngine):
         self.set_dataiterator(data_iter)
 
     @property
-    def _draws(self) -> bool:
-        """Whether this worker's data comes from a plain iterator."""
-        return self._supply is not None and self._source is None
+    def _reads(self) -> bool:
+        """Whether this worker's stage needs data."""
+        return self.is_first_stage() or self.is_last_stage()
+
+    def _supply(self) -> Supply | None:
+        """Of plain iterators, for whoever needs data; in use where there is no source."""
+        return Supply(self._store, self, self._hand_on, self._say_dealt) if self._reads else None
+
+    def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
+        """The next batch (core.supply.Iterator)."""
+        what, session = f"step {step}, at its micro-batch {position}", self._job.session
+        with session.heart.at(ELSEWHERE, "the data iterator"), session.at_work(f"the data of {what}"):
+            batch = self._read_iterator(what)
+        return None if draw is None else packed(batch, draw)
+
+    def draw_of(self, batch: Tensors) -> Draw:
+        """Which one it is (core.supply.Iterator)."""
+        return Draw(*described(batch))
+
+    def _hand_on(self, datum: Datum, batch: Tensors, taker: Seat) -> None:
+        self._world.transfer(datum, batch, taker, self._store.era)
+
+    def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:
+        names, by = ", ".join(map(str, sorted(retired))), ", ".join(map(str, sorted({draw.source for draw in dealt.values()})))
+        self._job.session.note(
+            "data", f"from step {step} on the share of replica {names}, {len(dealt)} micro-batches a step, is drawn from the iterators of replica {by}",
+            step=step, replicas=sorted(retired), drawn={str(one): str(draw) for one, draw in sorted(dealt.items())},
+        )  # fmt: skip
 
     def _read_iterator(self, what: str) -> tuple[Any, Any]:
         try:
@@ -82,36 +111,22 @@ class Feeding(PipelineEngine):
 
     def _begin_with_data(self) -> None:
         """Before each step."""
-        if self._draws and not self._trained and self._is_first():
+        self._store.drawn = self._source is None
+        if self._store.drawn and self._reads and not self._trained and self._is_first():
             self._job.session.note(
                 "data", "data comes from plain iterators: a step that a loss interrupts is finished with its own data, after that the survivors' iterators "
                 "give the lost replica's share; engine.set_data_source() would keep every step's data, and needs no replica with both ends alive",
             )  # fmt: skip
         self._trained = True
 
-    def drawn(self) -> dict[str, str]:
-        """What is kept of iterators' data (runtime.loop.Replica)."""
-        session = self._job.session
-        if self._source is None and session.interruption() is not None:
-            self._transport.hear_out({member.address for member in session.pending.members})
-        return self._supply.drawn() if self._supply is not None else {}
-
-    def stand(self, standing: Standing) -> None:
-        """What everybody has (runtime.loop.Replica)."""
-        if self._supply is not None:
-            self._supply.stand(standing)
-
-    def _await_data(self, instruction: Instruction) -> None:
-        if self._draws and instruction.step > 0:
-            self._supply.wait(instruction.step, instruction.micro_batch)
-
-    def _exec_load(self, instruction: Instruction) -> None:
+    def _exec_load(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
         step, one = instruction.step, instruction.micro_batch
-        self._stage.load((step, one), self._batch(step, one) if step > 0 else self._evaluations.batch(one))
+        data = Datum("data", instruction.stage, one, step)
+        return {data: self._stage.load(self._evaluations.batch(one) if step < 0 else self._batch(step, one))}
 
     def _batch(self, step: int, micro_batch: MicroBatch) -> Any:
-        if self._draws:
-            return self._supply.take(step, micro_batch)
+        if self._store.drawn:
+            return unpacked(self._store[Datum("drawn", self.stage_id, micro_batch, step)])
         batch = self._source(step, micro_batch)
         made = isinstance(self._source, DatasetSource) and self.batch_fn is not None
         return self.batch_fn(batch) if made else batch

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 
 from recycle_plugin.core.blocks import Block
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.runtime.blocks import BlockSums, in_place_of
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.tied import TiedWeight
@@ -32,55 +34,37 @@ class Gradients:
     ``tied``: those of them that other stages have too.
     """
 
-    def __init__(self, engine: Any, parameters: Parameters, blocks: BlockSums | None, tied: list[TiedWeight]) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, store: StepStore, parameters: Parameters, blocks: BlockSums | None, tied: list[TiedWeight]) -> None:
+        self._engine, self._store = engine, store
         self._parameters = parameters
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
         self._blocks = blocks
         self._tied = {self._places[weight.parameter]: weight for weight in tied}
-        self._whole: dict[int, list[torch.Tensor]] = {}  # by step
-        self._over_stages: dict[int, dict[int, torch.Tensor]] = {}  # by step, of tied parameters by place
 
-    def steps(self) -> tuple[int, ...]:
-        """Whose sums are here."""
-        return tuple(self._whole)
+    def forget(self) -> None:
+        """Neither contributions nor their sum count any more."""
+        self._put([None] * len(self._parameters))
 
-    def tied_steps(self) -> tuple[int, ...]:
-        """Whose sums over the stages that share weights are here."""
-        return tuple(self._over_stages)
-
-    def drop(self, step: int) -> None:
-        """``step`` is committed."""
-        self._whole = {each: gradients for each, gradients in self._whole.items() if each > step}
-        self._over_stages = {each: totals for each, totals in self._over_stages.items() if each > step}
-
-    def void(self, after: int) -> None:
-        """Neither contributions to the steps after ``after`` nor their sums count.  Where ``after`` was not summed yet, there are none."""
-        if after in self._whole:
-            self._whole = {each: gradients for each, gradients in self._whole.items() if each <= after}
-            self._over_stages = {each: totals for each, totals in self._over_stages.items() if each <= after}
-            self._put([None] * len(self._parameters))
-
-    def reduce(self, step: int, holder: int | None) -> bool:
-        """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``; whether there were any here."""
+    def reduce(self, step: int, holder: int | None) -> list[torch.Tensor] | None:
+        """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``: of each parameter.  None where that is here already."""
         owners = self._blocks.owners(self._group) if self._blocks is not None and holder is None else None
         reduced = [(bucket, self._sum(bucket, step, holder, owners)) for bucket in self._buckets()]
-        if step in self._whole:
-            return False  # here was what the others got
+        if self._whole(step) is not None:
+            return None  # here was what the others got
         for bucket, flat in reduced:
             for parameter, gradient in zip(bucket, self._engine.unflatten(flat, bucket), strict=True):
                 parameter.grad = gradient
-        self._whole[step] = [parameter.grad for parameter in self._parameters]
-        return True
+        return [parameter.grad for parameter in self._parameters]
 
-    def tie(self, step: int) -> None:
-        """Sum what is tied over the stages, from their own sums; where it is made again it comes out the same."""
-        totals = {place: weight.total(self._whole[step][place]) for place, weight in self._tied.items()}
-        before = self._over_stages.setdefault(step, totals)
+    def tie(self, step: int) -> dict[int, torch.Tensor]:
+        """Sum what is tied over the stages, from their own sums: of each tied parameter, by its place.  Where it is made again it comes out the same."""
+        totals = {place: weight.total(self._whole(step)[place]) for place, weight in self._tied.items()}
+        before = self._of("tied", step) or totals
         for place, weight in self._tied.items():
             if not torch.equal(before[place].view(torch.uint8), totals[place].view(torch.uint8)):
                 raise RecycleError(f"the gradient of {weight.name}, step {step}, over the stages that share it has come out in two ways: this is a mistake "
                                    "of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl")  # fmt: skip
+        return totals
 
     @contextmanager
     def of(self, step: int) -> Iterator[None]:
@@ -97,11 +81,18 @@ class Gradients:
             versions = [gradient._version for gradient in whole]
             step_once()
         assert versions == [gradient._version for gradient in whole], "the optimizer has changed gradients that a peer may still need"
-        self._put([None if mine is gradient else mine for mine, gradient in zip(sums, self._whole[step], strict=True)])
+        self._put([None if mine is gradient else mine for mine, gradient in zip(sums, self._whole(step), strict=True)])
 
     def _applied(self, step: int) -> list[torch.Tensor]:
         """What the step applies: the stage's own sum, and of what is tied that over the stages."""
-        return [self._over_stages[step][place] if place in self._tied else gradient for place, gradient in enumerate(self._whole[step])]
+        over_stages = self._of("tied", step)
+        return [over_stages[place] if place in self._tied else gradient for place, gradient in enumerate(self._whole(step))]
+
+    def _whole(self, step: int) -> list[torch.Tensor] | None:
+        return self._of("reduced", step)
+
+    def _of(self, kind: str, step: int) -> Any:
+        return self._store.get(Datum(kind, self._store.seat.stage, None, step))
 
     def _put(self, gradients: list[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
@@ -122,7 +113,8 @@ class Gradients:
         return self._engine.allreduce_bucket([gradients[0].clone()] if alone else gradients, self._group)
 
     def _taken_over(self, bucket: Parameters, step: int, holder: int) -> torch.Tensor:
-        gradients = [self._whole[step][self._places[parameter]] if step in self._whole else torch.empty_like(parameter) for parameter in bucket]
+        whole = self._whole(step)
+        gradients = [torch.empty_like(parameter) if whole is None else whole[self._places[parameter]] for parameter in bucket]
         flat = self._engine.flatten(gradients).clone()
         dist.broadcast(flat, holder, self._group)
         return flat

@@ -7,8 +7,7 @@ will apply: stock code clips after STEP has begun.
 
 from __future__ import annotations
 
-import math
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Mapping
 
 import torch
 
@@ -16,10 +15,7 @@ from recycle_plugin.adapters.deepspeed.bf16 import trained
 from recycle_plugin.adapters.deepspeed.clipping import Clipping, Skipped
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.adapters.deepspeed.scaling import LossScale
-from recycle_plugin.core.contributions import NORM
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.protocol import Contribution
-from recycle_plugin.core.verdict import SHARE
+from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.stage import Stage
@@ -35,15 +31,14 @@ class Stepping:
     """Of ``engine``, DeepSpeed's.  ``apply_stock``: DeepSpeed's own step; ``fp16``: its section, where losses are to be scaled."""
 
     def __init__(
-        self, engine: Any, stage: Stage, parameters: Parameters, blocks: BlockSums | None, tied: list[TiedWeight], session: Session,
+        self, engine: Any, stage: Stage, store: StepStore, parameters: Parameters, blocks: BlockSums | None, tied: list[TiedWeight], session: Session,
         settings: Settings, fp16: Any, apply_stock: Callable[[], None],
     ) -> None:  # fmt: skip
         self._engine, self._stage, self._parameters, self._session = engine, stage, parameters, session
-        self._validates, self._apply_stock = settings.clip == "validate", apply_stock
-        self._waits = settings.waits_for_norm(engine.gradient_clipping())
-        self._gradients = Gradients(engine, parameters, blocks, tied)
+        self._apply_stock = apply_stock
+        self._gradients = Gradients(engine, store, parameters, blocks, tied)
         elsewhere = {weight.parameter for weight in tied if weight.stages[0] != engine.stage_id}
-        self._clipping = Clipping(parameters, engine.stage_id, engine.grid.data_parallel_size, settings.norm, engine.gradient_clipping(), elsewhere)
+        self._clipping = Clipping(store, parameters, engine.grid.data_parallel_size, settings.norm, engine.gradient_clipping(), elsewhere)
         self._scale = LossScale(fp16)
         self._undo = undo_record(settings.undo, parameters, engine.basic_optimizer, self._counters, self._set_counters)
         self._applying = 0  # the step that the optimizer is at
@@ -61,31 +56,27 @@ class Stepping:
 
     # --- forwards ----------------------------------------------------------------------------------
 
-    def reduce(self, step: int, holder: int | None) -> None:
+    def reduce(self, step: int, holder: int | None) -> list[torch.Tensor] | None:
         """Every live worker of the stage has the whole gradient, or its contributions are as before.
 
         Where the worker of rank ``holder`` has it from before a failure, the others get it from there.
         """
-        if self._gradients.reduce(step, holder):
+        whole = self._gradients.reduce(step, holder)
+        if whole is not None:
             self._stage.summed()
+        return whole
 
-    def tie(self, step: int) -> None:
+    def tie(self, step: int) -> dict[int, torch.Tensor]:
         """What is tied is summed over the stages that share it."""
-        self._gradients.tie(step)
+        return self._gradients.tie(step)
 
-    def validate(self, step: int) -> None:
-        """Wait until all stages have their gradients, and where these are clipped, for the norm over them."""
-        self._say(step, NORM, self._share(step) if self._waits else 0.0)
-        shares = self._session.wait_collected(step, NORM)
-        if self._waits:
-            self._clipping.judge_by(step, shares)
+    def norm_of(self, shares: Mapping[str, float]) -> torch.Tensor:
+        """Over all stages, from the squared share of each."""
+        return self._clipping.norm_of(shares)
 
     def apply(self, step: int) -> None:
         """Apply ``step``, or skip it where its norm is known and not finite."""
         self._applying = step
-        self._stage.drop_stashes(step - 1)  # left by what a later failure has made needless
-        if self._validates and step not in self._clipping.judged():
-            self._validate_later(step)
         skips, scaled = self._clipping.skips(step), self._scale.value != 1.0
         once = self._skip if skips else self._unscale_and_apply if scaled else self._apply_stock
         self._gradients.apply(step, self._engine.basic_optimizer, once, scaled or self._clipping.clips(step))
@@ -100,21 +91,10 @@ class Stepping:
         """... by what that is clipped; None where that is not known yet."""
         return self._clipping.norm(self._applying)
 
-    def _validate_later(self, step: int) -> None:
-        """The coordinator judges once it has all shares.  One that is not finite leaves nothing to judge, and no way back for some undo."""
-        share = self._share(step)
-        self._say(step, SHARE, share)
-        if not math.isfinite(share):
-            self._clipping.judge(step, share)
-
-    def _share(self, step: int) -> float:
+    def share(self, step: int) -> float:
         """This stage's part of the norm, squared."""
         with self._gradients.of(step):
             return self._clipping.share() / self._scale.value**2
-
-    def _say(self, step: int, name: str, share: float) -> None:
-        session, engine = self._session, self._engine
-        session.send(Contribution(session.rank, step, name, {str(engine.stage_id): share}, engine.num_stages))
 
     def _unscale_and_apply(self) -> None:
         self._scale.unscale(self._parameters)
@@ -141,31 +121,17 @@ class Stepping:
 
     # --- and back ----------------------------------------------------------------------------------
 
-    def held(self) -> set[Datum]:
-        """What is known of whole stages and steps that are not committed."""
-        known = {"reduced": self._gradients.steps(), "tied": self._gradients.tied_steps(), "norm": self._clipping.judged()}
-        return {Datum(kind, self._engine.stage_id, None, step) for kind, steps in known.items() for step in steps}
-
     def undo(self, step: int) -> None:
         """Take ``step``, the last one, back."""
         self._undo.restore()
         torch.clear_autocast_cache()
         if self._engine.masters is not None:
             self._engine.masters.round_off()
-        self._stage.drop_stashes(step)
 
-    def judge(self, step: int, norm: float) -> None:
-        """``step`` was rejected for ``norm``."""
-        self._clipping.judge(step, norm)
-
-    def void(self, after: int) -> None:
-        """No gradient of the steps after ``after`` counts."""
-        self._gradients.void(after)
-
-    def drop(self, step: int) -> None:
-        """``step`` is committed."""
-        self._gradients.drop(step)
-        self._clipping.drop(step)
+    def forget_sums(self) -> None:
+        """No gradient that is not applied counts."""
+        self._gradients.forget()
+        self._stage.forget_sums()
 
     def _counters(self) -> dict:
         scheduler = self._engine.lr_scheduler

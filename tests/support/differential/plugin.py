@@ -22,6 +22,7 @@ from recycle_plugin.runtime.boundary import Tensors
 from recycle_plugin.runtime.randomness import key as random_key
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage import Stage, StageModel
+from tests.support.stored_stage import StoredStage
 
 from .model import BATCH, MICRO_BATCHES, REPLICAS, SEED, Course, Journal, Model, Stretch, batches, build
 from .outcome import Outcome, Trained, differ
@@ -50,7 +51,7 @@ class Seat:
         blocks = Policy(block=course.block).blocks(Topology(REPLICAS, len(model.stages), MICRO_BATCHES)) if course.block else None
         self.sums = BlockSums(self.trained.parameters, blocks) if blocks else None
         described = StageModel(self.module, self.module.loss, MICRO_BATCHES, first, last, torch.device("cpu"))
-        self.stage = Stage(described, self.deferred, self._randomness, self.sums, self.trained.masters)
+        self.stage = StoredStage(Stage(described, self.deferred, self._randomness, self.sums, self.trained.masters), number, len(model.stages))
         self.order: list[MicroBatch] = []  # of this step's sums
         self.waiting: list[MicroBatch] = []  # between I and W
         self.begins = True  # has run no forward yet
@@ -235,7 +236,7 @@ class Plugin:
     def _finish(self) -> None:
         """Everybody has all sums, and steps."""
         for worker in self._live():
-            held = self.seats[worker].stage.held(worker[1])
+            held = self.seats[worker].stage.held()
             assert held == {Datum("wgrad", worker[1], one, self._now) for one in self.seats[worker].order}, f"{worker} holds {held}"
         for stage in range(self.count):
             seats = [self.seats[worker] for worker in self._live() if worker[1] == stage]
@@ -243,8 +244,8 @@ class Plugin:
             self._made.sums |= {(stage, name): each for name, each in zip(seats[0].trained.names, total, strict=True)}
             for seat in seats:
                 seat.trained.step(total, self._now)
-                seat.stage.summed()
-                seat.stage.drop(self._now)
+                seat.stage.summed(self._now)
+                seat.stage.committed(self._now)
             self._made.weights |= seats[0].trained.weights(stage)
         for kept in (self._made.activations, self._made.gradients):  # a peer may need them once more, whatever has been stepped
             kept.update({key: copies(tensors) for key, tensors in kept.items()})

@@ -1,0 +1,85 @@
+"""What a simulated worker computes with: exact numbers (simulator/exact.py), sums of weight gradients, and which weights a stash was made with."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any, Mapping
+
+from recycle_plugin.core.blocks import Block
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.simulator.exact import added, compute, over_tie, share
+from recycle_plugin.simulator.scenario import Scenario
+
+Sums = Mapping[Block, int]
+UNSPLIT = 1_234_567  # of each weight gradient, what I makes
+
+
+class Numbers:
+    """Of the worker at ``seat``.  Once a stash's weights are written over, as by a step that is taken back and done again, it is of no use: as torch's graphs are."""
+
+    def __init__(self, scenario: Scenario, seat: Seat) -> None:
+        self._scenario, self._seat = scenario, seat
+        self.tie = scenario.shape.tie(seat.stage)
+        self._blocks = scenario.policy.blocks(scenario.shape)
+        self._written = 0  # how often parameters were, as torch counts versions
+        self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
+
+    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+        """What LOAD, F, I, W, B or STEP makes.  Raises AssertionError where a stash is gone on with that is of no use.
+
+        Outside exact mode a part of the weight gradient is in the sum from I on, as of layers whose backward is not split.
+        """
+        stash = Datum("stash", self._seat.stage, instruction.micro_batch, instruction.step)
+        if instruction.op in (Op.I, Op.B) and have[stash].weights != self._written:
+            raise AssertionError(f"seat {self._seat} runs {instruction} through parameters that have changed since its forward")
+        made = compute(instruction, have, self._scenario.shape.stages, bool(self.tie), self._scenario.clip)
+        if instruction.op is Op.F:
+            made[stash] = made[stash]._replace(weights=self._written)
+            if self._seat.stage == self._scenario.shape.stages - 1:
+                made[stash._replace(kind="loss")] = made[stash].loss
+        elif instruction.op in (Op.W, Op.B):
+            early = UNSPLIT if instruction.op is Op.W and not self._scenario.ordered else 0
+            self._add(instruction.step, instruction.micro_batch, made[stash._replace(kind="wgrad")] - early)
+        elif instruction.op is Op.I and not bare and not self._scenario.ordered:
+            self._add(instruction.step, instruction.micro_batch, UNSPLIT)
+        elif instruction.op is Op.STEP:
+            self._written += 1
+        return made
+
+    def taken_back(self) -> None:
+        """The weights are those before the last step again."""
+        self._written += 1
+
+    def sums(self, step: int) -> Sums:
+        """This worker's part of the stage's gradient."""
+        return {block: total for (of, block), total in self._sums.items() if of == step}
+
+    def forget_sums(self) -> None:
+        self._sums.clear()
+
+    def total(self, brought: list[Sums]) -> int:
+        """The blocks' sums added in the blocks' order."""
+        totals = {block: total for part in brought for block, total in part.items()}
+        return reduce(lambda total, block: added(total, totals[block], self._scenario.ordered), sorted(totals), 0)
+
+    def over_tie(self, by_stage: Mapping[int, int]) -> int:
+        return over_tie(by_stage, self._scenario.ordered)
+
+    def gradient(self, step: int, have: StepStore) -> int:
+        """What is judged and applied."""
+        return have[Datum("tied" if self.tie else "reduced", self._seat.stage, None, step)]
+
+    def share(self, step: int, have: StepStore) -> float:
+        """What stages share, the first of them counts."""
+        return share(self.gradient(step, have)) if not self.tie or self._seat.stage == self.tie[0] else 0.0
+
+    def norm(self, shares: Mapping[str, float]) -> float:
+        return sum(shares.values()) ** 0.5
+
+    def _add(self, step: int, micro_batch: MicroBatch, value: int) -> None:
+        """Into the sum of its block, or, where sums have no order, into the worker's one sum as it comes."""
+        key = step, Block(self._seat.replica, 0) if self._scenario.rounds else self._blocks.of(micro_batch)
+        self._sums[key] = added(self._sums.get(key, 0), value, self._scenario.ordered)
