@@ -20,20 +20,22 @@ The rules it keeps:
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import inf, isfinite
+from dataclasses import asdict, replace
+from math import isfinite
 from typing import Iterable
 
 from recycle_plugin.core.complaints import Complaints
 from recycle_plugin.core.enrolment import Enrolment, weak_points
 from recycle_plugin.core.escalation import Escalation
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.job import Job
 from recycle_plugin.core.meeting import Meetings
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.protocol import (
     Arrived, Beat, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Met, Missing,
     Note, Over, Pace, Pulse, Ready, Report, Resized, Resume, Stepped, Terminate, TOO_SLOW,
 )  # fmt: skip
+from recycle_plugin.core.step import unstarted
 from recycle_plugin.core.steps import Steps
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.verdict import Verdicts
@@ -181,18 +183,17 @@ class Membership:
             return
         self._begin(ready.job, ready.stepped, now, out)
 
-    def _begin(self, job: dict, stepped: int, now: float, out: Output) -> None:
-        self._topology = Topology(job["replicas"], job["stages"], job["micro_batches"])
+    def _begin(self, job: Job, stepped: int, now: float, out: Output) -> None:
+        self._topology = shape = job.shape
         self.members = self._enrolment.members
         self.started = True
-        self._escalation = Escalation(job.get("max_slowdown"))
-        self.watch = Watch(job.get("progress_timeout_s", inf), job.get("idle_timeout_s", inf), job.get("heartbeat_timeout_s", inf), self.watch.clock)
+        self._escalation = Escalation(job.max_slowdown)
+        self.watch = Watch(job.progress_timeout_s, job.idle_timeout_s, job.heartbeat_timeout_s, self.watch.clock)
         self.watch.admit(self.members)
-        shape = self._topology
-        verdicts = Verdicts(shape.stages, job["clipping"], job["nonfinite"] == "skip")
-        self._steps = Steps(stepped, verdicts, job.get("rebalance", False))
-        out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job['run_dir']}",
-                job=job, seats={str(m.seat): rank for rank, m in self.members.items()}, hosts=sorted({m.host for m in self.members.values()}))
+        verdicts = Verdicts(shape.stages, job.clipping, job.nonfinite == "skip")
+        self._steps = Steps(stepped, verdicts, job.rebalance)
+        out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job.run_dir}",
+                job=asdict(job), seats={str(m.seat): rank for rank, m in self.members.items()}, hosts=sorted({m.host for m in self.members.values()}))
         for text, details, refused in weak_points(job, self.members.values(), shape):
             self._end(text, out) if refused else out.say("warning", text, **details)
         if self.ended is None:
@@ -308,7 +309,7 @@ class Membership:
         for seat, percent in (news := paces.news()).items():
             out.say("rebalance", f"seat {seat} needs {percent}% of the time that its stage's others need: work is dealt out anew", seat=str(seat), percent=percent)
         if news:
-            self._regroup(f"pace of {', '.join(map(str, news))}", now, out, from_step=self.committed + 3)
+            self._regroup(f"pace of {', '.join(map(str, news))}", now, out, from_step=unstarted(self.committed))
 
     def _contribute(self, message: Contribution, now: float, out: Output) -> None:
         norm = self._steps.contribute(message, out)
@@ -329,7 +330,7 @@ class Membership:
     def _arrive(self, message: Arrived, out: Output) -> None:
         values = self._together(message)
         if values is not None:
-            out.tell(WORKERS, Met(message.place, values, self.committed + 3))  # nobody can have started that: see _plan_leave
+            out.tell(WORKERS, Met(message.place, values, unstarted(self.committed)))
 
     def _together(self, message: Arrived) -> dict | None:
         """What all have brought along, if with this one all are there."""
@@ -367,18 +368,14 @@ class Membership:
             self._plan_leave(now, out)
 
     def _plan_leave(self, now: float, out: Output) -> None:
-        """Announce a generation for a step that nobody can have started.
-
-        A worker applies step c+2 only after it knows c+1 committed (core/step.py), which this
-        coordinator says after this announcement: so everybody reads it before starting c+3.
-        """
+        """Announce a generation for a step that nobody can have started."""
         stay = [m for rank, m in self.members.items() if rank not in self._leaving]
         empty = self.view(stay).empty_stages()
         if empty:
             self._end_planned(f"stage {empty[0]} would have no worker left", out)
             return
         leavers = ", ".join(str(self.members[rank].seat) for rank in sorted(self._leaving) if rank in self.members)
-        self._regroup(f"planned leave of {leavers}", now, out, from_step=self.committed + 3)
+        self._regroup(f"planned leave of {leavers}", now, out, from_step=unstarted(self.committed))
 
     def _goodbye(self, message: Left, now: float, out: Output) -> None:
         rank, self._code = message.rank, max(self._code, message.code)
@@ -502,7 +499,7 @@ class Membership:
         if not self.started:
             self._end(reason, out)
         elif self.ended is None:
-            self.ended = End(self.committed + 3, reason, failed=False, code=code)
+            self.ended = End(unstarted(self.committed), reason, failed=False, code=code)
             out.tell(WORKERS, self.ended)
 
     def _end(self, reason: str, out: Output) -> None:

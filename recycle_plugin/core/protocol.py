@@ -9,6 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.job import Job
 
 TOO_SLOW = 75  # exit code of a job that has fallen below recycle.max_slowdown: sysexits' "temporary failure, try again"
 
@@ -45,11 +46,13 @@ class Ready:
 
     member: Member
     stepped: int
-    job: dict
+    job: Job
 
     def __post_init__(self) -> None:
         if isinstance(self.member, dict):
             object.__setattr__(self, "member", Member(**self.member))
+        if isinstance(self.job, dict):
+            object.__setattr__(self, "job", Job.decode(self.job))
 
 
 @dataclass(frozen=True)

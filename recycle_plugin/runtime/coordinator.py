@@ -102,10 +102,12 @@ class Coordinator:
         if hello.role == "worker":
             self._say(Event("worker", f"worker {hello.rank} is process {hello.pid} on {hello.host}", {"rank": hello.rank, "pid": hello.pid}), time.time())
         try:
-            while line := await reader.readline():
+            while (line := await reader.readline()).endswith(b"\n"):  # half a line is the last of who dies
                 self._take(decode(line))
-        except (ConnectionError, ValueError):
-            pass  # a connection that breaks or speaks nonsense is as good as closed
+        except ConnectionError:
+            pass
+        except ValueError as error:  # a connection that speaks nonsense is as good as closed
+            self._say(Event("warning", f"{hello.role} {hello.rank} says what can't be understood: {error}", {"rank": hello.rank}), time.time())
         except Exception as error:
             self.fail(f"the coordinator met an error of its own ({error!r})")
             raise
@@ -128,7 +130,7 @@ class Coordinator:
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.rank)
             return
         if isinstance(message, Ready):
-            self._regroup_timeout_s = message.job["regroup_timeout_s"]
+            self._regroup_timeout_s = message.job.regroup_timeout_s
         self._act(self._membership.receive(message, time.time()))
         if isinstance(message, Left):
             self._workers.pop(message.rank, None)

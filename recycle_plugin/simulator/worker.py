@@ -16,6 +16,7 @@ from recycle_plugin.core.executor import Span, execute
 from recycle_plugin.core.faults import FaultScript
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import RECEIVES, SENDS, Instruction, Op
+from recycle_plugin.core.job import Job
 from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.loop import Loop, Program
@@ -379,10 +380,9 @@ class Planner:
         return planner.arrange(rest, plan, self._costs, held)
 
 
-def _job(scenario: Scenario) -> dict:
-    shape = scenario.shape
-    return {
-        "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "run_dir": "", "regroup_timeout_s": REGROUP_S,
-        "strict_placement": False, "clipping": scenario.clip, "clip": "sync" if scenario.policy.together else "validate", "nonfinite": "skip", "stagger_optimizer": scenario.policy.stagger_optimizer,
-        "progress_timeout_s": PROGRESS_S, "idle_timeout_s": IDLE_S,
-    }  # fmt: skip
+def _job(scenario: Scenario) -> Job:
+    shape, policy = scenario.shape, scenario.policy
+    return Job(
+        shape.replicas, shape.stages, shape.micro_batches, shape.ties, "", scenario.costs, policy, REGROUP_S, PROGRESS_S, IDLE_S,
+        stagger_optimizer=policy.stagger_optimizer, clipping=scenario.clip, clip="sync" if policy.together else "validate", nonfinite="skip",
+    )  # fmt: skip
