@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Iterable, Iterator, NamedTuple
+from typing import Iterator, NamedTuple
 
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.placement import at_risk, stages_at_risk
-from recycle_plugin.core.protocol import Member, Ready
+from recycle_plugin.core.protocol import Ready
+from recycle_plugin.core.roster import Roster, WorkerId
 from recycle_plugin.core.topology import Topology
 
 
@@ -16,16 +17,21 @@ class Enrolment:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._ready: dict[int, Ready] = {}
+        self._ready: dict[int, Ready] = {}  # by rank
 
     def add(self, ready: Ready) -> bool:
         """Whether all are there."""
-        self._ready[ready.member.rank] = ready
+        self._ready[ready.worker.rank] = ready
         return len(self._ready) >= self._ranks
 
+    def is_stranger(self, worker: WorkerId) -> bool:
+        """Whether another worker was first with its rank."""
+        first = self._ready.get(worker.rank)
+        return first is not None and first.worker != worker
+
     @property
-    def members(self) -> dict[int, Member]:
-        return {rank: ready.member for rank, ready in sorted(self._ready.items())}
+    def roster(self) -> Roster:
+        return Roster(tuple(ready.member for ready in self._ready.values()))
 
     def contradiction(self) -> str | None:
         """Why they can't train together: what they want differently, and who wants what."""
@@ -61,12 +67,11 @@ class WeakPoint(NamedTuple):
     refused: bool = False
 
 
-def weak_points(job: Job, members: Iterable[Member], shape: Topology) -> Iterator[WeakPoint]:
-    """What this job does not survive, and what keeps it from its best speed.  ``members``: rank 0's first."""
-    members = list(members)
-    yield WeakPoint(f"single point of failure: host {members[0].host} runs the coordinator and the store; its loss ends the job", {})
-    for host, stages in stages_at_risk(members).items():
-        text, strict = at_risk(host, stages, members, shape), job.strict_placement
+def weak_points(job: Job, roster: Roster, shape: Topology) -> Iterator[WeakPoint]:
+    """What this job does not survive, and what keeps it from its best speed."""
+    yield WeakPoint(f"single point of failure: host {roster.first.host} runs the coordinator and the store; its loss ends the job", {})
+    for host, stages in stages_at_risk(roster).items():
+        text, strict = at_risk(host, stages, roster, shape), job.strict_placement
         yield WeakPoint("strict_placement: " * strict + text, {"host": host, "stages": list(stages)}, strict)
     if job.clipping and job.clip == "sync" and job.stagger_optimizer:
         yield WeakPoint(f"gradient_clipping is {job.clipping:g}, so each step waits for the norm over all stages and the optimizer is "

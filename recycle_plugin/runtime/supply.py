@@ -49,10 +49,9 @@ class Supply:
         for draw, micro_batch in shared.of(self._seat):
             if micro_batch not in self._batches.get(step, ()):
                 self._draw(step, micro_batch, draw)
-        addresses = {member.seat: member.address for member in self._session.generation.members}
         for handout in shared.handouts:
             if handout.giver == self._seat:
-                address = addresses[handout.taker]
+                address = self._session.roster.holder(handout.taker).address
                 self._takers.add(address)
                 datum = Datum(KIND, handout.taker.stage, handout.micro_batch, step)
                 self._transport.send(address, datum, self._batches[step][handout.micro_batch].tensors)

@@ -192,9 +192,9 @@ def run(name: str, given: Scenario) -> Outcome:
 
 def may_end(cluster: Cluster) -> bool:
     """Whether what has been lost allows the end of the job: a stage without workers, too few in touch with each other, or anybody before the start."""
-    members, lost = cluster.membership.members, cluster.membership.lost
-    left = {worker.seat.stage for rank, worker in cluster.workers.items() if rank not in lost and worker.reason != LEAVES}
-    return not cluster.membership.started or len(left) < cluster.scenario.shape.stages or len(lost - cluster.membership.dead) > len(members)
+    membership = cluster.membership
+    left = {worker.seat.stage for worker in cluster.workers.values() if worker.line.worker not in membership.lost and worker.reason != LEAVES}
+    return not membership.started or len(left) < cluster.scenario.shape.stages or len(membership.unreachable) > len(membership.roster)
 
 
 def campaign(seeds: Iterable[int], jobs: int = 1) -> Report:

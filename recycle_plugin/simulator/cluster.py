@@ -103,7 +103,7 @@ class Cluster:
         if rank in self.cut:
             return
         membership = self.membership
-        changing, lost = membership.regrouping is not None, getattr(message, "rank", None) in membership.lost
+        changing, lost = membership.regrouping is not None, getattr(message, "worker", None) in membership.lost
         self.exercised.said(message, membership)
         output = membership.receive(message, self.now / 1e6)
         self._act(output, message, changing, lost)
@@ -117,7 +117,7 @@ class Cluster:
                 self._tell_supervisors(message)
                 continue
             self.watcher.told(message)
-            for rank in (rank for rank in self.workers if rank not in self.membership.lost) if whom == WORKERS else (whom,):
+            for rank in self._live() if whom == WORKERS else (whom.rank,):
                 if rank not in self.cut:
                     self.travel((WORKER, "back", rank), partial(self._deliver, rank, message))
         self.watcher.committed(self)
@@ -125,6 +125,9 @@ class Cluster:
         if number is not None and number != self._watched:
             self._watched = number
             self.later(int(REGROUP_S * 1e6), partial(self._overdue, number))
+
+    def _live(self) -> list[int]:
+        return [rank for rank, worker in self.workers.items() if worker.line.worker not in self.membership.lost]
 
     def _overdue(self, number: int) -> None:
         if self.membership.regrouping == number:
@@ -225,7 +228,7 @@ class Cluster:
 
     def _wake_up(self, rank: int) -> None:
         """Whoever was given up meanwhile finds its connections broken, and may say so before it reads why."""
-        if self.workers[rank].alive and rank in self.membership.lost:
+        if self.workers[rank].alive and self.workers[rank].line.worker in self.membership.lost:
             self.tell_coordinator(rank, Fatal(rank, "nobody answers"))
         self.workers[rank].stopped = False
         self.wake(rank)
@@ -246,7 +249,7 @@ class Cluster:
 
     def _lose_connection(self, rank: int) -> None:
         changing = self.membership.regrouping is not None
-        self._act(self.membership.connection_lost(rank, self.now / 1e6), changing=changing)
+        self._act(self.membership.connection_lost(self.workers[rank].line.worker, self.now / 1e6), changing=changing)
 
     def _cut_off(self, ranks: list[int]) -> None:
         self.cut |= set(ranks)

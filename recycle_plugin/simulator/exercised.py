@@ -63,7 +63,7 @@ class Exercised(Counter[Rule]):
 
     def said(self, message: object, membership: Membership) -> None:
         """About to be handed to ``membership``."""
-        if isinstance(message, OF_MEMBERS) and message.rank in membership.lost:
+        if isinstance(message, OF_MEMBERS) and message.worker in membership.lost:
             self[Rule.LOST_WORD if isinstance(message, (Report, Stepped, Contribution)) else Rule.LOST_BEAT] += 1
             return
         changing = membership.regrouping is not None
@@ -79,7 +79,7 @@ class Exercised(Counter[Rule]):
             case Left() if changing:
                 self[Rule.LEFT_MEANWHILE] += 1
             case Exited():
-                self[Rule.CONFIRMED_LATER if message.rank in membership.lost else Rule.CONFIRMED] += 1
+                self[Rule.CONFIRMED_LATER if message.worker in membership.lost else Rule.CONFIRMED] += 1
 
     def answered(self, message: object, output: Output, membership: Membership, changing: bool, lost: bool) -> None:
         """``output``: what ``membership`` has made of ``message``; ``changing``, ``lost``: before, whether it was changing, and had lost who says it."""

@@ -21,7 +21,8 @@ from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.loop import Loop, Program
 from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.protocol import Contribution, Left, Member, Missing, Ready
+from recycle_plugin.core.protocol import Contribution, Left, Missing, Ready
+from recycle_plugin.core.roster import Member
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView
 from recycle_plugin.core.verdict import SHARE, over
@@ -210,7 +211,7 @@ class Worker:
             yield from self._hang()
         if instruction.op in SENDS:
             (datum,) = requires(instruction, stages)
-            self.cluster.send(self.rank, self.cluster.rank_of[instruction.peer], datum, self.have[datum], self.era)
+            self.cluster.send(self.rank, self.line.roster.holder(instruction.peer).rank, datum, self.have[datum], self.era)
             self._note_sent(datum)
         elif instruction.op not in RECEIVES:
             self._compute(instruction, stages)
@@ -295,7 +296,7 @@ class Worker:
         if self.program.resumed:
             self.cluster.exercised[Rule.SUMMED_AGAIN if self.program.holder is None else Rule.ROLLED_FORWARD] += 1
         if self.program.holder is not None:
-            self.have[reduced] = brought[self.cluster.rank_of[self.program.holder]]
+            self.have[reduced] = brought[self.line.roster.holder(self.program.holder).rank]
         else:
             self.have[reduced] = self._total([totals for _, totals in brought.values()])
             self.cluster.watcher.summed(self, step, [part for part, _ in brought.values()])
@@ -314,7 +315,7 @@ class Worker:
 
     def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Iterator[Any]:
         """What all live workers of ``stages`` bring to ``instruction``, by rank."""
-        members = frozenset(member.rank for member in self.line.generation.members if member.seat.stage in stages)
+        members = frozenset(member.rank for member in self.line.roster.stages(stages))
         sum_ = self.cluster.sums.setdefault((self.line.number, instruction.op, stages[0], instruction.step), Sum(members))
         sum_.brought[self.rank] = mine
         if set(sum_.brought) == members:

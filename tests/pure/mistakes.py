@@ -183,9 +183,9 @@ def committed_heard(monkeypatch) -> None:
 def first_report(monkeypatch) -> None:
     def report(self, message, now, out) -> None:
         if self._awaiting is not None and message.generation == self._awaiting.number:
-            self._reports[message.rank] = message
-            for member in self._awaiting.members:
-                self._reports.setdefault(member.rank, replace(message, held={}))
+            self._reports[message.worker] = message
+            for member in self._awaiting.roster:
+                self._reports.setdefault(member.worker, replace(message, held={}))
             self._go_on(self._awaiting, now, out)
 
     monkeypatch.setattr(Membership, "_report", report)
@@ -198,7 +198,7 @@ def never_again(monkeypatch) -> None:
 
 @mistake("a stopped worker is waited for", seen=10)
 def patient(monkeypatch) -> None:
-    monkeypatch.setattr(Membership, "_give_up", lambda self, rank, why, now, out: None)
+    monkeypatch.setattr(Membership, "_give_up", lambda self, worker, why, now, out: None)
 
 
 # --- the norm that a step waits for -------------------------------------------------------------------
@@ -250,7 +250,7 @@ def partial_sum(monkeypatch) -> None:
 def wrong_divisor(monkeypatch) -> None:
     def reduce(self, before, instruction):
         yield from before(self, instruction)
-        live = sum(member.seat.stage == self.seat.stage for member in self.line.generation.members)
+        live = len(self.line.roster.stage(self.seat.stage))
         reduced = worker.Datum("reduced", self.seat.stage, None, instruction.step)
         self.have[reduced] = self.have[reduced] * self.cluster.scenario.shape.replicas * pow(live, -1, exact.PRIME) % exact.PRIME
 

@@ -10,7 +10,8 @@ from recycle_plugin.core.job import Job
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import Output
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import Member, Ready, Report, Resume, Stepped
+from recycle_plugin.core.protocol import Ready, Report, Resume, Stepped
+from recycle_plugin.core.roster import Member
 
 REPLICAS, STAGES = 2, 2
 

@@ -42,7 +42,8 @@ from recycle_plugin.core.job import Job as JobRecord
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Member, Ready
+from recycle_plugin.core.protocol import TOO_SLOW, Contribution, Fingerprint, Ready
+from recycle_plugin.core.roster import Member
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology, tied
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
@@ -206,7 +207,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(waits, self.num_stages)
         self._stopwatch = Stopwatch(costs)
         loop = Loop(session, self._transport, self, self.topology_, costs, policy, self.seat, machine, self._world.reach_point, settings.max_slowdown)
-        member = Member(self.global_rank, self.seat, self._transport.address, session.host)
+        member = Member(self.global_rank, self.seat, self._transport.address, session.host, session.incarnation)
         session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
         if self._config.zero_enabled and session.rank == 0:
             self.say_whole_state()
@@ -383,14 +384,13 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         self._send("grad", instruction)
 
     def _send(self, kind: str, instruction: Instruction) -> None:
-        address = next(member.address for member in self._job.session.generation.members if member.seat == instruction.peer)
+        address = self._job.session.roster.holder(instruction.peer).address
         datum = Datum(kind, self.stage_id, instruction.micro_batch, instruction.step)
         self._kept.sent(datum, self._transport.send(address, datum, self._kept.get(datum)))
 
     def _exec_reduce(self, instruction: Instruction) -> None:
         holder = self._program.holder
-        rank = next((member.rank for member in self._job.session.generation.members if member.seat == holder), None)
-        self._stepping.reduce(instruction.step, rank)
+        self._stepping.reduce(instruction.step, self._job.session.roster.holder(holder).rank if holder is not None else None)
 
     def _exec_tie(self, instruction: Instruction) -> None:
         self._stepping.tie(instruction.step)

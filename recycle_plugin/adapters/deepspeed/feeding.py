@@ -93,7 +93,7 @@ class Feeding(PipelineEngine):
         """What is kept of iterators' data (runtime.loop.Replica)."""
         session = self._job.session
         if self._source is None and session.interruption() is not None:
-            self._transport.hear_out({member.address for member in session.pending.members})
+            self._transport.hear_out(session.pending.roster.addresses)
         return self._supply.drawn() if self._supply is not None else {}
 
     def stand(self, standing: Standing) -> None:
