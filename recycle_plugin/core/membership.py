@@ -16,6 +16,10 @@ The rules it keeps:
 * Of the seats that are not known to be dead a new generation has a majority, or half with this coordinator among them;
   else this is the wrong side of a partition, and it ends.  A death is known when a supervisor saw the process end.  The
   broken connection mostly comes first, so there is a grace before deciding, in which nothing is committed.
+* A worker is one process (core/roster.py).  Who is lost stays lost, and a later process of its rank is another worker; nobody can join a
+  job that has started, and who asks to hears so at once.  A loss takes its failure domain with it.
+
+All that it knows is in its attributes, and survives core/dump.py.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.verdict import Verdicts
 from recycle_plugin.core.watch import Watch
 
-OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Beat, Missing, Fatal, Note)  # nothing of this counts from a lost worker
+OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Beat, Missing, Fatal, Note)
+"""Nothing of this counts from a worker that is lost, or has come too late."""
 
 
 class Membership:
@@ -205,8 +210,9 @@ class Membership:
         self.watch.admit(self.roster.workers)
         verdicts = Verdicts(shape.stages, job.clipping, job.nonfinite == "skip", self.roster.shards)
         self._steps = Steps(stepped, verdicts, job.rebalance, self.roster.shards)
+        seats = {str(seat): self.roster.holder(seat).rank for seat in self.roster.seats}
         out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job.run_dir}",
-                job=asdict(job), seats={str(seat): self.roster.holder(seat).rank for seat in self.roster.seats}, hosts=sorted({member.host for member in self.roster}))
+                job=asdict(job), seats=seats, hosts=sorted({member.host for member in self.roster}))
         for text, details, refused in weak_points(job, self.roster, shape):
             self._end(text, out) if refused else out.say("warning", text, **details)
         if self.ended is None:
@@ -246,9 +252,9 @@ class Membership:
         counts = [report.stepped for report in self._reports.values()]
         if any(report.loaded for report in self._reports.values()) and not self._rewind(counts, out):
             return
-        by_seat = {str(seat): [self._reports[one.worker] for one in generation.roster.group(seat) if one.worker in self._reports] for seat in generation.roster.seats}
-        held = {seat: held_by_all([report.held for report in reports]) for seat, reports in by_seat.items() if reports}
-        drawn = {seat: drawn_by_all([report.drawn for report in reports]) for seat, reports in by_seat.items() if reports}
+        reports = self._reports_by_seat(generation.roster)
+        held = {seat: held_by_all([report.held for report in told]) for seat, told in reports.items()}
+        drawn = {seat: drawn_by_all([report.drawn for report in told]) for seat, told in reports.items()}
         committed, norm, void = self._steps.agree(counts, held)
         ahead = max(counts) - committed
         self._awaiting = None
@@ -268,6 +274,11 @@ class Membership:
         if self._leaving.keys() & self.roster.workers and not generation.from_step:
             self._plan_leave(now, out)
         self._compare_replicas(now, out)
+
+    def _reports_by_seat(self, roster: Roster) -> dict[str, list[Report]]:
+        """Of those who have reported, shard by shard."""
+        told = {str(seat): [self._reports[member.worker] for member in roster.group(seat) if member.worker in self._reports] for seat in roster.seats}
+        return {seat: reports for seat, reports in told.items() if reports}
 
     def _rewind(self, counts: list[int], out: Output) -> bool:
         """All go on from a checkpoint's step, earlier or later than the last one."""

@@ -11,6 +11,7 @@ changes one by one, at any instant, so this answers whether anything can break.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, deque
 from functools import partial
 from heapq import heappop, heappush
@@ -19,18 +20,20 @@ from random import Random
 from typing import Any, Callable
 
 from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.dump import dump, load
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.instruction import COMPUTE, Op
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.protocol import Beat, End, Exited, Fatal, Fence, Leaving, Pulse, Terminate
-from recycle_plugin.core.watch import TICK_S
+from recycle_plugin.core.roster import WorkerId
+from recycle_plugin.core.watch import TICK_S, WAITS
 from recycle_plugin.simulator.exercised import Exercised, Rule
 from recycle_plugin.simulator.lines import Lines
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from recycle_plugin.simulator.worker import REGROUP_S, Died, Planner, Sum, Worker
 
-WORKER, SUPERVISOR, DATA = "worker", "supervisor", "data"  # lines: to the coordinator and back (there, back); from rank to rank
+WORKER, SECOND, SUPERVISOR, DATA = "worker", "second", "supervisor", "data"  # lines: to the coordinator and back (there, back); from rank to rank
 DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
 DELAYING_US = 300 * MILLISECOND  # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
 BEAT_US = 200 * MILLISECOND
@@ -55,7 +58,7 @@ class Cluster:
         self.exercised = Exercised()
         self.lines = Lines(scenario.weather, scenario.torn)
         self._inbox: deque[Callable[[], None]] = deque()  # what the coordinator has not read yet
-        self._stalled_until = 0
+        self._stalled_until, self._reloads = 0, Random(f"reloads in {scenario.torn}")
         self.over = False
         self._watched = -1
         self.planner = Planner(scenario.costs, scenario.policy)
@@ -96,6 +99,9 @@ class Cluster:
 
     def _read(self) -> None:
         while self._inbox and self.now >= self._stalled_until:
+            if self.scenario.reloads and self._reloads.random() < self.scenario.reloads:
+                self.membership = load(json.loads(json.dumps(dump(self.membership))))
+                self.exercised[Rule.RELOADED] += 1
             self._inbox.popleft()()
 
     def _receive(self, rank: int, message: object) -> None:
@@ -117,17 +123,15 @@ class Cluster:
                 self._tell_supervisors(message)
                 continue
             self.watcher.told(message)
-            for rank in self._live() if whom == WORKERS else (whom.rank,):
-                if rank not in self.cut:
+            for rank, worker in self.workers.items():
+                addressed = worker.line.worker not in self.membership.lost if whom == WORKERS else worker.line.worker == whom
+                if addressed and rank not in self.cut:
                     self.travel((WORKER, "back", rank), partial(self._deliver, rank, message))
         self.watcher.committed(self)
         number = self.membership.regrouping
         if number is not None and number != self._watched:
             self._watched = number
             self.later(int(REGROUP_S * 1e6), partial(self._overdue, number))
-
-    def _live(self) -> list[int]:
-        return [rank for rank, worker in self.workers.items() if worker.line.worker not in self.membership.lost]
 
     def _overdue(self, number: int) -> None:
         if self.membership.regrouping == number:
@@ -197,6 +201,9 @@ class Cluster:
                 self.later(trouble.for_us, self._read)
             case "mute" | "deaf":
                 self.lines.hold((WORKER, "there" if trouble.kind == "mute" else "back", ranks[0]), self.now + trouble.for_us)
+            case "again":
+                for rank in ranks:
+                    self._come_again(rank)
             case "leave" | "end":
                 for rank in ranks:
                     self._ask(trouble.kind, rank)
@@ -243,13 +250,20 @@ class Cluster:
             self.later(self.random.choice((0, self.random.randrange(DETECTION_US // 4))), partial(self._disconnect, rank))
             self.later(self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, Exited(rank, -9, self.now / 1e6), SUPERVISOR))
 
-    def _disconnect(self, rank: int) -> None:
-        """The coordinator reads what the worker has said, and then that there is no more."""
-        self.travel((WORKER, "there", rank), partial(self._at_coordinator, partial(self._lose_connection, rank)))
+    def _come_again(self, rank: int) -> None:
+        """A process that nobody has asked for."""
+        second = self.workers[rank].ready(incarnation=1)
+        for message in (second, Beat(rank, 1, 0, WAITS, "the start", incarnation=1), Fatal(rank, "nobody answers", incarnation=1)):
+            self.tell_coordinator(rank, message, SECOND)
+        self._disconnect(rank, SECOND, second.worker)
 
-    def _lose_connection(self, rank: int) -> None:
+    def _disconnect(self, rank: int, line: str = WORKER, worker: WorkerId | None = None) -> None:
+        """The coordinator reads what the worker has said, and then that there is no more."""
+        self.travel((line, "there", rank), partial(self._at_coordinator, partial(self._lose_connection, worker or WorkerId(rank))))
+
+    def _lose_connection(self, worker: WorkerId) -> None:
         changing = self.membership.regrouping is not None
-        self._act(self.membership.connection_lost(self.workers[rank].line.worker, self.now / 1e6), changing=changing)
+        self._act(self.membership.connection_lost(worker, self.now / 1e6), changing=changing)
 
     def _cut_off(self, ranks: list[int]) -> None:
         self.cut |= set(ranks)

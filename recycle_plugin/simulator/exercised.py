@@ -52,6 +52,8 @@ class Rule(str, Enum):
     PLAN_LOST = "a planned change was overtaken by a loss"
     PLANNED_AGAIN = "a leave was planned again"
     END_LOST = "a planned end met a loss"
+    TURNED_AWAY = "a second process of a rank was turned away"
+    RELOADED = "the coordinator's state was written down and read again"
 
 
 class Exercised(Counter[Rule]):
@@ -98,6 +100,7 @@ class Exercised(Counter[Rule]):
                     self._published(each, message, membership, changing, lost)
         for event in output.events:
             self[Rule.REJECTED] += event.kind == "rejected"
+            self[Rule.TURNED_AWAY] += event.kind == "late"
             self[Rule.LOSSES_GONE] += event.text.startswith("the loss of step")
             self[Rule.AHEAD] += event.kind == "resume" and event.details["ahead"] > 0
 

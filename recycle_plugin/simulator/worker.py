@@ -85,7 +85,7 @@ class Worker:
         """The training script."""
         scenario = self.cluster.scenario
         self.loop = Loop(self, self, self.cluster.planner, scenario.shape, self.seat, self.machine)
-        self.send(Ready(Member(self.rank, self.seat, str(self.rank), f"host{self.rank}"), 0, _job(scenario)))
+        self.send(self.ready())
         try:
             yield from self.loop.start()
             for step in range(1, scenario.steps + 1):
@@ -96,6 +96,9 @@ class Worker:
         if self.rude:
             raise Died
         self.send(Left(self.rank))
+
+    def ready(self, incarnation: int = 0) -> Ready:
+        return Ready(Member(self.rank, self.seat, str(self.rank), f"host{self.rank}", incarnation), 0, _job(self.cluster.scenario))
 
     # core.loop.Port
 

@@ -44,18 +44,21 @@ def test_of_two_processes_with_one_rank_the_first_one_takes_part():
     assert membership.started and [one.worker for one in said(out, Generation)[0].members] == [WorkerId(rank) for rank in range(4)]
 
 
-@pytest.mark.parametrize("message", [Fatal(2, "nobody answers", incarnation=1), Left(2, 3, incarnation=1), Beat(2, 1, 1, "waits", "", incarnation=1), Stepped(2, 0, 1, incarnation=1), Missing(2, 0, "x", "0.0", incarnation=1)], ids=lambda one: type(one).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "message", [Fatal(2, "nobody answers"), Left(2, 3), Beat(2, 1, 1, "waits", ""), Stepped(2, 0, 1), Missing(2, 0, "x", "0.0")], ids=lambda one: type(one).__name__
+)
 def test_nothing_that_it_says_counts(message):
     membership = started()
     ready_again(membership)
-    out = membership.receive(message, 0.0)
+    out = membership.receive(replace(message, incarnation=1), 0.0)
     assert not out.messages and not out.events and membership.ended is None
 
 
 def test_its_end_is_nobodys():
     membership = started()
     ready_again(membership)
-    for out in (membership.receive(Pulse(2, True, incarnation=1), 0.0), membership.connection_lost(LATE, 0.0), membership.receive(Exited(2, -9, 0.0, incarnation=1), 0.0)):
+    pulse, exited = Pulse(2, True, incarnation=1), Exited(2, -9, 0.0, incarnation=1)
+    for out in (membership.receive(pulse, 0.0), membership.connection_lost(LATE, 0.0), membership.receive(exited, 0.0)):
         assert not out.messages and not out.events
     assert len(membership.roster) == 4 and not membership.lost
     assert step(membership, 0, 1), "and rank 2's steps count"

@@ -16,7 +16,9 @@ from recycle_plugin.core.instruction import RECEIVES, Instruction
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.pace import STEPS
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import Collected, Committed, Contribution, End, Exited, Fence, Fingerprint, Generation, Missing, Pace, Ready, Report, Resume, Stepped
+from recycle_plugin.core.protocol import (
+    Collected, Committed, Contribution, End, Exited, Fence, Fingerprint, Generation, Missing, Pace, Ready, Report, Resume, Stepped,
+)  # fmt: skip
 from recycle_plugin.core.roster import Member, WorkerId
 from recycle_plugin.core.shards import JOINT, WITH_OTHERS, Lockstep, drawn_by_all, furthest, held_by_all
 from recycle_plugin.core.topology import Topology
