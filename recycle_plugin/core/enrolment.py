@@ -25,7 +25,7 @@ class Enrolment:
         return len(self._ready) >= self._ranks
 
     def is_stranger(self, worker: WorkerId) -> bool:
-        """Whether another worker was first with its rank."""
+        """Whether another worker has its rank."""
         first = self._ready.get(worker.rank)
         return first is not None and first.worker != worker
 

@@ -63,6 +63,7 @@ class Membership:
         self.left: set[WorkerId] = set()
         self.lost: set[WorkerId] = set()
         self.dead: set[WorkerId] = set()  # of the lost ones, those known to be
+        self.late: set[WorkerId] = set()  # came when they could take part no more
         self.watch = Watch()
         self._topology: Topology | None = None
         self._domain = domain
@@ -83,8 +84,8 @@ class Membership:
     def receive(self, message: object, now: float) -> Output:
         """Handle one message that arrived at ``now`` (seconds)."""
         out = Output()
-        if isinstance(message, OF_MEMBERS) and (message.worker in self.lost or self._enrolment.is_stranger(message.worker)):
-            return out  # it may have been stopped, or cut off, or come too late
+        if isinstance(message, OF_MEMBERS) and (message.worker in self.lost or message.worker in self.late):
+            return out  # it may have been stopped, or cut off, or never have taken part
         match message:
             case Ready():
                 self._enrol(message, now, out)
@@ -123,6 +124,19 @@ class Membership:
                 self._end(message.text, out)
             case Note():
                 self._note(message, out)
+        return out
+
+    def greet(self, worker: WorkerId, host: str) -> Output:
+        """A process on ``host`` has connected as ``worker``; if it can't take part, it hears so before it does anything."""
+        out = Output()
+        if self.ended is None and (self.started or worker.incarnation):
+            self._turn_away(worker, host, out)
+        return out
+
+    def fail(self, text: str) -> Output:
+        """Nobody can go on, for a reason that is no worker's."""
+        out = Output()
+        self._end(text, out)
         return out
 
     def connection_lost(self, worker: WorkerId, now: float) -> Output:
@@ -183,7 +197,7 @@ class Membership:
 
     def _enrol(self, ready: Ready, now: float, out: Output) -> None:
         if self.started or self._enrolment.is_stranger(ready.worker):
-            self._put_off(ready, out)
+            self._turn_away(ready.worker, ready.member.host, out)
             return
         if not self._enrolment.add(ready) or self.ended is not None:
             return
@@ -193,13 +207,15 @@ class Membership:
             return
         self._begin(ready.job, ready.stepped, now, out)
 
-    def _put_off(self, ready: Ready, out: Output) -> None:
+    def _turn_away(self, worker: WorkerId, host: str, out: Output) -> None:
         """Nobody can join a job that has started: whoever asks hears so at once, and ends, instead of waiting for the others."""
-        rank, seat, host = ready.worker.rank, ready.member.seat, ready.member.host
-        why = f"the job has started, and is at step {self.committed + 1}" if self.started else f"another process has rank {rank} already"
-        out.say("late", f"a worker on {host} wants to take part as rank {rank}, for seat {seat}: {why}; nobody can join yet, and it is told to end",
-                rank=rank, seat=str(seat), host=host, incarnation=ready.worker.incarnation)
-        out.tell(ready.worker, End(0, f"{why}; rank {rank} can't join yet", failed=True))
+        if worker in self.late:
+            return
+        self.late.add(worker)
+        why = f"the job has started, and is at step {self.committed + 1}" if self.started else f"another process has rank {worker.rank} already"
+        out.say("late", f"a process on {host} wants to take part as rank {worker.rank}: {why}; nobody can join yet, and it is told to end",
+                rank=worker.rank, host=host, incarnation=worker.incarnation)
+        out.tell(worker, End(0, f"{why}; nobody can join as rank {worker.rank} yet", failed=True))
 
     def _begin(self, job: Job, stepped: int, now: float, out: Output) -> None:
         self._topology = shape = job.shape
@@ -473,7 +489,7 @@ class Membership:
             out.tell(whom, Fence(worker.rank, why, incarnation=worker.incarnation))
 
     def _lose(self, worker: WorkerId, how: str, now: float, at: float, out: Output) -> None:
-        if worker in self.lost | self.left or self._enrolment.is_stranger(worker) or self.ended and self.ended.failed:
+        if worker in self.lost | self.left | self.late or self.ended and self.ended.failed:
             return
         member = self.roster.member(worker)
         if self.started and member is None:

@@ -16,7 +16,7 @@ from typing import Callable
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.placement import spread
-from recycle_plugin.core.protocol import Exited, Fatal, Heard, Hello, Left, Over, Placed, Ready, Welcome, decode, encode
+from recycle_plugin.core.protocol import Exited, Heard, Hello, Left, Over, Placed, Ready, Welcome, decode, encode
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import TICK_S
 from recycle_plugin.runtime import pulse
@@ -67,7 +67,7 @@ class Coordinator:
 
     def fail(self, text: str) -> None:
         """End the job for everybody, with this line."""
-        self._act(self._membership.receive(Fatal(0, text), time.time()))
+        self._act(self._membership.fail(text))
 
     async def close(self) -> None:
         """Close every connection and wait for those that serve them: cancelled later, they would say so."""
@@ -119,7 +119,10 @@ class Coordinator:
         self._come[hello.rank] += 1
         self._workers[worker] = writer
         writer.write(encode(replace(self._welcome, incarnation=worker.incarnation)))
-        self._say(Event("worker", f"worker {hello.rank} is process {hello.pid} on {hello.host}", {"rank": hello.rank, "pid": hello.pid}), time.time())
+        turned_away = self._membership.greet(worker, hello.host)
+        if not turned_away.events:
+            self._say(Event("worker", f"worker {hello.rank} is process {hello.pid} on {hello.host}", {"rank": hello.rank, "pid": hello.pid}), time.time())
+        self._act(turned_away)
         return worker
 
     async def _hear(self, hello: Hello, reader: asyncio.StreamReader) -> None:

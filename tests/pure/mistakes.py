@@ -17,7 +17,6 @@ from recycle_plugin.core import lineage, loop, membership
 from recycle_plugin.core.contributions import NORM
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.dump import load
-from recycle_plugin.core.enrolment import Enrolment
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.line import Line
 from recycle_plugin.core.membership import Membership
@@ -210,7 +209,7 @@ def patient(monkeypatch) -> None:
 
 @mistake("a second process of a rank is heard", seen=3)
 def late_heard(monkeypatch) -> None:
-    monkeypatch.setattr(Enrolment, "is_stranger", lambda self, worker: False)
+    monkeypatch.setattr(Membership, "_turn_away", lambda self, worker, host, out: None)
 
 
 @mistake("all processes of a rank are one worker", seen=3)

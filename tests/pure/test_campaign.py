@@ -67,7 +67,7 @@ def test_it_is_the_production_code_that_runs() -> None:
         campaign.campaign(range(12))
     finally:
         sys.setprofile(None)
-    core = {f"recycle_plugin.core.{name}" for name in ("dataflow", "executor", "lineage", "line", "loop", "membership", "plan", "step", "watch")}
+    core = {f"recycle_plugin.core.{name}" for name in ("dataflow", "executor", "lineage", "line", "loop", "membership", "plan", "roster", "step", "watch")}
     assert core | {"recycle_plugin.planner.lower", "recycle_plugin.planner.rest", "recycle_plugin.planner.make"} <= ran
     assert not any(name.startswith(("recycle_plugin.runtime", "recycle_plugin.adapters")) for name in ran)
 

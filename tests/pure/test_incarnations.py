@@ -27,9 +27,9 @@ def test_who_comes_late_hears_at_once_that_it_cannot_take_part_and_why(lost):
     if lost:
         membership.receive(Exited(2, -9, 0.0), 0.0)
     (event,), ((whom, end),) = ready_again(membership)
-    assert event.kind == "late" and event.details == {"rank": 2, "seat": "0.1", "host": "h", "incarnation": 1}
-    assert "as rank 2, for seat 0.1: the job has started, and is at step 2; nobody can join yet" in event.text
-    assert whom == LATE and end == End(0, "the job has started, and is at step 2; rank 2 can't join yet", failed=True)
+    assert event.kind == "late" and event.details == {"rank": 2, "host": "h", "incarnation": 1}
+    assert "as rank 2: the job has started, and is at step 2; nobody can join yet" in event.text
+    assert whom == LATE and end == End(0, "the job has started, and is at step 2; nobody can join as rank 2 yet", failed=True)
     assert membership.ended is None and len(membership.roster) == 4 - lost
 
 
@@ -42,6 +42,23 @@ def test_of_two_processes_with_one_rank_the_first_one_takes_part():
     for rank in (0, 1, 3):
         out = membership.receive(Ready(member(rank), 0, job()), 0.0)
     assert membership.started and [one.worker for one in said(out, Generation)[0].members] == [WorkerId(rank) for rank in range(4)]
+
+
+def test_who_comes_late_hears_so_when_it_connects_and_only_once():
+    membership = Membership(4)
+    assert not membership.greet(WorkerId(2), "h").messages
+    out = membership.greet(LATE, "h")
+    assert [(whom, type(end)) for whom, end in out.messages] == [(LATE, End)] and out.events[0].details["rank"] == 2
+    assert not membership.connection_lost(LATE, 0.0).messages and membership.ended is None, "it was never part of the job"
+    membership = started()
+    assert said(membership.greet(LATE, "h"), End) and ready_again(membership) == ([], [])
+
+
+def test_what_is_nobodys_fault_ends_the_job_also_when_rank_0_is_lost():
+    membership = started()
+    membership.connection_lost(WorkerId(0), 0.0)
+    (end,) = said(membership.fail("the store is gone"), End)
+    assert end.failed and end.reason == "the store is gone"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +13,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.roster import FailureDomain, Member, Roster, WorkerId
 
 SHARDS, REPLICAS, STAGES = 2, 3, 2
+PACKAGE = Path(__file__).parents[2] / "recycle_plugin"
 
 
 def member(rank: int, incarnation: int = 0) -> Member:
@@ -72,3 +76,10 @@ def test_who_is_given_up_with_whom(domain, ranks):
     assert [one.rank for one in domain.of(member(6), ALL)] == ranks
     alone = ALL.without({WorkerId(rank) for rank in (4, 5, 7)})
     assert domain.of(member(6), alone) == (member(6),)
+
+
+def test_nobody_else_searches_members():
+    """A generation's members are given to a roster, and asked for there."""
+    searches = re.compile(r"\b(generation|pending|planned|entered|awaiting|roster)\.members\b")
+    found = [f"{path}:{number}" for path in sorted(PACKAGE.rglob("*.py")) for number, line in enumerate(path.read_text().splitlines(), 1) if searches.search(line)]
+    assert not found and len(list(PACKAGE.rglob("*.py"))) > 100

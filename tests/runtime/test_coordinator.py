@@ -68,7 +68,7 @@ def test_a_second_process_of_a_rank_is_turned_away_and_the_first_one_goes_on():
             late = await Worker.connect(port, 2)
             assert (await late.hear(Welcome)).incarnation == 1
             late.say(Ready(replace(member(2), incarnation=1), 0, job()))
-            assert "can't join yet" in (await late.hear(End)).reason
+            assert "nobody can join as rank 2 yet" in (await late.hear(End)).reason
             late.writer.close()
             await late.writer.wait_closed()
             for rank, worker in enumerate(workers):
