@@ -15,9 +15,9 @@ contributions stay.  What one shard has left out none of them holds, so it is vo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Iterable, Sequence
+from typing import Callable, Sequence
 
-from recycle_plugin.core.dataflow import pack, provides, requires, unpack
+from recycle_plugin.core.dataflow import Datum, pack, provides, requires, unpack
 from recycle_plugin.core.instruction import RECEIVES, Instruction, Op
 from recycle_plugin.core.sources import Batches
 from recycle_plugin.core.sources import pack as pack_drawn
@@ -43,7 +43,7 @@ class Lockstep:
         joint = [one for one in between[1:] if one.op in JOINT]
         if joint:
             raise AssertionError(f"a shard has finished {joint[0]}, and another has not come to it: it stands before {between[0]}")
-        missing: set = set()
+        missing: set[Datum] = set()
         runs = []
         for one in between:
             if one.op in WITH_OTHERS and not comes(one) or missing & set(requires(one, self.stages, tied=True)):
@@ -51,11 +51,6 @@ class Lockstep:
             else:
                 runs.append(one)
         return tuple(runs)
-
-
-def furthest(finished: Iterable[int]) -> int:
-    """Where the shards stop that have finished so many instructions each."""
-    return max(finished)
 
 
 def held_by_all(reported: Sequence[dict[str, str]]) -> dict[str, str]:

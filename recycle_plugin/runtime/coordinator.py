@@ -96,22 +96,27 @@ class Coordinator:
         if hello.role == "placing":
             self._place(hello, writer)
             await reader.read()  # until it has its answer, and goes
-            return
-        if hello.role == "worker":
-            worker = self._greet(hello, writer)
+        elif hello.role == "worker":
+            await self._attend_worker(hello, reader, writer)
         else:
-            writer.write(encode(self._welcome))
-            self._supervisors[hello.rank] = writer
-        end = self._membership.ended if hello.role == "worker" else self._last_word
-        if end is not None:  # it comes too late: the job has ended meanwhile
-            writer.write(encode(end))
+            await self._attend_supervisor(hello, reader, writer)
+
+    async def _attend_worker(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        worker = self._greet(hello, writer)
+        if self._membership.ended is not None:  # it comes too late: the job has ended meanwhile
+            writer.write(encode(self._membership.ended))
         await self._hear(hello, reader)
-        if hello.role == "worker":
-            self._workers.pop(worker, None)
-            self._worker_closed(worker)
-        else:
-            self._supervisors.pop(hello.rank, None)
-            self._supervisor_closed()
+        self._workers.pop(worker, None)
+        self._worker_closed(worker)
+
+    async def _attend_supervisor(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(encode(self._welcome))
+        if self._last_word is not None:
+            writer.write(encode(self._last_word))
+        self._supervisors[hello.rank] = writer
+        await self._hear(hello, reader)
+        self._supervisors.pop(hello.rank, None)
+        self._supervisor_closed()
 
     def _greet(self, hello: Hello, writer: asyncio.StreamWriter) -> WorkerId:
         """Ranks are given out by the launcher, incarnations here, where all workers come by."""

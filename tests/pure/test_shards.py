@@ -20,7 +20,7 @@ from recycle_plugin.core.protocol import (
     Collected, Committed, Contribution, End, Exited, Fence, Fingerprint, Generation, Missing, Pace, Ready, Report, Resume, Stepped,
 )  # fmt: skip
 from recycle_plugin.core.roster import Member, WorkerId
-from recycle_plugin.core.shards import JOINT, WITH_OTHERS, Lockstep, drawn_by_all, furthest, held_by_all
+from recycle_plugin.core.shards import JOINT, WITH_OTHERS, Lockstep, drawn_by_all, held_by_all
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.verdict import Verdicts
 from recycle_plugin.planner import lower, plan
@@ -62,7 +62,7 @@ class Shards:
 def test_both_stop_at_the_same_instruction_with_the_same_data(program, random, turns, share):
     shards = Shards(program, random)
     shards.run(turns)
-    line, lockstep = furthest(shards.finished), Lockstep(program, SHAPE.stages)
+    line, lockstep = max(shards.finished), Lockstep(program, SHAPE.stages)
     lost = {one for one in program if one.op in WITH_OTHERS and random.random() < share}
     ran = [[*program[:finished], *lockstep.catch_up(finished, line, lambda one: one not in lost)] for finished in shards.finished]
     ahead, behind = sorted(ran, key=len, reverse=True)
