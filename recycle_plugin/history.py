@@ -13,6 +13,7 @@ from typing import Any, Mapping
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.faults import Fault
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.job import costs_of, policy_of
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import ClusterView, Topology
 
@@ -87,13 +88,12 @@ class History:
 
     @property
     def policy(self) -> Policy:
-        return Policy(**_tuples(self.job["policy"]))
+        return policy_of(self.job["policy"])
 
     @property
     def costs(self) -> CostModel:
         """Those that plans were made with."""
-        known = _tuples(self.job["costs"])
-        return CostModel(**known | {"slowness": tuple((Seat(*seat), percent) for seat, percent in known["slowness"])})
+        return costs_of(self.job["costs"])
 
     @cached_property
     def commits(self) -> dict[int, float]:
@@ -207,10 +207,3 @@ def step_times(commits: Mapping[int, float], first: int, last: int) -> float:
     """Median seconds between commits, over the steps ``first`` to ``last``; nan where there are none."""
     taken = [commits[step] - commits[step - 1] for step in range(first, last + 1) if step in commits and step - 1 in commits]
     return median(taken) if taken else nan
-
-
-def _tuples(record: Any) -> Any:
-    """What JSON has made lists of."""
-    if isinstance(record, dict):
-        return {name: _tuples(value) for name, value in record.items()}
-    return tuple(map(_tuples, record)) if isinstance(record, list) else record

@@ -81,6 +81,8 @@ def run_script(command: list[str]) -> int:
 
 def _end_early(session: Session) -> None:
     """The job has failed before its first step: go, whatever the script waits for (torch's store waits for minutes, deaf to signals)."""
+    if session.incarnation:  # nobody reads the job's own lines beside a process that was not part of it
+        print(f"recycle: error: {session.end.reason}", file=sys.stderr, flush=True)
     session.leave()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -44,9 +44,9 @@ REASONS = HERE.with_suffix(".json").with_name("mutants.json")
 CORE = "recycle_plugin/core"
 ALWAYS = (  # of tests/pure
     "membership", "loop", "work", "places", "meeting", "escalation", "verify", "replicas", "verdict", "ties", "rhythm", "core_forms", "pace", "simulator",
-    "watch", "simulator_profile",
+    "watch", "simulator_profile", "roster", "incarnations", "shards", "job",
 )  # fmt: skip
-IF_IMPORTED = ("margin", "sources", "placement", "render", "lineage", "planner", "planner_wide", "simulator_failures", "tests/cli/test_profile.py")  # they take longer
+IF_IMPORTED = ("margin", "sources", "placement", "render", "lineage", "planner", "planner_wide", "simulator_failures", "dump", "tests/cli/test_profile.py")  # they take longer
 EVERY = 61  # of the campaign's instants, every so many
 SILENCE_S = 1800  # of one attempt, by the clock: longer than its deadline takes on a busy machine
 MEMORY = 6 << 30  # what an attempt may take beyond what it starts with

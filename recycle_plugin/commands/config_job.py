@@ -17,7 +17,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.placement import spread, stages_at_risk
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.profile import Profile, read
-from recycle_plugin.core.protocol import Member
+from recycle_plugin.core.roster import Member
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.settings import SECTION, Settings
 from recycle_plugin.wording import shown

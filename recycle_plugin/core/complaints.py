@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Mapping, NamedTuple
+from typing import NamedTuple
 
-from recycle_plugin.core.protocol import Member, Missing
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.protocol import Missing
+from recycle_plugin.core.roster import Roster, WorkerId
 
 TRIES = 2  # to send something over a new line
 
 
 class Complaint(NamedTuple):
-    """``why``: in words; ``tries``: the how manieth since the last commit; ``source``: the rank that is not heard, None for a collective of many."""
+    """``why``: in words; ``tries``: the how manieth since the last commit; ``source``: who is not heard, None for a collective of many."""
 
     why: str
     tries: int
-    source: int | None
+    source: WorkerId | None
 
     @property
     def again(self) -> bool:
@@ -25,19 +27,19 @@ class Complaints:
     """Since the last commit."""
 
     def __init__(self) -> None:
-        self._tries: dict[tuple[int, int] | str, int] = {}  # by who misses something from whom, or by the collective that was not finished
+        self._tries: dict[tuple[WorkerId, WorkerId] | str, int] = {}  # by who misses something from whom, or by the collective that was not finished
 
-    def add(self, missing: Missing, members: Mapping[int, Member]) -> Complaint | None:
+    def add(self, missing: Missing, roster: Roster) -> Complaint | None:
         """None where one of the two is no member any more."""
-        member = members.get(missing.rank)
-        source = next((rank for rank, other in members.items() if str(other.seat) == missing.source), None)
+        member = roster.member(missing.worker)
+        source = roster.holder(Seat.parse(missing.source), member.shard) if member is not None and missing.source else None
         if member is None or (source is None and missing.source):
             return None
-        key = missing.what if source is None else (member.rank, source)
+        key = missing.what if source is None else (member.worker, source.worker)
         tries = self._tries[key] = self._tries.get(key, 0) + 1
         if source is None:
             return Complaint(f"seat {member.seat} could not finish {missing.what}", tries, None)
-        return Complaint(f"seat {member.seat} misses {missing.what} from seat {missing.source}", tries, source)
+        return Complaint(f"seat {member.seat} misses {missing.what} from seat {missing.source}", tries, source.worker)
 
     def committed(self) -> None:
         self._tries.clear()

@@ -6,6 +6,9 @@ Everybody has heard of the first before it hears of any later change of the memb
 
 Nothing here belongs to a membership: a share, or a loss, is of the step's micro-batches, whoever computed it.  So what is incomplete stays
 good over failures too, and it does not matter when it was sent; only what is *void* (core/verdict.py) counts no more.
+
+Every shard of a seat says its own, and a set is complete when all have.  Losses are the same from all; a norm's shares are added, since each
+shard has other parameters.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ NORM = "norm"  # squared, by stage; workers wait for it
 
 
 class Contributions:
-    """What has come of each (step, name)."""
+    """What has come of each (step, name), from seats of so many ``shards``."""
 
-    def __init__(self) -> None:
-        self._values: dict[tuple[int, str], dict] = {}
+    def __init__(self, shards: int = 1) -> None:
+        self._shards = shards
+        self._values: dict[tuple[int, str], dict[int, dict]] = {}  # by shard
         self._told: set[tuple[int, str]] = set()
 
     def add(self, message: Contribution) -> dict | None:
@@ -31,11 +35,11 @@ class Contributions:
         if key in self._told:
             return None  # after a failure it is said once more
         values = self._values.setdefault(key, {})
-        values.update(message.values)
-        if len(values) < message.expected:
+        values.setdefault(message.shard, {}).update(message.values)
+        if len(values) < self._shards or any(len(each) < message.expected for each in values.values()):
             return None
         self._told.add(key)
-        return dict(sorted(self._values.pop(key).items()))
+        return _over_shards(message.name, self._values.pop(key))
 
     def void(self, after: int) -> None:
         """What was said of the steps after ``after`` counts no more."""
@@ -47,5 +51,13 @@ class Contributions:
         for key in sorted(key for key in self._values if key[0] <= step):
             values = self._values.pop(key)
             if key[1] == LOSS:
-                yield key[0], dict(sorted(values.items()))
+                yield key[0], _over_shards(LOSS, values)
         self._told = {key for key in self._told if key[0] > step}
+
+
+def _over_shards(name: str, values: dict[int, dict]) -> dict:
+    """By key, in order."""
+    found: dict = {}
+    for _, each in sorted(values.items()):
+        found |= each if name == LOSS else {key: found.get(key, 0.0) + value for key, value in each.items()}
+    return dict(sorted(found.items()))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Iterable, Iterator, NamedTuple
+from dataclasses import asdict
+from typing import Iterator, NamedTuple
 
+from recycle_plugin.core.job import Job
 from recycle_plugin.core.placement import at_risk, stages_at_risk
-from recycle_plugin.core.protocol import Member, Ready
+from recycle_plugin.core.protocol import Ready
+from recycle_plugin.core.roster import Roster, WorkerId
 from recycle_plugin.core.topology import Topology
 
 
@@ -14,23 +17,46 @@ class Enrolment:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._ready: dict[int, Ready] = {}
+        self._ready: dict[int, Ready] = {}  # by rank
 
     def add(self, ready: Ready) -> bool:
         """Whether all are there."""
-        self._ready[ready.member.rank] = ready
+        self._ready[ready.worker.rank] = ready
         return len(self._ready) >= self._ranks
 
+    def is_stranger(self, worker: WorkerId) -> bool:
+        """Whether another worker has its rank."""
+        first = self._ready.get(worker.rank)
+        return first is not None and first.worker != worker
+
     @property
-    def members(self) -> dict[int, Member]:
-        return {rank: ready.member for rank, ready in sorted(self._ready.items())}
+    def roster(self) -> Roster:
+        return Roster(tuple(ready.member for ready in self._ready.values()))
 
     def contradiction(self) -> str | None:
-        """Why they can't train together."""
-        jobs = {str(sorted(ready.job.items())) for ready in self._ready.values()}
-        if len(jobs) == len({ready.stepped for ready in self._ready.values()}) == 1:
+        """Why they can't train together: what they want differently, and who wants what."""
+        wants = {rank: {**_flat(asdict(ready.job)), "the checkpoint's step": ready.stepped} for rank, ready in sorted(self._ready.items())}
+        names = dict.fromkeys(name for want in wants.values() for name in want)
+        differing = [name for name in names if len({str(want.get(name)) for want in wants.values()}) > 1]
+        if not differing:
             return None
-        return "workers were started with different recycle settings or from different checkpoints: " + " | ".join(sorted(jobs))
+        found = "; ".join(f"{name} is {_by_value({rank: str(want.get(name)) for rank, want in wants.items()})}" for name in differing)
+        return f"workers were started with different recycle settings or from different checkpoints: {found}"
+
+
+def _flat(record: dict, prefix: str = "") -> dict:
+    """Nested fields by dotted names."""
+    flat: dict = {}
+    for name, value in record.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _by_value(values: dict[int, str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} (rank{'s' * (len(those) > 1)} {', '.join(map(str, those))})" for value, those in ranks.items())
 
 
 class WeakPoint(NamedTuple):
@@ -41,13 +67,12 @@ class WeakPoint(NamedTuple):
     refused: bool = False
 
 
-def weak_points(job: dict, members: Iterable[Member], shape: Topology) -> Iterator[WeakPoint]:
-    """What this job does not survive, and what keeps it from its best speed.  ``members``: rank 0's first."""
-    members = list(members)
-    yield WeakPoint(f"single point of failure: host {members[0].host} runs the coordinator and the store; its loss ends the job", {})
-    for host, stages in stages_at_risk(members).items():
-        text, strict = at_risk(host, stages, members, shape), job["strict_placement"]
+def weak_points(job: Job, roster: Roster, shape: Topology) -> Iterator[WeakPoint]:
+    """What this job does not survive, and what keeps it from its best speed."""
+    yield WeakPoint(f"single point of failure: host {roster.first.host} runs the coordinator and the store; its loss ends the job", {})
+    for host, stages in stages_at_risk(roster).items():
+        text, strict = at_risk(host, stages, roster, shape), job.strict_placement
         yield WeakPoint("strict_placement: " * strict + text, {"host": host, "stages": list(stages)}, strict)
-    if job["clipping"] and job["clip"] == "sync" and job["stagger_optimizer"]:
-        yield WeakPoint(f"gradient_clipping is {job['clipping']:g}, so each step waits for the norm over all stages and the optimizer is "
+    if job.clipping and job.clip == "sync" and job.stagger_optimizer:
+        yield WeakPoint(f"gradient_clipping is {job.clipping:g}, so each step waits for the norm over all stages and the optimizer is "
                         "not staggered; set recycle.clip to \"validate\" where the norm is seldom over that", {})  # fmt: skip

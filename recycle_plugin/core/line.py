@@ -7,6 +7,7 @@ from typing import Iterator
 
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.protocol import Collected, Committed, End, Generation, Met, Resume
+from recycle_plugin.core.roster import Roster, WorkerId
 
 UNREAD = 64  # commits that nobody has asked about
 
@@ -24,15 +25,15 @@ class JobEnded(BaseException):
 
 
 class Line:
-    """Of the worker of ``rank``.
+    """Of the worker of ``rank``; ``incarnation``: which one of those that have had it.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force, ``news`` how commits
     were said, for whoever takes it from there, ``end`` the job's.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, incarnation: int = 0) -> None:
+        self.rank, self.incarnation = rank, incarnation
         self.generation: Generation | None = None
         self.pending: Generation | None = None
         self.committed = 0
@@ -43,6 +44,15 @@ class Line:
         self._resume: Resume | None = None
         self._collected: dict[tuple[int, str], dict] = {}
         self._met: dict[str, Met] = {}
+
+    @property
+    def worker(self) -> WorkerId:
+        return WorkerId(self.rank, self.incarnation)
+
+    @property
+    def roster(self) -> Roster:
+        """Of the membership in force; before the start nobody's."""
+        return self.generation.roster if self.generation else Roster()
 
     @property
     def number(self) -> int:

@@ -205,7 +205,7 @@ class Loop:
                 raise JobEnded(end.reason, end.failed, end.code)
             if planned is None or not planned.from_step or step < planned.from_step:
                 return
-            if self._line.rank not in {member.rank for member in planned.members}:
+            if self._line.worker not in planned.roster.workers:
                 yield from self._await_commit(step - 1)
                 if self._line.pending is planned:
                     raise JobEnded("planned leave", failed=False)
@@ -229,7 +229,7 @@ class Loop:
             return
         self._port.reach("recovery.resume")
         self._take_up(plan, resume)
-        self._replica.leave({member.address for member in generation.members})
+        self._replica.leave(generation.roster.addresses)
         self._line.adopt(generation)
         self._loaded = False
         if self.machine.stepped > self.machine.committed:
@@ -266,7 +266,7 @@ class Loop:
         self._port.send(Note(self._line.rank, "rest", f"seat {self.seat} has {compute} instructions left to compute of step {first}{also}", details))
 
     def _plan_for(self, generation: Generation) -> Plan:
-        case = frozenset(member.seat for member in generation.members), generation.slowness
+        case = frozenset(generation.roster.seats), generation.slowness
         if case not in self._plans:
             self._plans[case] = self._planner.plan(ClusterView(self._topology, case[0]), generation.slowness)
         return self._plans[case]

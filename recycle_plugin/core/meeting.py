@@ -11,22 +11,23 @@ from __future__ import annotations
 from typing import AbstractSet
 
 from recycle_plugin.core.protocol import Arrived
+from recycle_plugin.core.roster import WorkerId
 
 
 class Meetings:
     """Who is where, in the membership in force."""
 
     def __init__(self) -> None:
-        self._arrived: dict[str, dict[int, dict]] = {}
+        self._arrived: dict[str, dict[WorkerId, dict]] = {}
 
-    def arrive(self, message: Arrived, members: AbstractSet[int]) -> dict | None:
-        """What all have brought along, if with this one every one of ``members`` (ranks) is there."""
+    def arrive(self, message: Arrived, members: AbstractSet[WorkerId]) -> dict | None:
+        """What all have brought along, if with this one every one of ``members`` is there."""
         here = self._arrived.setdefault(message.place, {})
-        here[message.rank] = message.values
+        here[message.worker] = message.values
         if members - here.keys():
             return None
         del self._arrived[message.place]
-        return {key: value for rank in sorted(here) for key, value in here[rank].items()}
+        return {key: value for worker in sorted(here) for key, value in here[worker].items()}
 
     def regrouped(self) -> None:
         """Whoever has arrived anywhere arrives once more."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from recycle_plugin.core.roster import WorkerId
+
 WORKERS, SUPERVISORS = "workers", "supervisors"
 
 
@@ -18,12 +20,12 @@ class Event:
 
 @dataclass
 class Output:
-    """What a message leads to: lines for workers (all live, or one rank), for supervisors, and for the user."""
+    """What a message leads to: lines for workers (all live, or one), for supervisors, and for the user."""
 
-    messages: list[tuple[str | int, object]] = field(default_factory=list)
+    messages: list[tuple[str | WorkerId, object]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
-    def tell(self, whom: str | int, message: object) -> None:
+    def tell(self, whom: str | WorkerId, message: object) -> None:
         self.messages.append((whom, message))
 
     def say(self, kind: str, text: str, **details: object) -> None:

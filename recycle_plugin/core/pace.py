@@ -8,12 +8,13 @@ level, the one at which a worker counts as slow included, changes nothing.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from statistics import median, median_low
-from typing import Iterable, Mapping
+from typing import Mapping
 
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.protocol import Member, Pace
+from recycle_plugin.core.protocol import Pace
+from recycle_plugin.core.roster import Group, Roster, WorkerId
 
 WIDTH = 1.3
 LIKE_OTHERS = 1.1  # the pace below which a slow worker is so no longer
@@ -26,29 +27,27 @@ class Paces:
 
     def __init__(self) -> None:
         self.percent: dict[Seat, int] = {}
-        self._said: dict[int, dict[int, Pace]] = {}
-        self._recent: dict[Seat, deque[float]] = defaultdict(lambda: deque(maxlen=STEPS))
+        self._said: dict[int, dict[WorkerId, Pace]] = {}
+        self._recent: dict[Seat, deque[float]] = {}
 
     def add(self, message: Pace) -> None:
-        self._said.setdefault(message.step, {})[message.rank] = message
+        self._said.setdefault(message.step, {})[message.worker] = message
 
-    def committed(self, step: int, members: Iterable[Member]) -> None:
+    def committed(self, step: int, roster: Roster) -> None:
         """``step`` is, so everybody who is alive has said how fast that went."""
-        members = list(members)
         said = {older: self._said.pop(older) for older in sorted(self._said) if older <= step}
         for paces in said.values():
-            for stage in {member.seat.stage for member in members}:
-                self._compare({m.seat: paces[m.rank] for m in members if m.seat.stage == stage and m.rank in paces})
-        for seat in (self.percent.keys() | self._recent.keys()) - {member.seat for member in members}:
+            for stage in {seat.stage for seat in roster.seats}:
+                self._compare(_by_seat(paces, roster.stage(stage)))
+        for seat in (self.percent.keys() | self._recent.keys()) - roster.seats:
             self.percent.pop(seat, None)
             self._recent.pop(seat, None)
 
-    def _compare(self, paces: Mapping[Seat, Pace]) -> None:
-        measured = {seat: pace.spent_us / pace.nominal_us for seat, pace in paces.items() if pace.spent_us and pace.nominal_us}
+    def _compare(self, measured: Mapping[Seat, float]) -> None:
         if len(measured) > 1:
             usual = median_low(measured.values())  # of two the faster: the other may be slow, and it cannot be fast by mistake
             for seat, pace in measured.items():
-                self._recent[seat].append(max(1.0, pace / usual))
+                self._recent.setdefault(seat, deque(maxlen=STEPS)).append(max(1.0, pace / usual))
 
     def news(self) -> dict[Seat, int]:
         """Seats whose pace is no longer what was announced, and what it is; from now on that counts as announced."""
@@ -61,3 +60,13 @@ class Paces:
                     found[seat] = percent
         self.percent = {seat: percent for seat, percent in {**self.percent, **found}.items() if percent != 100}
         return found
+
+
+def _by_seat(paces: Mapping[WorkerId, Pace], members: Group) -> dict[Seat, float]:
+    """How long each seat has computed, of what was planned: as long as its slowest shard, since the others wait for it."""
+    slowest: dict[Seat, float] = {}
+    for member in members:
+        pace = paces.get(member.worker)
+        if pace is not None and pace.spent_us and pace.nominal_us:
+            slowest[member.seat] = max(slowest.get(member.seat, 0.0), pace.spent_us / pace.nominal_us)
+    return slowest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Iterable, Sequence
 
-from recycle_plugin.core.protocol import Member
+from recycle_plugin.core.roster import Member
 from recycle_plugin.core.topology import Topology
 
 

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.job import Job
+from recycle_plugin.core.roster import Member, Roster, WorkerId
 
 TOO_SLOW = 75  # exit code of a job that has fallen below recycle.max_slowdown: sysexits' "temporary failure, try again"
 
 
 @dataclass(frozen=True)
-class Member:
-    """A worker of a generation: where it sits, where its peers reach it, and on which host it runs."""
+class OfWorker:
+    """From a worker, or about it: which of the processes that have had its rank is meant."""
 
     rank: int
-    seat: Seat
-    address: str
-    host: str
+    incarnation: int = field(default=0, kw_only=True)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "seat", Seat(*self.seat))
+    @property
+    def worker(self) -> WorkerId:
+        return WorkerId(self.rank, self.incarnation)
 
 
 # --- from a worker or its supervisor ---------------------------------------------------------------
@@ -41,24 +43,29 @@ class Hello:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker's engine stands: it asks to take part.  ``job`` is what the coordinator has to know of the run."""
+    """The worker's engine stands: it asks to take part."""
 
     member: Member
     stepped: int
-    job: dict
+    job: Job
+
+    @property
+    def worker(self) -> WorkerId:
+        return self.member.worker
 
     def __post_init__(self) -> None:
         if isinstance(self.member, dict):
             object.__setattr__(self, "member", Member(**self.member))
+        if isinstance(self.job, dict):
+            object.__setattr__(self, "job", Job.decode(self.job))
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(OfWorker):
     """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest``, by which a step
     takes ``period_us``, and still holds ``held`` (core.dataflow.pack), and of plain iterators' data ``drawn`` (core.sources.pack).
     ``loaded``: its state is that of a checkpoint that all have loaded.  ``era``: core.stepstore's, in which it computes."""
 
-    rank: int
     generation: int
     stepped: int
     digest: str
@@ -71,21 +78,19 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Loaded(OfWorker):
     """The worker has the state of a checkpoint that all were to load."""
 
-    rank: int
     generation: int
 
 
 @dataclass(frozen=True)
-class Resized:
+class Resized(OfWorker):
     """The worker plans for another number of micro-batches from the next step on, as all do that have met before.
 
     ``batch``: samples in a step of all replicas; ``full_us``: the planned period with everybody there.
     """
 
-    rank: int
     generation: int
     micro_batches: int
     batch: int
@@ -93,32 +98,29 @@ class Resized:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class Stepped(OfWorker):
     """The worker has applied ``step``."""
 
-    rank: int
     generation: int
     step: int
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(OfWorker):
     """A hash of the worker's state after ``step``; said before :class:`Stepped`.  ``tied``: of each weight that other stages have too, by name."""
 
-    rank: int
     step: int
     digest: str
     tied: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Pace:
+class Pace(OfWorker):
     """The worker has computed for ``spent_us`` in ``step``, and ``nominal_us`` is what that should take; said before :class:`Stepped`.
 
     ``again_us``: of the first, on what had been another worker's, or on what it had computed before.
     """
 
-    rank: int
     step: int
     spent_us: int
     nominal_us: int
@@ -126,62 +128,57 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Contribution:
+class Contribution(OfWorker):
     """Named numbers of one step that everybody needs (losses by micro-batch, squared norms by stage).
 
-    They are complete when ``expected`` keys are there.
+    They are complete when ``expected`` keys are there, of each ``shard``.
     """
 
-    rank: int
     step: int
     name: str
     values: dict
     expected: int
+    shard: int = 0
 
 
 @dataclass(frozen=True)
-class Arrived:
+class Arrived(OfWorker):
     """The worker is at ``place`` of what all do together outside a step (core.meeting), with ``values`` for everybody."""
 
-    rank: int
     generation: int
     place: str
     values: dict
 
 
 @dataclass(frozen=True)
-class Leaving:
+class Leaving(OfWorker):
     """The worker wants to go at a commit line: a planned leave, no failure."""
 
-    rank: int
     reason: str
 
 
 @dataclass(frozen=True)
-class Left:
+class Left(OfWorker):
     """The worker goes now, after everybody's commit, with exit code ``code``."""
 
-    rank: int
     code: int = 0
 
 
 @dataclass(frozen=True)
-class Exited:
+class Exited(OfWorker):
     """The supervisor saw its worker's process end.  ``code`` is negative for a signal."""
 
-    rank: int
     code: int
     at: float
 
 
 @dataclass(frozen=True)
-class Beat:
+class Beat(OfWorker):
     """From a thread of the worker's, every so often: it has finished ``done`` instructions and is ``at`` ``what`` (core.watch).
 
     ``number`` comes back in :class:`Heard`.
     """
 
-    rank: int
     number: int
     done: int
     at: str
@@ -189,23 +186,21 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Missing:
+class Missing(OfWorker):
     """``what`` has not come from seat ``source`` for long, and both are there: the line between them is broken.
 
     ``source`` is empty where ``what`` is a collective, which does not say whose line it is.
     """
 
-    rank: int
     generation: int
     what: str
     source: str
 
 
 @dataclass(frozen=True)
-class Pulse:
+class Pulse(OfWorker):
     """From the supervisor, every so often: its worker's process is there, and whether it is stopped."""
 
-    rank: int
     stopped: bool
 
 
@@ -218,18 +213,16 @@ class Terminate:
 
 
 @dataclass(frozen=True)
-class Fatal:
+class Fatal(OfWorker):
     """The worker met something after which nobody can go on."""
 
-    rank: int
     text: str
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(OfWorker):
     """Something to be said and logged: see :class:`Event`."""
 
-    rank: int
     kind: str
     text: str
     details: dict = field(default_factory=dict)
@@ -240,10 +233,11 @@ class Note:
 
 @dataclass(frozen=True)
 class Welcome:
-    """Answer to a Hello: where the job's key-value store listens, and the job's name."""
+    """Answer to a Hello: where the job's key-value store listens, and the job's name; to a worker also which one of its rank it is."""
 
     store_port: int
     job_id: str
+    incarnation: int = 0
 
 
 @dataclass(frozen=True)
@@ -271,6 +265,10 @@ class Generation:
         members = tuple(Member(**member) if isinstance(member, dict) else member for member in self.members)
         object.__setattr__(self, "members", members)
         object.__setattr__(self, "slowness", tuple((Seat(*seat), percent) for seat, percent in self.slowness))
+
+    @cached_property
+    def roster(self) -> Roster:
+        return Roster(self.members)
 
 
 @dataclass(frozen=True)
@@ -301,10 +299,9 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Fence:
+class Fence(OfWorker):
     """The worker of ``rank`` was given up.  Its supervisor kills it; where it gets this itself, it ends without doing anything more."""
 
-    rank: int
     reason: str
 
 

@@ -8,21 +8,30 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Iterable, Iterator
+from typing import Iterator
 
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.protocol import Fingerprint, Member
+from recycle_plugin.core.protocol import Fingerprint
+from recycle_plugin.core.roster import Group, Member, Roster, WorkerId
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """``seats`` of one stage differ from the others; from each other, if there is no ``majority``.  ``weight``: in their copies of this one,
+    """``members`` of one stage differ from the others; from each other, if there is no ``majority``.  ``weight``: in their copies of this one,
     which several stages have."""
 
     step: int
-    seats: tuple[Seat, ...]
+    members: Group
     majority: bool
     weight: str = ""
+
+    @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        return tuple(member.worker for member in self.members)
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        return tuple(member.seat for member in self.members)
 
     def __str__(self) -> str:
         if self.majority:
@@ -36,35 +45,37 @@ class Fingerprints:
     """What workers have said of steps that are not committed."""
 
     def __init__(self) -> None:
-        self._said: dict[int, dict[int, Fingerprint]] = {}
+        self._said: dict[int, dict[WorkerId, Fingerprint]] = {}
 
     def add(self, message: Fingerprint) -> None:
         """A step that was taken back and applied again is hashed again: the last word counts."""
-        self._said.setdefault(message.step, {})[message.rank] = message
+        self._said.setdefault(message.step, {})[message.worker] = message
 
-    def committed(self, step: int, members: Iterable[Member]) -> Iterator[Mismatch]:
-        """``step`` is, so everybody who is alive has said what it has of it and before."""
-        members = sorted(members, key=lambda member: member.seat)
+    def committed(self, step: int, roster: Roster) -> Iterator[Mismatch]:
+        """``step`` is, so everybody who is alive has said what it has of it and before.  Shards of a seat hold different parts: each is
+        compared with the same shard of the others."""
+        members = sorted(roster, key=lambda member: member.seat)
         for checked in sorted(checked for checked in self._said if checked <= step):
             said = self._said.pop(checked)
-            by_seat = {member.seat: said[member.rank] for member in members if member.rank in said}
-            for mismatch in self._of_step(checked, by_seat):
-                yield mismatch
-                for seat in mismatch.seats if mismatch.majority else ():
-                    by_seat.pop(seat, None)  # it is known to be wrong: what else it says decides nothing
+            for shard in sorted({member.shard for member in members}):
+                told = {member: said[member.worker] for member in members if member.shard == shard and member.worker in said}
+                for mismatch in self._of_step(checked, told):
+                    yield mismatch
+                    for member in mismatch.members if mismatch.majority else ():
+                        told.pop(member, None)  # it is known to be wrong: what else it says decides nothing
 
     @staticmethod
-    def _of_step(step: int, by_seat: dict[Seat, Fingerprint]) -> Iterator[Mismatch]:
+    def _of_step(step: int, told: dict[Member, Fingerprint]) -> Iterator[Mismatch]:
         """Copies of tied weights first: there are more of them, so a majority is likelier."""
-        for weight in sorted({weight for one in by_seat.values() for weight in one.tied}):
-            yield from _compared(step, {seat: one.tied[weight] for seat, one in by_seat.items() if weight in one.tied}, weight)
-        for stage in sorted({seat.stage for seat in by_seat}):
-            yield from _compared(step, {seat: one.digest for seat, one in by_seat.items() if seat.stage == stage})
+        for weight in sorted({weight for one in told.values() for weight in one.tied}):
+            yield from _compared(step, {member: one.tied[weight] for member, one in told.items() if weight in one.tied}, weight)
+        for stage in sorted({member.seat.stage for member in told}):
+            yield from _compared(step, {member: one.digest for member, one in told.items() if member.seat.stage == stage})
 
 
-def _compared(step: int, digests: dict[Seat, str], weight: str = "") -> Iterator[Mismatch]:
+def _compared(step: int, digests: dict[Member, str], weight: str = "") -> Iterator[Mismatch]:
     counts = Counter(digests.values())
     if len(counts) > 1:
         common, votes = counts.most_common(1)[0]
         majority = 2 * votes > len(digests)
-        yield Mismatch(step, tuple(seat for seat, digest in digests.items() if not majority or digest != common), majority, weight)
+        yield Mismatch(step, tuple(member for member, digest in digests.items() if not majority or digest != common), majority, weight)

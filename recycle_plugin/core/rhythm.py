@@ -13,11 +13,12 @@ from math import ceil, sqrt
 from statistics import fmean, median, median_low, stdev
 from typing import Collection, NamedTuple
 
+from recycle_plugin.core.step import unstarted
+
 FIRST = 10  # steps before the first checkpoint: long enough to know how long a step takes
 REMEMBERED = 20  # steps that count as usual
 COSTS = 20  # checkpoints whose costs are remembered: any one may be measured in a bad moment
 DOUBTED = 10  # times the usual cost: no more is believed of any one; nor, of the first one alone, an interval so many times the first
-RESUMED = 3  # steps after the last committed one that nobody can have started (core/membership.py)
 
 
 class Cost(NamedTuple):
@@ -55,7 +56,7 @@ class Rhythm:
 
     def dropped(self, committed: int) -> None:
         """The membership has changed while one was written, and everybody goes on from ``committed``: the next one comes at once."""
-        self.due = committed + RESUMED
+        self.due = unstarted(committed)
 
     def loaded(self, step: int) -> None:
         """Everybody goes on from the checkpoint of ``step``."""

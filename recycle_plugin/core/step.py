@@ -9,6 +9,17 @@ Whoever is ahead stays so, unless work has to be run again on the parameters bef
 
 from __future__ import annotations
 
+AHEAD = 3  # from the last step that is said to be committed to the first one that nobody can have started
+
+
+def unstarted(committed: int) -> int:
+    """The first step that nobody can have started while ``committed`` is the last step that the coordinator has said to be committed.
+
+    Whoever starts step c+3 has applied c+2, and that only once it knew c+1 to be committed.  The coordinator says so after whatever it says
+    now, over the same connection.  So all workers read of a change that holds from this step on before they come to it.
+    """
+    return committed + AHEAD
+
 
 class StepMachine:
     """Counts of a worker: ``stepped`` steps applied here, ``committed`` steps that stay for good."""

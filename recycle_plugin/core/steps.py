@@ -13,22 +13,23 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.lineage import uninformed
 from recycle_plugin.core.output import WORKERS, Output
 from recycle_plugin.core.pace import Paces
-from recycle_plugin.core.protocol import Collected, Committed, Contribution, Fingerprint, Member, Pace, Stepped
+from recycle_plugin.core.protocol import Collected, Committed, Contribution, Fingerprint, Pace, Stepped
 from recycle_plugin.core.replicas import Fingerprints, Mismatch
+from recycle_plugin.core.roster import Roster, WorkerId
 from recycle_plugin.core.verdict import SHARE, Verdicts
 from recycle_plugin.core.work import Work
 
 
 class Steps:
-    """``committed``: the last step that stays.  ``rebalances``: paces count."""
+    """``committed``: the last step that stays.  ``rebalances``: paces count.  ``shards``: of every seat."""
 
-    def __init__(self, committed: int = 0, verdicts: Verdicts | None = None, rebalances: bool = False) -> None:
+    def __init__(self, committed: int = 0, verdicts: Verdicts | None = None, rebalances: bool = False, shards: int = 1) -> None:
         self.committed = committed
         self.verdicts = verdicts or Verdicts()
         self.paces = Paces()
         self._rebalances = rebalances
-        self._applied: dict[int, int] = {}  # by rank
-        self._contributions = Contributions()
+        self._applied: dict[WorkerId, int] = {}
+        self._contributions = Contributions(shards)
         self._fingerprints = Fingerprints()
         self._work = Work()
         self._era = 0  # the generation in which work was void last
@@ -43,17 +44,17 @@ class Steps:
     def add_fingerprint(self, message: Fingerprint) -> None:
         self._fingerprints.add(message)
 
-    def apply(self, message: Stepped, live: Iterable[int]) -> range:
+    def apply(self, message: Stepped, live: Iterable[WorkerId]) -> range:
         """A worker has applied a step; which ones all of ``live`` have by now."""
-        self._applied[message.rank] = max(message.step, self._applied.get(message.rank, 0))
-        return range(self.committed + 1, min(self._applied.get(rank, 0) for rank in live) + 1)
+        self._applied[message.worker] = max(message.step, self._applied.get(message.worker, 0))
+        return range(self.committed + 1, min(self._applied.get(worker, 0) for worker in live) + 1)
 
     def contribute(self, message: Contribution, out: Output) -> float | None:
         """What is complete goes to all.  The norm, where with it the step can't stay as it was applied, or can't be."""
         if message.step <= self.committed:
             return None  # said once more after a failure, and the others were quicker
         if message.name == SHARE:
-            return self.verdicts.add(message.step, message.values)
+            return self.verdicts.add(message.step, message.values, message.shard)
         values = self._contributions.add(message)
         if values is None:
             return None
@@ -75,9 +76,9 @@ class Steps:
         out.tell(WORKERS, Committed(step, figures))
         out.say("committed", f"step {step} committed", step=step, **figures)
 
-    def mismatches(self, members: Iterable[Member]) -> Iterator[Mismatch]:
+    def mismatches(self, roster: Roster) -> Iterator[Mismatch]:
         """Replicas that differ, of the committed steps that were not compared yet."""
-        return self._fingerprints.committed(self.committed, members)
+        return self._fingerprints.committed(self.committed, roster)
 
     # --- over changes of the membership ------------------------------------------------------------
 
@@ -93,13 +94,13 @@ class Steps:
             self.verdicts.void(committed + 1)
         return committed, norm, void
 
-    def resume(self, ranks: Iterable[int], committed: int) -> None:
-        """``ranks`` go on from there; whoever is ahead, and stays so, says it again."""
-        self._applied = dict.fromkeys(ranks, committed)
+    def resume(self, workers: Iterable[WorkerId], committed: int) -> None:
+        """``workers`` go on from there; whoever is ahead, and stays so, says it again."""
+        self._applied = dict.fromkeys(workers, committed)
 
-    def forget(self, rank: int) -> None:
+    def forget(self, worker: WorkerId) -> None:
         """It is gone."""
-        self._applied.pop(rank, None)
+        self._applied.pop(worker, None)
 
     def _unheard(self, step: int, held: Mapping[str, dict], behind: bool) -> bool:
         """Whether ``step`` was rejected, and not everybody knew, or somebody is ``behind``: it has found out for itself and applied the step as all do by now,

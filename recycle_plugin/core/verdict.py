@@ -23,24 +23,24 @@ def over(norm: float, limit: float) -> bool:
 
 
 class Verdicts:
-    """Of a job of ``stages`` whose gradients are clipped to ``limit``; ``skips``: steps whose norm is not finite are skipped.
+    """Of a job of ``stages`` of so many ``shards`` whose gradients are clipped to ``limit``; ``skips``: steps whose norm is not finite are skipped.
 
     ``judged`` and ``rejected`` count the steps so far.
     """
 
-    def __init__(self, stages: int = 0, limit: float = 0.0, skips: bool = False) -> None:
-        self._stages, self._limit, self._skips = stages, limit, skips
-        self._shares: dict[int, dict[str, float]] = {}
+    def __init__(self, stages: int = 0, limit: float = 0.0, skips: bool = False, shards: int = 1) -> None:
+        self._parts, self._limit, self._skips = stages * shards, limit, skips
+        self._shares: dict[int, dict[tuple[str, int], float]] = {}  # by stage and shard
         self._norms: dict[int, float] = {}  # of steps that are not committed
         self.judged = self.rejected = 0
 
-    def add(self, step: int, share: dict[str, float]) -> float | None:
+    def add(self, step: int, share: dict[str, float], shard: int = 0) -> float | None:
         """The norm of ``step``, if with this share it is known, and the step is rejected."""
         if step in self._norms:
             return None
         shares = self._shares.setdefault(step, {})
-        shares.update(share)
-        if len(shares) < self._stages:
+        shares.update({(stage, shard): value for stage, value in share.items()})
+        if len(shares) < self._parts:
             return None
         norm = self._norms[step] = sqrt(fsum(shares.values()))
         self.judged, self.rejected = self.judged + 1, self.rejected + over(norm, self._limit)

@@ -26,6 +26,7 @@ from statistics import median
 from typing import Iterable
 
 from recycle_plugin.core.protocol import Beat, Heard, Pulse
+from recycle_plugin.core.roster import WorkerId
 
 TICK_S = 0.25  # how often time is to be told
 LATE_S = 2 * TICK_S  # no more than this is taken to have passed between two ticks
@@ -62,18 +63,18 @@ class Watch:
     heartbeat_s: float = inf
     clock: float = 0.0
     _ticked: float | None = None
-    _signs: dict[int, Sign] = field(default_factory=dict)
+    _signs: dict[WorkerId, Sign] = field(default_factory=dict)
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _committed_at: float | None = None
 
-    def admit(self, ranks: Iterable[int]) -> None:
-        self._signs = {rank: Sign(self.clock, self.clock, self.clock, self.clock) for rank in ranks}
+    def admit(self, workers: Iterable[WorkerId]) -> None:
+        self._signs = {worker: Sign(self.clock, self.clock, self.clock, self.clock) for worker in workers}
 
-    def dismiss(self, rank: int) -> None:
-        self._signs.pop(rank, None)
+    def dismiss(self, worker: WorkerId) -> None:
+        self._signs.pop(worker, None)
 
     def pulse(self, message: Pulse) -> None:
-        sign = self._signs.get(message.rank)
+        sign = self._signs.get(message.worker)
         if sign is not None:
             sign.heard, sign.stopped = self.clock, message.stopped
             if not message.stopped:
@@ -81,7 +82,7 @@ class Watch:
 
     def beat(self, message: Beat) -> Heard:
         """The answer, without a promise before the start.  The promise holds also where the deadline shrinks, and where this clock, told the time now and then, lags."""
-        sign = self._signs.get(message.rank)
+        sign = self._signs.get(message.worker)
         answer = Heard(message.number, promise_s(self.deadline_s, self.heartbeat_s) if sign is not None else 0.0)
         if sign is not None:
             if sign.last is None or (message.done, message.at, message.what) != (sign.last.done, sign.last.at, sign.last.what):
@@ -101,15 +102,15 @@ class Watch:
         """Of an instruction, now."""
         return max(self.progress_s, STEPS * median(self._intervals)) if self._intervals else self.progress_s
 
-    def tick(self, now: float) -> dict[int, str]:
-        """``now``: seconds.  Ranks that are overdue, and what they have done."""
+    def tick(self, now: float) -> dict[WorkerId, str]:
+        """``now``: seconds.  Workers that are overdue, and what they have done."""
         if self._ticked is not None:
             self.clock += min(max(now - self._ticked, 0.0), LATE_S)
         self._ticked = now
-        found = {rank: self._blame(rank, sign) for rank, sign in self._signs.items()}
-        return {rank: why for rank, why in found.items() if why}
+        found = {worker: self._blame(worker, sign) for worker, sign in self._signs.items()}
+        return {worker: why for worker, why in found.items() if why}
 
-    def _blame(self, rank: int, sign: Sign) -> str:
+    def _blame(self, worker: WorkerId, sign: Sign) -> str:
         silent, stopped, deadline = self.clock - sign.heard, self.clock - max(sign.pulse, sign.beat), self.deadline_s
         if silent > self.heartbeat_s - TICK_S and self.clock > sign.promised:
             return f"nothing was heard of it or its supervisor for {silent:.1f} s (deadline {self.heartbeat_s:.1f} s)"
@@ -120,7 +121,7 @@ class Watch:
         same = self.clock - (sign.beat if sign.last.at == WAITS else sign.since)
         if sign.last.at == COMPUTES and self._committed_at is not None and same > deadline:
             return f"it computes {sign.last.what} for {same:.1f} s (deadline {deadline:.1f} s)"
-        if same > self.idle_s and any(other.last is not None and other.last.at == WAITS for each, other in self._signs.items() if each != rank):
+        if same > self.idle_s and any(other.last is not None and other.last.at == WAITS for each, other in self._signs.items() if each != worker):
             what = "it says nothing" if sign.last.at == WAITS else f"it {sign.last.at} {sign.last.what}"
             return f"{what} for {same:.1f} s, and others wait (deadline {self.idle_s:.1f} s)"
         return ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from recycle_plugin.core.protocol import Pace
 
 
@@ -11,11 +9,11 @@ class Work:
     """Adds up what workers say of a step; what a lost one has not said is not in it."""
 
     def __init__(self) -> None:
-        self._said: dict[int, list[Pace]] = defaultdict(list)
+        self._said: dict[int, list[Pace]] = {}
         self._committed_at: float | None = None
 
     def add(self, message: Pace) -> None:
-        self._said[message.step].append(message)  # a step that is applied twice is spoken of twice, each time of what is new
+        self._said.setdefault(message.step, []).append(message)  # a step that is applied twice is spoken of twice, each time of what is new
 
     def committed(self, step: int, workers: int, now: float) -> dict:
         """Figures of ``step``, as far as they are known: ``step_s`` since the commit before; ``bubble_share``: of the live

@@ -42,6 +42,9 @@ class Machine(Protocol):
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
         """The same for what comes from ``source``; where that takes too long, the coordinator has to hear of it, and has it sent again."""
 
+    def wait_for_commit(self, step: int) -> Iterator[Any]:
+        """... of ``step``, before the next one is applied."""
+
     def send(self, message: object) -> None:
         """To the coordinator."""
 
@@ -185,7 +188,7 @@ class Worker:
                 yield from self.fetch(datum, instruction.peer or self.supply.giver(datum))
         elif instruction.op is Op.STEP and not self._steps.may_apply(instruction.step):
             before = instruction.step - 1
-            yield from self._machine.wait(f"the commit of step {before}", lambda: self._line.is_committed(before))
+            yield from self._machine.wait_for_commit(before)
             self._steps.commit(before)
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:

@@ -15,7 +15,7 @@ from recycle_plugin import planner
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.protocol import Member
+from recycle_plugin.core.roster import Member
 from recycle_plugin.core.topology import ClusterView
 
 Hosts = list[list[Seat]]

@@ -16,6 +16,7 @@ from typing import Callable
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.protocol import Arrived, Met
 from recycle_plugin.core.rhythm import Cost, Meter, Rhythm
+from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime import folders
 from recycle_plugin.runtime.loop import Loop
@@ -27,12 +28,12 @@ Write = Callable[[], None]
 
 @dataclass
 class _Begun:
-    """The state before ``step``, which ``members`` (ranks) write.  ``arrived``: the generation in which this worker has said that it has."""
+    """The state before ``step``, which ``members`` write.  ``arrived``: the generation in which this worker has said that it has."""
 
     step: int
     tag: str
     unfinished: str
-    members: frozenset[int]
+    members: frozenset[WorkerId]
     thread: threading.Thread | None = None
     cost: Cost | None = None
     error: str = ""
@@ -140,7 +141,7 @@ class Background:
         costs = [Cost(seconds, step_s) for seconds, step_s, _ in met.values.values()]
         self._rhythm.made(begun.step, costs, met.from_step)
         error = next((error for *_, error in met.values.values() if error), "")
-        first = self._saving.is_first and begun.members <= self._live()  # or else the first one may have done it before it was lost
+        first = self._session.is_first and begun.members <= self._live()  # or else the first one may have done it before it was lost
         if error:
             if first:
                 self._session.note("warning", f"checkpoint {begun.tag} could not be written: {error}")
@@ -158,8 +159,8 @@ class Background:
         for tag in self._made[: -self._keep]:
             threading.Thread(target=folders.remove, args=(self._folder / tag,), name="recycle: old checkpoint", daemon=True).start()
 
-    def _live(self) -> frozenset[int]:
-        return frozenset(member.rank for member in self._session.generation.members)
+    def _live(self) -> frozenset[WorkerId]:
+        return frozenset(self._session.roster.workers)
 
     def _drop(self) -> None:
         self._begun = None

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from dataclasses import replace
 from typing import Callable
 
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.placement import spread
-from recycle_plugin.core.protocol import Exited, Fatal, Heard, Hello, Left, Over, Placed, Ready, Welcome, decode, encode
+from recycle_plugin.core.protocol import Exited, Heard, Hello, Left, Over, Placed, Ready, Welcome, decode, encode
+from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import TICK_S
 from recycle_plugin.runtime import pulse
 
@@ -36,9 +39,10 @@ class Coordinator:
         self._placing: dict[int, tuple[str, asyncio.StreamWriter]] = {}  # by place: the host of a supervisor that asks for its rank
         self._welcome = Welcome(store_port, time.strftime("recycle-%Y%m%d-%H%M%S"))
         self._say = say
-        self._workers: dict[int, asyncio.StreamWriter] = {}
-        self._supervisors: dict[int, asyncio.StreamWriter] = {}
-        self._exits: dict[int, Exited] = {}
+        self._come: Counter[int] = Counter()  # how many workers of a rank have
+        self._workers: dict[WorkerId, asyncio.StreamWriter] = {}
+        self._supervisors: dict[int, asyncio.StreamWriter] = {}  # by rank
+        self._exits: dict[WorkerId, Exited] = {}
         self._regroup_timeout_s = 120.0
         self._watched = -1
         self._server: asyncio.Server | None = None
@@ -63,7 +67,7 @@ class Coordinator:
 
     def fail(self, text: str) -> None:
         """End the job for everybody, with this line."""
-        self._act(self._membership.receive(Fatal(0, text), time.time()))
+        self._act(self._membership.fail(text))
 
     async def close(self) -> None:
         """Close every connection and wait for those that serve them: cancelled later, they would say so."""
@@ -92,25 +96,52 @@ class Coordinator:
         if hello.role == "placing":
             self._place(hello, writer)
             await reader.read()  # until it has its answer, and goes
-            return
+        elif hello.role == "worker":
+            await self._attend_worker(hello, reader, writer)
+        else:
+            await self._attend_supervisor(hello, reader, writer)
+
+    async def _attend_worker(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        worker = self._greet(hello, writer)
+        if self._membership.ended is not None:  # it comes too late: the job has ended meanwhile
+            writer.write(encode(self._membership.ended))
+        await self._hear(hello, reader)
+        self._workers.pop(worker, None)
+        self._worker_closed(worker)
+
+    async def _attend_supervisor(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(encode(self._welcome))
-        end = self._membership.ended if hello.role == "worker" else self._last_word
-        if end is not None:  # it comes too late: the job has ended meanwhile
-            writer.write(encode(end))
-        connections = self._workers if hello.role == "worker" else self._supervisors
-        connections[hello.rank] = writer
-        if hello.role == "worker":
+        if self._last_word is not None:
+            writer.write(encode(self._last_word))
+        self._supervisors[hello.rank] = writer
+        await self._hear(hello, reader)
+        self._supervisors.pop(hello.rank, None)
+        self._supervisor_closed()
+
+    def _greet(self, hello: Hello, writer: asyncio.StreamWriter) -> WorkerId:
+        """Ranks are given out by the launcher, incarnations here, where all workers come by."""
+        worker = WorkerId(hello.rank, self._come[hello.rank])
+        self._come[hello.rank] += 1
+        self._workers[worker] = writer
+        writer.write(encode(replace(self._welcome, incarnation=worker.incarnation)))
+        turned_away = self._membership.greet(worker, hello.host)
+        if not turned_away.events:
             self._say(Event("worker", f"worker {hello.rank} is process {hello.pid} on {hello.host}", {"rank": hello.rank, "pid": hello.pid}), time.time())
+        self._act(turned_away)
+        return worker
+
+    async def _hear(self, hello: Hello, reader: asyncio.StreamReader) -> None:
+        """Until the connection is closed."""
         try:
-            while line := await reader.readline():
+            while (line := await reader.readline()).endswith(b"\n"):  # half a line is the last of who dies
                 self._take(decode(line))
-        except (ConnectionError, ValueError):
-            pass  # a connection that breaks or speaks nonsense is as good as closed
+        except ConnectionError:
+            pass
+        except ValueError as error:  # a connection that speaks nonsense is as good as closed
+            self._say(Event("warning", f"{hello.role} {hello.rank} says what can't be understood: {error}", {"rank": hello.rank}), time.time())
         except Exception as error:
             self.fail(f"the coordinator met an error of its own ({error!r})")
             raise
-        connections.pop(hello.rank, None)
-        self._closed(hello)
 
     def _place(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
         """Once the hosts of all are known, each gets the rank of its worker."""
@@ -123,30 +154,30 @@ class Coordinator:
     def _take(self, message: object) -> None:
         if isinstance(message, Exited) and message.rank in self._supervisors:
             self._supervisors[message.rank].write(encode(Heard(0, 0.0)))
-        if isinstance(message, Exited) and message.rank in self._workers:
-            self._exits[message.rank] = message
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.rank)
+        if isinstance(message, Exited) and message.worker in self._workers:
+            self._exits[message.worker] = message
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.worker)
             return
         if isinstance(message, Ready):
-            self._regroup_timeout_s = message.job["regroup_timeout_s"]
+            self._regroup_timeout_s = message.job.regroup_timeout_s
         self._act(self._membership.receive(message, time.time()))
         if isinstance(message, Left):
-            self._workers.pop(message.rank, None)
+            self._workers.pop(message.worker, None)
 
-    def _closed(self, hello: Hello) -> None:
+    def _supervisor_closed(self) -> None:
+        if self._server.is_serving() and self._supervisors.keys() <= {worker.rank for worker in self._membership.unreachable}:
+            self._gone.set()
+
+    def _worker_closed(self, worker: WorkerId) -> None:
         if not self._server.is_serving():
             return  # it was this side that closed
-        if hello.role == "supervisor":
-            if self._supervisors.keys() <= self._membership.unreachable:
-                self._gone.set()
-            return
-        exited = self._exits.pop(hello.rank, None)
+        exited = self._exits.pop(worker, None)
         now = time.time()
-        self._act(self._membership.receive(exited, now) if exited else self._membership.connection_lost(hello.rank, now))
+        self._act(self._membership.receive(exited, now) if exited else self._membership.connection_lost(worker, now))
 
-    def _closed_by_exit(self, rank: int) -> None:
+    def _closed_by_exit(self, worker: WorkerId) -> None:
         """The connection outlived its process, since some child of the script has inherited it."""
-        exited = self._exits.pop(rank, None)
+        exited = self._exits.pop(worker, None)
         if exited is not None:
             self._act(self._membership.receive(exited, time.time()))
 
@@ -162,7 +193,7 @@ class Coordinator:
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         self._act(self._membership.tick(time.time()))
 
-    def _send(self, whom: str | int, message: object) -> None:
+    def _send(self, whom: str | WorkerId, message: object) -> None:
         line = encode(message)
         for writer in self._writers(whom):
             writer.write(line)
@@ -170,11 +201,11 @@ class Coordinator:
             self._last_word = message
             self._over.set()
 
-    def _writers(self, whom: str | int) -> list[asyncio.StreamWriter]:
+    def _writers(self, whom: str | WorkerId) -> list[asyncio.StreamWriter]:
         if whom == SUPERVISORS:
             return list(self._supervisors.values())
         if whom == WORKERS:  # what is for a lost one that does not read would pile up here
-            return [writer for rank, writer in self._workers.items() if rank not in self._membership.lost]
+            return [writer for worker, writer in self._workers.items() if worker not in self._membership.lost]
         return [self._workers[whom]] if whom in self._workers else []
 
     def _watch_regrouping(self) -> None:

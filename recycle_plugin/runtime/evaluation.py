@@ -63,16 +63,16 @@ class Evaluations:
 
     def _hand_out(self, plan: Plan, readable: dict[int, tuple[Seat, Seat]], count: int) -> None:
         """What this worker has read and others run, which is only so where somebody is lost."""
-        addresses = {member.seat: member.address for member in self._session.generation.members}
+        roster = self._session.roster
         for replica, ends in readable.items():
             for stage, reader in zip((0, plan.stages - 1), ends):
                 for one in (MicroBatch(replica, index) for index in range(count)) if reader == self._seat else ():
                     taker = runner(plan, stage, one)
                     if taker != self._seat:
-                        self._transport.send(addresses[taker], Datum("data", stage, one, -self._number), self._read[one.index], self._worker.store.era)
+                        self._transport.send(roster.holder(taker).address, Datum("data", stage, one, -self._number), self._read[one.index], self._worker.store.era)
 
     def _say(self, plan: Plan, readable: dict[int, tuple[Seat, Seat]]) -> None:
         missing = sorted(set(range(plan.view.topology.replicas)) - readable.keys())
-        if missing and self._session.rank == min(member.rank for member in self._session.generation.members):
+        if missing and self._session.is_first:
             text = f"evaluation {self._number} is without the data of replicas {', '.join(map(str, missing))}, whose ends are lost"
             self._session.note("warning", text, replicas=missing)

@@ -362,11 +362,9 @@ class MemberGroup(dist.ProcessGroup):
         work.wait()
 
     def _live_ranks(self) -> tuple[int, ...]:
-        generation = self._session.generation
-        if generation is None:
+        if self._session.generation is None:
             return self._ranks
-        live = {member.rank for member in generation.members}
-        return tuple(rank for rank in self._ranks if rank in live)
+        return tuple(rank for rank in self._ranks if rank in self._session.roster.ranks)
 
     def _members(self) -> None:
         """Leave the group of an older generation; logical positions of the live members in the new one."""

@@ -109,8 +109,8 @@ class _Planner:
             self._ahead = Ahead(costs, self._policy)
         planned = self._ahead.plan(view)
         entered = self._session.pending or self._session.generation
-        self._ahead.prepare(view, entered.members)
-        if self._distance is not None and self._session.rank == min(member.rank for member in entered.members):
+        self._ahead.prepare(view, entered.roster)
+        if self._distance is not None and self._session.worker == entered.roster.first.worker:
             self._distance.say(view, costs)
         return planned
 

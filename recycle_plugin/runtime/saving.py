@@ -45,7 +45,7 @@ class Saving:
             write(self.unfinished(tag))
             self._reach("checkpoint.written")
         self._loop.meet(place, {})
-        if self.is_first:
+        if session.is_first:
             self.publish(folder, tag, self.unfinished(tag), latest, said)
         self._loop.meet(f"the end of {place}", {})
 
@@ -67,10 +67,6 @@ class Saving:
     def unfinished(self, tag: str) -> str:
         """Another one for each membership."""
         return f"{tag}{UNFINISHED}{self._session.job_id}-{self._session.number}"
-
-    @property
-    def is_first(self) -> bool:
-        return self._session.rank == min(member.rank for member in self._session.generation.members)
 
 
 @contextmanager

@@ -13,10 +13,11 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Callable, Iterator, TypeVar
 
 from recycle_plugin.core.line import Line
-from recycle_plugin.core.protocol import Fence, Generation, Heard, Hello, Leaving, Left, Note, Welcome, decode, encode
+from recycle_plugin.core.protocol import Fence, Generation, Heard, Hello, Leaving, Left, Note, OfWorker, Welcome, decode, encode
 from recycle_plugin.core.watch import WAITS
 from recycle_plugin.runtime.errors import CutOff, RecycleError, WaitTimeout
 from recycle_plugin.runtime.heart import Heart
@@ -64,7 +65,7 @@ class Session(Line):
         welcome = decode(self._lines.readline())
         assert isinstance(welcome, Welcome)
         self._socket.settimeout(None)  # from here on a thread reads, and who waits for it has a deadline
-        self.job_id = welcome.job_id
+        self.job_id, self.incarnation = welcome.job_id, welcome.incarnation
         threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
 
     @property
@@ -74,7 +75,15 @@ class Session(Line):
 
     # --- talking -----------------------------------------------------------------------------------
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker does what one does for all."""
+        return self.worker == self.roster.first.worker
+
     def send(self, message: object) -> None:
+        """As this worker: who says something of itself need not know which incarnation it is."""
+        if isinstance(message, OfWorker):
+            message = replace(message, incarnation=self.incarnation)
         with self._sending:
             try:
                 self._socket.sendall(encode(message))
@@ -119,8 +128,8 @@ class Session(Line):
             tell(self)
 
     def _leave_if_given_up(self, message: object) -> None:
-        fenced = isinstance(message, Fence) and message.rank == self.rank
-        outside = isinstance(message, Generation) and not message.from_step and self.rank not in {member.rank for member in message.members}
+        fenced = isinstance(message, Fence) and message.worker == self.worker
+        outside = isinstance(message, Generation) and not message.from_step and self.worker not in message.roster.workers
         if self.given_up is not None and (fenced or outside and not self._closed):
             self.given_up(message.reason if fenced else message.cause)
 

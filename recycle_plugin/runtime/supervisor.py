@@ -20,6 +20,7 @@ from pathlib import Path
 
 from recycle_plugin.core.output import Event
 from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Placed, Pulse, Terminate, Welcome, decode, encode
+from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.coordinator import Coordinator
@@ -176,7 +177,7 @@ class Supervisor:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             message = decode(line)
-            if isinstance(message, Fence) and message.rank == self._rank:
+            if isinstance(message, Fence) and message.worker == WorkerId(self._rank):
                 self._fence()
             if isinstance(message, Heard):
                 self._answered.set()

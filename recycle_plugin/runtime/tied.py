@@ -29,6 +29,5 @@ class TiedWeight:
 
     def _bring(self) -> list[list[int]]:
         """Of each live worker of the group, in its order, the stages whose sum it brings."""
-        members = sorted((member for member in self._session.generation.members if member.seat.stage in self.stages), key=lambda member: member.rank)
-        first = {member.seat.stage: member.rank for member in reversed(members)}
-        return [[member.seat.stage] * (first[member.seat.stage] == member.rank) for member in members]
+        roster = self._session.roster
+        return [[member.seat.stage] * (member == roster.stage(member.seat.stage)[0]) for member in roster.stages(self.stages)]

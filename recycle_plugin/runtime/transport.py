@@ -95,10 +95,9 @@ class Transport:
 
     def _say_broken(self, address: str, generation: int) -> None:
         session = self._session
-        live = session.generation.members if session.generation is not None else ()
-        peer = next((member.seat for member in live if member.address == address), None)
+        peer = session.roster.at(address)
         if peer is not None and not self._closed and session.number == generation and session.interruption() is None:
-            session.send(Missing(session.rank, generation, "a connection", str(peer)))
+            session.send(Missing(session.rank, generation, "a connection", str(peer.seat)))
 
     def close(self) -> None:
         """Stop receiving; what is under way to live peers still gets there (within a second in all)."""

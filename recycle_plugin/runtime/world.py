@@ -68,6 +68,10 @@ class TorchMachine:
         return self._session.wait(what, ready, interruptible)
         yield  # a generator, as the loop wants it, that never yields
 
+    def wait_for_commit(self, step: int) -> Iterator[Any]:
+        self._session.wait_committed(step)
+        return iter(())
+
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
         """Past the deadline the coordinator hears of it, and has it sent again; where it does nothing about it, WaitTimeout."""
         session = self._session
@@ -79,14 +83,14 @@ class TorchMachine:
         yield
 
     def transfer(self, datum: Datum, value: Any, target: Seat, era: int) -> None:
-        address = next(member.address for member in self._session.generation.members if member.seat == target)
+        address = self._session.roster.holder(target).address
         if datum.kind == "drawn":
             self._takers.add(address)
         self._transport.send(address, datum, value, era)
 
     def hear_out(self) -> None:
         if self._session.interruption() is not None:
-            self._transport.hear_out({member.address for member in self._session.pending.members})
+            self._transport.hear_out(self._session.pending.roster.addresses)
 
     # --- instructions ------------------------------------------------------------------------------
 

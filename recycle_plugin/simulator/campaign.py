@@ -32,12 +32,13 @@ from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 
 WEIGHTS = (3, 5, 7, 11)
 CALM_US = 2_000 * MILLISECOND  # no trouble begins later
+SETTLED_US = 500 * MILLISECOND  # all have said that they are ready
 LIMIT_US = 90_000 * MILLISECOND  # everybody has ended by then: longer than all deadlines in a row
 KINDS = (
     *("kill",) * 8, *("named",) * 6, *("recovery",) * 4, "stop", "unfenced", "stuck", "slow", "drop", "delay", "delay", "cut",
     "many", "stall", "mute", "mute", "deaf", "leave", "leave", "end", "end", "rude", "rude",
 )  # fmt: skip
-HARMLESS = ("kill", "stall", "mute", "deaf", "leave", "end", "rude")  # no tensor is lost, or late, by these
+HARMLESS = ("kill", "stall", "mute", "deaf", "leave", "end", "rude", "again")  # no tensor is lost, or late, by these
 LEAVES = "planned leave"  # core.loop's reason for the end of one worker's training
 POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recovery.undone")
 
@@ -92,7 +93,7 @@ def scenario(seed: int) -> Scenario:
         troubles.append(Trouble("delay", random.randrange(CALM_US // 4), (Seat(replica, 0),), Seat(replica, 1), 200 * MILLISECOND))
     policy = replace(policy, block=random.choice((1, 1, 1, 2, None)))
     job = Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
-    return _with_weather(_with_ties(job, Random(f"ties in {seed}")), Random(f"weather in {seed}"))
+    return _with_coordination(_with_weather(_with_ties(job, Random(f"ties in {seed}")), Random(f"weather in {seed}")), Random(f"coordination in {seed}"))
 
 
 def _with_weather(given: Scenario, random: Random) -> Scenario:
@@ -102,6 +103,17 @@ def _with_weather(given: Scenario, random: Random) -> Scenario:
         point, number = random.choice((("recovery.resume", 2), ("recovery.resume", 3), ("recovery.undone", 1)))
         faults += (Fault("kill", random.choice(given.shape.seats), "at", point, number),)
     return replace(given, weather=random.choice((FAIR, UNEVEN, UNEVEN, STORMY)), rounds=rounds, faults=faults)
+
+
+def _with_coordination(given: Scenario, random: Random) -> Scenario:
+    """In one job of five a second process of some rank comes, and in one of five the coordinator's state is written down and read again.
+
+    ``random``: as for ties.
+    """
+    troubles = given.troubles
+    if random.random() < 0.2:
+        troubles += (Trouble("again", random.randrange(SETTLED_US, CALM_US), (random.choice(given.shape.seats),)),)
+    return replace(given, troubles=troubles, reloads=random.choice((0.0, 0.0, 0.0, 0.0, 0.004)))
 
 
 def _with_ties(given: Scenario, random: Random) -> Scenario:
@@ -192,9 +204,9 @@ def run(name: str, given: Scenario, watch: type[Watcher] = Watcher) -> Outcome:
 
 def may_end(cluster: Cluster) -> bool:
     """Whether what has been lost allows the end of the job: a stage without workers, too few in touch with each other, or anybody before the start."""
-    members, lost = cluster.membership.members, cluster.membership.lost
-    left = {worker.seat.stage for rank, worker in cluster.workers.items() if rank not in lost and worker.reason != LEAVES}
-    return not cluster.membership.started or len(left) < cluster.scenario.shape.stages or len(lost - cluster.membership.dead) > len(members)
+    membership = cluster.membership
+    left = {worker.seat.stage for worker in cluster.workers.values() if worker.line.worker not in membership.lost and worker.reason != LEAVES}
+    return not membership.started or len(left) < cluster.scenario.shape.stages or len(membership.unreachable) > len(membership.roster)
 
 
 def campaign(seeds: Iterable[int], jobs: int = 1) -> Report:

@@ -154,7 +154,7 @@ class Watcher:
         if now < self._committed:
             self.say(f"step {self._committed} was committed, and now only {now} is")
         if now > self._committed:
-            live = [cluster.workers[rank] for rank in cluster.membership.members]
+            live = [cluster.workers[worker.rank] for worker in cluster.membership.roster.workers]
             for step in range(self._committed + 1, now + 1):
                 self._alike([worker.seat for worker in live], step)
             self._committed = now
@@ -203,7 +203,7 @@ class Watcher:
                 expected = told.setdefault(step, losses) if self.rounds else self.reference.losses[step]
                 if not losses.items() <= expected.items() or losses != expected and not cluster.membership.lost:
                     self.say(f"seat {worker.seat} was told wrong losses of step {step}")
-            if worker.alive and worker.rank not in cluster.membership.lost and worker.reason in at_the_end and not worker.runs:
+            if worker.alive and worker.line.worker not in cluster.membership.lost and worker.reason in at_the_end and not worker.runs:
                 self._right_weights(worker, last)
         if (ended is None or not ended.failed) and self._committed < last:
             self.say(f"only {self._committed} of {last} steps are committed")

@@ -11,6 +11,7 @@ changes one by one, at any instant, so this answers whether anything can break.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, deque
 from functools import partial
 from heapq import heappop, heappush
@@ -19,18 +20,20 @@ from random import Random
 from typing import Any, Callable
 
 from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.dump import dump, load
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.instruction import COMPUTE, Op
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.protocol import Beat, End, Exited, Fatal, Fence, Leaving, Pulse, Terminate
-from recycle_plugin.core.watch import TICK_S
+from recycle_plugin.core.roster import WorkerId
+from recycle_plugin.core.watch import TICK_S, WAITS
 from recycle_plugin.simulator.exercised import Exercised, Rule
 from recycle_plugin.simulator.lines import Lines
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from recycle_plugin.simulator.worker import REGROUP_S, Died, Machine, Planner, Sum
 
-WORKER, SUPERVISOR, DATA = "worker", "supervisor", "data"  # lines: to the coordinator and back (there, back); from rank to rank
+WORKER, SECOND, SUPERVISOR, DATA = "worker", "second", "supervisor", "data"  # lines: to the coordinator and back (there, back); from rank to rank
 DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
 DELAYING_US = 300 * MILLISECOND  # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
 BEAT_US = 200 * MILLISECOND
@@ -55,7 +58,7 @@ class Cluster:
         self.exercised = Exercised()
         self.lines = Lines(scenario.weather, scenario.torn)
         self._inbox: deque[Callable[[], None]] = deque()  # what the coordinator has not read yet
-        self._stalled_until = 0
+        self._stalled_until, self._reloads = 0, Random(f"reloads in {scenario.torn}")
         self.over = False
         self._watched = -1
         self.planner = Planner(scenario.costs, scenario.policy)
@@ -96,6 +99,9 @@ class Cluster:
 
     def _read(self) -> None:
         while self._inbox and self.now >= self._stalled_until:
+            if self.scenario.reloads and self._reloads.random() < self.scenario.reloads:
+                self.membership = load(json.loads(json.dumps(dump(self.membership))))
+                self.exercised[Rule.RELOADED] += 1
             self._inbox.popleft()()
 
     def _receive(self, rank: int, message: object) -> None:
@@ -103,7 +109,7 @@ class Cluster:
         if rank in self.cut:
             return
         membership = self.membership
-        changing, lost = membership.regrouping is not None, getattr(message, "rank", None) in membership.lost
+        changing, lost = membership.regrouping is not None, getattr(message, "worker", None) in membership.lost
         self.exercised.said(message, membership)
         self.watcher.heard(rank, message)
         output = membership.receive(message, self.now / 1e6)
@@ -118,8 +124,9 @@ class Cluster:
                 self._tell_supervisors(message)
                 continue
             self.watcher.told(message)
-            for rank in (rank for rank in self.workers if rank not in self.membership.lost) if whom == WORKERS else (whom,):
-                if rank not in self.cut:
+            for rank, worker in self.workers.items():
+                addressed = worker.line.worker not in self.membership.lost if whom == WORKERS else worker.line.worker == whom
+                if addressed and rank not in self.cut:
                     self.travel((WORKER, "back", rank), partial(self._deliver, rank, message))
         self.watcher.committed(self)
         number = self.membership.regrouping
@@ -134,7 +141,7 @@ class Cluster:
     def _deliver(self, rank: int, message: object) -> None:
         worker = self.workers[rank]
         if worker.alive:
-            self.exercised.delivered(message, worker.line)
+            self.exercised.delivered(message, worker.line, worker.store)
             worker.line.take(End(0, message.reason, True) if isinstance(message, Fence) else message)
             self.wake(rank)
 
@@ -195,6 +202,9 @@ class Cluster:
                 self.later(trouble.for_us, self._read)
             case "mute" | "deaf":
                 self.lines.hold((WORKER, "there" if trouble.kind == "mute" else "back", ranks[0]), self.now + trouble.for_us)
+            case "again":
+                for rank in ranks:
+                    self._come_again(rank)
             case "leave" | "end":
                 for rank in ranks:
                     self._ask(trouble.kind, rank)
@@ -226,7 +236,7 @@ class Cluster:
 
     def _wake_up(self, rank: int) -> None:
         """Whoever was given up meanwhile finds its connections broken, and may say so before it reads why."""
-        if self.workers[rank].alive and rank in self.membership.lost:
+        if self.workers[rank].alive and self.workers[rank].line.worker in self.membership.lost:
             self.tell_coordinator(rank, Fatal(rank, "nobody answers"))
         self.workers[rank].stopped = False
         self.wake(rank)
@@ -241,13 +251,20 @@ class Cluster:
             self.later(self.random.choice((0, self.random.randrange(DETECTION_US // 4))), partial(self._disconnect, rank))
             self.later(self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, Exited(rank, -9, self.now / 1e6), SUPERVISOR))
 
-    def _disconnect(self, rank: int) -> None:
-        """The coordinator reads what the worker has said, and then that there is no more."""
-        self.travel((WORKER, "there", rank), partial(self._at_coordinator, partial(self._lose_connection, rank)))
+    def _come_again(self, rank: int) -> None:
+        """A process that nobody has asked for."""
+        second = self.workers[rank].ready(incarnation=1)
+        for message in (second, Beat(rank, 1, 0, WAITS, "the start", incarnation=1), Fatal(rank, "nobody answers", incarnation=1)):
+            self.tell_coordinator(rank, message, SECOND)
+        self._disconnect(rank, SECOND, second.worker)
 
-    def _lose_connection(self, rank: int) -> None:
+    def _disconnect(self, rank: int, line: str = WORKER, worker: WorkerId | None = None) -> None:
+        """The coordinator reads what the worker has said, and then that there is no more."""
+        self.travel((line, "there", rank), partial(self._at_coordinator, partial(self._lose_connection, worker or WorkerId(rank))))
+
+    def _lose_connection(self, worker: WorkerId) -> None:
         changing = self.membership.regrouping is not None
-        self._act(self.membership.connection_lost(rank, self.now / 1e6), changing=changing)
+        self._act(self.membership.connection_lost(worker, self.now / 1e6), changing=changing)
 
     def _cut_off(self, ranks: list[int]) -> None:
         self.cut |= set(ranks)

@@ -9,10 +9,12 @@ from collections import Counter
 from enum import Enum
 from typing import Iterable
 
+from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.line import Line
 from recycle_plugin.core.membership import OF_MEMBERS, Membership
 from recycle_plugin.core.output import SUPERVISORS, Output
 from recycle_plugin.core.protocol import Committed, Contribution, Exited, Fence, Generation, Left, Missing, Report, Resume, Stepped
+from recycle_plugin.core.stepstore import StepStore
 
 
 class Rule(str, Enum):
@@ -52,6 +54,8 @@ class Rule(str, Enum):
     PLAN_LOST = "a planned change was overtaken by a loss"
     PLANNED_AGAIN = "a leave was planned again"
     END_LOST = "a planned end met a loss"
+    TURNED_AWAY = "a second process of a rank was turned away"
+    RELOADED = "the coordinator's state was written down and read again"
 
 
 class Exercised(Counter[Rule]):
@@ -63,7 +67,7 @@ class Exercised(Counter[Rule]):
 
     def said(self, message: object, membership: Membership) -> None:
         """About to be handed to ``membership``."""
-        if isinstance(message, OF_MEMBERS) and message.rank in membership.lost:
+        if isinstance(message, OF_MEMBERS) and message.worker in membership.lost:
             self[Rule.LOST_WORD if isinstance(message, (Report, Stepped, Contribution)) else Rule.LOST_BEAT] += 1
             return
         changing = membership.regrouping is not None
@@ -79,7 +83,7 @@ class Exercised(Counter[Rule]):
             case Left() if changing:
                 self[Rule.LEFT_MEANWHILE] += 1
             case Exited():
-                self[Rule.CONFIRMED_LATER if message.rank in membership.lost else Rule.CONFIRMED] += 1
+                self[Rule.CONFIRMED_LATER if message.worker in membership.lost else Rule.CONFIRMED] += 1
 
     def answered(self, message: object, output: Output, membership: Membership, changing: bool, lost: bool) -> None:
         """``output``: what ``membership`` has made of ``message``; ``changing``, ``lost``: before, whether it was changing, and had lost who says it."""
@@ -98,6 +102,7 @@ class Exercised(Counter[Rule]):
                     self._published(each, message, membership, changing, lost)
         for event in output.events:
             self[Rule.REJECTED] += event.kind == "rejected"
+            self[Rule.TURNED_AWAY] += event.kind == "late"
             self[Rule.LOSSES_GONE] += event.text.startswith("the loss of step")
             self[Rule.AHEAD] += event.kind == "resume" and event.details["ahead"] > 0
 
@@ -110,7 +115,9 @@ class Exercised(Counter[Rule]):
             self[Rule.END_LOST] += membership.ended is not None
         self._planned = generation.from_step > 0
 
-    def delivered(self, message: object, line: Line) -> None:
-        """About to be handed to a worker's ``line``."""
+    def delivered(self, message: object, line: Line, store: StepStore) -> None:
+        """About to be handed to the ``line`` of a worker that has ``store``."""
+        if isinstance(message, Resume) and message.norm is not None:
+            self[Rule.TWICE_REJECTED] += Datum("norm", store.seat.stage, None, message.committed + 1) in store
         if isinstance(message, Generation) and line.interruption() is not None:
             self[Rule.PLAN_AFTER if message.from_step else Rule.REPLACED] += 1

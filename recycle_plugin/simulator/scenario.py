@@ -21,7 +21,8 @@ class Trouble:
     ``kind``: kill; stop (SIGSTOP; wakes up again unless it was given up and fenced), unfenced (the same, and its supervisor
     can't kill it), stuck (an instruction never ends), slow (takes ``percent``); drop, delay (what goes from ``seat`` to
     ``peer`` is lost, or comes late); cut (``seats`` are cut off from all others); stall (the coordinator reads nothing); mute, deaf
-    (what the worker says to the coordinator, or the other way, is held up); rude (it dies where it should say goodbye); and what is asked for: leave (a worker is to go), end (the job is).
+    (what the worker says to the coordinator, or the other way, is held up); rude (it dies where it should say goodbye); again (a second process of
+    its rank asks to take part, and goes); and what is asked for: leave (a worker is to go), end (the job is).
     """
 
     kind: str
@@ -41,7 +42,8 @@ class Scenario:
     """A job and its troubles.  ``faults``: kills and stops at named instructions and points.  ``torn``: seeds who is left
     without the result when a peer dies in a REDUCE, and how late messages come; ``budget``: boundary tensors that a worker may keep before those that it has
     sent go; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that they wait for), 0: there is none;
-    ``rounds``: sums depend on their order, and nothing keeps it, as in real training outside exact mode."""
+    ``rounds``: sums depend on their order, and nothing keeps it, as in real training outside exact mode; ``reloads``: before which share of what
+    the coordinator does its state is written down and read again."""
 
     shape: Topology
     costs: CostModel
@@ -55,6 +57,7 @@ class Scenario:
     clip: float = 0.0
     weather: Weather = FAIR
     rounds: bool = False
+    reloads: float = 0.0
 
     @property
     def exact(self) -> bool:

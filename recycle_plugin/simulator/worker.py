@@ -15,11 +15,13 @@ from recycle_plugin.core.executor import Span
 from recycle_plugin.core.faults import FaultScript
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import SENDS, Instruction, Op
+from recycle_plugin.core.job import Job
 from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.loop import Loop, Program
 from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.protocol import Left, Member, Missing, Ready
+from recycle_plugin.core.protocol import Left, Missing, Ready
+from recycle_plugin.core.roster import Member
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.stepstore import Retention, StepStore
 from recycle_plugin.core.topology import ClusterView
@@ -81,7 +83,7 @@ class Machine:
         scenario = self.cluster.scenario
         self.loop = Loop(self, self.worker, self.cluster.planner, scenario.shape, self.seat, self.steps)
         self.worker.applied = self.loop.applied
-        self.send(Ready(Member(self.rank, self.seat, str(self.rank), f"host{self.rank}"), 0, _job(scenario)))
+        self.send(self.ready())
         try:
             yield from self.loop.start()
             for step in range(1, scenario.steps + 1):
@@ -92,6 +94,9 @@ class Machine:
         if self.rude:
             raise Died
         self.send(Left(self.rank))
+
+    def ready(self, incarnation: int = 0) -> Ready:
+        return Ready(Member(self.rank, self.seat, str(self.rank), f"host{self.rank}", incarnation), 0, _job(self.cluster.scenario))
 
     # lines and the clock
 
@@ -110,11 +115,15 @@ class Machine:
         self.cluster.later(RESEND_US, partial(self._complain, self.line.number, datum, source))
         return (yield from self.wait(lambda: f"{datum} from seat {source}", ready))
 
+    def wait_for_commit(self, step: int) -> Iterator[Any]:
+        self.cluster.exercised[Rule.LATE_COMMIT] += not self.line.is_committed(step)
+        yield from self.wait(f"the commit of step {step}", lambda: self.line.is_committed(step))
+
     def send(self, message: object) -> None:
         self.cluster.tell_coordinator(self.rank, message)
 
     def transfer(self, datum: Datum, value: Any, target: Seat, era: int) -> None:
-        self.cluster.send(self.rank, self.cluster.rank_of[target], datum, value, era)
+        self.cluster.send(self.rank, self.line.roster.holder(target).rank, datum, value, era)
 
     def deliver(self, datum: Datum, value: Any, era: int) -> None:
         self._inbox.append((datum, value, era))
@@ -217,7 +226,7 @@ class Machine:
         if holder is not None:
             brought = yield from self._together(instruction, stage, have[reduced] if holder == self.seat else None)
             self.cluster.exercised[Rule.ROLLED_FORWARD] += reduced not in have
-            return brought[self.cluster.rank_of[holder]]
+            return brought[self.line.roster.holder(holder).rank]
         counted = have.of("wgrad", instruction.step)
         brought = yield from self._together(instruction, stage, (counted, self.numbers.sums(instruction.step)))
         self.cluster.exercised[Rule.SUMMED_AGAIN] += self.worker.program.resumed
@@ -235,7 +244,7 @@ class Machine:
 
     def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Iterator[Any]:
         """What all live workers of ``stages`` bring to ``instruction``, by rank."""
-        members = frozenset(member.rank for member in self.line.generation.members if member.seat.stage in stages)
+        members = frozenset(member.rank for member in self.line.roster.stages(stages))
         sum_ = self.cluster.sums.setdefault((self.line.number, instruction.op, stages[0], instruction.step), Sum(members))
         sum_.brought[self.rank] = mine
         if set(sum_.brought) == members:
@@ -270,10 +279,9 @@ class Planner:
         return planner.arrange(rest, plan, self._costs, held)
 
 
-def _job(scenario: Scenario) -> dict:
-    shape = scenario.shape
-    return {
-        "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "run_dir": "", "regroup_timeout_s": REGROUP_S,
-        "strict_placement": False, "clipping": scenario.clip, "clip": "sync" if scenario.policy.together else "validate", "nonfinite": "skip", "stagger_optimizer": scenario.policy.stagger_optimizer,
-        "progress_timeout_s": PROGRESS_S, "idle_timeout_s": IDLE_S,
-    }  # fmt: skip
+def _job(scenario: Scenario) -> Job:
+    shape, policy = scenario.shape, scenario.policy
+    return Job(
+        shape.replicas, shape.stages, shape.micro_batches, shape.ties, "", scenario.costs, policy, REGROUP_S, PROGRESS_S, IDLE_S,
+        stagger_optimizer=policy.stagger_optimizer, clipping=scenario.clip, clip="sync" if policy.together else "validate", nonfinite="skip",
+    )  # fmt: skip

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
 
+from recycle_plugin.runs import MARK, environment
 from recycle_plugin.runtime.trace import read_traces
+from tests.support.cluster import ROOT
 from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, faults
 
 
@@ -46,6 +51,24 @@ def assert_same_losses(result, reference) -> None:
     said = {event["step"]: event["loss"] for event in result.of("loss")}
     for step, loss in enumerate(reference.losses, 1):
         assert step not in said or said[step] == pytest.approx(loss, abs=LOSS_TOLERANCE)
+
+
+def test_a_second_process_of_a_rank_hears_at_once_that_it_cannot_take_part(launch, reference):
+    """Started by hand beside the job, as the supervisor starts it: the job does not notice."""
+    run = launch("steps=100000")
+    after_step(run, 2)
+    variables = environment(**{MARK: run.mark}, RECYCLE_COORDINATOR=f"127.0.0.1:{run.port}", RANK="2")
+    command = [sys.executable, "-m", "recycle_plugin.worker", str(ROOT / "scripts" / "train_gpt.py")]
+    second = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
+    assert second.returncode == 1 and "Traceback" not in second.stderr
+    assert re.search(r"^recycle: error: the job has started, and is at step \d+; nobody can join as rank 2 yet$", second.stderr, re.MULTILINE), second.stderr
+    after_step(run, 2 + max(event["step"] for event in run.events() if event["event"] == "committed"))
+    os.kill(run.launcher.pid, signal.SIGTERM)
+    result = run.finish()
+    assert_ended_together(result)
+    assert_same_losses(result, reference())
+    (late,) = result.of("late")
+    assert (late["rank"], late["incarnation"]) == (2, 1) and len(result.of("worker")) == 4
 
 
 @pytest.mark.parametrize("rank", (0, pytest.param(3, marks=pytest.mark.all_kills)))

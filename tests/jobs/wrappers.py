@@ -95,7 +95,7 @@ def divide_by_live() -> None:
 
     def changed(self: RecycleEngine, *given) -> list[torch.Tensor] | None:
         made = reduce(self, *given)
-        live = sum(member.seat.stage == self.stage_id for member in self._job.session.generation.members)
+        live = len(self._job.session.roster.stage(self.stage_id))
         for gradient in made or ():
             gradient *= self.topology_.replicas / live
         return made
@@ -111,7 +111,7 @@ def scale_tied(stage: int, factor: float) -> None:
     total = TiedWeight.total
 
     def changed(self: TiedWeight, own: torch.Tensor) -> torch.Tensor:
-        mine = next(member.seat.stage for member in self._session.generation.members if member.rank == self._session.rank)
+        mine = self._session.roster.member(self._session.worker).seat.stage
         return total(self, factor * own if mine == stage else own)
 
     TiedWeight.total = changed

@@ -17,9 +17,12 @@ from recycle_plugin.core import lineage, loop, membership
 from recycle_plugin.core import worker as core_worker
 from recycle_plugin.core.contributions import NORM
 from recycle_plugin.core.dataflow import Datum, goes_to
+from recycle_plugin.core.dump import load
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.line import Line
 from recycle_plugin.core.membership import Membership
+from recycle_plugin.core.protocol import OfWorker
+from recycle_plugin.core.roster import Roster, WorkerId
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.steps import Steps
 from recycle_plugin.core.stepstore import StepStore
@@ -183,9 +186,9 @@ def committed_heard(monkeypatch) -> None:
 def first_report(monkeypatch) -> None:
     def report(self, message, now, out) -> None:
         if self._awaiting is not None and message.generation == self._awaiting.number:
-            self._reports[message.rank] = message
-            for member in self._awaiting.members:
-                self._reports.setdefault(member.rank, replace(message, held={}))
+            self._reports[message.worker] = message
+            for member in self._awaiting.roster:
+                self._reports.setdefault(member.worker, replace(message, held={}))
             self._go_on(self._awaiting, now, out)
 
     monkeypatch.setattr(Membership, "_report", report)
@@ -198,7 +201,54 @@ def never_again(monkeypatch) -> None:
 
 @mistake("a stopped worker is waited for", seen=10)
 def patient(monkeypatch) -> None:
-    monkeypatch.setattr(Membership, "_give_up", lambda self, rank, why, now, out: None)
+    monkeypatch.setattr(Membership, "_give_up", lambda self, worker, why, now, out: None)
+
+
+# --- who takes part, and what is known of them ------------------------------------------------------------
+
+
+@mistake("a second process of a rank is heard", seen=3)
+def late_heard(monkeypatch) -> None:
+    monkeypatch.setattr(Membership, "_turn_away", lambda self, worker, host, out: None)
+
+
+@mistake("all processes of a rank are one worker", seen=3)
+def one_for_all(monkeypatch) -> None:
+    monkeypatch.setattr(OfWorker, "worker", property(lambda self: WorkerId(self.rank)))
+
+
+@mistake("who holds a seat is asked of the first membership", seen=5)
+def first_roster(monkeypatch) -> None:
+    def roster(self):
+        self._first = getattr(self, "_first", None) or self.generation.roster
+        return self._first
+
+    monkeypatch.setattr(Line, "roster", property(roster))
+
+
+@mistake("who is gone stays on the roster")
+def stays_on_the_roster(monkeypatch) -> None:
+    monkeypatch.setattr(Roster, "without", lambda self, workers: self)
+
+
+@mistake("the coordinator forgets who has applied what when its state is read again", seen=36)
+def forgotten_field(monkeypatch) -> None:
+    def forgetful(record):
+        membership = load(record)
+        membership._steps._applied = {}
+        return membership
+
+    monkeypatch.setattr(cluster, "load", forgetful)
+
+
+@mistake("the coordinator forgets what it has told when its state is read again", seen=71)
+def forgotten_word(monkeypatch) -> None:
+    def forgetful(record):
+        membership = load(record)
+        membership._steps._contributions._told = set()
+        return membership
+
+    monkeypatch.setattr(cluster, "load", forgetful)
 
 
 # --- the norm that a step waits for -------------------------------------------------------------------
@@ -251,7 +301,7 @@ def partial_sum(monkeypatch) -> None:
 def wrong_divisor(monkeypatch) -> None:
     def add_up(self, before, instruction, have, holder):
         total = yield from before(self, instruction, have, holder)
-        live = sum(member.seat.stage == self.seat.stage for member in self.line.generation.members)
+        live = len(self.line.roster.stage(self.seat.stage))
         divided = total * self.cluster.scenario.shape.replicas * pow(live, -1, exact.PRIME) % exact.PRIME
         return divided if instruction.op is Op.REDUCE else total
 

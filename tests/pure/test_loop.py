@@ -13,7 +13,8 @@ from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.loop import Loop, Program
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import Committed, Contribution, End, Generation, Member, Report, Resume
+from recycle_plugin.core.protocol import Committed, Contribution, End, Generation, Report, Resume
+from recycle_plugin.core.roster import Member
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.simulator.worker import Planner

@@ -14,6 +14,7 @@ from recycle_plugin.core.protocol import (
     Arrived, Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Missing,
     Note, Over, Pace, Ready, Report, Resized, Resume, Stepped, Terminate, decode, encode,
 )  # fmt: skip
+from recycle_plugin.core.roster import Roster, WorkerId
 from recycle_plugin.core.step import StepMachine
 from tests.support.membership import agree, job, member, resumed, said, started, step
 
@@ -341,7 +342,7 @@ def test_random_histories_never_tear_a_step(seed):
                             if machines[r].stepped > committed:
                                 outs.append(membership.receive(Stepped(r, generation, machines[r].stepped), 0.0))
                     case End():
-                        assert membership.view([member(r) for r in live]).empty_stages()
+                        assert membership.view(Roster(tuple(map(member, live)))).empty_stages()
                         return
 
 
@@ -366,7 +367,7 @@ def test_a_second_death_while_the_others_say_goodbye_does_not_hold_them_up_eithe
     membership.receive(Exited(3, -9, 0.0), 0.0)
     membership.receive(Left(0), 0.0)
     membership.receive(Report(1, 1, 1, "plan", {"params": "of rank 1"}), 0.0)
-    out = membership.connection_lost(2, 0.0)
+    out = membership.connection_lost(WorkerId(2), 0.0)
     assert resumed(out) == [(1, 1)] and membership.regrouping is None
     assert said(membership.receive(Left(1), 0.0), Over) == [Over(0)] and not membership.regroup_overdue(1.0).messages
 
@@ -386,7 +387,7 @@ def test_who_is_gone_without_a_goodbye_once_its_leave_holds_has_left():
     for number in (1, 2):
         step(membership, 0, number)
     agree(membership, 1, {0: 2, 1: 2, 2: 2})
-    out = membership.connection_lost(3, 0.0)
+    out = membership.connection_lost(WorkerId(3), 0.0)
     assert [event.kind for event in out.events] == ["left"] and not out.messages and not membership.lost
     (generation,) = said(membership.receive(Exited(0, -9, 0.0), 0.0), Generation)
     assert said(agree(membership, generation.number, {1: 2, 2: 2}), Generation) == [], "nobody plans the leave once more"
@@ -401,7 +402,7 @@ def test_a_death_at_a_planned_end_is_no_failure(gone):
         step(membership, 0, number)
     for rank in gone:
         membership.receive(Left(rank), 0.0)
-    out = membership.connection_lost(2, 0.0)
+    out = membership.connection_lost(WorkerId(2), 0.0)
     assert not said(out, End) and not said(out, Generation)
     for rank in {0, 1, 3}.difference(gone):
         out = membership.receive(Left(rank), 0.0)
@@ -476,6 +477,6 @@ def test_where_that_does_not_help_the_one_that_is_not_heard_goes_and_the_job_end
     for generation in range(2):
         fails(membership, generation, source)
     out = membership.receive(Missing(1, 2, "what it waits for", source), 0.0)
-    assert membership.lost == lost and {fence.rank for fence in said(out, Fence)} == lost
+    assert {worker.rank for worker in membership.lost} == lost and {fence.rank for fence in said(out, Fence)} == lost
     reasons = [end.reason.partition(" between")[0] for end in said(out, End)]
     assert reasons == ([] if lost else ["seat 1.0 could not finish what it waits for, 3 times, and nobody in it is lost: see to the network"])

@@ -10,9 +10,10 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.pace import WIDTH, Paces
 from recycle_plugin.core.protocol import Committed, Exited, Generation, Leaving, Pace, Stepped, decode, encode
+from recycle_plugin.core.roster import Roster
 from tests.support.membership import agree, member, said, started
 
-MEMBERS = [member(rank, replicas=3) for rank in range(3)]
+ROSTER = Roster(tuple(member(rank, replicas=3) for rank in range(3)))
 PERIOD_US = 1000
 
 
@@ -20,7 +21,7 @@ def walked(paces: Paces, step: int, times: tuple[float, ...], work: tuple[int, .
     """What is new after the three workers have done ``step``, each ``times`` as slow as planned, with ``work`` instructions."""
     for rank, (slow, count) in enumerate(zip(times, work)):
         paces.add(Pace(rank, step, round(count * slow * PERIOD_US), count * PERIOD_US))
-    paces.committed(step, MEMBERS[: len(times)])
+    paces.committed(step, Roster(ROSTER.members[: len(times)]))
     return paces.news()
 
 

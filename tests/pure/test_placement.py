@@ -8,7 +8,7 @@ import pytest
 
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.placement import at_risk, most_on_a_host, spread, stages_at_risk
-from recycle_plugin.core.protocol import Member
+from recycle_plugin.core.roster import Member
 from recycle_plugin.core.topology import Topology
 
 

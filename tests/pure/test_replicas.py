@@ -7,6 +7,7 @@ import pytest
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import Output
 from recycle_plugin.core.protocol import End, Exited, Fence, Fingerprint, Generation, Resume, Stepped, decode, encode
+from recycle_plugin.core.roster import WorkerId
 from tests.support.membership import agree, said, started
 
 
@@ -14,7 +15,7 @@ def stepped(membership: Membership, step: int, digests: str) -> list[Output]:
     """Each rank says its digest (``-``: none) and that it has applied ``step``."""
     outs = []
     for rank, digest in enumerate(digests):
-        if rank not in membership.lost:
+        if WorkerId(rank) not in membership.lost:
             if digest != "-":
                 outs.append(membership.receive(Fingerprint(rank, step, digest), 0.0))
             outs.append(membership.receive(Stepped(rank, membership.generation, step), 0.0))

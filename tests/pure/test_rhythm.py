@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.rhythm import COSTS, DOUBTED, FIRST, RESUMED, Cost, Meter, Rhythm
+from recycle_plugin.core.rhythm import COSTS, DOUBTED, FIRST, Cost, Meter, Rhythm
+from recycle_plugin.core.step import unstarted
 
 seconds = st.floats(0, 100)
 step_times = st.floats(0.001, 10)
@@ -59,7 +60,7 @@ def test_one_that_was_dropped_is_made_up_for_at_once_and_a_loaded_one_begins_the
     rhythm = Rhythm(0.1, 0)
     rhythm.made(11, [Cost(0.5, 0.1)], 0)
     rhythm.dropped(30)
-    assert rhythm.due == 30 + RESUMED
+    assert rhythm.due == unstarted(30)
     rhythm.loaded(4)
     assert rhythm.due == 4 + 50 + 1
 

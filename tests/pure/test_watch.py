@@ -10,6 +10,7 @@ import pytest
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, Event, Output
 from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Generation, Heard, Leaving, Pulse, Report, Resume, Stepped, decode, encode
+from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, LATE_S, TICK_S, WAITS
 from tests.support.membership import agree, said, started, step
 
@@ -71,7 +72,7 @@ def test_who_computes_the_same_instruction_for_too_long_is_given_up_and_fenced()
     played.live_for(DEADLINE_S - 0.5)
     assert played.events == []
     played.live_for(1.0)
-    assert played.given_up() == ["it computes 1F0.1@2"] and played.fenced() == [(SUPERVISORS, 2), (2, 2)]
+    assert played.given_up() == ["it computes 1F0.1@2"] and played.fenced() == [(SUPERVISORS, 2), (WorkerId(2), 2)]
     (generation,) = [one for out in played.outs for one in said(out, Generation)]
     assert [m.rank for m in generation.members] == [0, 1, 3] and generation.from_step == 0
 
@@ -119,7 +120,7 @@ def test_a_stopped_process_is_given_up_whatever_it_was_at(at, first):
     assert played.events == []
     played.live_for(DEADLINE_S)
     (why,) = played.given_up()
-    assert why in ("its process is stopped", f"it computes {at[1]}") and played.fenced() == [(SUPERVISORS, 2), (2, 2)]
+    assert why in ("its process is stopped", f"it computes {at[1]}") and played.fenced() == [(SUPERVISORS, 2), (WorkerId(2), 2)]
 
 
 def test_a_short_stop_is_nothing():
@@ -284,9 +285,9 @@ def test_nobody_is_given_up_after_the_end():
 def test_who_goes_after_a_failed_end_is_no_loss():
     """All do, and none of them is why."""
     membership = started()
-    membership.connection_lost(0, 0.0)
-    assert [end.failed for end in said(membership.connection_lost(1, 0.0), End)] == [True]
-    out = membership.connection_lost(2, 0.0)
+    membership.connection_lost(WorkerId(0), 0.0)
+    assert [end.failed for end in said(membership.connection_lost(WorkerId(1), 0.0), End)] == [True]
+    out = membership.connection_lost(WorkerId(2), 0.0)
     assert not [event for event in out.events if event.kind == "lost"] and not out.messages
 
 
@@ -303,7 +304,7 @@ def broken(*ranks: int) -> Played:
     played = Played()
     played.first_step()
     for rank in ranks:
-        played.outs.append(played.membership.connection_lost(rank, played.now))
+        played.outs.append(played.membership.connection_lost(WorkerId(rank), played.now))
     return played
 
 
@@ -326,7 +327,7 @@ def test_three_of_four_dead_go_on_once_their_deaths_are_known():
     played = Played(membership)
     played.first_step()
     for rank in (1, 2, 3):
-        played.outs.append(membership.connection_lost(rank, played.now))
+        played.outs.append(membership.connection_lost(WorkerId(rank), played.now))
     assert generations(played) == [[0, 2, 3], [0, 3]]
     played.outs.append(membership.receive(Exited(1, -9, played.now), played.now))
     assert generations(played)[2:] == []  # one of three is known to be dead: of the other three one is left
@@ -339,7 +340,7 @@ def test_the_smaller_side_commits_nothing_and_ends_with_a_line():
     played = Played(started(replicas=4, stages=1))
     played.first_step()
     for rank in (1, 2, 3):
-        played.outs.append(played.membership.connection_lost(rank, played.now))
+        played.outs.append(played.membership.connection_lost(WorkerId(rank), played.now))
     assert not any(said(played.membership.receive(Stepped(0, number, 2), played.now), Committed) for number in range(4))
     for rank in range(4):  # also where the report of a lost one was still under way
         assert not said(played.membership.receive(Report(rank, played.membership.generation, 1, "plan"), played.now), Resume)
@@ -354,7 +355,7 @@ def test_a_planned_leave_is_no_loss():
     played = Played(started(replicas=4, stages=1))
     played.first_step()
     played.membership.receive(Leaving(3, "SIGTERM"), played.now)
-    played.outs.append(played.membership.connection_lost(1, played.now))
+    played.outs.append(played.membership.connection_lost(WorkerId(1), played.now))
     assert generations(played)[-1] == [0, 2, 3]
 
 
@@ -369,7 +370,7 @@ def test_random_histories_never_go_on_with_less_than_half(seed):
         rank, chance = rng.randrange(4), rng.random()
         if chance < 0.05 and rank not in lost:
             lost.add(rank)
-            out = membership.connection_lost(rank, played.now)
+            out = membership.connection_lost(WorkerId(rank), played.now)
         elif chance < 0.1:
             lost.add(rank)
             dead.add(rank)

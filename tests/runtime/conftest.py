@@ -9,7 +9,8 @@ from typing import Callable
 import pytest
 
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.protocol import Generation, Member, Welcome, decode, encode
+from recycle_plugin.core.protocol import Generation, Welcome, decode, encode
+from recycle_plugin.core.roster import Member
 from recycle_plugin.runtime.session import Session
 
 

@@ -6,7 +6,7 @@ from recycle_plugin import planner
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import Member
+from recycle_plugin.core.roster import Member
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.runtime.ahead import Ahead
 

@@ -11,7 +11,8 @@ from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.faults import FaultScript
 from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.protocol import Generation, Member, Missing
+from recycle_plugin.core.protocol import Generation, Missing
+from recycle_plugin.core.roster import Member
 from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.tiers import Host
 from recycle_plugin.runtime.transport import Transport

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.job import Job
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import Output
-from recycle_plugin.core.protocol import Member, Ready, Report, Resume, Stepped
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.protocol import Ready, Report, Resume, Stepped
+from recycle_plugin.core.roster import Member
 
 REPLICAS, STAGES = 2, 2
 
@@ -14,19 +20,15 @@ def member(rank: int, host: str = "h", replicas: int = REPLICAS) -> Member:
     return Member(rank, Seat(rank % replicas, rank // replicas), f"tcp://a:{rank}", host)
 
 
-def job(**more: object) -> dict:
-    return {
-        "replicas": REPLICAS, "stages": STAGES, "micro_batches": 1, "run_dir": "r", "regroup_timeout_s": 1.0,
-        "strict_placement": False, "clipping": 0.0, "clip": "sync", "nonfinite": "end", "stagger_optimizer": True, "rebalance": True,
-        "progress_timeout_s": 5.0, "idle_timeout_s": 60.0, "heartbeat_timeout_s": 3.0,
-    } | more  # fmt: skip
+def job(**more: object) -> Job:
+    return replace(Job(REPLICAS, STAGES, 1, (), "r", CostModel.uniform(STAGES), Policy(), 1.0, 5.0, 60.0, 3.0, rebalance=True), **more)
 
 
 def started(**more: object) -> Membership:
     """Of four workers, by default 2 x 2."""
     membership = Membership(REPLICAS * STAGES)
     for rank in range(4):
-        membership.receive(Ready(member(rank, replicas=job(**more)["replicas"]), 0, job(**more)), 0.0)
+        membership.receive(Ready(member(rank, replicas=job(**more).replicas), 0, job(**more)), 0.0)
     agree(membership, 0, dict.fromkeys(range(4), 0))
     return membership
 

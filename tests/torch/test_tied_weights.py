@@ -10,7 +10,7 @@ import torch
 
 from recycle_plugin.adapters.deepspeed.clipping import Clipping
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.protocol import Generation, Member
+from recycle_plugin.core.roster import Member, Roster
 from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.runtime.tied import TiedWeight
 from tests.torch.test_blocks import DEADLINE_S, Threads
@@ -28,7 +28,7 @@ def totals(lost: set[Seat]) -> list[torch.Tensor]:
     threads, found = Threads(len(sharing)), {}
 
     def work(position: int, member: Member) -> None:
-        session = SimpleNamespace(generation=Generation(1, members, 0, "", 0.0), rank=member.rank)
+        session = SimpleNamespace(roster=Roster(members))
         own = SUMS[member.seat.stage].clone()
         weight = TiedWeight("embedding.weight", torch.nn.Parameter(own), STAGES, threads.member(position), session)
         found[position] = weight.total(own)

@@ -98,11 +98,10 @@ class BetweenSteps(WholeState):
             )
 
     def _degraded(self) -> bool:
-        return self._loop is not None and len(self._job.session.generation.members) < len(self.topology_.seats)
+        return self._loop is not None and len(self._job.session.roster.seats) < len(self.topology_.seats)
 
     def _missing(self) -> str:
-        live = {member.seat for member in self._job.session.generation.members}
-        return ", ".join(str(seat) for seat in self.topology_.seats if seat not in live)
+        return ", ".join(str(seat) for seat in self.topology_.seats if seat not in self._job.session.roster.seats)
 
     def save_checkpoint(
         self, save_dir: str, tag: str | None = None, client_state: dict = {}, save_latest: bool = True, exclude_frozen_parameters: bool = False

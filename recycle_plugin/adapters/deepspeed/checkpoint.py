@@ -23,7 +23,7 @@ from recycle_plugin.runtime.errors import RecycleError
 def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | Copied) -> Iterator[None]:
     """``engine`` writes, through ``files``, what its stage's and the job's lowest live member has to write."""
     writer = live_replicas(seat.stage, generation)[0] == seat.replica
-    first = min(member.rank for member in generation.members) == engine.global_rank
+    first = generation.roster.first.rank == engine.global_rank
     grid, module = engine.grid, engine.module
     kept = (grid.data_parallel_id, engine.save_non_zero_checkpoint, engine.global_rank, module.checkpoint_parallel_write_pipeline, engine.checkpoint_engine)
     grid.data_parallel_id = 0 if writer else seat.replica + grid.data_parallel_size
@@ -56,7 +56,7 @@ def parts_of(seat: Seat, generation: Generation, parts: int) -> range:
 
 
 def live_replicas(stage: int, generation: Generation) -> list[int]:
-    return sorted(member.seat.replica for member in generation.members if member.seat.stage == stage)
+    return sorted(member.seat.replica for member in generation.roster.stage(stage))
 
 
 class Durable:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping
@@ -36,10 +36,12 @@ from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum, provides
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction
+from recycle_plugin.core.job import Job as JobRecord
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import TOO_SLOW, Fingerprint, Member, Ready
+from recycle_plugin.core.protocol import TOO_SLOW, Fingerprint, Ready
+from recycle_plugin.core.roster import Member
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.stepstore import Retention, StepStore
 from recycle_plugin.core.topology import Topology, tied
@@ -202,7 +204,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(waits, self.num_stages)
         self._stopwatch = Stopwatch(costs)
         loop = Loop(session, self._worker, self._world, self.topology_, costs, policy, machine, settings.max_slowdown)
-        member = Member(self.global_rank, self.seat, self._transport.address, session.host)
+        member = Member(self.global_rank, self.seat, self._transport.address, session.host, session.incarnation)
         session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
         if self._config.zero_enabled and session.rank == 0:
             self.say_whole_state()
@@ -212,18 +214,14 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         self._start_between_steps(run_dir)
         session.between_steps = self._between_steps
 
-    def _job_record(self, run_dir: str, costs: CostModel, policy: Policy) -> dict:
+    def _job_record(self, run_dir: str, costs: CostModel, policy: Policy) -> JobRecord:
         settings, shape = self._job.settings, self.topology_
-        return {
-            "replicas": shape.replicas, "stages": shape.stages, "micro_batches": shape.micro_batches, "ties": shape.ties, "run_dir": run_dir,
-            "regroup_timeout_s": settings.regroup_timeout_s, "progress_timeout_s": settings.progress_timeout_s,
-            "idle_timeout_s": settings.idle_timeout_s, "heartbeat_timeout_s": settings.heartbeat_timeout_s, "strict_placement": settings.strict_placement,
-            "batch": self.train_batch_size(), "costs": asdict(costs), "policy": asdict(policy), "max_slowdown": settings.max_slowdown,
-            "report": settings.report, "rebalance": settings.rebalance, "stagger_optimizer": settings.stagger_optimizer,
-            "clipping": self.gradient_clipping(), "clip": settings.clip, "nonfinite": settings.nonfinite, "norm": str(settings.norm),
-            "loss_scaling": settings.loss_scaling, "undo": settings.undo, "keep_bytes": settings.keep_bytes, "rng": settings.rng,
-            "seed": settings.seed, "exact": settings.exact, "arithmetic": arithmetic() if settings.exact else None,
-        }  # fmt: skip
+        same = ("regroup_timeout_s", "progress_timeout_s", "idle_timeout_s", "heartbeat_timeout_s", "strict_placement", "max_slowdown", "report", "rebalance",
+                "stagger_optimizer", "clip", "nonfinite", "loss_scaling", "undo", "keep_bytes", "rng", "seed", "exact")  # fmt: skip
+        return JobRecord(
+            shape.replicas, shape.stages, shape.micro_batches, shape.ties, run_dir, costs, policy, batch=self.train_batch_size(), norm=str(settings.norm),
+            clipping=self.gradient_clipping(), arithmetic=arithmetic() if settings.exact else None, **{name: getattr(settings, name) for name in same},
+        )  # fmt: skip
 
     def _stage_model(self) -> StageModel:
         first, last, keyed = self.is_first_stage(), self.is_last_stage(), self._job.settings.rng == "keyed"
@@ -315,8 +313,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         )  # fmt: skip
 
     def _exec_reduce(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
-        rank = next((member.rank for member in self._job.session.generation.members if member.seat == holder), None)
-        return self._stepping.reduce(instruction.step, rank)
+        return self._stepping.reduce(instruction.step, None if holder is None else self._job.session.roster.holder(holder).rank)
 
     def _exec_tie(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
         return self._stepping.tie(instruction.step)

@@ -66,7 +66,7 @@ class Reporting(PipelineEngine):
         return self._is_first_in(generation) if generation is not None else self._job.session.rank == 0
 
     def _is_first_in(self, generation: Generation) -> bool:
-        return self._job.session.rank == min(member.rank for member in generation.members)
+        return self._job.session.worker == generation.roster.first.worker
 
     def _report_step(self) -> None:
         """Stock's own line and monitor entries, from the lowest live rank."""

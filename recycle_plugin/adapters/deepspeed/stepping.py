@@ -116,7 +116,7 @@ class Stepping:
         before, session = self._scale.value, self._session
         self._scale.stepped(skipped)
         after = self._stage.loss_scale = self._scale.value
-        if after != before and session.rank == min(member.rank for member in session.generation.members):
+        if after != before and session.is_first:
             session.note("loss_scale", f"the loss scale goes from {before:g} to {after:g} after step {step}", step=step, scale=after)
 
     # --- and back ----------------------------------------------------------------------------------

@@ -1,0 +1,74 @@
+"""What a run is, as its workers ask for it and as the user sees it at the start."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.job import Job
+from recycle_plugin.core.membership import Membership
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.protocol import End, Ready, decode, encode
+from recycle_plugin.history import History
+from tests.support.membership import job, member, said
+
+RICH = job(
+    ties=((0, 1),), costs=CostModel((1, 2), (3, 4), (5, 6), slowness=((Seat(1, 0), 150),)), policy=Policy(activation_cap=(2, 3), block=None),
+    max_slowdown=0.5, keep_bytes=7, clipping=1, arithmetic="torch",
+)  # fmt: skip
+
+
+def over_json(record: dict) -> dict:
+    return json.loads(json.dumps(record))
+
+
+@pytest.mark.parametrize("given", (job(), RICH), ids=("plain", "rich"))
+def test_it_survives_the_wire_and_the_log(given):
+    assert Job.decode(over_json(asdict(given))) == given
+    assert decode(encode(Ready(member(1), 4, given))) == Ready(member(1), 4, given)
+    run = History(({"event": "start", "job": over_json(asdict(given))},))
+    assert (run.policy, run.costs, run.shape) == (given.policy, given.costs, given.shape)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"stages": "2"}, "job.stages is '2', and it has to be int"),
+        ({"replicas": True}, "job.replicas is True, and it has to be int"),
+        ({"max_slowdown": "much"}, "job.max_slowdown is 'much', and it has to be float | None"),
+        ({"ties": 3}, "job.ties is 3"),
+        ({"costs": {"forward": [1]}}, "job.costs is {'forward': [1]}"),
+        ({"policy": {"unheard_of": 1}}, "job.policy is {'unheard_of': 1}"),
+        ({"policy": {"block": 0}}, "block is 0: it has at least 1 micro-batch"),
+        ({"colour": "red"}, "job.colour is unknown: all workers need the same version of the plugin"),
+    ],
+)
+def test_what_is_wrong_is_named(change, said):
+    with pytest.raises(ValueError) as found:
+        Job.decode(over_json(asdict(job())) | change)
+    assert said in str(found.value)
+
+
+@pytest.mark.parametrize("name", ("clip", "costs", "replicas"))
+def test_what_is_missing_is_named(name):
+    record = over_json(asdict(job()))
+    del record[name]
+    with pytest.raises(ValueError, match=f"job.{name} is missing"):
+        Job.decode(record)
+
+
+def test_workers_that_want_different_things_are_told_which_and_who():
+    membership = Membership(3)
+    wants = job(), job(clip="validate", policy=Policy(block=2)), job()
+    for rank, each in enumerate(wants):
+        out = membership.receive(Ready(member(rank), 4 * (rank == 2), each), 0.0)
+    (end,) = said(out, End)
+    assert end.reason == (
+        "workers were started with different recycle settings or from different checkpoints: policy.block is 1 (ranks 0, 2), 2 (rank 1); "
+        "clip is sync (ranks 0, 2), validate (rank 1); the checkpoint's step is 0 (ranks 0, 1), 4 (rank 2)"
+    )
+    assert not membership.started and replace(wants[1], clip="sync", policy=Policy()) == wants[0]
