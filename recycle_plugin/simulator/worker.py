@@ -149,8 +149,7 @@ class Worker:
         self._written += 1
         del self.have[Datum("params", self.seat.stage, None, step + 1)]
         self.have[Datum("params", self.seat.stage, None, step)] = self._before
-        for datum in [datum for datum in self.have if datum.kind == "stash" and datum.step > step]:
-            del self.have[datum]
+        self._drop_stashes(step)
 
     def judge(self, step: int, norm: float) -> None:
         self.cluster.exercised[Rule.TWICE_REJECTED] += self._knows_norm(step)
@@ -226,6 +225,7 @@ class Worker:
                 self._say_share(instruction.step, SHARE)
             self._written += 1
             self._before = self.have.pop(Datum("params", self.seat.stage, None, instruction.step))
+            self._drop_stashes(instruction.step - 1)  # left by what a later failure has made needless
             assert before == instruction.step - 1
             self.cluster.watcher.applied(self, instruction.step, self._gradient(instruction.step), self.have.get(Datum("norm", self.seat.stage, None, instruction.step)))
         self._differentiate(instruction)
@@ -241,6 +241,11 @@ class Worker:
                 self._say_losses(instruction.step)
         elif instruction.op is Op.STEP:
             self.loop.applied(instruction.step)
+
+    def _drop_stashes(self, after: int) -> None:
+        """Parameters change under what was computed for the steps after ``after``."""
+        for datum in [datum for datum in self.have if datum.kind == "stash" and datum.step > after]:
+            del self.have[datum]
 
     def _differentiate(self, instruction: Instruction) -> None:
         """A stash refers to the parameters that it was made with: written over, as by a step that is taken back and done again, it is of no use."""
