@@ -7,6 +7,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-kills", action="store_true", help="the full matrix of kills, and 20 kills at random times")
+    parser.addoption("--freeze", action="store_true", help="write tests/cluster/frozen.json anew (with --all-kills: all of it; without -n)")
     parser.addoption("--real-seeds", type=int, default=1, metavar="N", help="real jobs with failures close together (default 1)")
     parser.addoption("--healthy-steps", type=int, default=40, metavar="N", help="steps of a job in which everybody is healthy, and uneven (default 40)")
     parser.addoption("--soak", type=float, default=0, metavar="MINUTES", help="go on losing workers for that long (default: one job)")

@@ -454,7 +454,7 @@ class Membership:
         self.dead.add(message.worker)
         if message.worker in self.lost:
             out.say("confirmed", f"rank {message.rank} {how}, says its supervisor", rank=message.rank, code=message.code)
-            if self._outnumbered_at is not None and self.ended is None:
+            if self._outnumbered_at is not None and not (self.ended and self.ended.failed):
                 self._go_on_without(f"death of rank {message.rank}", now, out)
         self._lose(message.worker, how, now, message.at, out)
 

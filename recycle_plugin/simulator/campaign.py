@@ -19,7 +19,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology, tied
@@ -93,7 +93,9 @@ def scenario(seed: int) -> Scenario:
         troubles.append(Trouble("delay", random.randrange(CALM_US // 4), (Seat(replica, 0),), Seat(replica, 1), 200 * MILLISECOND))
     policy = replace(policy, block=random.choice((1, 1, 1, 2, None)))
     job = Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
-    return _with_coordination(_with_weather(_with_ties(job, Random(f"ties in {seed}")), Random(f"weather in {seed}")), Random(f"coordination in {seed}"))
+    for name, change in (("ties", _with_ties), ("weather", _with_weather), ("endings", _with_endings), ("undo", _with_undo), ("coordination", _with_coordination)):
+        job = change(job, Random(f"{name} in {seed}"))  # each of its own, so that the rest of a seed's job is what it was before there were such
+    return job
 
 
 def _with_weather(given: Scenario, random: Random) -> Scenario:
@@ -117,10 +119,7 @@ def _with_coordination(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_ties(given: Scenario, random: Random) -> Scenario:
-    """Three jobs in ten have stages that share weights, and in half of these somebody also dies or stops around a TIE.
-
-    ``random``: of its own, so that the rest of a seed's job is what it was before there were ties.
-    """
+    """Three jobs in ten have stages that share weights, and in half of these somebody also dies or stops around a TIE."""
     if random.random() >= 0.3:
         return given
     shape = replace(given.shape, ties=tied(random.sample(range(given.shape.stages), 2) for _ in range(random.choice((1, 1, 2)))))
@@ -131,6 +130,45 @@ def _with_ties(given: Scenario, random: Random) -> Scenario:
         kill = random.choice(("kill", "kill", "stop")), seat, random.choice(("before", "after"))
         faults += (Fault(*kill, str(Instruction(Op.TIE, seat.stage, None, random.randint(1, given.steps)))),)
     return replace(given, shape=shape, costs=costs, faults=faults)
+
+
+def _with_endings(given: Scenario, random: Random) -> Scenario:
+    """One job in eight also ends in a way of its own: who is to leave dies where it should say goodbye; a stage does so at a planned end; somebody is cut off
+    on the way to one; or a stage dies whole before it has told its part of a norm that the others have stepped without."""
+    if random.random() >= 1 / 8:
+        return given
+    shape, seat, at = given.shape, random.choice(given.shape.seats), random.randrange(CALM_US // 2)
+    stage = tuple(each for each in shape.seats if each.stage == seat.stage)
+    kinds = ["leave", "end"]
+    if not any(trouble.kind == "cut" for trouble in given.troubles):  # somebody has to be left in touch with the coordinator
+        kinds += ["cut"]
+    if given.clip and not given.policy.together:
+        kinds += ["stage"] * 3
+    match random.choice(kinds):
+        case "leave":
+            troubles = Trouble("leave", at, (seat,)), Trouble("rude", 0, (seat,))
+        case "end":
+            troubles = Trouble("end", at, (seat,)), Trouble("rude", 0, stage)
+        case "cut":
+            some = random.sample(shape.seats, random.randint(1, len(shape.seats) // 2))
+            troubles = Trouble("end", at, (seat,)), Trouble("cut", at + random.randrange(300 * MILLISECOND), tuple(some))
+        case "stage":
+            step = random.randint(1, given.steps)
+            return replace(given, faults=given.faults + tuple(Fault("kill", each, "before", f"{each.stage}REDUCE@{step}") for each in stage))
+    return replace(given, troubles=given.troubles + troubles)
+
+
+def _with_undo(given: Scenario, random: Random) -> Scenario:
+    """One job in sixteen whose stages step apart: a worker of the last stage stops when those before it have all that they need to step, and, since nobody keeps
+    what was sent, they have to take that back when it is given up; and somebody else dies at once."""
+    shape, policy = given.shape, given.policy
+    if random.random() >= 1 / 16 or policy.together or not policy.split_backward:
+        return given
+    seat, other = random.sample(shape.seats, 2)
+    last = Instruction(Op.W, shape.stages - 1, MicroBatch(seat.replica, shape.micro_batches - 1), random.randint(1, given.steps))
+    stops = Fault("stop", Seat(seat.replica, last.stage), "before", str(last))
+    dies = Fault("kill", other, "at", *random.choice((("recovery.resume", 2), ("recovery.undone", 1))))
+    return replace(given, faults=given.faults + (stops, dies), budget=0)
 
 
 def initial_weights(shape: Topology) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import Any, Hashable, Iterable, Mapping
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.protocol import Collected, Resume
+from recycle_plugin.core.protocol import Collected, End, Resume
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.simulator.exact import LEARNING_RATE, PRIME, added, clipped, sample, share
 from recycle_plugin.simulator.scenario import Scenario
@@ -87,6 +87,7 @@ class Watcher:
         self._told: set[tuple[int, str]] = set()
         self._applied: dict[tuple[Seat, int], tuple[int, float | None]] = {}
         self._committed = 0
+        self._end: int | None = None  # the step before which the job is to end
 
     def say(self, text: str) -> None:
         if text not in self.violations:
@@ -129,13 +130,17 @@ class Watcher:
         """The coordinator hears it from ``rank`` or its supervisor; what follows from that is what is checked."""
 
     def told(self, message: object) -> None:
-        """To all workers: of each step one norm, and one loss, but where they are void."""
+        """To all workers: of each step one norm, and one loss, but where they are void; and no failure once all steps up to a planned end are committed."""
         if isinstance(message, Resume) and message.void:
             self._told = {key for key in self._told if key[0] <= message.committed + 1}
         elif isinstance(message, Collected):
             if (message.step, message.name) in self._told:
                 self.say(f"the {message.name} of step {message.step} is told twice")
             self._told.add((message.step, message.name))
+        elif isinstance(message, End) and not message.failed:
+            self._end = message.step
+        elif isinstance(message, End) and self._end is not None and self._committed >= self._end - 1:
+            self.say(f"the job has failed at its planned end, with all steps committed: {message.reason}")
 
     def applied(self, worker: Any, step: int, gradient: int, norm: float | None) -> None:
         """``norm``: by which the gradient is clipped.  What was taken back and is applied again is told again."""

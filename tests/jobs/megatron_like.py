@@ -1,6 +1,6 @@
 """Calls the engine as Megatron-DeepSpeed's pretraining does: own optimizer and scheduler, a tied embedding, a batch function, cyclic iterators on the
 first and last stage and None between them, and questions to the engine after each step.  RECYCLE_TEST_SCRIPT: {"folder", "faults", "steps"}, and maybe more
-of DeepSpeed's {"config"}.
+of DeepSpeed's {"config"} and of the plugin's {"settings"}.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def setup():
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size, "train_batch_size": args.global_batch_size, "gradient_clipping": 1.0,
-        "steps_per_print": 10**9, "recycle": {"enabled": True, "run_dir": job["folder"], "faults": job["faults"]}, **job.get("config", {}),
+        "steps_per_print": 10**9, **job.get("config", {}),
+        "recycle": {"enabled": True, "run_dir": job["folder"], "faults": job["faults"]} | job.get("settings", {}),
     }  # fmt: skip
     engine, optimizer, _, scheduler = deepspeed.initialize(model=model, optimizer=optimizer, args=args, lr_scheduler=Annealing(optimizer, 1e-2, 4), config=config)
     engine.set_batch_fn(get_batch_pipe)

@@ -115,6 +115,14 @@ def old_plan(monkeypatch) -> None:
     monkeypatch.setattr(loop.Loop, "_plan_for", first)
 
 
+def kept_stashes(self, before, step) -> None:
+    """A worker that takes ``step`` back."""
+    stashes = {datum: self[datum] for datum in self if datum.kind == "stash"}
+    before(self, step)
+    for datum, value in stashes.items():
+        self.put(datum, value)
+
+
 @mistake("a later step's stash outlives a step that is taken back", seen=42)
 def stash_stays(monkeypatch) -> None:
     def stays(held, rest):
@@ -123,7 +131,12 @@ def stash_stays(monkeypatch) -> None:
 
     for module in (lineage, loop):
         monkeypatch.setattr(module, "surviving", stays)
-    monkeypatch.setattr(StepStore, "_forget_stashes", lambda self, after: None)
+    changed(monkeypatch, StepStore, "undo", kept_stashes)
+
+
+@mistake("a later step's stash outlives a step that is taken back until its forward is run again, and another failure comes before that", seen=904)
+def stash_lingers(monkeypatch) -> None:
+    changed(monkeypatch, StepStore, "undo", kept_stashes)
 
 
 @mistake("a STEP does not wait for the commit before it", seen=62)
@@ -546,3 +559,43 @@ def to_the_plans(monkeypatch) -> None:
         return made if made.target is None else made._replace(target=self._plan.route[stage, datum.micro_batch])
 
     changed(monkeypatch, rest.Arranged, "_way", way)
+
+
+# --- ends and goodbyes --------------------------------------------------------------------------------
+
+
+@mistake("steps are committed when the job has failed", seen=63)
+def committed_after_failure(monkeypatch) -> None:
+    step = Membership._step
+
+    def stepped(self, message, now, out) -> None:
+        ended, self.ended = self.ended, None
+        try:
+            step(self, message, now, out)
+        finally:
+            self.ended = self.ended or ended
+
+    monkeypatch.setattr(Membership, "_step", stepped)
+
+
+@mistake("whoever is gone without a goodbye once its leave holds is looked for among the members", seen=60)
+def departed_looked_for(monkeypatch) -> None:
+    monkeypatch.setattr(Membership, "_depart", lambda self, rank, out: self.members.pop(rank))
+
+
+@mistake("a death at a planned end is a loss", seen=269)
+def loss_at_the_end(monkeypatch) -> None:
+    lose = Membership._lose
+
+    def lost(self, *given) -> None:
+        with monkeypatch.context() as for_now:
+            for_now.setattr(Membership, "_through", property(lambda self: False))
+            lose(self, *given)
+
+    monkeypatch.setattr(Membership, "_lose", lost)
+
+
+@mistake("who is cut off waits for the planned end", seen=27)
+def waits_for_the_end(monkeypatch) -> None:
+    lose = Line.lose_coordinator
+    monkeypatch.setattr(Line, "lose_coordinator", lambda self: self.end is None and lose(self))

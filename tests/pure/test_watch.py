@@ -9,7 +9,7 @@ import pytest
 
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, Event, Output
-from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Generation, Heard, Leaving, Pulse, Report, Resume, Stepped, decode, encode
+from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Generation, Heard, Leaving, Pulse, Report, Resume, Stepped, Terminate, decode, encode
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, LATE_S, TICK_S, WAITS
 from tests.support.membership import agree, said, started, step
@@ -321,11 +321,14 @@ def test_half_of_the_seats_with_the_coordinator_go_on():
     assert generations(played)[-1] == [1, 2] and not ends(played)
 
 
-def test_three_of_four_dead_go_on_once_their_deaths_are_known():
-    """... of a job with one stage, and in whatever order the news arrive."""
+@pytest.mark.parametrize("asked_to_end", (False, True))
+def test_three_of_four_dead_go_on_once_their_deaths_are_known(asked_to_end):
+    """... of a job with one stage, in whatever order the news arrive, and also on the way to a planned end."""
     membership = started(replicas=4, stages=1)
     played = Played(membership)
     played.first_step()
+    if asked_to_end:
+        membership.receive(Terminate(0, "SIGTERM"), played.now)
     for rank in (1, 2, 3):
         played.outs.append(membership.connection_lost(WorkerId(rank), played.now))
     assert generations(played) == [[0, 2, 3], [0, 3]]

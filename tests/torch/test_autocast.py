@@ -1,0 +1,72 @@
+"""``with torch.autocast(...): engine.train_batch()``: torch keeps what it has cast until the context ends, and within it weights change, by a step and by one that is taken back."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.runtime.stage import Stage, StageModel
+from recycle_plugin.settings import Settings
+
+pytest.importorskip("deepspeed")
+
+from recycle_plugin.adapters.deepspeed.stepping import COUNTERS, Stepping  # noqa: E402
+
+WIDTH = 8
+
+
+class Worker:
+    """The only one of its stage and of the pipeline: a linear layer trained in steps of one micro-batch, which its gradients' sum is of."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.module = nn.Linear(WIDTH, WIDTH)
+        parameters, optimizer = list(self.module.parameters()), torch.optim.SGD(self.module.parameters(), lr=1.0)
+        engine = SimpleNamespace(
+            module=self.module, basic_optimizer=optimizer, optimizer=optimizer, lr_scheduler=None, masters=None, stage_id=0, num_stages=1,
+            grid=SimpleNamespace(data_parallel_size=1), mpu=SimpleNamespace(get_data_parallel_group=lambda: None), gradient_clipping=lambda: 0.0,
+            unflatten=torch._utils._unflatten_dense_tensors, allreduce_bucket=lambda gradients, group: torch._utils._flatten_dense_tensors(gradients),
+            **dict.fromkeys(COUNTERS, 0),
+        )  # fmt: skip
+        model = StageModel(self.module, nn.functional.mse_loss, 1, first=True, last=True, device=torch.device("cpu"))
+        self._stage = Stage(model, None, lambda micro_batch, step, half: nullcontext())
+        session = SimpleNamespace(rank=0)
+        self._stepping = Stepping(engine, self._stage, parameters, None, [], session, Settings(), None, optimizer.step)
+
+    def forward(self, step: int) -> float:
+        """The loss."""
+        key = step, MicroBatch(0, 0)
+        self._stage.load(key, (torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH), torch.ones(4, WIDTH)))
+        self._stage.forward(key)
+        return self._stage.losses[key].item()
+
+    def fresh(self) -> float:
+        """That loss, with the weights as they are now."""
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            return self.forward(-1)
+
+    def step(self, step: int) -> None:
+        """All of it that follows on the forward."""
+        self._stage.backward((step, MicroBatch(0, 0)))
+        self._stepping.reduce(step, None)
+        self._stepping.apply(step)
+
+    def undo(self, step: int) -> None:
+        self._stepping.undo(step)
+
+
+def test_forwards_see_the_weights_that_a_step_has_made_and_those_that_come_back():
+    worker = Worker()
+    first = worker.fresh()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert worker.forward(1) == first
+        worker.step(1)
+        second = worker.fresh()
+        assert worker.forward(2) == second < first
+        worker.undo(1)
+        assert worker.forward(1) == worker.fresh() == first
