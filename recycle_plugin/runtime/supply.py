@@ -9,6 +9,7 @@ from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.sources import Batches, Draw, Share, Standing, pack, share
 from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime.batches import described, packed, unpacked
+from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.transport import Tensors, Transport
 
@@ -27,6 +28,7 @@ class Supply:
         self._session, self._transport, self._seat, self._read = session, transport, seat, read
         self._batches: dict[int, dict[MicroBatch, Batch]] = {}
         self._read_so_far: dict[int, int] = {}  # how often the iterator was asked in a step
+        self._read_in_all = 0
         self._takers: set[str] = set()
         self._standing: Standing | None = None
         self._usual: Share | None = None  # of a step of which nobody has anything yet
@@ -71,6 +73,20 @@ class Supply:
         """(inputs, labels), in memory of their own: the model may change them."""
         return unpacked(self._batches[step][micro_batch].tensors)
 
+    def batches_read(self) -> int:
+        """Where the iterator stands: how many it has given."""
+        return self._read_in_all
+
+    def skip_to(self, read: int) -> None:
+        """The iterator stands where it stood when it had given ``read`` batches.  RecycleError where it is past that."""
+        if read < self._read_in_all:
+            raise RecycleError(f"the data iterator of seat {self._seat} has given {self._read_in_all} batches, and is to stand behind {read}: it can't be read again; "
+                               "pass one that begins anew")  # fmt: skip
+        while self._read_in_all < read:
+            with self._session.heart.at(ELSEWHERE, "the data iterator"):
+                self._read(f"batch {self._read_in_all}, which another worker has used")
+            self._read_in_all += 1
+
     def drop(self, step: int) -> None:
         """``step`` is committed."""
         for old in [old for old in self._batches if old <= step]:
@@ -93,6 +109,7 @@ class Supply:
             with self._session.heart.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data of {what}"):
                 batch = self._read(what)
             self._read_so_far = {step: count + 1}
+            self._read_in_all += 1
         self._batches.setdefault(step, {})[micro_batch] = Batch(draw, packed(batch, draw))
 
     def _here(self, step: int, micro_batch: MicroBatch) -> bool | None:

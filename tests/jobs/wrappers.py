@@ -22,7 +22,6 @@ from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.compose import Job
 from recycle_plugin.core.instruction import COMPUTE, Op
-from recycle_plugin.runtime.fingerprint import fingerprint
 from recycle_plugin.runtime.group import MemberGroup
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
@@ -462,7 +461,7 @@ def record_norms(folder: str) -> None:
 
 
 def record_states(folder: str) -> None:
-    """After each optimizer step its number and the hash of parameters and optimizer state go to folder/rank<r>.txt."""
+    """After each optimizer step its number and the hash of all that it changes go to folder/rank<r>.txt."""
     apply = Gradients.apply
     path = Path(folder) / f"rank{os.environ['RANK']}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -470,7 +469,7 @@ def record_states(folder: str) -> None:
     def changed(self: Gradients, step: int, optimizer, *others) -> None:
         apply(self, step, optimizer, *others)
         with path.open("a") as file:
-            file.write(f"{step} {fingerprint(self._parameters, optimizer)}\n")
+            file.write(f"{step} {self._engine._stepping.state.digest()}\n")
 
     Gradients.apply = changed
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recycle_plugin.runtime.undo.rules import of
-from tests.support.optimizers import Subject
+from tests.support.optimizers import Subject, stage_state
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed_adam = pytest.importorskip("deepspeed.ops.adam")
@@ -110,7 +110,7 @@ def test_the_engine_keeps_the_gradient_that_is_applied_the_clipped_one():
         **{f"{name}_enabled": lambda: False for name in ("fp16", "bfloat16", "amp")}, zero_optimization=lambda: False,
         quantizer=None, compression_scheduler=SimpleNamespace(step=lambda: None),  # 0.19.3 asks for these, and for amp
     )  # fmt: skip
-    record = undo_record("inverse", [parameter], optimizer, dict, lambda counters: None)
+    record = undo_record("inverse", stage_state([parameter], optimizer))
     parameter.grad = torch.full((3,), 100.0)
     DeepSpeedEngine._take_model_step(engine, None)
     torch.testing.assert_close(parameter.data, torch.full((3,), 0.9))

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterator
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -104,9 +104,10 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         fp16 = self._config.float16_config if settings.loss_scaling else None
         self._ties = Ties(self.module, specs, shared, self._job.session, self.masters)
         self._stepping = Stepping(
-            self, self._stage, self._parameters, blocks, self._ties.weights, self._job.session, settings, fp16, super()._exec_optimizer_step
-        )
-        self._touch = FirstTouch(self._stepping.changed, lambda: self._loop is None or self._loop.settled, self.settle)
+            self, self._stage, self._parameters, blocks, self._ties.weights, self._job.session, settings, fp16, self._places, self._supply,
+            super()._exec_optimizer_step,
+        )  # fmt: skip
+        self._touch = FirstTouch(self._changed, lambda: self._loop is None or self._loop.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(self.module, self.device.type, lambda: self.basic_optimizer.param_groups)
         self._loop: Loop | None = None
@@ -163,6 +164,11 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         if self._loop is not None:
             with self._touch.lifted(), self._surroundings.restored():
                 self._loop.settle()
+
+    def _changed(self) -> Iterator[torch.Tensor]:
+        """What a step changes, and buffers, which what is left of a step reads."""
+        yield from self._stepping.state.tensors().values()
+        yield from self.module.buffers()
 
     def finish(self) -> None:
         """Everybody's last step is committed and this worker may go."""
@@ -407,17 +413,18 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
 
     def _exec_step(self, instruction: Instruction) -> None:
         self._stepping.apply(instruction.step)
-        self._say_fingerprint(instruction.step)
+        every = self._job.settings.check_replicas
+        if every and instruction.step % every == 0:
+            self._say_fingerprint(instruction.step)
         self._job.session.send(self._stopwatch.pace(self.global_rank, instruction.step))
         self._loop.applied(instruction.step)
 
     def _say_fingerprint(self, step: int) -> None:
-        session, every = self._job.session, self._job.settings.check_replicas
-        if every and step % every == 0:
-            with session.heart.at(ELSEWHERE, "the hash of its state"):
-                copies = {weight.name: fingerprint([weight.parameter]) for weight in self._ties.weights}
-                weights = self.masters.weights if self.masters is not None else []
-                session.send(Fingerprint(session.rank, step, fingerprint([*weights, *self._parameters], self.basic_optimizer), copies))
+        """For the others to compare it with theirs."""
+        session = self._job.session
+        with session.heart.at(ELSEWHERE, "the hash of its state"):
+            copies = {weight.name: fingerprint(weight.parameter) for weight in self._ties.weights}
+            session.send(Fingerprint(session.rank, step, self._stepping.state.digest(), copies))
 
     def _contribute(self, step: int, name: str, values: dict[str, float], expected: int) -> None:
         session = self._job.session
