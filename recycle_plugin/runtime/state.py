@@ -35,6 +35,9 @@ class Elsewhere(Enum):
     TENSOR = "a tensor"
 
 
+ELSEWHERE = Elsewhere.TENSOR
+
+
 class Form(NamedTuple):
     """Of a tensor.  ``on_host``: in host memory, where its parameter may be on an accelerator."""
 
@@ -56,7 +59,7 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """``tensors()``: by name, as they are now, to be written in place.  ``make(name, form)``: one that is missing.  ``get()``: a copy of what goes by value, which can be
+    """``tensors()``: by name, which begins with the part's and a slash, as they are now, to be written in place.  ``make(name, form)``: one that is missing.  ``get()``: a copy of what goes by value, which can be
     pickled; ``set`` takes one over.
 
     ``follow``: makes the tensors anew from those of other parts, of which they are a copy.  ``own``: belongs to the worker and not to its stage, so that
@@ -133,16 +136,19 @@ class StageState:
     # --- tensors -----------------------------------------------------------------------------------
 
     def tensors(self, following: bool = True) -> dict[str, torch.Tensor]:
-        """All, by part and name; not ``following``: without those that are copies of others."""
-        return {f"{part.name}/{name}": tensor for part in self._parts.values() if following or part.follow is None for name, tensor in part.tensors().items()}
+        """All by name; not ``following``: without those that are copies of others."""
+        found: dict[str, torch.Tensor] = {}
+        for part in self._parts.values():
+            if following or part.follow is None:
+                found.update(part.tensors())
+        return found
 
     def make(self, name: str, form: Form) -> None:
         """Room for a tensor that is not there yet.  RecycleError where it does not belong here."""
-        part, _, inner = name.partition("/")
-        make = self._parts[part].make if part in self._parts else None
-        if make is None:
+        part = self._parts.get(name.partition("/")[0])
+        if part is None or part.make is None:
             raise RecycleError(f"{name} is no tensor of this worker's state: the other worker, or the checkpoint, is of another model, or cut into stages otherwise")
-        make(inner, form)
+        part.make(name, form)
 
     def rewritten(self) -> None:
         """To be called when tensors were written otherwise than by a step: copies follow, and whoever reads chunks reads all again."""
@@ -269,18 +275,20 @@ class OptimizerState:
 
     def kept(self) -> dict[tuple[str, str], torch.Tensor]:
         """The tensors of its state by the names of the parameter and of the tensor."""
-        return {(name, kind): value for name, state in self._states() for kind, value in state.items() if torch.is_tensor(value)}
+        return {(name, kind): value for name, state in self._states() for kind, value in state.items() if isinstance(value, torch.Tensor)}
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         state = self.optimizer.state
         return ((name, state[parameter]) for name, parameter in self.parameters().items() if parameter in state)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return self.beside() | {f"{name}/{kind}": value for (name, kind), value in self.kept().items()}
+        found = {f"optimizer/{name}": parameter for name, parameter in self.beside().items()}
+        found.update({f"optimizer/{name}/{kind}": value for name, state in self._states() for kind, value in state.items() if isinstance(value, torch.Tensor)})
+        return found
 
     def _get(self) -> dict[str, Any]:
         states = {
-            name: {kind: Elsewhere.TENSOR if torch.is_tensor(value) else copy.deepcopy(value) for kind, value in state.items()} for name, state in self._states()
+            name: {kind: ELSEWHERE if isinstance(value, torch.Tensor) else copy.deepcopy(value) for kind, value in state.items()} for name, state in self._states()
         }
         groups = [copy.deepcopy({name: value for name, value in group.items() if name != "params"}) for group in self.optimizer.param_groups]
         return {"state": states, "groups": groups}
@@ -293,19 +301,20 @@ class OptimizerState:
             else:
                 self.optimizer.state.pop(parameter, None)
         for group, saved in zip(self.optimizer.param_groups, value["groups"], strict=True):
-            _restore(group, {**saved, "params": Elsewhere.TENSOR})
+            _restore(group, {**saved, "params": ELSEWHERE})
 
     def _make(self, name: str, form: Form) -> None:
-        called, _, kind = name.rpartition("/")
+        called, _, kind = name.removeprefix("optimizer/").rpartition("/")
         parameter = self.parameters().get(called)
         if parameter is None:
-            raise RecycleError(f"optimizer/{name}: the optimizer has no parameter {called or name!r} here; the other worker is of another model, or cut into stages otherwise")
+            raise RecycleError(f"{name}: the optimizer has no parameter {called or name} here; the other worker is of another model, or cut into stages otherwise")
         like = parameter if parameter.shape == form.shape else torch.empty(form.shape, device=parameter.device)
         self.optimizer.state[parameter][kind] = torch.empty_like(like, dtype=form.dtype, device="cpu" if form.on_host else None, requires_grad=False)
 
 
 def of_parameters(name: str, parameters: Mapping[str, torch.nn.Parameter], follow: Callable[[], None] | None = None) -> Part:
-    return Part(name, lambda: parameters, follow=follow)
+    named = {f"{name}/{called}": parameter for called, parameter in parameters.items()}
+    return Part(name, lambda: named, follow=follow)
 
 
 # --- a tensor's bytes -----------------------------------------------------------------------------------
@@ -371,5 +380,5 @@ def _restore(present: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for name, value in saved.items():
         if torch.is_tensor(value) and torch.is_tensor(present.get(name)):
             present[name].copy_(value)  # others hold this very tensor: a scheduler, a captured graph
-        elif value is not Elsewhere.TENSOR:
+        elif value is not ELSEWHERE:
             present[name] = value
