@@ -160,7 +160,7 @@ class StageState:
     # --- for others --------------------------------------------------------------------------------
 
     def head(self) -> Head:
-        version, small, layout = self.version, self.small(), {name: _form(tensor) for name, tensor in self.tensors().items()}
+        version, small, layout = self.version, self.small(), {name: form_of(tensor) for name, tensor in self.tensors().items()}
         return Head(version, small, layout, self._chunk_bytes, _head_digest(version.step, small, layout))
 
     def chunks(self, spans: Iterable[Span] | None = None) -> Iterator[Chunk]:
@@ -211,7 +211,7 @@ class Filling:
         state.put(copy.deepcopy(dict(head.small)))
         for name in sorted(head.layout.keys() - state.tensors().keys()):
             state.make(name, head.layout[name])
-        _check_alike({name: _form(tensor) for name, tensor in state.tensors().items()}, head.layout)
+        _check_alike({name: form_of(tensor) for name, tensor in state.tensors().items()}, head.layout)
         self._head, self._spans = head, frozenset(head.spans())
 
     @torch.no_grad()
@@ -337,7 +337,7 @@ def write(tensor: torch.Tensor, offset: int, data: bytes) -> None:
         tensor.copy_(whole)
 
 
-def _form(tensor: torch.Tensor) -> Form:
+def form_of(tensor: torch.Tensor) -> Form:
     return Form(tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu")
 
 

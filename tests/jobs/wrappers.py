@@ -233,6 +233,18 @@ def flip_bit(seat: str, step: int) -> None:
     RecycleEngine.execute = changed
 
 
+def flip_loaded(seat: str) -> None:
+    """The lowest bit of one of the worker's parameters turns round while it loads a checkpoint."""
+    load = RecycleEngine._load_beside
+
+    def changed(self: RecycleEngine, path: Path, with_optimizer: bool) -> None:
+        load(self, path, with_optimizer)
+        if str(self.seat) == seat:
+            self._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
+
+    RecycleEngine._load_beside = changed
+
+
 # --- what scripts do with weights between steps -------------------------------------------------------
 
 

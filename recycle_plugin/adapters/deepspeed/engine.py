@@ -217,6 +217,8 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
             self.say_whole_state()
         session.send(Ready(member, machine.stepped, self._job_record(run_dir, costs, policy)))
         loop.start()
+        if self._restored:
+            self._say_fingerprint(machine.stepped)
         self._loop = loop
         self._start_between_steps(run_dir)
         session.between_steps = self._between_steps
