@@ -28,7 +28,7 @@ class BetweenSteps(WholeState):
 
     _background: Background | None = None
     _saved_to: str | None = None
-    _restored = False  # from a checkpoint
+    _from_checkpoint = False  # from a checkpoint, before training
 
     def _start_between_steps(self, run_dir: str) -> None:
         """Training starts."""
@@ -162,26 +162,31 @@ class BetweenSteps(WholeState):
             self._world.reach_point("load.start")
         with self._job.session.heart.at(ELSEWHERE, "a checkpoint"), without_optimizer(self), self._ties.loading():
             found = super().load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+        with_optimizer = load_optimizer_states and not load_module_only
         if found[0] is not None:
-            with_optimizer = load_optimizer_states and not load_module_only
-            self._ties.load(Path(found[0]).parent, partial(self.checkpoint_engine.load, map_location=self.device))
-            self._load_beside(path, with_optimizer)
-            if self.masters is not None:
-                with self._job.session.heart.at(ELSEWHERE, "a checkpoint"):
-                    self.load_masters(path if with_optimizer else None)
-            self._stepping.state.rewritten()
+            with self._job.session.heart.at(ELSEWHERE, "a checkpoint"):
+                self._load_rest(Path(found[0]).parent, with_optimizer)
         self._places.change(self.global_steps + 1, self.micro_batches)
         if self._loop is not None and found[0] is not None:
             self._world.reach_point("load.end")
             self._transport.rewind(self.global_steps)
             if self._supply is not None:
                 self._supply.rewind()
-            self._say_fingerprint(self.global_steps)
+            if with_optimizer or self._job.settings.undo != "inverse":  # whose roundings stay where not all is loaded
+                self._say_fingerprint(self.global_steps)
             self._loop.loaded(self.global_steps)
             if self._background is not None:
                 self._background.loaded(self.global_steps)
-        self._restored = self._restored or found[0] is not None
+        self._from_checkpoint |= found[0] is not None
         return found
+
+    def _load_rest(self, path: Path, with_optimizer: bool) -> None:
+        """What stock code leaves to the plugin."""
+        self._ties.load(path, partial(self.checkpoint_engine.load, map_location=self.device))
+        self._load_beside(path, with_optimizer)
+        if self.masters is not None:
+            self.load_masters(path if with_optimizer else None)
+        self._stepping.state.rewritten()
 
     def _load_beside(self, path: Path, with_optimizer: bool) -> None:
         """What stock's files have no place for."""

@@ -217,7 +217,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
             self.say_whole_state()
         session.send(Ready(member, machine.stepped, self._job_record(run_dir, costs, policy)))
         loop.start()
-        if self._restored:
+        if self._from_checkpoint:
             self._say_fingerprint(machine.stepped)
         self._loop = loop
         self._start_between_steps(run_dir)
