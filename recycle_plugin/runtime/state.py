@@ -24,7 +24,7 @@ from recycle_plugin.runtime.errors import RecycleError
 
 CHUNK_BYTES = 1 << 20
 LARGEST_NUMBER = 16  # bytes: complex128
-PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype)
+PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, Enum)
 
 Span = tuple[str, int]  # a tensor's name, and how many bytes of it come before
 
@@ -59,8 +59,8 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """``tensors()``: by name, which begins with the part's and a slash, as they are now, to be written in place.  ``make(name, form)``: one that is missing.  ``get()``: a copy of what goes by value, which can be
-    pickled; ``set`` takes one over.
+    """``tensors()``: by name, which begins with the part's and a slash, as they are now, to be written in place; ``make(name, form)``: room for one that is
+    missing.  ``get()``: a copy of what goes by value, which can be pickled; ``set`` takes one over.
 
     ``follow``: makes the tensors anew from those of other parts, of which they are a copy.  ``own``: belongs to the worker and not to its stage, so that
     replicas differ in it; and what a step has changed of it stays changed where the step is taken back.
@@ -211,8 +211,8 @@ class Filling:
         state.put(copy.deepcopy(dict(head.small)))
         for name in sorted(head.layout.keys() - state.tensors().keys()):
             state.make(name, head.layout[name])
-        _check_alike({name: form_of(tensor) for name, tensor in state.tensors().items()}, head.layout)
-        self._head, self._spans = head, frozenset(head.spans())
+        self._tensors, self._head, self._spans = state.tensors(), head, frozenset(head.spans())
+        _check_alike({name: form_of(tensor) for name, tensor in self._tensors.items()}, head.layout)
 
     @torch.no_grad()
     def add(self, chunk: Chunk) -> None:
@@ -224,7 +224,7 @@ class Filling:
         expected = min(self._head.chunk_bytes, self._head.layout[chunk.name].nbytes - chunk.offset)
         if len(chunk.data) != expected:
             raise RecycleError(f"{chunk} has {len(chunk.data)} bytes instead of {expected}: it was cut off; read it again")
-        write(self._state.tensors()[chunk.name], chunk.offset, chunk.data)
+        write(self._tensors[chunk.name], chunk.offset, chunk.data)
         self._read[chunk.name, chunk.offset] = chunk.version
 
     def stale(self) -> list[Span]:
@@ -322,10 +322,10 @@ def of_parameters(name: str, parameters: Mapping[str, torch.nn.Parameter], follo
 
 def raw(tensor: torch.Tensor, offset: int = 0, length: int | None = None) -> Any:
     """At most ``length`` bytes of it from ``offset`` on, in the order of its elements, as an array of numpy's; where it lies so in host memory, that memory itself."""
-    flat = tensor.detach().reshape(-1)
-    size = flat.element_size()
-    end = flat.numel() if length is None else (offset + length) // size
-    return flat[offset // size : end].cpu().contiguous().view(torch.uint8).numpy()
+    flat, size = tensor.detach().reshape(-1), tensor.element_size()
+    if length is not None and length < flat.nbytes:
+        flat = flat[offset // size : (offset + length) // size]
+    return flat.cpu().view(torch.uint8).numpy()
 
 
 def write(tensor: torch.Tensor, offset: int, data: bytes) -> None:
@@ -346,9 +346,7 @@ def _written(form: Form) -> str:
 
 
 def _head_digest(step: int, small: Mapping[str, Any], layout: Mapping[str, Form]) -> str:
-    found = hashlib.sha256()
-    _add(found, [step, small, {name: (form.dtype, form.shape) for name, form in layout.items()}])
-    return found.hexdigest()
+    return hashlib.sha256(_text([step, small, {name: _written(form) for name, form in layout.items()}]).encode()).hexdigest()
 
 
 def _digest(name: str, offset: int, step: int, data: Any) -> str:
@@ -357,21 +355,17 @@ def _digest(name: str, offset: int, step: int, data: Any) -> str:
     return found.hexdigest()
 
 
-def _add(found: hashlib._Hash, value: Any) -> None:
-    """The same for equal values, in whatever order dictionaries were filled.  Of what has no form that is the same in all processes counts the class alone."""
-    if torch.is_tensor(value):
-        found.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        found.update(raw(value))
-    elif isinstance(value, Mapping):
-        _add(found, [(key, value[key]) for key in sorted(value, key=repr)])
-    elif isinstance(value, (list, tuple)):
-        found.update(f"{len(value)}(".encode())
-        for each in value:
-            _add(found, each)
-    elif isinstance(value, (*PLAIN, Enum)):
-        found.update(f"{value!r},".encode())
-    else:
-        found.update(f"{type(value).__qualname__},".encode())
+def _text(value: Any) -> str:
+    """The same for equal values, in whatever order dictionaries were filled.  Of what is not written alike in all processes counts the class alone."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(sorted(f"{_text(key)}:{_text(each)}" for key, each in value.items())) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_text, value)) + "]"
+    if isinstance(value, torch.Tensor):
+        return _written(form_of(value)) + hashlib.sha256(raw(value)).hexdigest()
+    return type(value).__qualname__
 
 
 def _restore(present: dict[str, Any], saved: Mapping[str, Any]) -> None:

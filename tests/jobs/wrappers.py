@@ -481,7 +481,7 @@ def record_states(folder: str) -> None:
     def changed(self: Gradients, step: int, optimizer, *others) -> None:
         apply(self, step, optimizer, *others)
         with path.open("a") as file:
-            file.write(f"{step} {self._engine._stepping.state.digest()}\n")
+            file.write(f"{step} {self._engine._stage_state.digest()}\n")
 
     Gradients.apply = changed
 

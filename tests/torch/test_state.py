@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections import OrderedDict
 from dataclasses import replace
 from types import SimpleNamespace
@@ -104,9 +105,10 @@ class Standing:
 
 
 def fill(target: StageState, source: StageState) -> None:
-    filling = Filling(target, source.head())
+    """As between two processes."""
+    filling = Filling(target, pickle.loads(pickle.dumps(source.head())))
     for chunk in source.chunks():
-        filling.add(chunk)
+        filling.add(pickle.loads(pickle.dumps(chunk)))
     filling.finish()
 
 

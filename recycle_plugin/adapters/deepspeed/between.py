@@ -129,7 +129,7 @@ class BetweenSteps(WholeState):
 
     def _write_state(self, files: Durable | Copied, folder: Path, tag: str, client_state: dict = {}, exclude_frozen_parameters: bool = False) -> None:
         """This worker's share of a checkpoint of the state as it is now, through ``files``."""
-        generation, whole = self._job.session.generation, self._stepping.state
+        generation, whole = self._job.session.generation, self._stage_state
         inventory = Inventory(files, self._ties.place, list(whole.optimizer.parameters()), self._ties.saved() | self._own_files())
         with stand_in(self, self.seat, generation, inventory), without_optimizer(self):
             super().save_checkpoint(str(folder), tag, client_state, False, exclude_frozen_parameters)
@@ -142,7 +142,7 @@ class BetweenSteps(WholeState):
 
     def _own_files(self) -> set[str]:
         """Tensors of the state that files of the plugin's own have (bf16.py)."""
-        return set() if self.masters is None else {name for name in self._stepping.state.tensors() if name.startswith(("masters/", "optimizer/"))}
+        return set() if self.masters is None else {name for name in self._stage_state.tensors() if name.startswith(("masters/", "optimizer/"))}
 
     def load_checkpoint(
         self, load_dir: str, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
@@ -186,13 +186,13 @@ class BetweenSteps(WholeState):
         self._load_beside(path, with_optimizer)
         if self.masters is not None:
             self.load_masters(path if with_optimizer else None)
-        self._stepping.state.rewritten()
+        self._stage_state.rewritten()
 
     def _load_beside(self, path: Path, with_optimizer: bool) -> None:
         """What stock's files have no place for."""
         file, session = beside(path, self.stage_id), self._job.session
         saved = self.checkpoint_engine.load(str(file), map_location="cpu") if file.is_file() else {"small": {}, "tensors": {}}
-        take(self._stepping.state, saved, with_optimizer)
+        take(self._stage_state, saved, with_optimizer)
         if self._job.settings.loss_scaling and with_optimizer and "loss_scale" not in saved["small"] and self._is_first():
             session.note("warning", f"{path} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at {self._stage.loss_scale:g}")
 

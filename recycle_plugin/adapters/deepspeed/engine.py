@@ -29,6 +29,8 @@ from recycle_plugin.adapters.deepspeed.data import DatasetSource
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
 from recycle_plugin.adapters.deepspeed.model import AsStarted, keyed_forward, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive, Reporting
+from recycle_plugin.adapters.deepspeed.scaling import LossScale
+from recycle_plugin.adapters.deepspeed.state import stage_state
 from recycle_plugin.adapters.deepspeed.stepping import Stepping
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.blocks import Blocks
@@ -101,10 +103,11 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         self._kept = Kept(settings.keep_bytes)
         ends = self.is_first_stage() or self.is_last_stage()
         self._supply = Supply(self._job.session, self._transport, self.seat, self._read_iterator) if ends else None
-        fp16 = self._config.float16_config if settings.loss_scaling else None
+        scale = LossScale(self._config.float16_config if settings.loss_scaling else None)
+        self._stage_state = stage_state(self, self._stage, scale, self._places, self._supply)
         self._ties = Ties(self.module, specs, shared, self._job.session, self.masters)
         self._stepping = Stepping(
-            self, self._stage, self._parameters, blocks, self._ties.weights, self._job.session, settings, fp16, self._places, self._supply,
+            self, self._stage, self._parameters, blocks, self._ties.weights, self._job.session, settings, scale, self._stage_state,
             super()._exec_optimizer_step,
         )  # fmt: skip
         self._touch = FirstTouch(self._changed, lambda: self._loop is None or self._loop.settled, self.settle)
@@ -167,7 +170,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
 
     def _changed(self) -> Iterator[torch.Tensor]:
         """What a step changes, and buffers, which what is left of a step reads."""
-        yield from self._stepping.state.tensors().values()
+        yield from self._stage_state.tensors().values()
         yield from self.module.buffers()
 
     def finish(self) -> None:
@@ -426,7 +429,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         session = self._job.session
         with session.heart.at(ELSEWHERE, "the hash of its state"):
             copies = {weight.name: fingerprint(weight.parameter) for weight in self._ties.weights}
-            session.send(Fingerprint(session.rank, step, self._stepping.state.digest(), copies))
+            session.send(Fingerprint(session.rank, step, self._stage_state.digest(), copies))
 
     def _contribute(self, step: int, name: str, values: dict[str, float], expected: int) -> None:
         session = self._job.session

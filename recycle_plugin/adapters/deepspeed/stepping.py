@@ -15,17 +15,14 @@ import torch
 from recycle_plugin.adapters.deepspeed.clipping import Clipping, Skipped
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.adapters.deepspeed.scaling import LossScale
-from recycle_plugin.adapters.deepspeed.state import stage_state
 from recycle_plugin.core.contributions import NORM
 from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.places import Places
 from recycle_plugin.core.protocol import Contribution
 from recycle_plugin.core.verdict import SHARE
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.stage import Stage
 from recycle_plugin.runtime.state import StageState
-from recycle_plugin.runtime.supply import Supply
 from recycle_plugin.runtime.tied import TiedWeight
 from recycle_plugin.runtime.undo import KINDS, Undo
 from recycle_plugin.settings import Settings
@@ -34,12 +31,11 @@ Parameters = list[torch.nn.Parameter]
 
 
 class Stepping:
-    """Of ``engine``, DeepSpeed's.  ``apply_stock``: DeepSpeed's own step; ``fp16``: its section, where losses are to be scaled; ``places``, ``supply``: where the
-    worker stands in its data.  ``state``: all that a step changes."""
+    """Of ``engine``, DeepSpeed's.  ``state``: all that a step changes; ``apply_stock``: DeepSpeed's own step."""
 
     def __init__(
         self, engine: Any, stage: Stage, parameters: Parameters, blocks: BlockSums | None, tied: list[TiedWeight], session: Session,
-        settings: Settings, fp16: Any, places: Places, supply: Supply | None, apply_stock: Callable[[], None],
+        settings: Settings, scale: LossScale, state: StageState, apply_stock: Callable[[], None],
     ) -> None:  # fmt: skip
         self._engine, self._stage, self._parameters, self._session = engine, stage, parameters, session
         self._validates, self._apply_stock = settings.clip == "validate", apply_stock
@@ -47,11 +43,9 @@ class Stepping:
         self._gradients = Gradients(engine, parameters, blocks, tied)
         elsewhere = {weight.parameter for weight in tied if weight.stages[0] != engine.stage_id}
         self._clipping = Clipping(parameters, engine.stage_id, engine.grid.data_parallel_size, settings.norm, engine.gradient_clipping(), elsewhere)
-        self._scale = LossScale(fp16)
-        self.state = stage_state(engine, stage, self._scale, places, supply)
-        self._undo = undo_record(settings.undo, self.state)
+        self._scale, self._undo = scale, undo_record(settings.undo, state)
         self._applying = 0  # the step that the optimizer is at
-        stage.loss_scale = self._scale.value
+        stage.loss_scale = scale.value
 
     # --- forwards ----------------------------------------------------------------------------------
 
