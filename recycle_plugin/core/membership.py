@@ -279,11 +279,9 @@ class Membership:
     def _step(self, stepped: Stepped, now: float, out: Output) -> None:
         if stepped.rank not in self.members or self._halted or self.ended and self.ended.failed:
             return
-        committed = self._steps.apply(stepped, self.members)
-        for step in committed:
+        for step in self._steps.apply(stepped, self.members):
             self._commit(step, now, out)
-        if committed:
-            self._compare_replicas(now, out)  # all have said what they have of it, and of a checkpoint that they have begun with
+        self._compare_replicas(now, out)
         self._rebalance(now, out)
 
     def _commit(self, step: int, now: float, out: Output) -> None:

@@ -43,9 +43,10 @@ class Fingerprints:
         self._said.setdefault(message.step, {})[message.rank] = message
 
     def committed(self, step: int, members: Iterable[Member]) -> Iterator[Mismatch]:
-        """``step`` is, so everybody who is alive has said what it has of it and before."""
+        """``step`` is: what everybody who is alive has said of it, or of an earlier one, is compared.  Of a checkpoint that training begins with not all may have yet."""
         members = sorted(members, key=lambda member: member.seat)
-        for checked in sorted(checked for checked in self._said if checked <= step):
+        ranks = {member.rank for member in members}
+        for checked in sorted(checked for checked, said in self._said.items() if checked <= step and ranks <= said.keys()):
             said = self._said.pop(checked)
             by_seat = {member.seat: said[member.rank] for member in members if member.rank in said}
             for mismatch in self._of_step(checked, by_seat):

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from recycle_plugin.adapters.deepspeed.checkpoint import Inventory, take  # noqa: E402
+from recycle_plugin.adapters.deepspeed.checkpoint import Inventory, take_beside  # noqa: E402
 from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
 from recycle_plugin.runtime.state import Part  # noqa: E402
 from tests.support.optimizers import same  # noqa: E402
@@ -66,7 +66,7 @@ def test_what_is_left_is_read_again(with_optimizer, tmp_path):
     assert set(found["tensors"]) == {"weights/2.bias", f"optimizer/{first}/exp_avg"}
     torch.save(found, tmp_path / "file")
     before = target.found()
-    take(target.state, torch.load(tmp_path / "file", weights_only=False), with_optimizer)
+    take_beside(target.state, torch.load(tmp_path / "file", weights_only=False), with_optimizer)
     after = target.found()
     assert same(after["weights"]["2.bias"], source.found()["weights"]["2.bias"]) and same(after["weights"]["0.weight"], before["weights"]["0.weight"])
     assert after["loss_scale"] == (source if with_optimizer else Worker(seed=1)).found()["loss_scale"]
@@ -76,4 +76,4 @@ def test_what_is_left_is_read_again(with_optimizer, tmp_path):
 
 def test_of_another_model_it_is_refused():
     with pytest.raises(RecycleError, match="weights/9.bias is no tensor of this worker's state: the other worker, or the checkpoint, is of another model"):
-        take(Worker().state, {"small": {}, "tensors": {"weights/9.bias": torch.ones(3)}}, True)
+        take_beside(Worker().state, {"small": {}, "tensors": {"weights/9.bias": torch.ones(3)}}, True)

@@ -11,7 +11,7 @@ import torch
 
 from recycle_plugin.adapters.deepspeed.bf16 import WholeState
 from recycle_plugin.adapters.deepspeed.checkpoint import (
-    Copied, Durable, Inventory, beside, check_loadable, chosen, is_writer, parts_of, stand_in, take, without_optimizer,
+    Copied, Durable, Inventory, check_loadable, chosen, file_beside, is_writer, parts_of, stand_in, take_beside, without_optimizer,
 )  # fmt: skip
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.protocol import Met
@@ -134,7 +134,7 @@ class BetweenSteps(WholeState):
         with stand_in(self, self.seat, generation, inventory), without_optimizer(self):
             super().save_checkpoint(str(folder), tag, client_state, False, exclude_frozen_parameters)
         if is_writer(self.seat, generation) and (left := inventory.left(whole)):
-            files.save(left, str(beside(folder / tag, self.stage_id)))
+            files.save(left, str(file_beside(folder / tag, self.stage_id)))
         if self.masters is not None:
             state, parts = self.state_files(), self.topology_.replicas
             for number in parts_of(self.seat, generation, parts):
@@ -190,9 +190,9 @@ class BetweenSteps(WholeState):
 
     def _load_beside(self, path: Path, with_optimizer: bool) -> None:
         """What stock's files have no place for."""
-        file, session = beside(path, self.stage_id), self._job.session
+        file, session = file_beside(path, self.stage_id), self._job.session
         saved = self.checkpoint_engine.load(str(file), map_location="cpu") if file.is_file() else {"small": {}, "tensors": {}}
-        take(self._stage_state, saved, with_optimizer)
+        take_beside(self._stage_state, saved, with_optimizer)
         if self._job.settings.loss_scaling and with_optimizer and "loss_scale" not in saved["small"] and self._is_first():
             session.note("warning", f"{path} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at {self._stage.loss_scale:g}")
 

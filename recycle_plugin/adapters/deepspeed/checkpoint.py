@@ -87,13 +87,13 @@ class Inventory:
         return getattr(self._files, name)
 
 
-def beside(folder: Path, stage: int) -> Path:
+def file_beside(folder: Path, stage: int) -> Path:
     """The file of what is left."""
     return folder / f"recycle_stage_{stage:02d}.pt"
 
 
 @torch.no_grad()
-def take(state: StageState, saved: Mapping[str, Any], optimizer: bool) -> None:
+def take_beside(state: StageState, saved: Mapping[str, Any], optimizer: bool) -> None:
     """``saved``: what was left; without ``optimizer``, only the weights of it."""
     if optimizer:
         state.put(saved["small"])

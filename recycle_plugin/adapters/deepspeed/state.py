@@ -29,9 +29,9 @@ def stage_state(engine: Any, stage: Stage, scale: LossScale, places: Places, sup
         Part("places", get=places.changes, set=places.take),
     ]
     if masters is not None:
-        steps = {name: masters.of(parameter) for name, parameter in trained.items()}
-        parts.append(of_parameters("masters", steps))
-        called |= {master: name for name, master in steps.items()}
+        stepped = {name: masters.of(parameter) for name, parameter in trained.items()}
+        parts.append(of_parameters("masters", stepped))
+        called |= {master: name for name, master in stepped.items()}
     if supply is not None:
         parts.append(Part("iterator", get=supply.batches_read, set=supply.skip_to, own=True))
     return StageState(lambda: engine.global_steps, OptimizerState(engine.basic_optimizer, called), parts)
