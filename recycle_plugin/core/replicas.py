@@ -43,7 +43,7 @@ class Fingerprints:
         self._said.setdefault(message.step, {})[message.rank] = message
 
     def committed(self, step: int, members: Iterable[Member]) -> Iterator[Mismatch]:
-        """``step`` is: what everybody who is alive has said of it, or of an earlier one, is compared.  Of a checkpoint that training begins with not all may have yet."""
+        """``step`` is: what everybody who is alive has said, of it or before, is compared.  Of a checkpoint that training begins with not all may have yet."""
         members = sorted(members, key=lambda member: member.seat)
         ranks = {member.rank for member in members}
         for checked in sorted(checked for checked, said in self._said.items() if checked <= step and ranks <= said.keys()):

@@ -51,8 +51,10 @@ class Form(NamedTuple):
 
 
 class Version(NamedTuple):
-    """``step`` is applied.  ``rewritten``: how often the worker's state was written otherwise than by a step by then: where a step was taken back, its number comes again."""
+    """Of the state at ``worker``, where ``step`` is applied.  ``rewritten``: how often it was written there otherwise than by a step: where one was taken back, its
+    number comes again."""
 
+    worker: str
     step: int
     rewritten: int
 
@@ -77,7 +79,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Head:
-    """What is said of a state before its chunks, which are of ``chunk_bytes``, a tensor's last one of less.  ``digest``: of all of this but ``version.rewritten``."""
+    """What is said of a state before its chunks, which are of ``chunk_bytes``, a tensor's last one of less.
+
+    ``digest``: SHA-256 of the step, ``small`` and ``layout``; alike on all workers of a stage.
+    """
 
     version: Version
     small: Mapping[str, Any]
@@ -105,18 +110,19 @@ class Chunk:
 
 
 class StageState:
-    """``applied()``: the last step that is.  ``optimizer``, and all other ``parts``, in the order in which they are to be set."""
+    """Of ``worker``, by whatever name others know it.  ``applied()``: the last step that is; ``optimizer``, and all other ``parts``, in the order in which they are
+    to be set."""
 
-    def __init__(self, applied: Callable[[], int], optimizer: OptimizerState, parts: Iterable[Part], chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, worker: str, applied: Callable[[], int], optimizer: OptimizerState, parts: Iterable[Part], chunk_bytes: int = CHUNK_BYTES) -> None:
         if chunk_bytes % LARGEST_NUMBER:
             raise ValueError(f"chunk_bytes is {chunk_bytes}, which cuts numbers in two: give a multiple of {LARGEST_NUMBER}")
-        self._applied, self.optimizer, self._chunk_bytes = applied, optimizer, chunk_bytes
-        self._rewritten = 0
+        self._worker, self._applied, self._rewritten = worker, applied, 0
+        self.optimizer, self._chunk_bytes = optimizer, chunk_bytes
         self._parts = {part.name: part for part in (optimizer.part, *parts)}
 
     @property
     def version(self) -> Version:
-        return Version(self._applied(), self._rewritten)
+        return Version(self._worker, self._applied(), self._rewritten)
 
     # --- by value ----------------------------------------------------------------------------------
 
@@ -147,7 +153,7 @@ class StageState:
         """Room for a tensor that is not there yet.  RecycleError where it does not belong here."""
         part = self._parts.get(name.partition("/")[0])
         if part is None or part.make is None:
-            raise RecycleError(f"{name} is no tensor of this worker's state: the other worker, or the checkpoint, is of another model, or cut into stages otherwise")
+            raise RecycleError(f"{name} is no tensor of this worker's state: the other worker, or the checkpoint, is of another model, or has other layers")
         part.make(name, form)
 
     def rewritten(self) -> None:
@@ -191,20 +197,25 @@ class StageState:
 
 
 class Filling:
-    """``state`` becomes what another worker's is, whose ``head`` this is, by chunks in any order, as often as they come.
+    """``state`` becomes what another worker's is, whose ``head`` this is, by chunks in any order, as often as they come; also from several workers of that stage.
 
     The head makes room for them.  From then on, and after an error, the state is a mixture, until :meth:`finish`.
     """
 
     def __init__(self, state: StageState, head: Head) -> None:
         self._state, self._read = state, {}
+        self._heads: dict[str, Head] = {}  # of the same step, by worker
         self.follow(head)
 
     def follow(self, head: Head) -> None:
-        """The other worker has gone on, and this is its state's head now."""
-        state = self._state
-        if head.digest != _head_digest(head.version.step, head.small, head.layout):
-            raise RecycleError(f"the head of the stage's state at step {head.version.step} does not have the hash that it was sent with: ask for it again")
+        """The other worker has gone on, and this is its state's head now; or that of another one with the same state."""
+        state, step, worker = self._state, head.version.step, head.version.worker
+        if head.digest != _head_digest(step, head.small, head.layout):
+            raise RecycleError(f"the head of the stage's state at step {step} does not have the hash that it was sent with: ask for it again")
+        self._heads = {other: known for other, known in self._heads.items() if known.version.step == step and other != worker}
+        unlike = next((other for other, known in self._heads.items() if known.digest != head.digest), None)
+        if unlike is not None:
+            raise RecycleError(f"workers {unlike} and {worker} have different states of their stage at step {step}; recycle.check_replicas finds who is wrong")
         missing = state.small().keys() - head.small.keys()
         if missing:
             raise RecycleError(f"{min(missing)} is missing in the other worker's state, so it is of another job: workers of a job have the same settings")
@@ -213,6 +224,7 @@ class Filling:
             state.make(name, head.layout[name])
         self._tensors, self._head, self._spans = state.tensors(), head, frozenset(head.spans())
         _check_alike({name: form_of(tensor) for name, tensor in self._tensors.items()}, head.layout)
+        self._heads[worker] = head
 
     @torch.no_grad()
     def add(self, chunk: Chunk) -> None:
@@ -229,7 +241,8 @@ class Filling:
 
     def stale(self) -> list[Span]:
         """What has to be read, or read again, for all to be of the head's step."""
-        return [span for span in self._head.spans() if self._read.get(span) != self._head.version]
+        versions = {head.version for head in self._heads.values()}
+        return [span for span in self._head.spans() if self._read.get(span) not in versions]
 
     def finish(self) -> None:
         """All has come.  RecycleError where it has not."""
@@ -237,8 +250,8 @@ class Filling:
         if stale:
             (name, offset), read = stale[0], self._read.get(stale[0])
             what = "is missing" if read is None else f"is of step {read.step} before the state was last changed"
-            raise RecycleError(f"chunk {name} at byte {offset} {what}, and {len(stale)} chunks have to be read for the state to be of step {self._head.version.step}: "
-                               "read what stale() names")  # fmt: skip
+            raise RecycleError(f"chunk {name} at byte {offset} {what}, and {len(stale)} chunks have to be read for the state to be of step "
+                               f"{self._head.version.step}: read what stale() names")  # fmt: skip
         self._state.put(copy.deepcopy(dict(self._head.small)))
         self._state.rewritten()
 
@@ -248,7 +261,7 @@ def _check_alike(here: Mapping[str, Form], there: Mapping[str, Form]) -> None:
         mine, theirs = here[name], there.get(name)
         if theirs is None or (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
             what = f"{_written(theirs)} there" if theirs is not None else "not there"
-            raise RecycleError(f"{name} of the stage's state is {_written(mine)} here and {what}: the other worker is of another model, or cut into stages otherwise")
+            raise RecycleError(f"{name} of the stage's state is {_written(mine)} here and {what}: the other worker is of another model, or has other layers")
 
 
 class OptimizerState:
@@ -307,7 +320,7 @@ class OptimizerState:
         called, _, kind = name.removeprefix("optimizer/").rpartition("/")
         parameter = self.parameters().get(called)
         if parameter is None:
-            raise RecycleError(f"{name}: the optimizer has no parameter {called or name} here; the other worker is of another model, or cut into stages otherwise")
+            raise RecycleError(f"{name}: the optimizer has no parameter {called or name} here; the other worker, or the checkpoint, is of another model")
         like = parameter if parameter.shape == form.shape else torch.empty(form.shape, device=parameter.device)
         self.optimizer.state[parameter][kind] = torch.empty_like(like, dtype=form.dtype, device="cpu" if form.on_host else None, requires_grad=False)
 
@@ -321,7 +334,7 @@ def of_parameters(name: str, parameters: Mapping[str, torch.nn.Parameter], follo
 
 
 def raw(tensor: torch.Tensor, offset: int = 0, length: int | None = None) -> Any:
-    """At most ``length`` bytes of it from ``offset`` on, in the order of its elements, as an array of numpy's; where it lies so in host memory, that memory itself."""
+    """At most ``length`` bytes of it from ``offset`` on, in the order of its elements, as numpy's array; of a tensor that lies so in host memory, no copy."""
     flat, size = tensor.detach().reshape(-1), tensor.element_size()
     if length is not None and length < flat.nbytes:
         flat = flat[offset // size : (offset + length) // size]

@@ -80,8 +80,8 @@ class Supply:
     def skip_to(self, read: int) -> None:
         """The iterator stands where it stood when it had given ``read`` batches.  RecycleError where it is past that."""
         if read < self._read_in_all:
-            raise RecycleError(f"the data iterator of seat {self._seat} has given {self._read_in_all} batches, and is to stand behind {read}: it can't be read again; "
-                               "pass one that begins anew")  # fmt: skip
+            raise RecycleError(f"the data iterator of seat {self._seat} has given {self._read_in_all} batches, and is to stand behind {read}: it can't be read "
+                               "again; pass one that begins anew")  # fmt: skip
         while self._read_in_all < read:
             with self._session.heart.at(ELSEWHERE, "the data iterator"):
                 self._read(f"batch {self._read_in_all}, which another worker has used")

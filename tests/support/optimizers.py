@@ -72,7 +72,7 @@ def stage_state(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Opt
     """Of a model that is a list of parameters."""
     called = {str(place): parameter for place, parameter in enumerate(parameters)}
     weights = of_parameters("weights", called)
-    return StageState(step, OptimizerState(optimizer, {parameter: name for name, parameter in called.items()}), [weights, *others])
+    return StageState("0.0", step, OptimizerState(optimizer, {parameter: name for name, parameter in called.items()}), [weights, *others])
 
 
 class Subject:

@@ -65,7 +65,7 @@ class Subject:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         masters = {names[weight]: self.masters.of(weight) for weight in self.masters.weights}
         weights = of_parameters("weights", {name: weight for weight, name in names.items()}, self.masters.round_off)
-        return StageState(lambda: 0, OptimizerState(self.inner, {master: name for name, master in masters.items()}), [weights, of_parameters("masters", masters)])
+        return StageState("0.3", lambda: 0, OptimizerState(self.inner, {master: name for name, master in masters.items()}), [weights, of_parameters("masters", masters)])
 
     def save(self, folder: Path, parts: int) -> None:
         for number in range(parts):

@@ -45,7 +45,7 @@ FORGOTTEN = [pytest.param(name, bf16, id=f"{name}, {'bf16' if bf16 else 'fp32'}"
 class Worker:
     """A stage on an engine like DeepSpeed's, with a weight that two layers share, a frozen layer, a scheduler and a loss scale.  Another ``seed``, other weights."""
 
-    def __init__(self, kind: str = "adam", seed: int = 0, bf16: bool = False) -> None:
+    def __init__(self, kind: str = "adam", seed: int = 0, bf16: bool = False, seat: str = "0.0") -> None:
         torch.manual_seed(seed)
         first, last, frozen = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(2, 2).requires_grad_(False)
         last.weight = first.weight
@@ -56,7 +56,7 @@ class Worker:
         self.stock = MasterOptimizer(optimizer, masters, lambda: None) if bf16 else optimizer
         self.scale, self.places = LossScale(SCALING), Places(2)
         self.stage = SimpleNamespace(loss_scale=self.scale.value)
-        self.engine = SimpleNamespace(module=self.module, masters=masters, basic_optimizer=optimizer, **dict.fromkeys(COUNTERS, 0))
+        self.engine = SimpleNamespace(module=self.module, masters=masters, basic_optimizer=optimizer, seat=seat, **dict.fromkeys(COUNTERS, 0))
         self.engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         self.iterator = Standing()
         self.state = stage_state(self.engine, self.stage, self.scale, self.places, self.iterator)
@@ -84,7 +84,8 @@ class Worker:
         engine = self.engine
         masters = [] if engine.masters is None else engine.masters.parameters
         found = {
-            "weights": {name: one for name, one in self.module.named_parameters() if one.requires_grad}, "masters": masters, "optimizer": engine.basic_optimizer.state_dict(),
+            "weights": {name: one for name, one in self.module.named_parameters() if one.requires_grad}, "masters": masters,
+            "optimizer": engine.basic_optimizer.state_dict(),
             "scheduler": engine.lr_scheduler.state_dict(), "loss_scale": [self.scale.state(), self.stage.loss_scale],
             "counters": [getattr(engine, name) for name in COUNTERS], "places": [self.places.before(step) for step in range(9)],
         }  # fmt: skip
@@ -273,6 +274,31 @@ def test_tensors_that_are_gone_are_left_out():
     assert {chunk.name.partition("/")[0] for chunk in source.state.chunks(spans)} == {"weights"}
 
 
+def test_chunks_come_from_several_workers_of_the_stage():
+    """Who has taken a step back on the way has the same state as who has not."""
+    one, other, target = Worker(seat="0.0").steps(0), Worker(seat="1.0").steps(0), Worker(seed=1)
+    undo = KINDS["snapshot"](other.state)
+    undo.before_step()
+    other.step(9)
+    undo.restore()
+    one.step(1), other.step(1)
+    filling = Filling(target.state, one.state.head())
+    for number, (mine, theirs) in enumerate(zip(one.state.chunks(), other.state.chunks(), strict=True)):
+        filling.add(theirs if number % 2 else mine)
+    assert filling.stale() == [span for span in one.state.head().spans()[1::2]], "whose version nobody has told"
+    filling.follow(other.state.head())
+    filling.finish()
+    assert not differing(target.found(), one.found())
+
+
+def test_workers_that_differ_are_not_mixed():
+    one, other, target = Worker(seat="0.0").steps(0), Worker(seat="1.0").steps(0), Worker(seed=1)
+    other.engine.skipped_steps = 1
+    filling = Filling(target.state, one.state.head())
+    with pytest.raises(RecycleError, match="workers 0.0 and 1.0 have different states of their stage at step 1; recycle.check_replicas finds who is wrong"):
+        filling.follow(other.state.head())
+
+
 # --- refused ----------------------------------------------------------------------------------------
 
 
@@ -340,7 +366,7 @@ def test_another_job_and_a_changed_head_are_refused():
 
 def test_chunks_that_cut_numbers_in_two_are_refused():
     with pytest.raises(ValueError, match="chunk_bytes is 24, which cuts numbers in two: give a multiple of 16"):
-        StageState(lambda: 0, OptimizerState(torch.optim.SGD([torch.ones(1)], lr=0.1), {}), [], chunk_bytes=24)
+        StageState("0.0", lambda: 0, OptimizerState(torch.optim.SGD([torch.ones(1)], lr=0.1), {}), [], chunk_bytes=24)
 
 
 # --- tensors of all kinds ---------------------------------------------------------------------------
@@ -357,7 +383,7 @@ def test_the_order_is_that_of_the_names_however_it_was_made():
             optimizer.state[parameters[name]] = dict(list(state.items())[::order])
         counts = Part("counters", get=lambda: dict([("x", 1), ("y", 2)][::order]), set=lambda counts: None)
         parts = [of_parameters("weights", parameters), counts][::order]
-        return StageState(lambda: 3, OptimizerState(optimizer, {parameter: name for name, parameter in parameters.items()}), parts, chunk_bytes=16)
+        return StageState("0.0", lambda: 3, OptimizerState(optimizer, {parameter: name for name, parameter in parameters.items()}), parts, chunk_bytes=16)
 
     one, other = made("abc", 1), made("cab", -1)
     assert [str(chunk) for chunk in one.chunks()] == [str(chunk) for chunk in other.chunks()] == sorted(str(chunk) for chunk in one.chunks())
@@ -365,6 +391,7 @@ def test_the_order_is_that_of_the_names_however_it_was_made():
 
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128)
+CHUNKS = (16, 48, 1 << 20)
 SHAPES = st.lists(st.lists(st.integers(0, 4), max_size=4).map(tuple), min_size=1, max_size=4)
 
 
@@ -374,7 +401,7 @@ def strided(shape: tuple[int, ...], dtype: torch.dtype, turned: bool, generator:
     return torch.nn.Parameter(tensor.permute(tuple(range(len(shape)))[::-1]) if turned else tensor)
 
 
-@given(shapes=SHAPES, dtype=st.sampled_from(DTYPES), turned=st.tuples(st.booleans(), st.booleans()), chunk=st.sampled_from((16, 48, 1 << 20)), steps=st.integers(0, 2))
+@given(shapes=SHAPES, dtype=st.sampled_from(DTYPES), turned=st.tuples(st.booleans(), st.booleans()), chunk=st.sampled_from(CHUNKS), steps=st.integers(0, 2))
 @hypothesis_settings(deadline=None, max_examples=60)
 def test_any_tensors_go_over(shapes, dtype, turned, chunk, steps):
     """Of no dimension, of no element, complex; and where they do not lie in memory as their elements are counted, there or here."""
@@ -406,7 +433,7 @@ def test_parameters_beside_the_models_are_the_optimizers():
         mine, copied = torch.nn.Parameter(torch.full((3,), value)), torch.full((3,), value, dtype=torch.float64)
         optimizer = torch.optim.SGD([mine, copied], lr=0.1, momentum=0.9)
         optimizer.state[copied]["momentum_buffer"] = copied + 1
-        return StageState(lambda: 0, OptimizerState(optimizer, {mine: "mine"}), [of_parameters("weights", {"mine": mine})]), copied
+        return StageState("0.0", lambda: 0, OptimizerState(optimizer, {mine: "mine"}), [of_parameters("weights", {"mine": mine})]), copied
 
     (source, _), (target, copied) = made(1.0), made(2.0)
     assert list(source.tensors()) == ["optimizer/0.1", "optimizer/0.1/momentum_buffer", "weights/mine"]

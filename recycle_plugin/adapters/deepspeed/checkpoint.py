@@ -3,8 +3,8 @@
 Stock DeepSpeed lets replica 0 write each stage's layers and optimizer state, and rank 0 what belongs to all; either may be dead.
 Here the lowest live replica of each stage, and the lowest live rank, play those parts while the stock code runs.
 
-What of a stage's state (runtime/state.py) is not in what stock code hands over to be saved, goes into a file of the stage's own beside it, which stock does not read:
-the loss scale, and weights of tied layers that have a ``forward_fn``.  Where a job loses nothing without it, there is none.
+What of a stage's state (runtime/state.py) is not in what stock code hands over to be saved goes into a file of the stage's own beside it, which stock
+does not read: the loss scale, and weights of tied layers that have a ``forward_fn``.  Where nothing is left there is no such file.
 """
 
 from __future__ import annotations

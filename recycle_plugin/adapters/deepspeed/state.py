@@ -34,7 +34,7 @@ def stage_state(engine: Any, stage: Stage, scale: LossScale, places: Places, sup
         called |= {master: name for name, master in stepped.items()}
     if supply is not None:
         parts.append(Part("iterator", get=supply.batches_read, set=supply.skip_to, own=True))
-    return StageState(lambda: engine.global_steps, OptimizerState(engine.basic_optimizer, called), parts)
+    return StageState(str(engine.seat), lambda: engine.global_steps, OptimizerState(engine.basic_optimizer, called), parts)
 
 
 def _scheduled(engine: Any) -> Any:
