@@ -87,7 +87,7 @@ class Worker:
             "weights": {name: one for name, one in self.module.named_parameters() if one.requires_grad}, "masters": masters,
             "optimizer": engine.basic_optimizer.state_dict(),
             "scheduler": engine.lr_scheduler.state_dict(), "loss_scale": [self.scale.state(), self.stage.loss_scale],
-            "counters": [getattr(engine, name) for name in COUNTERS], "places": [self.places.before(step) for step in range(9)],
+            "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps], "places": [self.places.before(step) for step in range(9)],
         }  # fmt: skip
         return copy.deepcopy({name: [one.detach() for one in part] if name == "masters" else part for name, part in found.items()})
 
