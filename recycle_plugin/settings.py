@@ -206,7 +206,8 @@ class Settings(BaseModel):
     check_replicas: int = _setting(
         0,
         "a whole number, not negative",
-        "every so many steps the replicas of a stage compare hashes of their parameters and optimizer state; 0: never",
+        "every so many steps the replicas of a stage compare hashes of all that a step changes (parameters, optimizer state, learning rate, counts); "
+        "0: only after a checkpoint is loaded",
         ge=0,
     )
     placement: Literal["deepspeed", "spread"] = _setting(

@@ -18,3 +18,11 @@ class Places:
         """From ``step`` on, whatever was said of it and later ones, a replica has ``micro_batches``."""
         had = self.before(step)
         self._changes = [change for change in self._changes if change[0] < step] + [(step, had, micro_batches)]
+
+    def changes(self) -> list[tuple[int, int, int]]:
+        """All of it, for :meth:`take`."""
+        return list(self._changes)
+
+    def take(self, changes: list[tuple[int, int, int]]) -> None:
+        """Those of another worker, or of an earlier time."""
+        self._changes = list(changes)

@@ -52,10 +52,10 @@ class Fingerprints:
         self._said.setdefault(message.step, {})[message.worker] = message
 
     def committed(self, step: int, roster: Roster) -> Iterator[Mismatch]:
-        """``step`` is, so everybody who is alive has said what it has of it and before.  Shards of a seat hold different parts: each is
-        compared with the same shard of the others."""
+        """``step`` is: what everybody who is alive has said, of it or before, is compared.  Of a checkpoint that training begins with not all may have yet.
+        Shards of a seat hold different parts: each is compared with the same shard of the others."""
         members = sorted(roster, key=lambda member: member.seat)
-        for checked in sorted(checked for checked in self._said if checked <= step):
+        for checked in sorted(checked for checked, said in self._said.items() if checked <= step and roster.workers <= said.keys()):
             said = self._said.pop(checked)
             for shard in sorted({member.shard for member in members}):
                 told = {member: said[member.worker] for member in members if member.shard == shard and member.worker in said}

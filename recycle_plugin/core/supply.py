@@ -33,6 +33,7 @@ class Supply:
     def __init__(self, store: StepStore, iterator: Iterator, hand_on: Callable[[Datum, Any, Seat], None], say: Callable[[int, set[int], Batches], None]) -> None:
         self._store, self._iterator, self._hand_on, self._say = store, iterator, hand_on, say
         self._read_so_far: dict[int, int] = {}  # how often the iterator was asked in a step
+        self._read_in_all = 0
         self._standing: Standing | None = None
         self._usual: Share | None = None  # of a step of which nobody has anything yet
         self._said: set[int] = set()
@@ -67,6 +68,19 @@ class Supply:
         handouts = self._share(datum.step).handouts
         return next((one.giver for one in handouts if one.taker == seat and one.micro_batch == datum.micro_batch), seat)
 
+    def batches_read(self) -> int:
+        """Where the iterator stands: how many it has given."""
+        return self._read_in_all
+
+    def skip_to(self, read: int) -> None:
+        """The iterator stands where it stood when it had given ``read`` batches.  ValueError where it is past that."""
+        if read < self._read_in_all:
+            raise ValueError(f"the data iterator of seat {self._store.seat} has given {self._read_in_all} batches, and is to stand behind {read}: it can't be read "
+                             "again; pass one that begins anew")  # fmt: skip
+        while self._read_in_all < read:
+            self._iterator.read(0, self._read_in_all, None)
+            self._read_in_all += 1
+
     def rewind(self) -> None:
         """Everybody goes on from a checkpoint, whose steps' data is read as if for the first time."""
         self._read_so_far = {}
@@ -82,6 +96,7 @@ class Supply:
         while (count := self._read_so_far.get(step, 0)) <= draw.position:
             batch = self._iterator.read(step, count, draw if count == draw.position else None)
             self._read_so_far = {step: count + 1}
+            self._read_in_all += 1
         self._store.put(self._here(step, micro_batch), batch)
 
     def _here(self, step: int, micro_batch: MicroBatch) -> Datum:

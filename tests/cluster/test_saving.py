@@ -176,3 +176,46 @@ def test_steps_that_are_rejected_drop_no_checkpoint(start, tmp_path):
     result = start("steps=30", "gradient_clipping=0.05", "recycle.clip=validate", "recycle.checkpoint={overhead: 0.9}", f"recycle.checkpoint_dir={tmp_path}/own").finish()
     assert result.code == 0 and len(result.of("rejected")) >= 25, result.output[-6000:]
     assert len(result.of("checkpoint")) >= 2, result.output[-6000:]
+
+
+# --- what is in no file of stock's, and what is read wrongly --------------------------------------------
+
+SCALED = (
+    "gradient_clipping=1.25", "recycle.clip=validate", "recycle.nonfinite=skip", "recycle.loss_scaling=true",
+    "deepspeed={fp16: {enabled: false, initial_scale_power: 8, loss_scale_window: 4, hysteresis: 1}}",
+)  # fmt: skip
+
+
+def scales(result, after: int = 0) -> dict[int, float]:
+    """By the step after which it is another one."""
+    return {event["step"]: event["scale"] for event in result.of("loss_scale") if event["step"] > after}
+
+
+def test_the_loss_scale_goes_on_from_a_checkpoint(start, undisturbed, tmp_path):
+    """It is in a file of its own; without that, as from stock DeepSpeed, it is as at a job's start, and that is said."""
+    whole = start(*SCALED, save_at=[6]).finish()
+    saved = tmp_path / "saved" / "global_step6"
+    resumed = start(*SCALED, load=True).finish()
+    assert whole.code == resumed.code == 0, resumed.output[-6000:]
+    assert scales(resumed) == scales(whole, after=6) and len(scales(whole, after=6)) >= 1 and len(scales(whole)) > len(scales(whole, after=6))
+    assert resumed.losses == pytest.approx(whole.losses[6:], abs=LOSS_TOLERANCE)
+    own = {path.name for path in saved.glob("recycle_stage_*.pt")}
+    assert own == {"recycle_stage_00.pt", "recycle_stage_01.pt"} and not any("recycle_stage" in name for name in files(undisturbed[1]))
+    for name in own:
+        (saved / name).unlink()
+    anew = start(*SCALED, load=True).finish()
+    assert anew.code == 0 and scales(anew) != scales(resumed)
+    assert [event["text"] for event in anew.of("warning") if "loss scale" in event["text"]] == [
+        f"{saved} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at 256"
+    ]
+
+
+def test_a_worker_that_has_loaded_otherwise_than_its_peers_is_given_up(start, undisturbed):
+    result = start("steps=11", shape=Shape(replicas=3), folder=str(undisturbed[1]), load=True, flip="1.1").finish()
+    assert result.code == 0 and [event["seat"] for event in result.of("lost")] == ["1.1"], result.output[-6000:]
+    assert result.of("lost")[0]["how"] == "its state after step 9 is unlike that of the stage's other replicas"
+
+
+def test_of_two_that_have_loaded_differently_nobody_knows_which_is_right(start):
+    result = start(save_at=[3], load_at=7, load_step=3, flip="1.1").finish()
+    assert_one_line(result, "the job ends: the replicas 0.1, 1.1 differ after step 3, and no majority says which is right")

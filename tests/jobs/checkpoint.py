@@ -3,7 +3,7 @@
 RECYCLE_TEST_CHECKPOINT holds as JSON: ``folder`` of the checkpoints; ``save_at`` steps; ``load`` true to start from the last one,
 ``module_only`` true from its weights alone; ``load_at`` a step after which, once, that of the step ``load_step`` is loaded; ``evaluate_at``
 a step, after which ``times`` (1) evaluations come; ``read_at`` a step after which stage 1 reads its parameters while stage 0 waits for
-the file ``flags``/seat; ``hold`` true: each file of the last save waits for ``flags``/go.  Each rank writes what it saw to
+the file ``flags``/seat; ``hold`` true: each file of the last save waits for ``flags``/go; ``flip`` a seat where a bit turns round in each load.  Each rank writes what it saw to
 run_dir/losses/rank<r>.json.
 """
 
@@ -31,6 +31,8 @@ plan = json.loads(os.environ["RECYCLE_TEST_CHECKPOINT"])
 job = compose_from_command_line(sys.argv[1:], __doc__)
 if "read_at" in plan:
     wrappers.gate(plan["flags"], before=f"0REDUCE@{plan['read_at']}", until="", by=["0.1", "1.1"])
+if "flip" in plan:
+    wrappers.flip_loaded(plan["flip"])
 
 deepspeed.init_distributed()
 layers, loss, data = gpt(job)

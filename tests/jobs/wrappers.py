@@ -25,7 +25,6 @@ from recycle_plugin.compose import Job
 from recycle_plugin.core.instruction import COMPUTE, Op
 from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.core.worker import Worker
-from recycle_plugin.runtime.fingerprint import fingerprint
 from recycle_plugin.runtime.group import MemberGroup
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
@@ -237,6 +236,18 @@ def flip_bit(seat: str, step: int) -> None:
         return running(self, program)
 
     RecycleEngine.running = changed
+
+
+def flip_loaded(seat: str) -> None:
+    """The lowest bit of one of the worker's parameters turns round while it loads a checkpoint."""
+    load = RecycleEngine._load_beside
+
+    def changed(self: RecycleEngine, path: Path, with_optimizer: bool) -> None:
+        load(self, path, with_optimizer)
+        if str(self.seat) == seat:
+            self._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
+
+    RecycleEngine._load_beside = changed
 
 
 # --- what scripts do with weights between steps -------------------------------------------------------
@@ -468,7 +479,7 @@ def record_norms(folder: str) -> None:
 
 
 def record_states(folder: str) -> None:
-    """After each optimizer step its number and the hash of parameters and optimizer state go to folder/rank<r>.txt."""
+    """After each optimizer step its number and the hash of all that it changes go to folder/rank<r>.txt."""
     apply = Gradients.apply
     path = Path(folder) / f"rank{os.environ['RANK']}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -476,7 +487,7 @@ def record_states(folder: str) -> None:
     def changed(self: Gradients, step: int, optimizer, *others) -> None:
         apply(self, step, optimizer, *others)
         with path.open("a") as file:
-            file.write(f"{step} {fingerprint(self._parameters, optimizer)}\n")
+            file.write(f"{step} {self._engine._stage_state.digest()}\n")
 
     Gradients.apply = changed
 

@@ -25,3 +25,11 @@ def test_a_change_holds_instead_of_what_was_said_of_the_same_and_later_steps():
 
 def test_evaluations_have_negative_steps():
     assert Places(3).before(-2) == 0
+
+
+def test_another_worker_takes_them_over():
+    one, other = Places(2), Places(7)
+    one.change(4, 5)
+    other.take(one.changes())
+    other.change(6, 1)
+    assert [other.before(step) for step in (3, 4, 5, 6, 7)] == [4, 6, 11, 16, 17] and one.before(7) == 21

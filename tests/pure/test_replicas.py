@@ -70,6 +70,16 @@ def test_steps_that_a_regrouping_commits_are_compared_too():
     assert "0.0, 1.0" in end.reason
 
 
+def test_nothing_is_compared_until_all_who_live_have_said_it():
+    """As of a checkpoint that training begins with: of the first two nobody would know which is right."""
+    membership = started(replicas=4, stages=1)
+    outs = [membership.receive(Fingerprint(rank, 0, digest), 0.0) for rank, digest in ((0, "a"), (1, "b"))]
+    outs += [membership.receive(Stepped(0, 0, 1), 0.0)]
+    outs += [membership.receive(Fingerprint(rank, 0, "a"), 0.0) for rank in (2, 3)]
+    assert not all_said(outs, End) and not all_said(outs, Fence)
+    assert {one.rank for one in said(membership.receive(Stepped(2, 0, 1), 0.0), Fence)} == {1}
+
+
 def test_a_dead_worker_does_not_vote():
     membership = started(replicas=4, stages=1)
     for rank, digest in enumerate("aabb"):

@@ -12,10 +12,16 @@ import pytest
 import torch
 
 from recycle_plugin.runtime.undo.rules import of
-from tests.support.optimizers import Subject
+from tests.support.optimizers import Subject, stage_state
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 deepspeed_adam = pytest.importorskip("deepspeed.ops.adam")
+
+from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
+
+from recycle_plugin.adapters.deepspeed.clipping import Skipped  # noqa: E402
+from recycle_plugin.adapters.deepspeed.state import COUNTERS  # noqa: E402
+from recycle_plugin.adapters.deepspeed.stepping import undo_record  # noqa: E402
 
 
 def formula(p, g, m, v, lr, beta1, beta2, eps, step, decoupled, bias_correction, decay) -> None:
@@ -95,24 +101,38 @@ def test_fused_adam_counts_in_the_last_parameter_only():
     assert [state["step"] for state in states] == [0, 3] and of(optimizer).counts(states) == [3, 3]
 
 
-def test_the_engine_keeps_the_gradient_that_is_applied_the_clipped_one():
-    """Stock code clips inside the step: a record made where STEP begins would take another gradient back."""
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    from recycle_plugin.adapters.deepspeed.stepping import undo_record
-
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    engine = SimpleNamespace(
+def engine(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> SimpleNamespace:
+    """What stock code for a step asks of its engine."""
+    return SimpleNamespace(
         basic_optimizer=optimizer, optimizer=optimizer, gradient_clipping=lambda: 1.0, torch_autocast_z0_gradscaler=None,
         clip_fp32_gradients=lambda: parameter.grad.mul_(0.01), zero_grad=lambda: parameter.grad.zero_(), lr_scheduler=None,
-        steps_per_print=lambda: None, managed_gradient_accumulation=lambda: True, train_batch_size=lambda: 1, global_steps=0, global_samples=0,
+        steps_per_print=lambda: None, managed_gradient_accumulation=lambda: True, train_batch_size=lambda: 1, global_steps=0, global_samples=0, skipped_steps=0,
         **{f"{name}_enabled": lambda: False for name in ("fp16", "bfloat16", "amp")}, zero_optimization=lambda: False,
         quantizer=None, compression_scheduler=SimpleNamespace(step=lambda: None),  # 0.19.3 asks for these, and for amp
     )  # fmt: skip
-    record = undo_record("inverse", [parameter], optimizer, dict, lambda counters: None)
+
+
+def test_the_engine_keeps_the_gradient_that_is_applied_the_clipped_one():
+    """Stock code clips inside the step: a record made where STEP begins would take another gradient back."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    record = undo_record("inverse", stage_state([parameter], optimizer))
     parameter.grad = torch.full((3,), 100.0)
-    DeepSpeedEngine._take_model_step(engine, None)
+    DeepSpeedEngine._take_model_step(engine(parameter, optimizer), None)
     torch.testing.assert_close(parameter.data, torch.full((3,), 0.9))
     record.restore()
     torch.testing.assert_close(parameter.data, torch.ones(3))
+
+
+def test_all_that_stock_code_counts_in_a_step_is_in_the_list():
+    """Of an applied and a skipped one; the others say how the last one went, and nobody asks later."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    stepped = engine(parameter, torch.optim.SGD([parameter], lr=0.1))
+    before = dict(vars(stepped))
+    parameter.grad = torch.ones(3)
+    DeepSpeedEngine._take_model_step(stepped, None)
+    stepped.optimizer = Skipped(stepped.optimizer)
+    DeepSpeedEngine._take_model_step(stepped, None)
+    changed = {name for name, value in vars(stepped).items() if before.get(name) is not value} - {"optimizer"}
+    assert {"global_steps", "global_samples", "skipped_steps"} <= changed & set(COUNTERS)
+    assert changed - set(COUNTERS) <= {"_step_applied", "losses"}

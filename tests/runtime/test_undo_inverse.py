@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.undo import KINDS
-from tests.support.optimizers import INVERTIBLE, OTHERS, Lamb, Make, Subject
+from tests.support.optimizers import INVERTIBLE, OTHERS, Lamb, Make, Subject, stage_state
 
 ROUNDINGS = 8  # of an element, at most, in a step and its way back
 
@@ -261,7 +261,7 @@ def single(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
 def test_what_cannot_be_inverted_is_refused_at_the_start(make: Make, dtype, wrong, instead):
     parameters = single(dtype)
     with pytest.raises(RecycleError) as caught:
-        KINDS["inverse"](parameters, make(parameters), dict, lambda counters: None)
+        KINDS["inverse"](stage_state(parameters, make(parameters)))
     message = str(caught.value)
     assert message.startswith('recycle.undo: "inverse" ') and wrong in message and 'write "snapshot"' in message and instead in message
     assert "\n" not in message
@@ -270,7 +270,7 @@ def test_what_cannot_be_inverted_is_refused_at_the_start(make: Make, dtype, wron
 def test_frozen_parameters_are_left_as_they_are():
     trained, frozen = single()[0], torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
     optimizer = torch.optim.Adam([trained, frozen], lr=0.1)
-    undo = KINDS["inverse"]([trained], optimizer, dict, lambda counters: None)
+    undo = KINDS["inverse"](stage_state([trained, frozen], optimizer))
     trained.grad = torch.ones(3)
     undo.before_step()
     optimizer.step()

@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import torch
 
+from recycle_plugin.runtime.state import OptimizerState, Part, StageState, of_parameters
 from recycle_plugin.runtime.undo import KINDS
 
 
@@ -67,6 +68,13 @@ OTHERS: dict[str, Make] = {
 }
 
 
+def stage_state(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, *others: Part, step: Callable[[], int] = lambda: 0) -> StageState:
+    """Of a model that is a list of parameters."""
+    called = {str(place): parameter for place, parameter in enumerate(parameters)}
+    weights = of_parameters("weights", called)
+    return StageState("0.0", step, OptimizerState(optimizer, {parameter: name for name, parameter in called.items()}), [weights, *others])
+
+
 class Subject:
     """``parameters`` under an optimizer, with a scheduler, a counter and an undo of ``kind``."""
 
@@ -79,10 +87,10 @@ class Subject:
         self.optimizer = make(self.parameters)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
         self.count = 0
-        self.undo = KINDS[kind](self.parameters, self.optimizer, self._counters, self._set)
+        self.undo = KINDS[kind](stage_state(self.parameters, self.optimizer, Part("counters", get=self._counters, set=self._set)))
 
     def _counters(self) -> dict[str, Any]:
-        return {"scheduler": self.scheduler.state_dict(), "count": self.count}
+        return copy.deepcopy({"scheduler": self.scheduler.state_dict(), "count": self.count})
 
     def _set(self, counters: dict[str, Any]) -> None:
         self.scheduler.load_state_dict(counters["scheduler"])

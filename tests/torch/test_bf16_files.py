@@ -18,6 +18,7 @@ from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles  
 from recycle_plugin.adapters.deepspeed.checkpoint import check_loadable  # noqa: E402
 from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
 from recycle_plugin.runtime.masters import Masters  # noqa: E402
+from recycle_plugin.runtime.state import OptimizerState, StageState, of_parameters  # noqa: E402
 from recycle_plugin.runtime.undo import KINDS  # noqa: E402
 from tests.support.optimizers import same  # noqa: E402
 
@@ -60,6 +61,12 @@ class Subject:
         state = {"weights": self.module.state_dict(), "masters": [p.data for p in self.masters.parameters], **self.inner.state_dict()}
         return copy.deepcopy(state)
 
+    def stage_state(self) -> StageState:
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        masters = {names[weight]: self.masters.of(weight) for weight in self.masters.weights}
+        weights = of_parameters("weights", {name: weight for weight, name in names.items()}, self.masters.round_off)
+        return StageState("0.3", lambda: 0, OptimizerState(self.inner, {master: name for name, master in masters.items()}), [weights, of_parameters("masters", masters)])
+
     def save(self, folder: Path, parts: int) -> None:
         for number in range(parts):
             torch.save(self.files.part(number, parts), folder / self.files.name(number))
@@ -83,13 +90,12 @@ def test_a_step_that_is_taken_back_leaves_every_bit(kind):
     """The snapshot is of masters and state; weights follow from them."""
     subject = Subject(kind)
     subject.step(1)
-    undo = KINDS["snapshot"](subject.masters.parameters, subject.inner, dict, lambda counters: None)
+    undo = KINDS["snapshot"](subject.stage_state())
     before = subject.state()
     undo.before_step()
     subject.step(2)
     assert not same(subject.state(), before)
     undo.restore()
-    subject.masters.round_off()
     assert same(subject.state(), before)
 
 

@@ -10,7 +10,9 @@ from typing import Any, Callable
 import torch
 
 from recycle_plugin.adapters.deepspeed.bf16 import WholeState
-from recycle_plugin.adapters.deepspeed.checkpoint import Copied, Durable, check_loadable, chosen, parts_of, stand_in, without_optimizer
+from recycle_plugin.adapters.deepspeed.checkpoint import (
+    Copied, Durable, Inventory, check_loadable, chosen, file_beside, is_writer, parts_of, stand_in, take_beside, without_optimizer,
+)  # fmt: skip
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.protocol import Met
 from recycle_plugin.core.rhythm import Rhythm
@@ -26,6 +28,7 @@ class BetweenSteps(WholeState):
 
     _background: Background | None = None
     _saved_to: str | None = None
+    _from_checkpoint = False  # from a checkpoint, before training
 
     def _start_between_steps(self, run_dir: str) -> None:
         """Training starts."""
@@ -126,13 +129,20 @@ class BetweenSteps(WholeState):
 
     def _write_state(self, files: Durable | Copied, folder: Path, tag: str, client_state: dict = {}, exclude_frozen_parameters: bool = False) -> None:
         """This worker's share of a checkpoint of the state as it is now, through ``files``."""
-        generation = self._job.session.generation
-        with stand_in(self, self.seat, generation, files), without_optimizer(self):
+        generation, whole = self._job.session.generation, self._stage_state
+        inventory = Inventory(files, self._ties.place, list(whole.optimizer.parameters()), self._ties.saved() | self._own_files())
+        with stand_in(self, self.seat, generation, inventory), without_optimizer(self):
             super().save_checkpoint(str(folder), tag, client_state, False, exclude_frozen_parameters)
+        if is_writer(self.seat, generation) and (left := inventory.left(whole)):
+            files.save(left, str(file_beside(folder / tag, self.stage_id)))
         if self.masters is not None:
             state, parts = self.state_files(), self.topology_.replicas
             for number in parts_of(self.seat, generation, parts):
                 files.save({**state.part(number, parts), "ds_config": self.config}, str(folder / tag / state.name(number)))
+
+    def _own_files(self) -> set[str]:
+        """Tensors of the state that files of the plugin's own have (bf16.py)."""
+        return set() if self.masters is None else {name for name in self._stage_state.tensors() if name.startswith(("masters/", "optimizer/"))}
 
     def load_checkpoint(
         self, load_dir: str, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
@@ -152,19 +162,37 @@ class BetweenSteps(WholeState):
             self._world.reach("load.start")
         with self._job.session.heart.at(ELSEWHERE, "a checkpoint"), without_optimizer(self), self._ties.loading():
             found = super().load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+        with_optimizer = load_optimizer_states and not load_module_only
         if found[0] is not None:
-            self._ties.load(Path(found[0]).parent, partial(self.checkpoint_engine.load, map_location=self.device))
-            if self.masters is not None:
-                with self._job.session.heart.at(ELSEWHERE, "a checkpoint"):
-                    self.load_masters(path if load_optimizer_states and not load_module_only else None)
+            with self._job.session.heart.at(ELSEWHERE, "a checkpoint"):
+                self._load_rest(Path(found[0]).parent, with_optimizer)
         self._places.change(self.global_steps + 1, self.micro_batches)
         if self._loop is not None and found[0] is not None:
             self._world.reach("load.end")
             self._worker.rewind(self.global_steps)
+            if with_optimizer or self._job.settings.undo != "inverse":  # whose roundings stay where not all is loaded
+                self._say_fingerprint(self.global_steps)
             self._loop.loaded(self.global_steps)
             if self._background is not None:
                 self._background.loaded(self.global_steps)
+        self._from_checkpoint |= found[0] is not None
         return found
+
+    def _load_rest(self, path: Path, with_optimizer: bool) -> None:
+        """What stock code leaves to the plugin."""
+        self._ties.load(path, partial(self.checkpoint_engine.load, map_location=self.device))
+        self._load_beside(path, with_optimizer)
+        if self.masters is not None:
+            self.load_masters(path if with_optimizer else None)
+        self._stage_state.rewritten()
+
+    def _load_beside(self, path: Path, with_optimizer: bool) -> None:
+        """What stock's files have no place for."""
+        file, session = file_beside(path, self.stage_id), self._job.session
+        saved = self.checkpoint_engine.load(str(file), map_location="cpu") if file.is_file() else {"small": {}, "tensors": {}}
+        take_beside(self._stage_state, saved, with_optimizer)
+        if self._job.settings.loss_scaling and with_optimizer and "loss_scale" not in saved["small"] and self._is_first():
+            session.note("warning", f"{path} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at {self._stage.loss_scale:g}")
 
     def _durable(self) -> Durable:
         return Durable(self.checkpoint_engine, self._world.reach)

@@ -2,14 +2,18 @@
 
 Stock DeepSpeed lets replica 0 write each stage's layers and optimizer state, and rank 0 what belongs to all; either may be dead.
 Here the lowest live replica of each stage, and the lowest live rank, play those parts while the stock code runs.
+
+What of a stage's state (runtime/state.py) is not in what stock code hands over to be saved goes into a file of the stage's own beside it, which stock
+does not read: the loss scale, and weights of tied layers that have a ``forward_fn``.  Where nothing is left there is no such file.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import AbstractSet, Any, Callable, Iterator, Mapping
 
+import torch
 from deepspeed.checkpoint import constants as names
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
@@ -17,12 +21,16 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.protocol import Generation
 from recycle_plugin.runtime import folders
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.state import StageState, form_of
+
+STOCKS = frozenset(("optimizer", "scheduler", "counters"))  # small parts that stock's files have
+FOLLOWING = frozenset(("places",))  # small parts that the step and the batch size decide, once they are loaded
 
 
 @contextmanager
-def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | Copied) -> Iterator[None]:
+def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | Copied | Inventory) -> Iterator[None]:
     """``engine`` writes, through ``files``, what its stage's and the job's lowest live member has to write."""
-    writer = live_replicas(seat.stage, generation)[0] == seat.replica
+    writer = is_writer(seat, generation)
     first = generation.roster.first.rank == engine.global_rank
     grid, module = engine.grid, engine.module
     kept = (grid.data_parallel_id, engine.save_non_zero_checkpoint, engine.global_rank, module.checkpoint_parallel_write_pipeline, engine.checkpoint_engine)
@@ -49,10 +57,62 @@ def without_optimizer(engine: Any) -> Iterator[None]:
         engine.optimizer = optimizer
 
 
+class Inventory:
+    """In a checkpoint engine's place: hands what it is to save on to ``files``, and notes what of a stage's state is in that.
+
+    ``places``: where the module has the layers that files are named by; ``parameters``: the optimizer's, in its order; ``known``: what else is in files.
+    """
+
+    def __init__(self, files: Durable | Copied, places: Callable[[int], str], parameters: list[str], known: AbstractSet[str]) -> None:
+        self._files, self._places, self._parameters = files, places, parameters
+        self._saved = set(known)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        name = Path(path).name
+        if name.startswith(names.LAYER_FILE_PREFIX):
+            layer = int(name.removeprefix(names.LAYER_FILE_PREFIX).partition("-")[0])
+            self._saved |= {f"weights/{self._places(layer)}.{key}" for key in state_dict}
+        else:
+            states = (state_dict["optimizer"] or {}).get("state", {})
+            self._saved |= {f"optimizer/{parameter}/{kind}" for place, parameter in enumerate(self._parameters) for kind in states.get(place, ())}
+        self._files.save(state_dict, path)
+
+    def left(self, state: StageState) -> dict[str, Any]:
+        """What is in no file yet."""
+        small = {name: value for name, value in state.small().items() if value and name not in STOCKS | FOLLOWING}
+        tensors = {name: tensor.detach() for name, tensor in state.tensors().items() if name not in self._saved}
+        return {"small": small, "tensors": tensors} if small or tensors else {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+
+def file_beside(folder: Path, stage: int) -> Path:
+    """The file of what is left."""
+    return folder / f"recycle_stage_{stage:02d}.pt"
+
+
+@torch.no_grad()
+def take_beside(state: StageState, saved: Mapping[str, Any], optimizer: bool) -> None:
+    """``saved``: what was left; without ``optimizer``, only the weights of it."""
+    if optimizer:
+        state.put(saved["small"])
+    for name, value in saved["tensors"].items():
+        if optimizer or name.startswith("weights/"):
+            if name not in state.tensors():
+                state.make(name, form_of(value))
+            state.tensors()[name].copy_(value)
+
+
 def parts_of(seat: Seat, generation: Generation, parts: int) -> range:
     """Which of so many parts the worker at ``seat`` writes: each is written by one of the stage's live workers."""
     live = live_replicas(seat.stage, generation)
     return range(live.index(seat.replica), parts, len(live))
+
+
+def is_writer(seat: Seat, generation: Generation) -> bool:
+    """Of what its stage writes once."""
+    return live_replicas(seat.stage, generation)[0] == seat.replica
 
 
 def live_replicas(stage: int, generation: Generation) -> list[int]:

@@ -29,6 +29,8 @@ from recycle_plugin.adapters.deepspeed.data import DatasetSource
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
 from recycle_plugin.adapters.deepspeed.model import AsStarted, keyed_forward, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive, Reporting
+from recycle_plugin.adapters.deepspeed.scaling import LossScale
+from recycle_plugin.adapters.deepspeed.state import stage_state
 from recycle_plugin.adapters.deepspeed.stepping import Stepping
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.blocks import Blocks
@@ -44,6 +46,7 @@ from recycle_plugin.core.protocol import TOO_SLOW, Fingerprint, Ready
 from recycle_plugin.core.roster import Member
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.stepstore import Retention, StepStore
+from recycle_plugin.core.supply import Supply
 from recycle_plugin.core.topology import Topology, tied
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
 from recycle_plugin.core.worker import Judging, Worker
@@ -101,12 +104,15 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         self._transport = Transport(self._job.session)
         retention = Retention(budget=settings.keep_bytes)
         self._store = StepStore(self.seat, self.num_stages, bool(self.topology_.tie(self.stage_id)), retention, (Device(), Host()))
-        fp16 = self._config.float16_config if settings.loss_scaling else None
+        self._supply = Supply(self._store, self, self._hand_on, self._say_dealt) if self._reads else None
+        scale = LossScale(self._config.float16_config if settings.loss_scaling else None)
+        self._stage_state = stage_state(self, self._stage, scale, self._places, self._supply)
         self._ties = Ties(self.module, specs, shared, self._job.session, self.masters)
         self._stepping = Stepping(
-            self, self._stage, self._store, self._parameters, blocks, self._ties.weights, self._job.session, settings, fp16, super()._exec_optimizer_step
-        )
-        self._touch = FirstTouch(self._stepping.changed, lambda: self._loop is None or self._loop.settled, self.settle)
+            self, self._stage, self._store, self._parameters, blocks, self._ties.weights, self._job.session, settings, scale, self._stage_state,
+            super()._exec_optimizer_step,
+        )  # fmt: skip
+        self._touch = FirstTouch(self._changed, lambda: self._loop is None or self._loop.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(self.module, self.device.type, lambda: self.basic_optimizer.param_groups)
         self._loop: Loop | None = None
@@ -161,6 +167,11 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
             with self._touch.lifted(), self._surroundings.restored():
                 self._loop.settle()
 
+    def _changed(self) -> Iterator[torch.Tensor]:
+        """What a step changes, and buffers, which what is left of a step reads."""
+        yield from self._stage_state.tensors().values()
+        yield from self.module.buffers()
+
     def finish(self) -> None:
         """Everybody's last step is committed and this worker may go."""
         self.settle()
@@ -198,7 +209,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         self._store.rewind(machine.stepped, era=0)
         self._world = TorchMachine(session, self._transport, self, settings.fault_script(self.seat))
         judging = Judging(waits, settings.clip == "validate")
-        self._worker = Worker(self._world, self.topology_, self._store, machine, judging, self._supply())
+        self._worker = Worker(self._world, self.topology_, self._store, machine, judging, self._supply)
         if settings.trace:
             self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
         costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(waits, self.num_stages)
@@ -210,6 +221,8 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
             self.say_whole_state()
         session.send(Ready(member, machine.stepped, self._job_record(run_dir, costs, policy)))
         loop.start()
+        if self._from_checkpoint:
+            self._say_fingerprint(machine.stepped)
         self._loop = loop
         self._start_between_steps(run_dir)
         session.between_steps = self._between_steps
@@ -324,17 +337,18 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
 
     def _exec_step(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
         self._stepping.apply(instruction.step)
-        self._say_fingerprint(instruction.step)
+        every = self._job.settings.check_replicas
+        if every and instruction.step % every == 0:
+            self._say_fingerprint(instruction.step)
         self._job.session.send(self._stopwatch.pace(self.global_rank, instruction.step))
         return dict.fromkeys(provides(instruction))
 
     def _say_fingerprint(self, step: int) -> None:
-        session, every = self._job.session, self._job.settings.check_replicas
-        if every and step % every == 0:
-            with session.heart.at(ELSEWHERE, "the hash of its state"):
-                copies = {weight.name: fingerprint([weight.parameter]) for weight in self._ties.weights}
-                weights = self.masters.weights if self.masters is not None else []
-                session.send(Fingerprint(session.rank, step, fingerprint([*weights, *self._parameters], self.basic_optimizer), copies))
+        """For the others to compare it with theirs."""
+        session = self._job.session
+        with session.heart.at(ELSEWHERE, "the hash of its state"):
+            copies = {weight.name: fingerprint(weight.parameter) for weight in self._ties.weights}
+            session.send(Fingerprint(session.rank, step, self._stage_state.digest(), copies))
 
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,

@@ -27,6 +27,7 @@ class Feeding(PipelineEngine):
     _source_is_set = False  # by the script
     _trained = False  # a step, so that where data comes from is settled
     _store: StepStore
+    _supply: Supply | None  # of plain iterators, for whoever needs data; in use where there is no source
 
     @cached_property
     def _places(self) -> Places:
@@ -71,10 +72,6 @@ class Feeding(PipelineEngine):
     def _reads(self) -> bool:
         """Whether this worker's stage needs data."""
         return self.is_first_stage() or self.is_last_stage()
-
-    def _supply(self) -> Supply | None:
-        """Of plain iterators, for whoever needs data; in use where there is no source."""
-        return Supply(self._store, self, self._hand_on, self._say_dealt) if self._reads else None
 
     def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
         """The next batch (core.supply.Iterator)."""

@@ -7,11 +7,10 @@ will apply: stock code clips after STEP has begun.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Mapping
 
 import torch
 
-from recycle_plugin.adapters.deepspeed.bf16 import trained
 from recycle_plugin.adapters.deepspeed.clipping import Clipping, Skipped
 from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.adapters.deepspeed.scaling import LossScale
@@ -19,40 +18,29 @@ from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.stage import Stage
+from recycle_plugin.runtime.state import StageState
 from recycle_plugin.runtime.tied import TiedWeight
 from recycle_plugin.runtime.undo import KINDS, Undo
 from recycle_plugin.settings import Settings
 
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 Parameters = list[torch.nn.Parameter]
 
 
 class Stepping:
-    """Of ``engine``, DeepSpeed's.  ``apply_stock``: DeepSpeed's own step; ``fp16``: its section, where losses are to be scaled."""
+    """Of ``engine``, DeepSpeed's.  ``state``: all that a step changes; ``apply_stock``: DeepSpeed's own step."""
 
     def __init__(
         self, engine: Any, stage: Stage, store: StepStore, parameters: Parameters, blocks: BlockSums | None, tied: list[TiedWeight], session: Session,
-        settings: Settings, fp16: Any, apply_stock: Callable[[], None],
+        settings: Settings, scale: LossScale, state: StageState, apply_stock: Callable[[], None],
     ) -> None:  # fmt: skip
         self._engine, self._stage, self._parameters, self._session = engine, stage, parameters, session
         self._apply_stock = apply_stock
         self._gradients = Gradients(engine, store, parameters, blocks, tied)
         elsewhere = {weight.parameter for weight in tied if weight.stages[0] != engine.stage_id}
         self._clipping = Clipping(store, parameters, engine.grid.data_parallel_size, settings.norm, engine.gradient_clipping(), elsewhere)
-        self._scale = LossScale(fp16)
-        self._undo = undo_record(settings.undo, parameters, engine.basic_optimizer, self._counters, self._set_counters)
+        self._scale, self._undo = scale, undo_record(settings.undo, state)
         self._applying = 0  # the step that the optimizer is at
-        stage.loss_scale = self._scale.value
-
-    def changed(self) -> Iterator[torch.Tensor]:
-        """What a step changes: weights, masters, and the optimizer's state as far as there is one; and buffers, which what is left of a step reads."""
-        optimizer = self._engine.basic_optimizer
-        yield from trained(self._engine.module)
-        yield from self._engine.module.buffers()
-        for group in optimizer.param_groups:
-            yield from group["params"]
-        for state in optimizer.state.values():
-            yield from filter(torch.is_tensor, state.values())
+        stage.loss_scale = scale.value
 
     # --- forwards ----------------------------------------------------------------------------------
 
@@ -125,32 +113,15 @@ class Stepping:
         """Take ``step``, the last one, back."""
         self._undo.restore()
         torch.clear_autocast_cache()
-        if self._engine.masters is not None:
-            self._engine.masters.round_off()
 
     def forget_sums(self) -> None:
         """No gradient that is not applied counts."""
         self._gradients.forget()
         self._stage.forget_sums()
 
-    def _counters(self) -> dict:
-        scheduler = self._engine.lr_scheduler
-        counts = {name: getattr(self._engine, name) for name in COUNTERS}
-        return {"scheduler": scheduler.state_dict() if scheduler is not None else None, "loss_scale": self._scale.state(), **counts}
 
-    def _set_counters(self, counters: dict) -> None:
-        if self._engine.lr_scheduler is not None:
-            self._engine.lr_scheduler.load_state_dict(counters["scheduler"])
-        self._scale.set_state(counters["loss_scale"])
-        self._stage.loss_scale = self._scale.value
-        for name in COUNTERS:
-            setattr(self._engine, name, counters[name])
-
-
-def undo_record(
-    kind: str, parameters: Parameters, optimizer: torch.optim.Optimizer, counters: Callable[[], Any], set_counters: Callable[[Any], None]
-) -> Undo:
-    """What takes a step of ``optimizer`` back, kept whenever it steps."""
-    record = KINDS[kind](parameters, optimizer, counters, set_counters)
-    optimizer.register_step_pre_hook(lambda *_: record.before_step())
+def undo_record(kind: str, state: StageState) -> Undo:
+    """What takes a step of ``state``'s optimizer back, kept whenever it steps."""
+    record = KINDS[kind](state)
+    state.optimizer.optimizer.register_step_pre_hook(lambda *_: record.before_step())
     return record

@@ -46,7 +46,7 @@ class Ties:
     def __init__(
         self, module: PipelineModule, specs: list, shared: dict[str, tuple[int, ...]], session: Session, masters: Masters | None
     ) -> None:  # fmt: skip
-        self._module = module
+        self._module, self._specs = module, specs
         self._copies: list[tuple[int, str, torch.nn.Parameter]] = []  # here: the layer whose file has the weight, its name there, the copy
         self.weights: list[TiedWeight] = []
         grid = module.mpu()
@@ -62,6 +62,16 @@ class Ties:
                 self._copies += [(place, names[weight], weight) for place in saved[:1]]
                 if weight.requires_grad:
                     self.weights.append(TiedWeight(f"{key}.{name}", weight if masters is None else masters.of(weight), stages, group, session))
+
+    def place(self, layer: int) -> str:
+        """Where the module has the layer of this number, which its file in a checkpoint has too."""
+        spec = self._specs[layer]
+        return f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(layer)
+
+    def saved(self) -> set[str]:
+        """The weights here that :meth:`load` takes from some layer's file, by the names of a stage's state."""
+        copies = {weight for _, _, weight in self._copies}
+        return {f"weights/{name}" for name, weight in self._module.named_parameters() if weight in copies}
 
     @contextmanager
     def loading(self) -> Iterator[None]:

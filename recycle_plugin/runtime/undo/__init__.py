@@ -1,4 +1,4 @@
-"""What takes a worker's own last step back.
+"""What takes a worker's own last step back: the parts of its stage's state (runtime/state.py) as they were before it.
 
 Kept from just before the step until it is committed by all stages; one record suffices (core/step.py).
 Two ways behind one interface:

@@ -14,20 +14,21 @@ AMSGrad, unknown optimizers, sparse gradients.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Hashable, Iterator
+from typing import Any, Iterator, Mapping
 
 import torch
 
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.state import StageState
 from recycle_plugin.runtime.undo import rules
-from recycle_plugin.runtime.undo.kept import Bookkeeping, Copies
+from recycle_plugin.runtime.undo.kept import Copies, Small
 
 DTYPES = (torch.float32, torch.float64)
 LARGEST_DECAY = 0.5  # of lr × weight decay: what a step shrinks by is divided out again, and rounding grows with it
 
 
 class Inverse:
-    """Of ``optimizer``'s steps, from copies of the gradients as they are when ``before_step()`` is called.
+    """Of the steps of ``state``'s optimizer, from copies of the gradients as they are when ``before_step()`` is called.
 
     Copies, since p.grad does not outlive the step: Nesterov with ``foreach`` adds the momentum into it, and
     zero_grad() may write zeros into it.  Raises RecycleError for what can't be taken back.
@@ -35,20 +36,15 @@ class Inverse:
 
     exact = False
 
-    def __init__(
-        self,
-        parameters: list[torch.nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        counters: Callable[[], Any],
-        set_counters: Callable[[Any], None],
-    ) -> None:
-        self._rule = rules.of(optimizer)
-        self._optimizer = optimizer
-        self._books = Bookkeeping(optimizer, counters, set_counters)
+    def __init__(self, state: StageState) -> None:
+        self._whole, self._of = state, state.optimizer
+        self._optimizer = state.optimizer.optimizer
+        self._rule = rules.of(self._optimizer)
+        self._small = Small(state)
         self._gradients = Copies()
         self._others = Copies()  # state tensors that the rule does not invert: step counts
-        _check_parameters(self._books.parameters, parameters)
-        _check_groups(optimizer)
+        _check_parameters(self._of.parameters(), self._of.beside())
+        _check_groups(self._optimizer)
 
     @property
     def held_bytes(self) -> int:
@@ -58,38 +54,38 @@ class Inverse:
     def before_step(self) -> None:
         """Copy the gradients; RecycleError where the step could not be taken back."""
         _check_groups(self._optimizer)
-        gradients = {index: p.grad for index, p in enumerate(self._books.parameters) if p.grad is not None}
+        parameters = self._of.parameters()
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         if any(gradient.is_sparse for gradient in gradients.values()):
             raise _refused("cannot take a step with sparse gradients back", 'write "snapshot", or use sparse=False')
-        for parameter in self._books.parameters:
+        for parameter in parameters.values():
             if parameter in self._optimizer.state:
                 self._state(parameter)
         self._gradients.take(gradients)
-        self._others.take({key: value for key, value in self._books.tensors().items() if key[1] not in self._rule.moments})
-        self._books.take()
+        self._others.take({key: value for key, value in self._of.kept().items() if key[1] not in self._rule.moments})
+        self._small.take()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Take the step back; RecycleError, and nothing is changed, where something in it is not finite."""
-        if not self._books.taken:
-            raise RuntimeError("no step to take back: before_step() was not called, or its step is taken back already")
-        for step in self._steps():
+        groups = self._small.parts["optimizer"]["groups"]
+        for step in self._steps(groups):
             self._check_finite(step)
-        for step in self._steps():
+        for step in self._steps(groups):
             self._rule.invert(step)
-        self._others.put_back(self._books.tensors())
-        self._books.restore()
+        self._small.put_back()
+        self._others.put_back(self._of.kept())
+        self._whole.rewritten()
 
-    def _steps(self) -> Iterator[rules.Step]:
+    def _steps(self, groups: list[dict[str, Any]]) -> Iterator[rules.Step]:
         """What was applied to each parameter that had a gradient, with the hyper-parameters of that time."""
-        index = 0
-        for group, saved in zip(self._optimizer.param_groups, self._books.groups, strict=True):
-            stepped = [(i, p, self._state(p)) for i, p in enumerate(group["params"], index) if i in self._gradients]
+        named = {parameter: name for name, parameter in self._of.parameters().items()}
+        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
+            stepped = [(named[p], p, self._state(p)) for p in group["params"] if named[p] in self._gradients]
             counts = self._rule.counts([state for _, _, state in stepped])
-            for (i, parameter, state), count in zip(stepped, counts, strict=True):
-                gradient = -self._gradients[i] if saved.get("maximize") else self._gradients[i]
+            for (name, parameter, state), count in zip(stepped, counts, strict=True):
+                gradient = -self._gradients[name] if saved.get("maximize") else self._gradients[name]
                 yield rules.Step(parameter, state, gradient, saved, count)
-            index += len(group["params"])
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Of a parameter that has been stepped."""
@@ -106,10 +102,10 @@ class Inverse:
             raise _refused("cannot take the last step back, because a gradient or what it made is infinite or not a number", 'write "snapshot"')
 
 
-def _check_parameters(given: list[torch.Tensor], model: list[torch.nn.Parameter]) -> None:
-    stepped = [one for one in given if one.requires_grad or not isinstance(one, torch.nn.Parameter)]  # a frozen parameter never is
-    if {id(parameter) for parameter in stepped} - {id(parameter) for parameter in model}:
+def _check_parameters(parameters: Mapping[str, torch.Tensor], beside: Mapping[str, torch.Tensor]) -> None:
+    if beside:
         raise _refused("cannot take steps back whose optimizer has parameters of its own beside the model's", 'write "snapshot"')
+    stepped = [one for one in parameters.values() if one.requires_grad]  # a frozen one never is
     for dtype in {parameter.dtype for parameter in stepped}:
         if dtype not in DTYPES:
             raise _refused(f"needs parameters in fp32 or fp64, and there are some in {str(dtype).removeprefix('torch.')}", 'write "snapshot"')

@@ -1,13 +1,12 @@
-"""What both ways of undo keep: copies of tensors, and everything small that a step changes."""
+"""What both ways of undo keep: copies of tensors, and the small parts of a stage's state."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any, Callable, Hashable, Mapping
+from typing import Any, Hashable, Mapping
 
 import torch
 
-ELSEWHERE = object()  # instead of a value that somebody else keeps
+from recycle_plugin.runtime.state import StageState
 
 
 class Copies:
@@ -45,64 +44,27 @@ class Copies:
         return known if fits else torch.empty_like(source)
 
 
-class Bookkeeping:
-    """Hyper-parameters, what the optimizer's state holds besides tensors, and what ``counters()`` returns.
+class Small:
+    """What goes by value of ``state``, as it was before a step."""
 
-    ``counters()`` gives any picklable state (learning-rate scheduler, step counts), ``set_counters`` takes it
-    back.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, counters: Callable[[], Any], set_counters: Callable[[Any], None]) -> None:
-        self._optimizer = optimizer
-        self._counters = counters
-        self._set_counters = set_counters
-        self._states: dict[int, dict[str, Any]] = {}
-        self._extra: Any = None
-        self.groups: list[dict[str, Any]] = []  # hyper-parameters of the step
-        self.taken = False
+    def __init__(self, state: StageState) -> None:
+        self._state = state
+        self._parts: dict[str, Any] | None = None
 
     @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The optimizer's, in the order of its groups."""
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-
-    def tensors(self) -> dict[Hashable, torch.Tensor]:
-        """All tensors of the optimizer's state, by (index into ``parameters``, name)."""
-        return {(index, name): value for index, state in self._present() for name, value in state.items() if torch.is_tensor(value)}
+    def parts(self) -> dict[str, Any]:
+        """RuntimeError if none were taken."""
+        if self._parts is None:
+            raise RuntimeError("no step to take back: before_step() was not called, or its step is taken back already")
+        return self._parts
 
     def take(self) -> None:
-        self._states = {
-            index: {name: ELSEWHERE if torch.is_tensor(value) else copy.deepcopy(value) for name, value in state.items()}
-            for index, state in self._present()
-        }
-        self.groups = [copy.deepcopy({name: value for name, value in group.items() if name != "params"}) for group in self._optimizer.param_groups]
-        self._extra = copy.deepcopy(self._counters())
-        self.taken = True
+        self._parts = self._state.small()
 
-    def restore(self) -> None:
-        """Put everything back, and drop what the step created.  Once: what was kept is handed out."""
-        for index, parameter in enumerate(self.parameters):
-            if index in self._states:
-                _restore(self._optimizer.state[parameter], self._states[index])
-            else:
-                self._optimizer.state.pop(parameter, None)
-        for group, saved in zip(self._optimizer.param_groups, self.groups, strict=True):
-            _restore(group, {**saved, "params": ELSEWHERE})
-        self._set_counters(self._extra)
-        self.taken = False
-
-    def _present(self) -> list[tuple[int, dict[str, Any]]]:
-        return [(index, self._optimizer.state[p]) for index, p in enumerate(self.parameters) if p in self._optimizer.state]
-
-
-def _restore(present: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    for name in present.keys() - saved.keys():
-        del present[name]
-    for name, value in saved.items():
-        if torch.is_tensor(value) and torch.is_tensor(present.get(name)):
-            present[name].copy_(value)  # others hold this very tensor: a scheduler, a captured graph
-        elif value is not ELSEWHERE:
-            present[name] = value
+    def put_back(self) -> None:
+        """Once: what was kept is handed out."""
+        self._state.put(self.parts)
+        self._parts = None
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

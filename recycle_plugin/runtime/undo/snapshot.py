@@ -9,28 +9,20 @@ would leave views into flat buffers behind.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Hashable
-
 import torch
 
-from recycle_plugin.runtime.undo.kept import Bookkeeping, Copies
+from recycle_plugin.runtime.state import StageState
+from recycle_plugin.runtime.undo.kept import Copies, Small
 
 
 class Snapshot:
-    """Of ``parameters``, ``optimizer`` (tensors, hyper-parameters) and what ``counters`` returns."""
+    """Of all parts of ``state``; what follows from others is not copied."""
 
     exact = True
 
-    def __init__(
-        self,
-        parameters: list[torch.nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        counters: Callable[[], Any],
-        set_counters: Callable[[Any], None],
-    ) -> None:
-        self._model = parameters
-        self._books = Bookkeeping(optimizer, counters, set_counters)
-        self._copies = Copies()
+    def __init__(self, state: StageState) -> None:
+        self._state = state
+        self._small, self._copies = Small(state), Copies()
 
     @property
     def held_bytes(self) -> int:
@@ -39,17 +31,12 @@ class Snapshot:
     @torch.no_grad()
     def before_step(self) -> None:
         """Copy the present state over the last one."""
-        self._copies.take(self._tensors())
-        self._books.take()
+        self._copies.take(self._state.tensors(following=False))
+        self._small.take()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put the copied state back, bit for bit; RuntimeError if none was taken."""
-        if not self._books.taken:
-            raise RuntimeError("no step to take back: before_step() was not called, or its step is taken back already")
-        self._copies.put_back(self._tensors())
-        self._books.restore()
-
-    def _tensors(self) -> dict[Hashable, torch.Tensor]:
-        """Parameters by identity (a mixed-precision optimizer's own are not the model's), state by (index, name)."""
-        return {id(p): p.data for p in (*self._model, *self._books.parameters)} | self._books.tensors()
+        self._small.put_back()
+        self._copies.put_back(self._state.tensors(following=False))
+        self._state.rewritten()

@@ -1,0 +1,96 @@
+"""Where a plain iterator stands: counted over all steps, and taken over by a worker whose own one begins anew; what it gives is in the store."""
+
+from __future__ import annotations
+
+import pytest
+
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.line import Line
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.protocol import Committed
+from recycle_plugin.core.sources import Draw, Standing, unpack
+from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.core.supply import Supply
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.planner import plan
+
+SHAPE = Topology(2, 2, 3)
+
+
+class Numbers:
+    """An iterator that gives its draws, and remembers how often it was asked."""
+
+    def __init__(self) -> None:
+        self.read_of: list[tuple[int, int]] = []
+
+    def read(self, step: int, position: int, draw: Draw | None) -> Draw | None:
+        self.read_of.append((step, position))
+        return draw
+
+    def draw_of(self, batch: Draw) -> Draw:
+        return batch
+
+
+@pytest.fixture
+def end():
+    """Replica 0's first stage: its supply, its store, its iterator, and what it hands on and says."""
+    store, iterator, handed, said = StepStore(Seat(0, 0), SHAPE.stages), Numbers(), [], []
+    supply = Supply(store, iterator, lambda *given: handed.append(given), lambda *given: said.append(given))
+    supply.stand(Standing(plan(SHAPE.full(), CostModel.uniform(2), Policy()), {}, {}, {}))
+    store.drawn = True
+    return supply, store, iterator, handed, said
+
+
+def test_what_is_drawn_is_in_the_store_and_a_peer_has_a_copy(end):
+    supply, store, iterator, handed, said = end
+    supply.provide(1, Line(0))
+    assert store.of("drawn", 1) == {MicroBatch(0, index): Draw(0, index) for index in range(3)}
+    assert [(datum.micro_batch, taker) for datum, _, taker in handed] == [(MicroBatch(0, index), Seat(1, 0)) for index in range(3)] and not said
+    assert {step: dict(found) for step, found in unpack(supply.drawn()).items()} == {1: store.of("drawn", 1)}
+    store.commit(1)
+    assert supply.drawn() == {}
+
+
+def test_a_committed_step_and_one_with_another_source_draw_nothing(end):
+    supply, store, iterator, *_ = end
+    line = Line(0)
+    line.take(Committed(2, {}))
+    supply.provide(2, line)
+    store.drawn = False
+    supply.provide(3, line)
+    assert iterator.read_of == []
+
+
+def test_batches_are_counted_over_steps_and_checkpoints(end):
+    supply, store, iterator, *_ = end
+    for step in (1, 2):
+        supply.provide(step, Line(0))
+        supply.provide(step, Line(0))  # what is here is not drawn again
+    assert supply.batches_read() == len(iterator.read_of) == 6
+    supply.rewind()
+    store.rewind(0, era=1)
+    supply.provide(1, Line(0))
+    assert supply.batches_read() == len(iterator.read_of) == 9
+
+
+def test_an_iterator_that_begins_anew_goes_on_where_another_stood(end):
+    supply, _, iterator, *_ = end
+    supply.skip_to(4)
+    supply.provide(3, Line(0))
+    assert len(iterator.read_of) == 7 == supply.batches_read() and iterator.read_of[4:] == [(3, 0), (3, 1), (3, 2)]
+    supply.skip_to(7)
+    assert len(iterator.read_of) == 7
+
+
+def test_it_does_not_go_back(end):
+    supply, *_ = end
+    supply.provide(1, Line(0))
+    with pytest.raises(ValueError, match="the data iterator of seat 0.0 has given 3 batches, and is to stand behind 2: it can't be read again"):
+        supply.skip_to(2)
+
+
+def test_who_gives_what_this_worker_does_not_draw(end):
+    supply, store, *_ = end
+    assert supply.giver(Datum("drawn", 0, MicroBatch(1, 2), 1)) == Seat(1, 0)

@@ -1,0 +1,79 @@
+"""What of a stage's state is in no file that DeepSpeed writes is found, saved beside it, and read again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from recycle_plugin.adapters.deepspeed.checkpoint import Inventory, take_beside  # noqa: E402
+from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
+from recycle_plugin.runtime.state import Part  # noqa: E402
+from tests.support.optimizers import same  # noqa: E402
+from tests.torch.test_state import Worker, without  # noqa: E402
+
+
+class Files:
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    def save(self, state_dict: object, path: str) -> None:
+        self.paths.append(path)
+
+
+def left(worker: Worker, layers: dict[int, torch.nn.Module], optimizer: dict | None) -> dict:
+    """After files of ``layers`` and one with the state ``optimizer``, as stock writes them."""
+    files = Files()
+    inventory = Inventory(files, str, list(worker.state.optimizer.parameters()), {"weights/0.bias"})
+    for number, layer in layers.items():
+        inventory.save(layer.state_dict(), f"saved/tag/layer_{number:02d}-model_states.pt")
+    inventory.save({"module": None, "optimizer": optimizer}, "saved/tag/mp_rank_00_model_states.pt")
+    assert len(files.paths) == len(layers) + 1
+    return inventory.left(worker.state)
+
+
+def test_all_that_stock_saves_leaves_the_loss_scale():
+    worker = Worker().steps(0)
+    found = left(worker, dict(enumerate(worker.module.values())), worker.engine.basic_optimizer.state_dict())
+    assert found == {"small": {"loss_scale": worker.scale.state()}, "tensors": {}}
+
+
+def test_where_nothing_is_left_there_is_no_file():
+    worker = Worker().steps(0)
+    worker.scale._scaler = None
+    assert left(worker, dict(enumerate(worker.module.values())), worker.engine.basic_optimizer.state_dict()) == {}
+
+
+def test_a_part_that_nobody_knows_is_saved():
+    """... and one that was forgotten in the list is not, which is what the list's own tests find."""
+    worker = Worker().steps(0)
+    worker.state._parts["more"] = Part("more", get=lambda: 3, set=lambda value: None)
+    without(worker.state, "loss_scale")
+    assert left(worker, dict(enumerate(worker.module.values())), worker.engine.basic_optimizer.state_dict()) == {"small": {"more": 3}, "tensors": {}}
+
+
+@pytest.mark.parametrize("with_optimizer", (True, False))
+def test_what_is_left_is_read_again(with_optimizer, tmp_path):
+    """Of a layer without a file its weights; of an optimizer whose ``state_dict`` leaves something out, that."""
+    source, target = Worker().steps(0, 1, 2), Worker(seed=1)
+    optimizer = copy.deepcopy(source.engine.basic_optimizer.state_dict())
+    del optimizer["state"][0]["exp_avg"]
+    found = left(source, {0: source.module["0"]}, optimizer)
+    first = next(iter(source.state.optimizer.parameters()))
+    assert set(found["tensors"]) == {"weights/2.bias", f"optimizer/{first}/exp_avg"}
+    torch.save(found, tmp_path / "file")
+    before = target.found()
+    take_beside(target.state, torch.load(tmp_path / "file", weights_only=False), with_optimizer)
+    after = target.found()
+    assert same(after["weights"]["2.bias"], source.found()["weights"]["2.bias"]) and same(after["weights"]["0.weight"], before["weights"]["0.weight"])
+    assert after["loss_scale"] == (source if with_optimizer else Worker(seed=1)).found()["loss_scale"]
+    states = target.engine.basic_optimizer.state
+    assert with_optimizer == bool(states) and all(same(one["exp_avg"], source.engine.basic_optimizer.state[source.trained[0]]["exp_avg"]) for one in states.values())
+
+
+def test_of_another_model_it_is_refused():
+    with pytest.raises(RecycleError, match="weights/9.bias is no tensor of this worker's state: the other worker, or the checkpoint, is of another model"):
+        take_beside(Worker().state, {"small": {}, "tensors": {"weights/9.bias": torch.ones(3)}}, True)
