@@ -16,6 +16,7 @@ from typing import Any, Hashable, Iterable, Mapping
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.output import WORKERS
 from recycle_plugin.core.protocol import Collected, End, Resume
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.simulator.exact import LEARNING_RATE, PRIME, added, clipped, sample, share
@@ -129,7 +130,7 @@ class Watcher:
     def heard(self, rank: int, message: object) -> None:
         """The coordinator hears it from ``rank`` or its supervisor; what follows from that is what is checked."""
 
-    def told(self, message: object) -> None:
+    def told(self, whom: object, message: object) -> None:
         """To all workers: of each step one norm, and one loss, but where they are void; and no failure once all steps up to a planned end are committed."""
         if isinstance(message, Resume) and message.void:
             self._told = {key for key in self._told if key[0] <= message.committed + 1}
@@ -137,9 +138,9 @@ class Watcher:
             if (message.step, message.name) in self._told:
                 self.say(f"the {message.name} of step {message.step} is told twice")
             self._told.add((message.step, message.name))
-        elif isinstance(message, End) and not message.failed:
+        elif isinstance(message, End) and whom == WORKERS and not message.failed:
             self._end = message.step
-        elif isinstance(message, End) and self._end is not None and self._committed >= self._end - 1:
+        elif isinstance(message, End) and whom == WORKERS and self._end is not None and self._committed >= self._end - 1:
             self.say(f"the job has failed at its planned end, with all steps committed: {message.reason}")
 
     def applied(self, worker: Any, step: int, gradient: int, norm: float | None) -> None:

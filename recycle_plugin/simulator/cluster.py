@@ -123,7 +123,7 @@ class Cluster:
             if whom == SUPERVISORS:
                 self._tell_supervisors(message)
                 continue
-            self.watcher.told(message)
+            self.watcher.told(whom, message)
             for rank, worker in self.workers.items():
                 addressed = worker.line.worker not in self.membership.lost if whom == WORKERS else worker.line.worker == whom
                 if addressed and rank not in self.cut:

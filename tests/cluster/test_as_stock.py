@@ -50,6 +50,7 @@ def test_the_clipping_bites(launch, reference):
     assert difference(clipped, free).parameters > 1e-3
 
 
+@pytest.mark.all_kills
 def test_the_true_norm(launch, tmp_path):
     """``norm: true`` is the norm over all stages; stock's, of the first stage and of megatron's linears, is another."""
     norms = {}

@@ -59,6 +59,7 @@ JOBS = {"bf16": (BF16,), "ZeRO 1": REPLICATED, "tied": (BF16, "model.tied=true")
 DEFAULT = (("bf16", 8),)
 
 
+@pytest.mark.all_kills
 @pytest.mark.parametrize(
     "job, number",
     [
@@ -82,6 +83,7 @@ def test_kills_of_a_clipped_job(launch, reference, tolerated, clip):
     assert_same(result, calm, tolerated, {"0.1", "1.0"}, kills)
 
 
+@pytest.mark.all_kills
 @pytest.mark.parametrize("ahead, point", ((0, "recovery.undone"), pytest.param(1, "recovery.report:2", marks=MORE)))
 def test_a_loss_in_recovery_from_a_step_that_is_taken_back(launch, reference, tolerated, tmp_path, ahead, point):
     """The masters come back, and the weights with them."""

@@ -85,6 +85,7 @@ def assert_exact(result: Result, reference: Result, lost: set[str], struck: tupl
 DEFAULT = (3, 26)
 
 
+@pytest.mark.all_kills
 @pytest.mark.parametrize(
     "first, second",
     [pytest.param(*pair, id=f"{pair[0]}, {pair[1]}", marks=() if number in DEFAULT else MORE) for number, pair in enumerate(matrix())],
@@ -94,6 +95,7 @@ def test_each_rank_at_named_instructions(train, calm, first: Kill, second: Kill)
     assert_exact(train(EXACT, faults(*kills)), calm(EXACT), {first.seat, second.seat}, kills)
 
 
+@pytest.mark.all_kills
 @pytest.mark.parametrize(
     "settings, kills",
     [

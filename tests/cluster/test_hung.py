@@ -28,6 +28,7 @@ def test_a_stopped_worker_is_given_up(launch, reference, fault):
     assert "its process is stopped for" in lost["how"] and confirmed["code"] == -9
 
 
+@pytest.mark.all_kills
 def test_a_worker_that_stops_while_it_recovers(launch, reference):
     result = launch(SOON, faults("kill 0.1 before 1F0.1@6", "stop 1.0 at recovery.report:2")).finish()
     assert_same_training(result, reference(), {"0.1", "1.0"})

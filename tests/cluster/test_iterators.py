@@ -88,6 +88,7 @@ def test_either_end_in_mid_step(train, kill):
     assert_each_once(result, SQUARE, {0: first - 1})
 
 
+@pytest.mark.all_kills
 @pytest.mark.parametrize("kill", (pytest.param("kill 0.0 at step.end@4", marks=pytest.mark.all_kills), "kill 0.1 before 1STEP@4"))
 def test_either_end_before_it_has_drawn(train, kill):
     """The other end of the replica has drawn the step already, or not."""
@@ -97,6 +98,7 @@ def test_either_end_before_it_has_drawn(train, kill):
     assert_each_once(result, SQUARE, {0: first - 1})
 
 
+@pytest.mark.all_kills
 @pytest.mark.parametrize(
     "shape, kills, lost",
     [

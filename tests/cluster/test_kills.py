@@ -174,6 +174,7 @@ def run_twice(result) -> set[str]:
 WIDE = Shape(replicas=4)
 
 
+@pytest.mark.all_kills
 @pytest.mark.parametrize(
     "kills",
     [

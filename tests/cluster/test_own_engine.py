@@ -45,6 +45,7 @@ SIZES = {"3": 12, "6": 3}  # four micro-batches of each replica from step 4 on, 
 EXACT = {"exact": True}
 
 
+@pytest.mark.all_kills
 @pytest.mark.parametrize(
     "faults, settings",
     [

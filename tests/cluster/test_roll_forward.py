@@ -55,6 +55,7 @@ def test_who_has_the_reduced_gradient_gives_it_to_who_has_not(launch, reference,
     assert [runs(result, seat, Op.STEP) for seat in (holder, late)] == [1, 1]
 
 
+@pytest.mark.all_kills
 @pytest.mark.parametrize("when", (pytest.param("at recovery.report:2", marks=MORE), pytest.param("at recovery.resume:2", marks=MORE), "before {}REDUCE@7:2", pytest.param("after {}REDUCE@7:2", marks=MORE)))
 @pytest.mark.parametrize("stage", (pytest.param(0, marks=MORE), 1))
 def test_who_has_the_reduced_gradient_dies_as_well(launch, reference, tmp_path, stage, when):

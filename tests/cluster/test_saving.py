@@ -114,6 +114,7 @@ def test_everybody_dies_while_saving(start, undisturbed, tmp_path, point):
     assert_whole(saved, undisturbed[1], SAVES[0])
 
 
+@pytest.mark.all_kills
 def test_sigterm_to_everything_while_saving(start, undisturbed, tmp_path):
     """The checkpoint is finished, and the job ends at a commit."""
     run = start("steps=1000", save_at=SAVES[:2], hold=True)
@@ -171,6 +172,7 @@ def test_checkpoints_by_themselves(start, undisturbed, tmp_path):
     assert resumed.losses == pytest.approx(whole.losses[step:], abs=LOSS_TOLERANCE)
 
 
+@pytest.mark.all_kills
 def test_steps_that_are_rejected_drop_no_checkpoint(start, tmp_path):
     """Each makes another membership of the same members."""
     result = start("steps=30", "gradient_clipping=0.05", "recycle.clip=validate", "recycle.checkpoint={overhead: 0.9}", f"recycle.checkpoint_dir={tmp_path}/own").finish()

@@ -88,6 +88,7 @@ THREE = Shape(stages=3)
 TWO_TIES = {"RECYCLE_TEST_WRAP": json.dumps({"name": "mixers", "after": [0, 1]})}
 
 
+@pytest.mark.all_kills
 @pytest.mark.parametrize(
     "kills",
     [

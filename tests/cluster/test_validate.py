@@ -89,6 +89,7 @@ def test_steps_that_are_not_finite_are_skipped_on_all_stages(launch, undo):
     assert found.loss == 0 or undo == "inverse"
 
 
+@pytest.mark.all_kills
 def test_a_failure_between_a_step_that_is_not_finite_and_its_commit(launch):
     shape = Shape(replicas=3)
     result = overflowing(launch, *VALIDATE, faults("kill 0.1 after 1STEP@4", "kill 1.0 before 0REDUCE@9"), shape=shape)

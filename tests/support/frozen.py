@@ -97,8 +97,8 @@ class Witness(Watcher):
         super().heard(rank, message)
         self.conversation.append(f"{rank}: {_words(message)}")
 
-    def told(self, message: object) -> None:
-        super().told(message)
+    def told(self, whom: object, message: object) -> None:
+        super().told(whom, message)
         self.conversation.append(_words(message))
 
 
