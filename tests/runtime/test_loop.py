@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.faults import FaultScript
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.protocol import Committed, Report
 from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.worker import Judging, Worker
 from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.loop import Loop
+from recycle_plugin.runtime.world import TorchMachine
 
 from .conftest import generation
 
-ANYTHING = dict.fromkeys(("held", "drawn", "stand", "undo", "judge", "void", "leave", "execute"), lambda *_: {})
+
+class Nothing:
+    """A transport, and a framework, that are not asked anything."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 def loop_of(session) -> Loop:
     """Of a worker that has applied step 1."""
-    machine = StepMachine(0)
-    machine.applied(1)
-    port = SimpleNamespace(**ANYTHING)
-    return Loop(session, port, port, Topology(2, 1, 1), CostModel((1000,), (1000,), (1000,)), Policy(), Seat(0, 0), machine, lambda point: None)
+    steps, shape = StepMachine(0), Topology(2, 1, 1)
+    steps.applied(1)
+    machine = TorchMachine(session, Nothing(), Nothing(), FaultScript((), Seat(0, 0)))
+    worker = Worker(machine, shape, StepStore(Seat(0, 0), 1), steps, Judging())
+    return Loop(session, worker, machine, shape, CostModel((1000,), (1000,), (1000,)), Policy(), steps)
 
 
 def test_settling_has_a_deadline_that_names_the_step(coordinator):

@@ -9,13 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.dataflow import provides
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.places import Places
 from recycle_plugin.runtime.stage import Stage, StageModel
 from recycle_plugin.settings import Settings
+from tests.support.stored_stage import StoredStage
 
 pytest.importorskip("deepspeed")
 
-from recycle_plugin.adapters.deepspeed.stepping import COUNTERS, Stepping  # noqa: E402
+from recycle_plugin.adapters.deepspeed.scaling import LossScale  # noqa: E402
+from recycle_plugin.adapters.deepspeed.state import COUNTERS, stage_state  # noqa: E402
+from recycle_plugin.adapters.deepspeed.stepping import Stepping  # noqa: E402
 
 WIDTH = 8
 
@@ -28,15 +34,17 @@ class Worker:
         self.module = nn.Linear(WIDTH, WIDTH)
         parameters, optimizer = list(self.module.parameters()), torch.optim.SGD(self.module.parameters(), lr=1.0)
         engine = SimpleNamespace(
-            module=self.module, basic_optimizer=optimizer, optimizer=optimizer, lr_scheduler=None, masters=None, stage_id=0, num_stages=1,
+            module=self.module, basic_optimizer=optimizer, optimizer=optimizer, lr_scheduler=None, masters=None, stage_id=0, num_stages=1, seat=Seat(0, 0),
             grid=SimpleNamespace(data_parallel_size=1), mpu=SimpleNamespace(get_data_parallel_group=lambda: None), gradient_clipping=lambda: 0.0,
             unflatten=torch._utils._unflatten_dense_tensors, allreduce_bucket=lambda gradients, group: torch._utils._flatten_dense_tensors(gradients),
             **dict.fromkeys(COUNTERS, 0),
         )  # fmt: skip
         model = StageModel(self.module, nn.functional.mse_loss, 1, first=True, last=True, device=torch.device("cpu"))
-        self._stage = Stage(model, None, lambda micro_batch, step, half: nullcontext())
+        stage, scale = Stage(model, None, lambda micro_batch, step, half: nullcontext()), LossScale(None)
+        self._stage = StoredStage(stage)
+        state = stage_state(engine, stage, scale, Places(1), None)
         session = SimpleNamespace(rank=0)
-        self._stepping = Stepping(engine, self._stage, parameters, None, [], session, Settings(), None, optimizer.step)
+        self._stepping = Stepping(engine, stage, self._stage.store, parameters, None, [], session, Settings(), scale, state, optimizer.step)
 
     def forward(self, step: int) -> float:
         """The loss."""
@@ -53,7 +61,8 @@ class Worker:
     def step(self, step: int) -> None:
         """All of it that follows on the forward."""
         self._stage.backward((step, MicroBatch(0, 0)))
-        self._stepping.reduce(step, None)
+        reduced = Instruction(Op.REDUCE, 0, None, step)
+        self._stage.store.conclude(reduced, {datum: self._stepping.reduce(step, None) for datum in provides(reduced)})
         self._stepping.apply(step)
 
     def undo(self, step: int) -> None:
