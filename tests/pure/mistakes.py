@@ -63,7 +63,7 @@ def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
 # --- lineage and loop ---------------------------------------------------------------------------------
 
 
-@mistake("no step is taken back", seen=3)
+@mistake("no step is taken back", seen=6)
 def no_undo(monkeypatch) -> None:
     changed_rests(monkeypatch, lambda rest: replace(rest, undo=frozenset()))
 
@@ -144,7 +144,7 @@ def record_overwritten(monkeypatch) -> None:
     monkeypatch.setattr(StepMachine, "may_apply", lambda self, step: True)
 
 
-@mistake("a wait is not interrupted", seen=4)
+@mistake("a wait is not interrupted", seen=5)
 def deaf(monkeypatch) -> None:
     monkeypatch.setattr(Line, "check", Line.check_end)
 
@@ -171,7 +171,7 @@ def stale_report(monkeypatch) -> None:
     monkeypatch.setattr(Membership, "_report", accept)
 
 
-@mistake("what a lost worker says counts", seen=81)
+@mistake("what a lost worker says counts", seen=3)
 def lost_heard(monkeypatch) -> None:
     monkeypatch.setattr(membership, "OF_MEMBERS", ())
 
@@ -239,7 +239,7 @@ def first_roster(monkeypatch) -> None:
     monkeypatch.setattr(Line, "roster", property(roster))
 
 
-@mistake("who is gone stays on the roster")
+@mistake("who is gone stays on the roster", seen=5)
 def stays_on_the_roster(monkeypatch) -> None:
     monkeypatch.setattr(Roster, "without", lambda self, workers: self)
 
@@ -281,7 +281,7 @@ def second_norm(monkeypatch) -> None:
     handed_out_once(monkeypatch)
 
 
-@mistake("a norm that was told is forgotten once it was used", seen=196)
+@mistake("a norm that was told is forgotten once it was used", seen=114)
 def handed_out_once(monkeypatch) -> None:
     monkeypatch.setattr(Line, "collected", lambda self, step, name: self._collected.pop((step, name), None))
 
@@ -417,7 +417,7 @@ def not_void(monkeypatch) -> None:
     monkeypatch.setattr(Worker, "void", lambda self, after, era: None)
 
 
-@mistake("a late tensor computed with rejected weights counts", seen=37)
+@mistake("a late tensor computed with rejected weights counts", seen=6)
 def late_counts(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "arrive", lambda self, before, datum, value, era: before(self, datum, value, self.era))
 
@@ -430,11 +430,6 @@ def unheard(monkeypatch) -> None:
 @mistake("a rejected step is committed by a failure that comes at once", seen=6)
 def committed_rejected(monkeypatch) -> None:
     monkeypatch.setattr(Steps, "_unheard", lambda self, step, held, behind: False)
-
-
-@mistake("who has found out about a rejection for itself need not hear that what others have computed is void", seen=538)
-def behind(monkeypatch) -> None:
-    changed(monkeypatch, Steps, "_unheard", lambda self, before, step, held, behind: before(self, step, held, False))
 
 
 @mistake("a norm counts for the worker that has found it only", seen=6)
@@ -450,7 +445,7 @@ def part_left_out(monkeypatch) -> None:
     changed(monkeypatch, Numbers, "over_tie", lambda self, before, by_stage: before(self, dict(sorted(by_stage.items())[:-1])))
 
 
-@mistake("a tied gradient is made again by those alone who lack it", seen=10)
+@mistake("a tied gradient is made again by those alone who lack it", seen=106)
 def by_those_who_lack_it(monkeypatch) -> None:
     def unfinished(plan, committed, held, void):
         def change(rest):
@@ -487,7 +482,7 @@ def sums_from_inputs(monkeypatch) -> None:
 # --- the store, and lowering ----------------------------------------------------------------------------
 
 
-@mistake("what is begun of the next step goes with a commit")
+@mistake("what is begun of the next step goes with a commit", seen=6)
 def committed_too_far(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "commit", lambda self, before, step: (before(self, step), self._remove_all(lambda datum: datum.step == step + 1 and datum.kind == "stash")))
 
@@ -503,7 +498,7 @@ def room_before_promises(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "held", held)
 
 
-@mistake("a worker that heard of rejected weights takes what comes of an earlier era")
+@mistake("a worker that heard of rejected weights takes what comes of an earlier era", seen=16)
 def no_era(monkeypatch) -> None:
     def void(self, before, after, era):
         own, found = self.era, before(self, after, era)
@@ -518,7 +513,7 @@ def never_used_up(monkeypatch) -> None:
     monkeypatch.setattr(StepStore, "own", lambda self, instruction: ())
 
 
-@mistake("the weights behind a step that was taken back are still said to be here")
+@mistake("the weights behind a step that was taken back are still said to be here", seen=65)
 def both_weights(monkeypatch) -> None:
     def undo(self, before, step):
         later = Datum("params", self.seat.stage, None, step + 1)
@@ -534,15 +529,6 @@ def void_nothing_later(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "void", lambda self, before, after, era: before(self, after + 1, era))
 
 
-@mistake("what a rest gets from a peer is asked of whom the plan names")
-def by_the_plan(monkeypatch) -> None:
-    def way(self, before, seat, datum):
-        made = before(self, seat, datum)
-        return made._replace(source=self._plan.route[datum.stage, datum.micro_batch])
-
-    changed(monkeypatch, rest.Arranged, "_way", way)
-
-
 @mistake("what survivors keep for others is not sent")
 def kept_for_nobody(monkeypatch) -> None:
     def made(self, before, *given):
@@ -552,7 +538,7 @@ def kept_for_nobody(monkeypatch) -> None:
     changed(monkeypatch, rest.Arranged, "__init__", made)
 
 
-@mistake("what is run again for its boundary tensor goes to whom the plan names")
+@mistake("what is run again for its boundary tensor goes to whom the plan names", seen=64)
 def to_the_plans(monkeypatch) -> None:
     def way(self, before, seat, datum):
         made, stage = before(self, seat, datum), goes_to(datum, self._plan.stages)
@@ -599,3 +585,11 @@ def loss_at_the_end(monkeypatch) -> None:
 def waits_for_the_end(monkeypatch) -> None:
     lose = Line.lose_coordinator
     monkeypatch.setattr(Line, "lose_coordinator", lambda self: self.end is None and lose(self))
+
+
+# --- by a schedule of their own: no seed of the first 2,000 brings them about ----------------------------
+
+
+def void_is_not_heard_again(monkeypatch) -> None:
+    """Who has found out about a rejection for itself need not hear that what others have computed since is void."""
+    changed(monkeypatch, Steps, "_unheard", lambda self, before, step, held, behind: before(self, step, held, False))

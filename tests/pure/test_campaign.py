@@ -17,9 +17,10 @@ from recycle_plugin.core.topology import Topology
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.checks import Reference
 from recycle_plugin.simulator.exercised import Rule
+from recycle_plugin.simulator.lines import UNEVEN
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 
-from tests.pure.mistakes import MISTAKES, SEEN
+from tests.pure.mistakes import MISTAKES, SEEN, void_is_not_heard_again
 
 FOUND_WITHIN = 2000  # seeds, by every mistake; most need a few
 
@@ -93,6 +94,20 @@ def test_one_norm_is_that_of_the_step_for_all_where_a_sum_is_made_again_one_roun
     MISTAKES["a norm is made again after a failure, as if nobody had stepped with the first"](monkeypatch)
     said = [text for given in runs for text in campaign.run("x", given).violations]
     assert any(text.startswith("step 2 is clipped by") for text in said)
+
+
+def judged_by_oneself() -> Scenario:
+    """Who finds a share that is not finite knows the verdict, and skips the step at once.  In step 3 seat 0.0 does, far from the coordinator, and two of three
+    replicas die before the news of the rejection reaches it: a newer membership overtakes that, in which all have the step as it stays."""
+    costs = CostModel((5_000, 7_000, 3_000), (4_000, 9_000, 8_000), (9_000, 4_000, 6_000), 500)
+    lost = tuple(Seat(replica, stage) for replica in (1, 2) for stage in range(3))
+    return Scenario(Topology(3, 3, 2), costs, Policy(activation_cap=6, block=2), 6, (Trouble("kill", 803_888, lost),), torn=538, budget=2, clip=25.0, weather=UNEVEN)
+
+
+def test_who_has_judged_a_step_itself_hears_that_what_the_others_have_computed_since_is_void(monkeypatch) -> None:
+    assert not campaign.run("x", judged_by_oneself()).violations
+    void_is_not_heard_again(monkeypatch)
+    assert any("waits in vain" in text for text in campaign.run("x", judged_by_oneself()).violations), "the others are in another era than 0.0, and take nothing of it"
 
 
 # --- mistakes that it has to find ---------------------------------------------------------------------
