@@ -13,7 +13,7 @@ DRAWN_TICKS = 120
 def add(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "campaign", help="look for a failure that recovery does not survive, in virtual time",
-        description="Runs jobs in virtual time through the production code of executor, loop, step machine, membership, commit and lineage, "
+        description="Runs jobs in virtual time through the production code of executor, loop, worker and its store, membership, commit and lineage, "
         "with kills, stops, stuck and slow workers, lost and late messages, partitions, leaves, several at once and in recovery, over lines of unequal length; "
         "weights are exact numbers. Says how often which trouble met which instruction, and how often each rule of the protocol was needed. Exits with 1 where something that must hold does not, and prints the line that runs it again.",
     )  # fmt: skip

@@ -66,9 +66,3 @@ def execute(seat: Seat, program: Iterable[Instruction], world: World) -> Iterato
         yield from world.perform(seat, instruction)
         world.record(Span(seat, instruction, start, world.now_us()))
         world.reach("after", seat, instruction)
-
-
-def drain(execution: Iterator[Any]) -> None:
-    """Run an execution whose world blocks instead of yielding."""
-    for _ in execution:
-        raise RuntimeError("a blocking world has yielded: it has to wait inside perform() and await_inputs()")

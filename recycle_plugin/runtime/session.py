@@ -179,10 +179,6 @@ class Session(Line):
     def wait_committed(self, step: int, interruptible: bool = True) -> None:
         self.wait(f"the commit of step {step}", lambda: self.is_committed(step), interruptible)
 
-    def wait_collected(self, step: int, name: str) -> dict:
-        """The complete set of contributions ``name`` of ``step``."""
-        return self.wait(f"all contributions to the {name} of step {step}", lambda: self.collected(step, name))
-
     @contextmanager
     def at_work(self, work: object) -> Iterator[None]:
         """``work`` of a program is carried out, by this thread."""

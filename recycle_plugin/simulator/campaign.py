@@ -1,4 +1,4 @@
-"""Seeded failures against the production code of executor, loop, step machine, membership, commit and lineage.
+"""Seeded failures against the production code of executor, loop, worker and its store, membership, commit and lineage.
 
 A seed gives a job, its troubles and the instants of them; ``simulator.cluster`` runs it, ``simulator.checks`` says what
 was wrong.  First anything may happen, and safety is checked; after :data:`CALM_US` nothing new goes wrong, and progress is

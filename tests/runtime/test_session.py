@@ -101,11 +101,11 @@ def test_contributions_are_handed_out_until_a_later_step_is_committed(coordinato
     session = coordinator.session(0, wait_timeout_s=0.2)
     coordinator.tell(Collected(2, "loss", {"0.0": 1.5}))
     for _ in range(2):
-        assert session.wait_collected(2, "loss") == {"0.0": 1.5}
+        assert session.wait("all contributions to the loss of step 2", lambda: session.collected(2, "loss")) == {"0.0": 1.5}
     coordinator.tell(Committed(3))
     session.wait_committed(3)
     with pytest.raises(WaitTimeout, match="contributions to the loss of step 2"):
-        session.wait_collected(2, "loss")
+        session.wait("all contributions to the loss of step 2", lambda: session.collected(2, "loss"))
 
 
 def test_a_blocking_call_is_left_behind_when_the_membership_changes(coordinator):
