@@ -474,7 +474,7 @@ def own_sum_only(monkeypatch) -> None:
     changed(monkeypatch, worker.Machine, "compute", compute)
 
 
-@mistake("what an input gradient has added to the sums with rejected weights stays there")
+@mistake("what an input gradient has added to the sums with rejected weights stays there", seen=177)
 def sums_from_inputs(monkeypatch) -> None:
     monkeypatch.setattr(core_worker, "SUMMED", frozenset({"wgrad", "reduced"}))
 
@@ -487,7 +487,7 @@ def committed_too_far(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "commit", lambda self, before, step: (before(self, step), self._remove_all(lambda datum: datum.step == step + 1 and datum.kind == "stash")))
 
 
-@mistake("a promise does not keep a tensor from going for want of room")
+@mistake("a promise does not keep a tensor from going for want of room", seen=42)
 def room_before_promises(monkeypatch) -> None:
     def held(self, before):
         sent = dict(self._sent)
@@ -508,11 +508,6 @@ def no_era(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "void", void)
 
 
-@mistake("what has been summed is still said to be a contribution")
-def never_used_up(monkeypatch) -> None:
-    monkeypatch.setattr(StepStore, "own", lambda self, instruction: ())
-
-
 @mistake("the weights behind a step that was taken back are still said to be here", seen=65)
 def both_weights(monkeypatch) -> None:
     def undo(self, before, step):
@@ -524,12 +519,12 @@ def both_weights(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "undo", undo)
 
 
-@mistake("of what follows a rejected step, only what is behind the next one is void")
+@mistake("of what follows a rejected step, only what is behind the next one is void", seen=6)
 def void_nothing_later(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "void", lambda self, before, after, era: before(self, after + 1, era))
 
 
-@mistake("what survivors keep for others is not sent")
+@mistake("what survivors keep for others is not sent", seen=5)
 def kept_for_nobody(monkeypatch) -> None:
     def made(self, before, *given):
         before(self, *given)
