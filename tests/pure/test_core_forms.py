@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recycle_plugin.core.blocks import Blocks
 from recycle_plugin.core.dataflow import Datum, provides, requires
 from recycle_plugin.core.faults import KINDS, POINTS, Fault
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import RECEIVES, SENDS, STAGE_WIDE, Instruction, Op
+from recycle_plugin.core.topology import Topology
 
 small = st.integers(0, 20)
 seats = st.builds(Seat, small, small)
@@ -68,3 +70,9 @@ def test_whatever_is_required_somebody_provides() -> None:
 def test_forward_and_backward_require_the_parameters_of_their_step() -> None:
     for op in (Op.F, Op.I, Op.B):
         assert Datum("params", 1, None, 3) in requires(example(op), 3)
+
+
+def test_blocks_have_their_micro_batches_in_the_order_of_the_sum() -> None:
+    members = Blocks(Topology(2, 1, 3), 2).members()
+    named = {tuple(block): [str(one) for one in each] for block, each in members.items()}
+    assert named == {(0, 0): ["0.0", "0.1"], (0, 1): ["0.2"], (1, 0): ["1.0", "1.1"], (1, 1): ["1.2"]} and list(members) == sorted(members)

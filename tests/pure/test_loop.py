@@ -107,3 +107,11 @@ def test_a_commit_takes_no_losses_of_later_steps() -> None:
     assert losses.add(Contribution(0, 2, LOSS, {"0.0": 2.0}, 2)) is None
     assert list(losses.committed(1)) == [(1, {"0.0": 1.0})]
     assert losses.add(Contribution(1, 2, LOSS, {"1.0": 3.0}, 2)) == {"0.0": 2.0, "1.0": 3.0}
+
+
+def test_an_end_that_has_failed_says_why_also_when_the_coordinator_goes() -> None:
+    line = Line(0)
+    line.take(End(0, "stage 1 has no live worker left", failed=True))
+    assert not line.lose_coordinator() and line.end.reason == "stage 1 has no live worker left"
+    line.take(End(7, "SIGTERM", failed=False))
+    assert line.lose_coordinator() and line.end.failed and "coordinator's host is gone" in line.end.reason
