@@ -37,7 +37,7 @@ class Verdicts:
     def add(self, step: int, share: dict[str, float], shard: int = 0) -> float | None:
         """The norm of ``step``, if with this share it is known, and the step is rejected."""
         if step in self._norms:
-            return None
+            return self._again(step, share)
         shares = self._shares.setdefault(step, {})
         shares.update({(stage, shard): value for stage, value in share.items()})
         if len(shares) < self._parts:
@@ -45,6 +45,14 @@ class Verdicts:
         norm = self._norms[step] = sqrt(fsum(shares.values()))
         self.judged, self.rejected = self.judged + 1, self.rejected + over(norm, self._limit)
         return self.rejection(step)
+
+    def _again(self, step: int, share: dict[str, float]) -> float | None:
+        """``step`` was judged, and a stage whose sum was made again after a failure says its share once more.  That it is rounded otherwise changes
+        nothing; but where it is not finite any more nobody there can apply it, and so all have to take the step back that they were to keep."""
+        if all(map(isfinite, share.values())) or self.rejection(step) is not None:
+            return None
+        self._norms[step], self.rejected = inf, self.rejected + 1
+        return inf
 
     def rejection(self, step: int) -> float | None:
         """The norm that ``step``, not committed yet, was rejected for."""

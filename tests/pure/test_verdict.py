@@ -125,3 +125,11 @@ def test_norms_that_are_not_finite_travel():
 def test_who_is_uninformed():
     held = {Seat(0, 0): {Datum("norm", 0, None, 3)}, Seat(0, 1): {Datum("norm", 1, None, 2), Datum("params", 1, None, 4)}}
     assert uninformed(held, 3) == {Seat(0, 1)}
+
+
+def test_a_share_that_is_said_again_and_is_not_finite_any_more_rejects_a_step_that_was_to_stay():
+    verdicts = Verdicts(2, limit=10.0, skips=True)
+    assert verdicts.add(4, {"0": 9.0}) is None and verdicts.add(4, {"1": 16.0}) is None
+    assert verdicts.add(4, {"0": 9.5}) is None and verdicts.rejection(4) is None and verdicts.rejected == 0
+    assert verdicts.add(4, {"0": math.inf}) == math.inf == verdicts.rejection(4)
+    assert verdicts.add(4, {"0": math.inf}) is None and (verdicts.judged, verdicts.rejected) == (1, 1)
