@@ -10,7 +10,8 @@ import os
 import signal
 import time
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Iterator, Mapping, TypeVar
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import Span
@@ -29,26 +30,21 @@ T = TypeVar("T")
 OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must not do
 
 
-class Framework(Protocol):
-    """What the adapter does."""
+@dataclass(frozen=True)
+class Framework:
+    """What the adapter does, each as core.worker.Machine has it, and blocking.
 
-    def running(self, program: Program) -> AbstractContextManager[Iterable[Instruction]]:
-        """As core.worker.Machine's, as are the others."""
+    Functions and no object with methods: an engine that users derive their own from would lose any of them to a method of the same name.
+    """
 
-    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> Mapping[Datum, Any]: ...
-
-    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
-        """It blocks."""
-
-    def share(self, step: int, have: StepStore) -> float: ...
-
-    def norm(self, shares: Mapping[str, float]) -> Any: ...
-
-    def undo(self, step: int) -> None: ...
-
-    def forget_sums(self, after: int) -> None: ...
-
-    def record(self, span: Span) -> None: ...
+    running: Callable[[Program], AbstractContextManager[Iterable[Instruction]]]
+    compute: Callable[[Instruction, StepStore, bool], Mapping[Datum, Any]]
+    add_up: Callable[[Instruction, StepStore, Seat | None], Any]
+    share: Callable[[int, StepStore], float]
+    norm: Callable[[Mapping[str, float]], Any]
+    undo: Callable[[int], None]
+    forget_sums: Callable[[int], None]
+    record: Callable[[Span], None]
 
 
 class TorchMachine:
@@ -56,7 +52,7 @@ class TorchMachine:
 
     def __init__(self, session: Session, transport: Transport, framework: Framework, faults: FaultScript) -> None:
         self.line = self._session = session
-        self._transport, self._framework, self._faults = transport, framework, faults
+        self._transport, self._sum, self._faults = transport, framework.add_up, faults
         self._takers: set[str] = set()  # of batches that were drawn here
         self.send, self.arrivals, self.leave, self.clock = session.send, transport.arrivals, transport.leave, time.time
         self.running, self.compute, self.share, self.norm = framework.running, framework.compute, framework.share, framework.norm
@@ -111,7 +107,7 @@ class TorchMachine:
         return iter(())
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
-        return self._framework.add_up(instruction, have, holder)
+        return self._sum(instruction, have, holder)
         yield
 
     def number(self, loss: Any) -> float:

@@ -118,7 +118,7 @@ def scale_tied(stage: int, factor: float) -> None:
 
 def overflow(at: list[str]) -> None:
     """What the weight gradients ``at`` make, whoever runs them, is not finite."""
-    compute = RecycleEngine.compute
+    compute = RecycleEngine._compute
 
     def changed(self: RecycleEngine, instruction, *given) -> dict:
         made = compute(self, instruction, *given)
@@ -126,7 +126,7 @@ def overflow(at: list[str]) -> None:
             self._parameters[0].grad.view(-1)[0] = float("inf")
         return made
 
-    RecycleEngine.compute = changed
+    RecycleEngine._compute = changed
 
 
 def keep_rejected(**gated: object) -> None:
@@ -228,14 +228,14 @@ def _wait(ready, what: str) -> None:
 
 def flip_bit(seat: str, step: int) -> None:
     """The lowest bit of one of the worker's parameters turns round before ``step``."""
-    running = RecycleEngine.running
+    running = RecycleEngine._running
 
     def changed(self: RecycleEngine, program):
         if str(self.seat) == seat and program.step == step and not program.resumed:
             self._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
         return running(self, program)
 
-    RecycleEngine.running = changed
+    RecycleEngine._running = changed
 
 
 def flip_loaded(seat: str) -> None:
@@ -340,7 +340,7 @@ def wait_for_reader(folder: str, alone: str) -> None:
 
 def slow(seat: str, times: float, steps: list[int]) -> None:
     """From the first to the last of ``steps`` the worker at ``seat`` needs ``times`` as long to compute, all others as long as they do."""
-    compute = RecycleEngine.compute
+    compute = RecycleEngine._compute
 
     def changed(self: RecycleEngine, instruction, *given) -> dict:
         start = time.monotonic()
@@ -350,25 +350,25 @@ def slow(seat: str, times: float, steps: list[int]) -> None:
             time.sleep(UNIT_S * (times if slowly else 1) - min(time.monotonic() - start, UNIT_S))
         return made
 
-    RecycleEngine.compute = changed
+    RecycleEngine._compute = changed
 
 
 def linger(seat: str, seconds: float, step: int, only: str = "") -> None:
     """The worker at ``seat`` spends ``seconds`` in each compute instruction of ``step``, or in the instruction ``only``."""
-    compute = RecycleEngine.compute
+    compute = RecycleEngine._compute
 
     def changed(self: RecycleEngine, instruction, *given) -> dict:
         if str(self.seat) == seat and instruction.step == step and instruction.op in COMPUTE and only in ("", str(instruction)):
             time.sleep(seconds)
         return compute(self, instruction, *given)
 
-    RecycleEngine.compute = changed
+    RecycleEngine._compute = changed
 
 
 def restless(unit_s: float, times: float, first_s: float, pauses: list[int], pause_s: float) -> None:
     """Every computation takes ``unit_s`` longer, or up to ``times`` that; the first one ``first_s``; before the steps ``pauses`` replica 0's data come
     ``pause_s`` late."""
-    compute, random = RecycleEngine.compute, Random(int(os.environ["RANK"]))
+    compute, random = RecycleEngine._compute, Random(int(os.environ["RANK"]))
     late = {f"0LOAD0.0@{step}" for step in pauses}
 
     def changed(self: RecycleEngine, instruction, *given) -> dict:
@@ -378,12 +378,12 @@ def restless(unit_s: float, times: float, first_s: float, pauses: list[int], pau
             time.sleep(pause_s)
         return compute(self, instruction, *given)
 
-    RecycleEngine.compute = changed
+    RecycleEngine._compute = changed
 
 
 def break_sum(seat: str, step: int, times: int) -> None:
     """The first ``times`` that the worker at ``seat`` begins its stage's sum of ``step``, the connections to the others break."""
-    add_up, operate, left, due = RecycleEngine.add_up, MemberGroup._operate, [True] * times, []
+    add_up, operate, left, due = RecycleEngine._add_up, MemberGroup._operate, [True] * times, []
 
     def changed(self: RecycleEngine, instruction, *given):
         if left and (str(self.seat), instruction.op, instruction.step) == (seat, Op.REDUCE, step):
@@ -397,7 +397,7 @@ def break_sum(seat: str, step: int, times: int) -> None:
             _shut(link._opened)
         operate(self, name, link, start)
 
-    RecycleEngine.add_up, MemberGroup._operate = changed, broken
+    RecycleEngine._add_up, MemberGroup._operate = changed, broken
 
 
 def _shut(inodes: set[int]) -> None:
@@ -413,15 +413,15 @@ def _shut(inodes: set[int]) -> None:
 
 def cut_line(seat: str, step: int) -> None:
     """From ``step`` on nothing gets through between the worker at ``seat`` and the coordinator, and neither end sees a broken line."""
-    spend, send, take, heard = TorchMachine.spend, Session.send, Session.take, Heart.heard
+    running, send, take, heard = RecycleEngine._running, Session.send, Session.take, Heart.heard
     cut = []
 
-    def changed(self: TorchMachine, instruction):
-        if str(self._framework.seat) == seat and instruction.step == step:
+    def changed(self: RecycleEngine, program):
+        if str(self.seat) == seat and program.step == step:
             cut.append(True)
-        return spend(self, instruction)
+        return running(self, program)
 
-    TorchMachine.spend = changed
+    RecycleEngine._running = changed
     for owner, name, function in ((Session, "send", send), (Session, "take", take), (Heart, "heard", heard)):
         setattr(owner, name, lambda self, message, function=function: None if cut else function(self, message))
 

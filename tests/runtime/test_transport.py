@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import fields
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from recycle_plugin.core.roster import Member
 from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.tiers import Host
 from recycle_plugin.runtime.transport import Transport
-from recycle_plugin.runtime.world import TorchMachine
+from recycle_plugin.runtime.world import Framework, TorchMachine
 
 from .conftest import generation
 
@@ -93,16 +94,11 @@ def test_what_has_arrived_is_handed_over_once_with_its_senders_era_also_when_tha
 def test_the_coordinator_hears_what_does_not_come(pair, coordinator):
     session = pair[1]._session
     session.wait_timeout_s = 0.05
-    machine = TorchMachine(session, pair[1], Nothing(), FaultScript((), Seat(0, 1)))
+    nothing = Framework(*[None] * len(fields(Framework)))  # nobody asks anything of it
+    machine = TorchMachine(session, pair[1], nothing, FaultScript((), Seat(0, 1)))
     with pytest.raises(WaitTimeout, match=r"act of stage 0, micro-batch 0\.0, step 1 from seat 0\.0, once more"):
         next(machine.wait_for(act(0), Seat(0, 0), lambda: None))
     assert Missing(1, 0, str(act(0)), "0.0") in coordinator.hear(Missing)
-
-
-class Nothing:
-    """A framework that is not asked anything."""
-
-    running = compute = share = norm = undo = forget_sums = record = None
 
 
 def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after_meeting_again_arrives(pair, coordinator):

@@ -86,3 +86,18 @@ def test_the_engine_replaces_what_it_means_to_and_nothing_else() -> None:
 def set_on_self(tree: ast.Module) -> set[str]:
     stores = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     return {node.attr for node in stores if isinstance(node.value, ast.Name) and node.value.id == "self"}
+
+
+def test_what_a_users_engine_adds_takes_no_part_of_ours_away() -> None:
+    """Methods that anybody might call so leave the worker's own alone, and what would take its place is refused by name."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    from recycle_plugin.adapters.deepspeed.engine import RecycleEngine, engine_class
+    from recycle_plugin.runtime.errors import RecycleError
+
+    everyday = dict.fromkeys(("norm", "share", "compute", "record", "read", "undo", "running"), lambda self: None)
+    made = engine_class(type("Mine", (PipelineEngine,), everyday), job=None)
+    assert made.norm is everyday["norm"] and made._norm is RecycleEngine._norm
+    for name in ("settle", "_undo"):
+        with pytest.raises(RecycleError, match=rf"Mine\.{name} has the name of a part of the plugin's engine.*give it another name"):
+            engine_class(type("Mine", (PipelineEngine,), {name: lambda self: None}), job=None)

@@ -26,7 +26,7 @@ from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.between import BetweenSteps
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, trained
 from recycle_plugin.adapters.deepspeed.data import DatasetSource
-from recycle_plugin.adapters.deepspeed.feeding import Feeding
+from recycle_plugin.adapters.deepspeed.feeding import Feeding, ScriptsIterator
 from recycle_plugin.adapters.deepspeed.model import AsStarted, keyed_forward, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive, Reporting
 from recycle_plugin.adapters.deepspeed.scaling import LossScale
@@ -64,7 +64,7 @@ from recycle_plugin.runtime.tiers import Device, Host
 from recycle_plugin.runtime.touch import FirstTouch
 from recycle_plugin.runtime.trace import TraceFile
 from recycle_plugin.runtime.transport import Transport
-from recycle_plugin.runtime.world import TorchMachine
+from recycle_plugin.runtime.world import Framework, TorchMachine
 from recycle_plugin.settings import Settings
 
 
@@ -104,7 +104,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         self._transport = Transport(self._job.session)
         retention = Retention(budget=settings.keep_bytes)
         self._store = StepStore(self.seat, self.num_stages, bool(self.topology_.tie(self.stage_id)), retention, (Device(), Host()))
-        self._supply = Supply(self._store, self, self._hand_on, self._say_dealt) if self._reads else None
+        self._supply = Supply(self._store, ScriptsIterator(self._job.session, self._read_iterator), self._hand_on, self._say_dealt) if self._reads else None
         scale = LossScale(self._config.float16_config if settings.loss_scaling else None)
         self._stage_state = stage_state(self, self._stage, scale, self._places, self._supply)
         self._ties = Ties(self.module, specs, shared, self._job.session, self.masters)
@@ -207,7 +207,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         waits = settings.waits_for_norm(self.gradient_clipping())
         self._run_dir = run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._store.rewind(machine.stepped, era=0)
-        self._world = TorchMachine(session, self._transport, self, settings.fault_script(self.seat))
+        self._world = TorchMachine(session, self._transport, self._framework(), settings.fault_script(self.seat))
         judging = Judging(waits, settings.clip == "validate")
         self._worker = Worker(self._world, self.topology_, self._store, machine, judging, self._supply)
         if settings.trace:
@@ -259,9 +259,12 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
 
     # --- a step ------------------------------------------------------------------------------------
 
+    def _framework(self) -> Framework:
+        return Framework(self._running, self._compute, self._add_up, self._share, self._norm, self._undo, self._forget_sums, self._record)
+
     @contextmanager
-    def running(self, program: Program) -> Iterator[Iterable[Instruction]]:
-        """A worker's program is run (core.worker.Machine)."""
+    def _running(self, program: Program) -> Iterator[Iterable[Instruction]]:
+        """A worker's program is run."""
         if program.step > 0:
             self._stopwatch.begin(program)
         self._job.session.between_steps = None
@@ -271,28 +274,28 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         finally:
             self._job.session.between_steps = self._between_steps
 
-    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
-        """What LOAD, F, I, W, B or STEP makes (core.worker.Machine)."""
+    def _compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+        """What LOAD, F, I, W, B or STEP makes."""
         return self._INSTRUCTION_MAP[commands.COMMANDS[instruction.op]](self, instruction, have, bare)
 
-    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
-        """What REDUCE or TIE makes (core.worker.Machine)."""
+    def _add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
+        """What REDUCE or TIE makes."""
         return self._INSTRUCTION_MAP[commands.COMMANDS[instruction.op]](self, instruction, have, holder)
 
-    def share(self, step: int, have: StepStore) -> float:
-        """Of this stage in the squared norm of ``step`` (core.worker.Machine)."""
+    def _share(self, step: int, have: StepStore) -> float:
+        """Of this stage in the squared norm of ``step``."""
         return self._stepping.share(step)
 
-    def norm(self, shares: Mapping[str, float]) -> torch.Tensor:
-        """Over all stages (core.worker.Machine)."""
+    def _norm(self, shares: Mapping[str, float]) -> torch.Tensor:
+        """Over all stages."""
         return self._stepping.norm_of(shares)
 
-    def undo(self, step: int) -> None:
-        """Take ``step``, the last one, back (core.worker.Machine)."""
+    def _undo(self, step: int) -> None:
+        """Take ``step``, the last one, back."""
         self._stepping.undo(step)
 
-    def forget_sums(self, after: int) -> None:
-        """No gradient of the steps after ``after`` counts (core.worker.Machine)."""
+    def _forget_sums(self, after: int) -> None:
+        """No gradient of the steps after ``after`` counts."""
         self._stepping.forget_sums()
 
     def _between_steps(self) -> None:
@@ -302,8 +305,8 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
             self._loop.recover()
             self._loop.advance(stepped)
 
-    def record(self, span: Any) -> None:
-        """An instruction has run (core.worker.Machine)."""
+    def _record(self, span: Any) -> None:
+        """An instruction has run."""
         if span.instruction.step > 0:
             self._stopwatch.add(span)
         if self._trace is not None:
@@ -377,6 +380,9 @@ def engine_class(users: type, job: Job) -> type:
             f"{users.__name__}.{unheard[0]} overrides a part of DeepSpeed's schedule, which the plugin's own takes the place of, so it would not be "
             "called; override train_batch, eval_batch, save_checkpoint or load_checkpoint instead, or set recycle.enabled to false"
         )
+    taken = {name for part in RecycleEngine.__mro__ for name in vars(part) if not hasattr(PipelineEngine, name)}
+    if clash := sorted(mine & taken):
+        raise RecycleError(f"{users.__name__}.{clash[0]} has the name of a part of the plugin's engine, which would call it instead of its own: give it another name")
     bases = (RecycleEngine,) if users is PipelineEngine else (users, RecycleEngine)
     return type(RecycleEngine.__name__ if users is PipelineEngine else users.__name__, bases, {"_job": job})
 

@@ -18,6 +18,23 @@ from recycle_plugin.core.supply import Supply
 from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime.batches import Tensors, described, packed, unpacked
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.session import Session
+
+
+class ScriptsIterator:
+    """As core.supply.Iterator: batches are kept as the transport carries them.  ``next_batch(what)`` gives one; ``what`` names it in errors."""
+
+    def __init__(self, session: Session, next_batch: Callable[[str], Any]) -> None:
+        self._session, self._next_batch = session, next_batch
+
+    def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
+        what = f"step {step}, at its micro-batch {position}"
+        with self._session.heart.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data of {what}"):
+            batch = self._next_batch(what)
+        return None if draw is None else packed(batch, draw)
+
+    def draw_of(self, batch: Tensors) -> Draw:
+        return Draw(*described(batch))
 
 
 class Feeding(PipelineEngine):
@@ -72,17 +89,6 @@ class Feeding(PipelineEngine):
     def _reads(self) -> bool:
         """Whether this worker's stage needs data."""
         return self.is_first_stage() or self.is_last_stage()
-
-    def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
-        """The next batch (core.supply.Iterator)."""
-        what, session = f"step {step}, at its micro-batch {position}", self._job.session
-        with session.heart.at(ELSEWHERE, "the data iterator"), session.at_work(f"the data of {what}"):
-            batch = self._read_iterator(what)
-        return None if draw is None else packed(batch, draw)
-
-    def draw_of(self, batch: Tensors) -> Draw:
-        """Which one it is (core.supply.Iterator)."""
-        return Draw(*described(batch))
 
     def _hand_on(self, datum: Datum, batch: Tensors, taker: Seat) -> None:
         self._world.transfer(datum, batch, taker, self._store.era)
