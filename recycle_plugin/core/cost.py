@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from recycle_plugin.core.ids import Seat
@@ -54,6 +54,10 @@ class CostModel:
                 raise ValueError(f"costs.{name} = {values}: whole numbers of {unit}, none negative")
         if any(percent < 1 for _, percent in self.slowness):
             raise ValueError(f"costs.slowness = {self.slowness}: percent of the stage's time, at least 1")
+
+    def slowed(self, measured: tuple[tuple[Seat, int], ...]) -> CostModel:
+        """With the ``slowness`` that was measured beside, and in place of, what was known before."""
+        return replace(self, slowness=tuple(sorted({**dict(self.slowness), **dict(measured)}.items())))
 
     @classmethod
     def uniform(

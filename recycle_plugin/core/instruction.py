@@ -48,7 +48,7 @@ _FORM = re.compile(
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One action of one worker.  ``step`` is the optimizer step that it belongs to; 0 in a plan's template,
-    negative in an evaluation (runtime/evaluation.py)."""
+    negative in an evaluation (core/evaluation.py)."""
 
     op: Op
     stage: int

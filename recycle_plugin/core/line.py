@@ -50,6 +50,11 @@ class Line:
         return WorkerId(self.rank, self.incarnation)
 
     @property
+    def is_first(self) -> bool:
+        """Whether this worker does what one does for all."""
+        return self.worker == self.roster.first.worker
+
+    @property
     def roster(self) -> Roster:
         """Of the membership in force; before the start nobody's."""
         return self.generation.roster if self.generation else Roster()

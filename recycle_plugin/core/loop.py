@@ -11,7 +11,7 @@ waits block, drains it (runtime/loop.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol, TypeVar
 
 from recycle_plugin.core.dataflow import Datum, pack, unpack
@@ -33,13 +33,15 @@ Slowness = tuple[tuple[Seat, int], ...]  # core.cost.CostModel's
 
 @dataclass(frozen=True)
 class Program:
-    """What a worker runs of ``step``.  ``bare``, ``holder``: see core.lineage.Rest; nothing of them in a plan's own program."""
+    """What a worker runs of ``step``.  ``bare``, ``holder``: see core.lineage.Rest; nothing of them in a plan's own program.  ``givers``: from whom data
+    comes that an evaluation needs here and that this worker has not read."""
 
     step: int
     instructions: tuple[Instruction, ...]
     bare: frozenset[Instruction] = frozenset()
     holder: Seat | None = None
     resumed: bool = False
+    givers: Mapping[Datum, Seat] = field(default_factory=dict)
 
 
 class Replica(Protocol):
@@ -190,6 +192,13 @@ class Loop:
         self._port.reach("recovery.start")
         while (generation := self._line.interruption()) is not None:
             yield from self._enter(generation)
+
+    def catch_up(self) -> Iterator[Any]:
+        """The same between steps: all that the script has been told of is applied again, also where a step was taken back, and committed."""
+        stepped = self.machine.stepped
+        yield from self.recover()
+        yield from self.advance(stepped)
+        yield from self.settle()
 
     def _await_commit(self, step: int) -> Iterator[Any]:
         yield from self._port.wait(f"the commit of step {step}", lambda: self._line.is_committed(step))

@@ -20,14 +20,19 @@ class Meetings:
     def __init__(self) -> None:
         self._arrived: dict[str, dict[WorkerId, dict]] = {}
 
-    def arrive(self, message: Arrived, members: AbstractSet[WorkerId]) -> dict | None:
-        """What all have brought along, if with this one every one of ``members`` is there."""
+    def arrive(self, message: Arrived, members: AbstractSet[WorkerId], enough: bool = True) -> dict | None:
+        """What all have brought along, if with this one every one of ``members`` is there, and they are ``enough`` to do anything."""
         here = self._arrived.setdefault(message.place, {})
         here[message.worker] = message.values
-        if members - here.keys():
+        if not enough or members - here.keys():
             return None
         del self._arrived[message.place]
         return {key: value for worker in sorted(here) for key, value in here[worker].items()}
+
+    @property
+    def waiting(self) -> str:
+        """A place where some are, and not all yet; empty if there is none."""
+        return next(iter(self._arrived), "")
 
     def regrouped(self) -> None:
         """Whoever has arrived anywhere arrives once more."""

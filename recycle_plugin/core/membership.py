@@ -72,6 +72,7 @@ class Membership:
         self._awaiting: Generation | None = None
         self._outnumbered_at: float | None = None  # by the watch's clock: since then too few are left to go on
         self._finishing = False
+        self._stranded = ""  # why those who are left can't go on, at a planned end
         self._leaving: dict[WorkerId, str] = {}
         self._complaints = Complaints()
         self._steps = Steps()
@@ -151,8 +152,8 @@ class Membership:
         for worker, why in self.watch.tick(now).items() if not (self.ended and self.ended.failed) else ():
             self._give_up(worker, why, now, out)
         since = self._outnumbered_at
-        if since is not None and self.watch.clock - since > self.watch.progress_s:
-            self._end(self._cut_off(), out)
+        if since is not None and self.watch.clock - since > self.watch.progress_s and not self._stranded:
+            (self._strand if self._through else self._end)(self._cut_off(), out)
         return out
 
     def regroup_overdue(self, seconds: float) -> Output:
@@ -248,11 +249,13 @@ class Membership:
         out.tell(WORKERS, self._awaiting)
 
     def _report(self, report: Report, now: float, out: Output) -> None:
-        generation = self._awaiting
-        if generation is None or report.generation != generation.number:
+        if report.generation != self.generation or self.generation == self._in_force:
             return
         self._reports[report.worker] = report
-        self._complete(generation, now, out)
+        if self._stranded:
+            self._end(self._stranded, out)
+        elif self._awaiting is not None:  # or else too few are left, until a death is known
+            self._complete(self._awaiting, now, out)
 
     def _complete(self, generation: Generation, now: float, out: Output) -> None:
         """Go on if everybody has reported who still can: whoever has gone since has nothing to do with what is left."""
@@ -370,12 +373,14 @@ class Membership:
         values = self._together(message)
         if values is not None:
             out.tell(WORKERS, Met(message.place, values, unstarted(self.committed)))
+        if self._stranded:
+            self._end(self._stranded, out)
 
     def _together(self, message: Arrived) -> dict | None:
-        """What all have brought along, if with this one all are there."""
-        if message.generation != self._in_force or self._halted:
+        """What all have brought along, if with this one all are there, and enough are."""
+        if message.generation != self._in_force or self.regrouping is not None:
             return None
-        return self._meetings.arrive(message, self.roster.workers)
+        return self._meetings.arrive(message, self.roster.workers, self._outnumbered_at is None)
 
     def _load(self, message: Loaded, now: float, out: Output) -> None:
         if self._together(Arrived(message.rank, message.generation, "the state of a checkpoint", {}, incarnation=message.incarnation)) is not None:
@@ -515,13 +520,25 @@ class Membership:
 
     def _after_loss(self, member: Member, now: float, out: Output) -> None:
         """... and of whoever was given up with it."""
-        if self._finishing or self._through:  # all steps are committed, and the training script is through
+        empty = self.view(self.roster).empty_stages()
+        why = f"stage {empty[0]} has no live worker left. {self._safe_point()}" if empty else ""
+        if self._finishing:  # all steps are committed, and the training script is through
             self._await_without(member, False, now, out)
-            self._finish_if_empty(out)
-        elif empty := self.view(self.roster).empty_stages():
-            self._end(f"stage {empty[0]} has no live worker left. {self._safe_point()}", out)
+        elif empty and self._through:
+            self._strand(why, out)
+        elif empty:
+            self._end(why, out)
         else:
             self._go_on_without(f"loss of {member.seat}", now, out)
+        self._finish_if_empty(out)
+
+    def _strand(self, why: str, out: Output) -> None:
+        """All steps up to a planned end are committed, and those left can't go on.  Who does nothing with the others any more goes, and that is no failure; who
+        still meets them, to save the last state, would wait in vain."""
+        if self.generation > self._in_force and self._reports or self._meetings.waiting:
+            self._end(why, out)
+        else:
+            self._stranded = why
 
     def _depart(self, worker: WorkerId, out: Output) -> None:
         """Its planned leave holds, and it is gone without the goodbye: nobody needs anything of it any more."""

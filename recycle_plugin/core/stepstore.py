@@ -110,13 +110,13 @@ class StepStore:
         return {datum.micro_batch: found.value for datum, found in self._data.items() if datum.kind == kind and datum.step == step}
 
     def requires(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
-        """As core.dataflow's, of this pipeline."""
-        return requires(instruction, self._stages, own, self._tied, self.drawn)
+        """As core.dataflow's, of this pipeline.  What is evaluated is read from an iterator in any case."""
+        return requires(instruction, self._stages, own, self._tied, self.drawn or instruction.step < 0)
 
     def missing(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> Iterator[Datum]:
-        """What ``instruction`` requires and is not here (yet).  ``own``: as core.dataflow.requires has it.  An evaluation has neither weights nor draws of its own."""
+        """What ``instruction`` requires and is not here (yet).  ``own``: as core.dataflow.requires has it.  An evaluation has no weights of its own."""
         for datum in self.requires(instruction, own):
-            if datum not in self._data and (datum.kind not in GIVEN or datum.step >= 0):
+            if datum not in self._data and (datum.kind != "params" or datum.step >= 0):
                 yield datum
 
     def held(self) -> set[Datum]:

@@ -42,7 +42,7 @@ class Supply:
         """What is here, for the others."""
         found: dict[int, dict[MicroBatch, Draw]] = {}
         for datum in self._store:
-            if datum.kind == KIND:
+            if datum.kind == KIND and datum.step > 0:
                 found.setdefault(datum.step, {})[datum.micro_batch] = self._iterator.draw_of(self._store[datum])
         return pack(found)
 
@@ -93,6 +93,8 @@ class Supply:
         return self._usual
 
     def _draw(self, step: int, micro_batch: MicroBatch, draw: Draw) -> None:
+        if self._read_so_far.get(step, 0) > draw.position:
+            raise AssertionError(f"seat {self._store.seat} is to draw {draw} of step {step} for micro-batch {micro_batch}, and has drawn past that")
         while (count := self._read_so_far.get(step, 0)) <= draw.position:
             batch = self._iterator.read(step, count, draw if count == draw.position else None)
             self._read_so_far = {step: count + 1}

@@ -23,6 +23,7 @@ from recycle_plugin.core.protocol import Contribution
 from recycle_plugin.core.sources import Standing
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.core.stopwatch import Stopwatch
 from recycle_plugin.core.supply import Supply
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.verdict import SHARE
@@ -107,13 +108,16 @@ class Judging:
 
 
 class Worker:
-    """At ``store.seat``.  ``applied(step)``: to be told of each step that is (core.loop.Loop.applied)."""
+    """At ``store.seat``.  ``stopwatch``: whether, and by which costs, it says how fast it computes.  ``applied(step)``: to be told of each step that is
+    (core.loop.Loop.applied)."""
 
     def __init__(
         self, machine: Machine, shape: Topology, store: StepStore, steps: StepMachine, judging: Judging, supply: Supply | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:  # fmt: skip
         self.store, self.seat = store, store.seat
         self._machine, self._line, self._shape, self._steps, self._judging, self.supply = machine, machine.line, shape, steps, judging, supply
+        self._stopwatch = stopwatch
         self.applied: Callable[[int], None] = lambda step: None
         self.program: Program | None = None
         self._last_forward: Instruction | None = None
@@ -135,11 +139,17 @@ class Worker:
         self._last_forward = next((one for one in reversed(program.instructions) if one.op is Op.F), None)
         with self._machine.running(program) as instructions:
             self.forget_committed()
-            if self.supply is not None and program.step > 0:
-                self.supply.provide(program.step, self._line)
+            if program.step > 0:
+                self._begin(program)
             if program.resumed:
                 self._say_losses(program.step)  # of forwards that the failure has cut off from their last one
             yield from execute(self.seat, instructions, self)
+
+    def _begin(self, program: Program) -> None:
+        if self._stopwatch is not None:
+            self._stopwatch.begin(program)
+        if self.supply is not None:
+            self.supply.provide(program.step, self._line)
 
     @property
     def era(self) -> int:
@@ -185,7 +195,7 @@ class Worker:
         """What comes from elsewhere, and, before a step, the commit of the one whose undo record it overwrites."""
         if instruction.op in RECEIVES or instruction.op is Op.LOAD:
             for datum in self.store.missing(instruction):
-                yield from self.fetch(datum, instruction.peer or self.supply.giver(datum))
+                yield from self._machine.wait_for(datum, instruction.peer or self._giver(datum), partial(self._has, datum))
         elif instruction.op is Op.STEP and not self._steps.may_apply(instruction.step):
             before = instruction.step - 1
             yield from self._machine.wait_for_commit(before)
@@ -210,6 +220,8 @@ class Worker:
                     self._compute(instruction)
 
     def record(self, span: Span) -> None:
+        if self._stopwatch is not None and span.instruction.step > 0:
+            self._stopwatch.add(span)
         self._machine.record(span)
 
     # instructions
@@ -245,6 +257,8 @@ class Worker:
         if self._judging.validates and self._norm(step) not in self.store:
             self._validate_later(step)
         self.store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
+        if self._stopwatch is not None:
+            self._machine.send(self._stopwatch.pace(self._line.rank, step))
         self.applied(step)
 
     def _validate_later(self, step: int) -> None:
@@ -255,11 +269,6 @@ class Worker:
             self.judge(step, share)
 
     # what it has and says
-
-    def fetch(self, datum: Datum, source: Seat) -> Iterator[Any]:
-        """The value is what ``source`` sends, once it is here."""
-        yield from self._machine.wait_for(datum, source, partial(self._has, datum))
-        return self.store[datum]
 
     def forget_evaluation(self, step: int) -> None:
         """The evaluation ``step`` (negative) is through, or given up, and what has come for it."""
@@ -274,6 +283,10 @@ class Worker:
     def losses(self, step: int) -> dict[str, float]:
         """By micro-batch, of those whose last stage has run here."""
         return {str(micro_batch): self._machine.number(loss) for micro_batch, loss in self.store.of("loss", step).items()}
+
+    def _giver(self, datum: Datum) -> Seat:
+        """From whom a batch comes that this worker has not read."""
+        return self.program.givers[datum] if datum.step < 0 else self.supply.giver(datum)
 
     def _has(self, datum: Datum) -> bool | None:
         self._take_arrivals()

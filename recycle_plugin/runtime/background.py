@@ -101,7 +101,7 @@ class Background:
                 if self._writing is not None:  # of one that was dropped
                     self._writing.join()
                 session.assure("a checkpoint")
-                begun = _Begun(step, tag, self._saving.unfinished(tag), self._live())
+                begun = _Begun(step, tag, self._saving.unfinished(tag, session.number), self._live())
                 write = self._copy(begun.unfinished)
             self._loop.meet(f"checkpoint {tag}", {})  # all have a copy of the same step, or nobody writes
         except Interrupted:

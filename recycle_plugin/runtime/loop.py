@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 from recycle_plugin import planner
 from recycle_plugin.core import loop as core
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.evaluation import Evaluations
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.lineage import Held, Rest
 from recycle_plugin.core.plan import Plan, Policy
 from recycle_plugin.core.protocol import Met
+from recycle_plugin.core.saving import Files, save
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.worker import Worker
+from recycle_plugin.planner.forwards import forwards
 from recycle_plugin.runtime.ahead import Ahead
+from recycle_plugin.runtime.batches import Tensors
 from recycle_plugin.runtime.distance import Distance
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.world import TorchMachine
@@ -28,31 +30,22 @@ class Loop:
 
     def __init__(
         self, session: Session, worker: Worker, world: TorchMachine, topology: Topology, costs: CostModel, policy: Policy,
-        machine: StepMachine, max_slowdown: float | None = None,
+        machine: StepMachine, recover: Callable[[], None], max_slowdown: float | None = None,
     ) -> None:  # fmt: skip
-        self._session, self._worker = session, worker
+        """``recover()``: after a membership change between steps, for which the script's own changes have to be put aside."""
+        self._session, self._recover = session, recover
         self._planner = _Planner(costs, policy, session, max_slowdown)
         self._planner.resize(topology.full())
         self._loop = core.Loop(world, worker, self._planner, topology, worker.seat, machine)
         worker.applied = self._loop.applied
+        self._evaluations = Evaluations(world, worker, self._loop, forwards, self._recover_between)
         self.machine = machine
-
-    def execute(self, program: core.Program) -> None:
-        """Outside the training loop: an evaluation's."""
-        _drain(self._worker.execute(program))
-
-    def fetch(self, datum: Datum, source: Seat) -> Any:
-        """What ``source`` sends, once it is here."""
-        return _drain(self._worker.fetch(datum, source))
 
     def start(self) -> None:
         _drain(self._loop.start())
 
     def train(self, step: int) -> dict:
         return _drain(self._loop.train(step))
-
-    def advance(self, step: int) -> None:
-        _drain(self._loop.advance(step))
 
     @property
     def settled(self) -> bool:
@@ -66,8 +59,16 @@ class Loop:
         else:
             _drain(self._loop.settle())
 
-    def recover(self) -> None:
-        _drain(self._loop.recover())
+    def catch_up(self) -> None:
+        _drain(self._loop.catch_up())
+
+    def evaluate(self, batches: Sequence[Tensors], count: int) -> dict[str, float]:
+        """As core.evaluation.Evaluations.run."""
+        return _drain(self._evaluations.run(batches, count))
+
+    def save(self, place: str, files: Files) -> None:
+        """As core.saving.save."""
+        _drain(save(self._loop, self._session, place, files, self._recover_between))
 
     @property
     def plan(self) -> Plan:
@@ -82,6 +83,10 @@ class Loop:
     def resize(self, topology: Topology, batch: int) -> None:
         self._planner.resize(topology.full())
         _drain(self._loop.resize(topology, batch, self._planner.full_us(topology)))
+
+    def _recover_between(self) -> Iterator[Any]:
+        self._recover()
+        return iter(())
 
 
 class _Planner:
@@ -103,7 +108,7 @@ class _Planner:
 
         Also begins to plan for what may come next; members are those of the generation that is being entered.
         """
-        costs = replace(self._costs, slowness=tuple(sorted({**dict(self._costs.slowness), **dict(slowness)}.items())))
+        costs = self._costs.slowed(slowness)
         if costs != self._ahead.costs:
             self._ahead.stop()
             self._ahead = Ahead(costs, self._policy)

@@ -1,17 +1,12 @@
-"""A checkpoint is there whole or not at all, and never half of one under its name.
-
-It is written to a folder of another name.  When the coordinator says that everybody has written (core.meeting), the lowest live rank
-gives the folder its name, and then writes ``latest``.  Whoever dies before that is seen by all: they save once more, to another folder.
-A late writer, given up by the others and still alive, writes to a folder that nobody uses any more.
-"""
+"""Checkpoints as folders of files: written under another name, and given theirs once all have written (core/saving.py)."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
-from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime import folders
 from recycle_plugin.runtime.loop import Loop
@@ -24,30 +19,20 @@ Reach = Callable[[str], None]
 class Saving:
     """Of a job's checkpoints, by the worker of ``session``.  ``reach(point)`` is where injected faults strike."""
 
-    def __init__(self, session: Session, loop: Loop, recover: Callable[[], None], reach: Reach) -> None:
-        self._session, self._loop = session, loop
-        self._recover, self._reach = recover, reach
+    def __init__(self, session: Session, loop: Loop, reach: Reach) -> None:
+        self._session, self._loop, self._reach = session, loop, reach
 
     def save(self, folder: Path, tag: str, latest: bool, write: Callable[[str], None], said: str) -> None:
         """Return when the checkpoint ``folder``/``tag`` is in place.  ``write(tag)``: this worker's files, under another tag."""
-        while True:
-            try:
-                self._save(folder, tag, latest, write, said)
-                return
-            except Interrupted:
-                self._recover()
+        self._loop.save(f"save_checkpoint({str(folder)!r}, {tag!r})", _Folder(self, folder, tag, latest, write, said))
 
-    def _save(self, folder: Path, tag: str, latest: bool, write: Callable[[str], None], said: str) -> None:
-        session, place = self._session, f"save_checkpoint({str(folder)!r}, {tag!r})"
+    def write(self, unfinished: str, write: Callable[[str], None]) -> None:
+        session = self._session
         session.assure("a checkpoint")
         with session.heart.at(ELSEWHERE, "a checkpoint"), unwatched(session):
             self._reach("checkpoint.start")
-            write(self.unfinished(tag))
+            write(unfinished)
             self._reach("checkpoint.written")
-        self._loop.meet(place, {})
-        if session.is_first:
-            self.publish(folder, tag, self.unfinished(tag), latest, said)
-        self._loop.meet(f"the end of {place}", {})
 
     def publish(self, folder: Path, tag: str, unfinished: str, latest: bool, said: str, **details: object) -> None:
         """All files are there."""
@@ -64,9 +49,29 @@ class Saving:
             for left in folder.glob(f"*{UNFINISHED}*"):
                 folders.remove(left)
 
-    def unfinished(self, tag: str) -> str:
-        """Another one for each membership."""
-        return f"{tag}{UNFINISHED}{self._session.job_id}-{self._session.number}"
+    def unfinished(self, tag: str, number: int) -> str:
+        """Another name in each membership, ``number``, and in each job."""
+        return f"{tag}{UNFINISHED}{self._session.job_id}-{number}"
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """As core.saving.Files."""
+
+    saving: Saving
+    folder: Path
+    tag: str
+    latest: bool
+    write_files: Callable[[str], None]
+    said: str
+
+    def write(self, number: int) -> Iterator[Any]:
+        self.saving.write(self.saving.unfinished(self.tag, number), self.write_files)
+        return iter(())
+
+    def publish(self, number: int) -> Iterator[Any]:
+        self.saving.publish(self.folder, self.tag, self.saving.unfinished(self.tag, number), self.latest, self.said)
+        return iter(())
 
 
 @contextmanager

@@ -75,11 +75,6 @@ class Session(Line):
 
     # --- talking -----------------------------------------------------------------------------------
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this worker does what one does for all."""
-        return self.worker == self.roster.first.worker
-
     def send(self, message: object) -> None:
         """As this worker: who says something of itself need not know which incarnation it is."""
         if isinstance(message, OfWorker):

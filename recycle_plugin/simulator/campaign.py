@@ -39,7 +39,6 @@ KINDS = (
     "many", "stall", "mute", "mute", "deaf", "leave", "leave", "end", "end", "rude", "rude",
 )  # fmt: skip
 HARMLESS = ("kill", "stall", "mute", "deaf", "leave", "end", "rude", "again")  # no tensor is lost, or late, by these
-LEAVES = "planned leave"  # core.loop's reason for the end of one worker's training
 POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recovery.undone")
 
 
@@ -93,7 +92,8 @@ def scenario(seed: int) -> Scenario:
         troubles.append(Trouble("delay", random.randrange(CALM_US // 4), (Seat(replica, 0),), Seat(replica, 1), 200 * MILLISECOND))
     policy = replace(policy, block=random.choice((1, 1, 1, 2, None)))
     job = Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
-    for name, change in (("ties", _with_ties), ("weather", _with_weather), ("endings", _with_endings), ("undo", _with_undo), ("coordination", _with_coordination)):
+    for name, change in (("ties", _with_ties), ("weather", _with_weather), ("endings", _with_endings), ("undo", _with_undo), ("coordination", _with_coordination), ("data", _with_data),
+                         ("pauses", _with_pauses), ("paces", _with_paces)):  # fmt: skip
         job = change(job, Random(f"{name} in {seed}"))  # each of its own, so that the rest of a seed's job is what it was before there were such
     return job
 
@@ -116,6 +116,46 @@ def _with_coordination(given: Scenario, random: Random) -> Scenario:
     if random.random() < 0.2:
         troubles += (Trouble("again", random.randrange(SETTLED_US, CALM_US), (random.choice(given.shape.seats),)),)
     return replace(given, troubles=troubles, reloads=random.choice((0.0, 0.0, 0.0, 0.0, 0.004)))
+
+
+def _with_data(given: Scenario, random: Random) -> Scenario:
+    """A quarter of the jobs that are not exact read plain iterators.
+
+    ``random``: as for ties.
+    """
+    return replace(given, iterators=not given.exact and random.random() < 0.25)
+
+
+def _with_pauses(given: Scenario, random: Random) -> Scenario:
+    """A quarter of the jobs evaluate or save after some steps, and in half of these somebody dies of that.
+
+    ``random``: as for ties.
+    """
+    if random.random() >= 0.25:
+        return given
+    between = tuple((step, what) for step in range(1, given.steps + 1) for what in ("evaluate", "save") if random.random() < 0.3)
+    seat, faults = random.choice(given.shape.seats), given.faults
+    if between and random.random() < 0.5:
+        load = seat.stage in (0, given.shape.stages - 1) and random.random() < 0.5
+        evaluating = f"{seat.stage}{'LOAD' if load else 'F'}{seat.replica}.{random.randrange(given.shape.micro_batches)}@-1"
+        moment = random.choice(((random.choice(("before", "after")), evaluating), ("at", "checkpoint.written"), ("at", "checkpoint.publish"), ("at", "checkpoint.named")))
+        first = moment[1] in ("checkpoint.publish", "checkpoint.named")
+        faults += (Fault("kill", given.shape.seats[0] if first else seat, *moment),)
+    return replace(given, between=between, faults=faults)
+
+
+def _with_paces(given: Scenario, random: Random) -> Scenario:
+    """In one job of eight workers say how fast they are, one is slow from some moment on, in half of these not for ever, and there are more steps.
+
+    ``random``: as for ties.
+    """
+    if random.random() >= 1 / 8:
+        return given
+    seat, at = random.choice(given.shape.seats), random.randrange(CALM_US // 4)
+    troubles = given.troubles + (Trouble("slow", at, (seat,), percent=random.choice((170, 300))),)
+    if random.random() < 0.5:
+        troubles += (Trouble("slow", at + random.randrange(CALM_US), (seat,), percent=100),)
+    return replace(given, rebalances=True, troubles=troubles, steps=given.steps + 6)
 
 
 def _with_ties(given: Scenario, random: Random) -> Scenario:
@@ -241,10 +281,20 @@ def run(name: str, given: Scenario, watch: type[Watcher] = Watcher) -> Outcome:
 
 
 def may_end(cluster: Cluster) -> bool:
-    """Whether what has been lost allows the end of the job: a stage without workers, too few in touch with each other, or anybody before the start."""
-    membership = cluster.membership
-    left = {worker.seat.stage for worker in cluster.workers.values() if worker.line.worker not in membership.lost and worker.reason != LEAVES}
-    return not membership.started or len(left) < cluster.scenario.shape.stages or len(membership.unreachable) > len(membership.roster)
+    """Whether what has been lost allows the end of the job: a stage without workers, too few in touch with each other, anybody before the start, or
+    iterators' data that is not to be had again."""
+    membership, gone = cluster.membership, cluster.gone()
+    left = {worker.seat.stage for rank, worker in cluster.workers.items() if rank not in gone}
+    without = not membership.started or len(left) < cluster.scenario.shape.stages or len(membership.unreachable) > len(membership.roster)
+    return without or cluster.scenario.iterators and _data_may_be_gone(cluster, [cluster.workers[rank].seat for rank in gone])
+
+
+def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
+    """No replica has both its ends; or of a stage's batches, of which two workers each have a copy, two workers are gone, or copies never came."""
+    shape, ends = cluster.scenario.shape, (0, cluster.scenario.shape.stages - 1)
+    sources = [replica for replica in range(shape.replicas) if not {Seat(replica, stage) for stage in ends} & set(gone)]
+    by_stage = Counter(seat.stage for seat in gone)
+    return not sources or any(by_stage[stage] > 1 for stage in ends) or any(trouble.kind in ("drop", "cut") for trouble in cluster.scenario.troubles)
 
 
 def campaign(seeds: Iterable[int], jobs: int = 1) -> Report:

@@ -1,11 +1,14 @@
 """What must hold in a simulated job, whatever goes wrong; code of its own, that shares nothing with what it checks.
 
 Safety, while the job runs: every sum that becomes a gradient holds each micro-batch exactly once; no weight gradient is
-counted twice by its worker; what the stages of a tie add up is one sum each, the same on all its replicas; a committed step stays committed, and at its commit all live replicas of a stage hold the
-weights that the fault-free run has, also where its sums depend on their order; and they have applied one gradient in each stage, clipped by one norm in all, which is told once.  Where sums
-depend on their order and nothing keeps it, there is no fault-free run to compare with, and replicas are compared with each other.  No worker keeps more than its budget.
-Progress, at the end: all troubles being over, every live worker has trained every step up to the planned end, with the fault-free losses, unless the job has ended for a
-reason that allows it.
+counted twice by its worker; what the stages of a tie add up is one sum each, the same on all its replicas; a committed step stays committed, and at its
+commit all live replicas of a stage hold the weights that the fault-free run has with the same data (simulator/samples.py), also where its sums depend on their
+order; and they have applied one gradient in each stage, clipped by one norm in all, which is told once.  Where sums depend on their order and nothing keeps
+it, there is no fault-free run to compare with, and replicas are compared with each other.  No worker keeps more than its budget.  All are told the same
+losses of an evaluation, those of the committed weights; a checkpoint that has its name is whole, and nobody goes on before it has.
+
+Progress, at the end: all troubles being over, every live worker has trained every step up to the planned end, with the fault-free losses, unless the job has
+ended for a reason that allows it.
 """
 
 from __future__ import annotations
@@ -18,62 +21,10 @@ from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.output import WORKERS
 from recycle_plugin.core.protocol import Collected, End, Resume
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.simulator.exact import LEARNING_RATE, PRIME, added, clipped, sample, share
+from recycle_plugin.simulator.exact import Batch, sampled
+from recycle_plugin.simulator.reference import Reference
+from recycle_plugin.simulator.samples import Samples
 from recycle_plugin.simulator.scenario import Scenario
-
-
-class Reference:
-    """The fault-free run, worked out directly: weights before each step, and the last stage's losses."""
-
-    def __init__(self, shape: Topology, weights: tuple[int, ...], steps: int, clip: float = 0.0, block: int | None = 1) -> None:
-        """``block``: as core.plan.Policy's."""
-        self.clip, self.exact, self.block = clip, block != 1, block or shape.micro_batches
-        self.weights = {1: weights}
-        self.losses: dict[int, dict[str, int]] = {}
-        for step in range(1, steps + 1):
-            weights, self.losses[step] = self._step(shape, weights, step)
-            self.weights[step + 1] = weights
-
-    def _step(self, shape: Topology, weights: tuple[int, ...], step: int) -> tuple[tuple[int, ...], dict[str, int]]:
-        gradients: list[list[int]] = [[] for _ in weights]  # of each stage, in the micro-batches' order
-        losses = {}
-        for micro_batch in shape.batch:
-            inputs = [sample(micro_batch, step, 1)]
-            for weight in weights:
-                inputs.append((weight * inputs[-1] + inputs[-1] ** 2) % PRIME)
-            gradient = losses[str(micro_batch)] = (inputs[-1] - sample(micro_batch, step, 2)) % PRIME
-            for stage in reversed(range(len(weights))):
-                gradients[stage].append(gradient * inputs[stage] % PRIME)
-                gradient = gradient * (weights[stage] + 2 * inputs[stage]) % PRIME
-        sums = [self._sum(values, shape.micro_batches) for values in gradients]
-        counted = [True] * len(sums)
-        for first, *others in shape.ties:
-            total = added(0, sums[first], self.exact)
-            for stage in others:
-                total, counted[stage] = added(total, sums[stage], self.exact), False
-            for stage in (first, *others):
-                sums[stage] = total
-        updates = self._clipped(sums, counted)
-        return tuple((weight - LEARNING_RATE * update) % PRIME for weight, update in zip(weights, updates)), losses
-
-    def _sum(self, values: list[int], micro_batches: int) -> int:
-        """Block by block."""
-        total = 0
-        for replica in range(0, len(values), micro_batches):
-            for begin in range(replica, replica + micro_batches, self.block):
-                part = 0
-                for value in values[begin : min(begin + self.block, replica + micro_batches)]:
-                    part = added(part, value, self.exact)
-                total = added(total, part, self.exact)
-        return total
-
-    def _clipped(self, gradients: list[int], counted: list[bool]) -> list[int]:
-        """As a worker that waits for all stages' shares before it applies anything.  ``counted``: which stages' are in the norm."""
-        norm = sum(share(gradient) for gradient, counts in zip(gradients, counted) if counts) ** 0.5
-        if not self.clip or norm + 1e-6 <= self.clip:
-            return gradients
-        return [clipped(gradient, norm) for gradient in gradients]
 
 
 class Watcher:
@@ -82,11 +33,18 @@ class Watcher:
     def __init__(self, given: Scenario, weights: tuple[int, ...], late: bool) -> None:
         """``late``: tensors may be lost or come late, since a line is broken or a worker is held up."""
         self.shape, self.steps, self.budget, self.late, self.rounds = given.shape, given.steps, given.budget, late, given.rounds
-        self.reference = Reference(given.shape, weights, given.steps, given.clip, given.policy.block)
+        self.reference = Reference(given.shape, weights, given.clip, given.policy.block)
+        self._samples = Samples(given.shape, self.say) if given.iterators else None
+        if not given.iterators:
+            for step in range(1, given.steps + 1):
+                self.reference.follow(step)
         self.violations: list[str] = []
         self._counted: dict[Seat, Counter] = defaultdict(Counter)
         self._told: set[tuple[int, str]] = set()
         self._applied: dict[tuple[Seat, int], tuple[int, float | None]] = {}
+        self._pauses = {step for step, _ in given.between}  # steps after which all do something together
+        self._evaluated: dict[int, Mapping[str, int]] = {}
+        self._published: set[int] = set()
         self._committed = 0
         self._end: int | None = None  # the step before which the job is to end
 
@@ -103,6 +61,10 @@ class Watcher:
         self._counted[worker.seat][key] += 1
         if self._counted[worker.seat][key] > 1:
             self.say(f"seat {worker.seat} counts {instruction} twice")
+
+    def loaded(self, worker: Any, instruction: Instruction, batch: Batch) -> None:
+        """At an end of the pipeline; of an iterator's."""
+        self._samples.loaded(instruction.step, instruction.micro_batch, worker.seat.stage, batch)
 
     def voided(self, worker: Any, after: int) -> None:
         """What it has counted of the steps after ``after`` was computed with rejected weights."""
@@ -131,7 +93,7 @@ class Watcher:
         """The coordinator hears it from ``rank`` or its supervisor; what follows from that is what is checked."""
 
     def told(self, whom: object, message: object) -> None:
-        """To all workers: of each step one norm, and one loss, but where they are void; and no failure once all steps up to a planned end are committed."""
+        """To all workers: of each step one norm, and one loss, but where they are void; and no failure once all steps up to a planned end are committed, and nothing is left to do together."""
         if isinstance(message, Resume) and message.void:
             self._told = {key for key in self._told if key[0] <= message.committed + 1}
         elif isinstance(message, Collected):
@@ -140,7 +102,7 @@ class Watcher:
             self._told.add((message.step, message.name))
         elif isinstance(message, End) and whom == WORKERS and not message.failed:
             self._end = message.step
-        elif isinstance(message, End) and whom == WORKERS and self._end is not None and self._committed >= self._end - 1:
+        elif isinstance(message, End) and whom == WORKERS and self._end is not None and self._committed >= self._end - 1 and self._end - 1 not in self._pauses:
             self.say(f"the job has failed at its planned end, with all steps committed: {message.reason}")
 
     def applied(self, worker: Any, step: int, gradient: int, norm: float | None) -> None:
@@ -160,6 +122,9 @@ class Watcher:
         if now < self._committed:
             self.say(f"step {self._committed} was committed, and now only {now} is")
         if now > self._committed:
+            if self._samples is not None:
+                self._samples.committed(now, whole={seat.replica for seat in self.shape.seats} - {cluster.workers[rank].seat.replica for rank in cluster.gone()})
+                self._follow(self._committed + 1, now)
             live = [cluster.workers[worker.rank] for worker in cluster.membership.roster.workers]
             for step in range(self._committed + 1, now + 1):
                 self._alike([worker.seat for worker in live], step)
@@ -187,10 +152,45 @@ class Watcher:
         for step in (committed + 1, committed + 2):  # after the last committed step, or one ahead of it
             held = worker.store.get(Datum("params", worker.seat.stage, None, step))
             if held is not None and step <= self.steps + 1:
+                if self._samples is not None and step - 1 > self._committed:
+                    self._follow(step - 1, step - 1)
                 if not self.rounds and held != self.reference.weights[step][worker.seat.stage]:
                     self.say(f"seat {worker.seat} has wrong weights behind step {step - 1}")
                 return
         self.say(f"seat {worker.seat} has no weights behind step {committed}, which is committed")
+
+    def _follow(self, first: int, last: int) -> None:
+        """... with the data that was computed with."""
+        for step in range(first, last + 1):
+            self.reference.follow(step, self._samples.of(step))
+
+    # --- between steps ------------------------------------------------------------------------------
+
+    def evaluated(self, worker: Any, number: int, count: int, step: int, losses: Mapping[str, int]) -> None:
+        """After ``step``, of ``count`` micro-batches from each replica."""
+        if self._evaluated.setdefault(number, losses) != losses:
+            self.say(f"seat {worker.seat} was told other losses of evaluation {number} than another")
+        found = {MicroBatch.parse(name): loss for name, loss in losses.items()}
+        gone = {worker.cluster.workers[rank].seat for rank in worker.cluster.gone()}
+        for replica in range(self.shape.replicas):
+            batch = {MicroBatch(replica, index) for index in range(count)}
+            if not batch <= found.keys() and not {Seat(replica, 0), Seat(replica, self.shape.stages - 1)} <= gone:
+                self.say(f"evaluation {number} is without data of replica {replica}, an end of which lives")
+        for micro_batch, loss in found.items():
+            if not self.rounds and loss != self.reference.loss(step + 1, sampled(micro_batch, -number)):
+                self.say(f"the loss of micro-batch {micro_batch} in evaluation {number} is wrong")
+
+    def published(self, worker: Any, step: int, written: Mapping[Seat, int]) -> None:
+        """A checkpoint of ``step`` has its name."""
+        self._published.add(step)
+        for stage in range(self.shape.stages):
+            weights = {weight for seat, weight in written.items() if seat.stage == stage}
+            if len(weights) != 1 or not self.rounds and weights != {self.reference.weights[step + 1][stage]}:
+                self.say(f"the checkpoint of step {step} has {'no' if not weights else 'wrong'} weights of stage {stage}")
+
+    def saved(self, worker: Any, step: int) -> None:
+        if step not in self._published:
+            self.say(f"seat {worker.seat} goes on behind a checkpoint of step {step} that is not there")
 
     # --- at the end ---------------------------------------------------------------------------------
 
@@ -206,10 +206,15 @@ class Watcher:
             if worker.alive and worker.runs and not worker.stuck:
                 self.say(f"seat {worker.seat} waits for {worker.waits_for}" if worker.waiting else f"seat {worker.seat} has not ended")
             for step, losses in worker.losses.items():  # what went down with a worker of a step that all had applied is missing, and said so
-                expected = told.setdefault(step, losses) if self.rounds else self.reference.losses[step]
+                expected = told.setdefault(step, losses) if self.rounds else self._losses(step)
                 if not losses.items() <= expected.items() or losses != expected and not cluster.membership.lost:
                     self.say(f"seat {worker.seat} was told wrong losses of step {step}")
             if worker.alive and worker.line.worker not in cluster.membership.lost and worker.reason in at_the_end and not worker.runs:
                 self._right_weights(worker, last)
         if (ended is None or not ended.failed) and self._committed < last:
             self.say(f"only {self._committed} of {last} steps are committed")
+
+    def _losses(self, step: int) -> Mapping[str, int]:
+        if self._samples is not None and step > self._committed:  # told, and never committed
+            self._follow(step, step)
+        return self.reference.losses[step]

@@ -22,6 +22,7 @@ from typing import Any, Callable
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.dump import dump, load
 from recycle_plugin.core.executor import Span
+from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import COMPUTE, Op
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
@@ -31,12 +32,14 @@ from recycle_plugin.core.watch import TICK_S, WAITS
 from recycle_plugin.simulator.exercised import Exercised, Rule
 from recycle_plugin.simulator.lines import Lines
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
-from recycle_plugin.simulator.worker import REGROUP_S, Died, Machine, Planner, Sum
+from recycle_plugin.simulator.script import Died, Script
+from recycle_plugin.simulator.worker import REGROUP_S, Machine, Planner, Sum
 
 WORKER, SECOND, SUPERVISOR, DATA = "worker", "second", "supervisor", "data"  # lines: to the coordinator and back (there, back); from rank to rank
 DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
 DELAYING_US = 300 * MILLISECOND  # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
 BEAT_US = 200 * MILLISECOND
+LEAVES = "planned leave"  # core.loop's reason for the end of one worker's training
 
 
 class Cluster:
@@ -47,6 +50,7 @@ class Cluster:
         self.membership = Membership(len(scenario.shape.seats))
         self.now, self._ticket = 0, count()
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
+        self.planner = Planner(scenario.costs, scenario.policy)
         self.workers = {rank: Machine(self, rank, seat, weights[seat.stage]) for rank, seat in enumerate(scenario.shape.seats)}
         self.rank_of = {seat: rank for rank, seat in enumerate(scenario.shape.seats)}
         self.sums: dict[tuple[int, Op, int, int], Sum] = {}  # by generation, what it is, its first stage, step
@@ -61,12 +65,13 @@ class Cluster:
         self._stalled_until, self._reloads = 0, Random(f"reloads in {scenario.torn}")
         self.over = False
         self._watched = -1
-        self.planner = Planner(scenario.costs, scenario.policy)
+        self._under_way: dict[int, tuple[int, int, Callable[[], None]]] = {}  # data, by number: from whom, to whom, and its arrival
+        self.written: dict[tuple[int, int], dict[Seat, int]] = {}  # checkpoints, whole or not, by step and attempt: a weight of each writer
 
     def run(self, until_us: int) -> None:
         """Until nobody has anything left to do, or ``until_us``."""
         for rank, worker in self.workers.items():
-            worker.life = worker.live()
+            worker.life = Script(worker).run()
             self.later(0, partial(self.advance, rank))
         for trouble in self.scenario.troubles:
             self.later(trouble.at_us, partial(self._strike, trouble))
@@ -79,6 +84,10 @@ class Cluster:
 
     def later(self, after_us: int, happen: Callable[[], None]) -> None:
         heappush(self._agenda, (self.now + after_us, next(self._ticket), happen))
+
+    def gone(self) -> set[int]:
+        """Ranks that take part no more: lost, or left as planned."""
+        return {rank for rank, worker in self.workers.items() if worker.line.worker in self.membership.lost or worker.reason == LEAVES}
 
     # --- the coordinator and its lines --------------------------------------------------------------
 
@@ -168,12 +177,24 @@ class Cluster:
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
         if self.now < until and kind == "drop" or (source in self.cut) != (target in self.cut):
             return
-        arrive = partial(self._arrive, target, datum, value, era)
+        number = next(self._ticket)
+        self._under_way[number] = source, target, partial(self._arrive, source, target, datum, value, era)
+        arrive = partial(self._end_of_way, number)
         self.travel((DATA, source, target), partial(self.later, delay, arrive) if self.now < until and delay else arrive)
 
-    def _arrive(self, target: int, datum: Datum, value: Any, era: int) -> None:
+    def _end_of_way(self, number: int) -> None:
+        if number in self._under_way:  # it may have been hurried up
+            self._under_way.pop(number)[-1]()
+
+    def hurry(self, target: int, live: set[int]) -> None:
+        """What all but ``live`` have sent to ``target`` is there; but of a host that is cut off nothing comes any more."""
+        for number, (source, taker, _) in list(self._under_way.items()):
+            if taker == target and source not in live and (source in self.cut) == (target in self.cut):
+                self._end_of_way(number)
+
+    def _arrive(self, source: int, target: int, datum: Datum, value: Any, era: int) -> None:
         worker = self.workers[target]
-        if worker.alive:
+        if worker.alive and source not in worker.unheard:
             if datum.step <= worker.line.committed or era < worker.store.era:
                 self.exercised[Rule.OLD_STEP if datum.step <= worker.line.committed else Rule.OLD_ERA] += 1
             worker.deliver(datum, value, era)

@@ -15,6 +15,7 @@ from recycle_plugin.core.dataflow import Datum, provides
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Plan
+from recycle_plugin.core.sources import Draw
 from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.core.verdict import over
 from recycle_plugin.simulator.virtual import State, VirtualWorld
@@ -30,12 +31,25 @@ class Stash(NamedTuple):
     weights: int = 0
 
 
+class Batch(NamedTuple):
+    """What an iterator gives: input and label; ``draw`` says which call gave it in its step, ``number`` in all, from 1 on.  Neither for what is evaluated."""
+
+    data: tuple[int, int]
+    draw: Draw | None = None
+    number: int = 0
+
+
 LEARNING_RATE = 1_000_003
 
 
 def sample(micro_batch: MicroBatch, step: int, salt: int) -> int:
     """Input (salt 1) or label (salt 2) of a micro-batch: any number that differs between all of them."""
     return pow(1 + salt + 5 * micro_batch.index + 1009 * micro_batch.replica + 1_000_033 * step, 7, PRIME)
+
+
+def sampled(micro_batch: MicroBatch, step: int) -> tuple[int, int]:
+    """Both."""
+    return sample(micro_batch, step, 1), sample(micro_batch, step, 2)
 
 
 def added(total: int, value: int, exact: bool) -> int:
@@ -64,14 +78,15 @@ def over_tie(by_stage: Mapping[int, int], exact: bool) -> int:
 def compute(instruction: Instruction, have: StepStore, stages: int, tied: bool = False, limit: float = 0.0) -> dict[Datum, Any]:
     """What ``instruction``, other than a REDUCE or a TIE, makes of what a worker has.  ``tied``: its stage shares its weight; ``limit``: of the norm."""
     stage, micro_batch, step = instruction.stage, instruction.micro_batch, instruction.step
-    params = have.get(Datum("params", stage, None, step))
+    params = have.get(Datum("params", stage, None, step)) if step >= 0 else _latest(have)
 
     def here(kind: str) -> Datum:
         return Datum(kind, stage, micro_batch, step)
 
     match instruction.op:
         case Op.LOAD:
-            return {here("data"): (sample(micro_batch, step, 1), sample(micro_batch, step, 2))}
+            drawn = have.get(here("drawn"))
+            return {here("data"): drawn.data if drawn is not None else sampled(micro_batch, step)}
         case Op.F:
             x = have[here("data")][0] if stage == 0 else have[Datum("act", stage - 1, micro_batch, step)]
             made = (params * x + x * x) % PRIME
@@ -92,6 +107,11 @@ def compute(instruction: Instruction, have: StepStore, stages: int, tied: bool =
             return {Datum("params", stage, None, step + 1): (params - LEARNING_RATE * update) % PRIME}
         case _:
             return dict.fromkeys(provides(instruction))
+
+
+def _latest(have: StepStore) -> int:
+    """The weights that an evaluation is made with."""
+    return max((datum.step, have[datum]) for datum in have if datum.kind == "params")[1]
 
 
 class ExactWorld(VirtualWorld):

@@ -55,6 +55,11 @@ class Rule(str, Enum):
     PLANNED_AGAIN = "a leave was planned again"
     END_LOST = "a planned end met a loss"
     TURNED_AWAY = "a second process of a rank was turned away"
+    DEALT = "a lost replica's data was drawn by others"
+    KEPT_DATA = "a lost worker's data was there"
+    REBALANCED = "work was dealt out anew for a slow worker"
+    EVALUATED_AGAIN = "an evaluation was run again"
+    SAVED_AGAIN = "a checkpoint was written again"
     RELOADED = "the coordinator's state was written down and read again"
 
 
@@ -103,6 +108,7 @@ class Exercised(Counter[Rule]):
         for event in output.events:
             self[Rule.REJECTED] += event.kind == "rejected"
             self[Rule.TURNED_AWAY] += event.kind == "late"
+            self[Rule.REBALANCED] += event.kind == "rebalance"
             self[Rule.LOSSES_GONE] += event.text.startswith("the loss of step")
             self[Rule.AHEAD] += event.kind == "resume" and event.details["ahead"] > 0
 

@@ -43,7 +43,8 @@ class Scenario:
     without the result when a peer dies in a REDUCE, and how late messages come; ``budget``: boundary tensors that a worker may keep before those that it has
     sent go; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that they wait for), 0: there is none;
     ``rounds``: sums depend on their order, and nothing keeps it, as in real training outside exact mode; ``reloads``: before which share of what
-    the coordinator does its state is written down and read again."""
+    the coordinator does its state is written down and read again; ``iterators``: data comes from one plain iterator for each replica (core/sources.py);
+    ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after steps: evaluate, or save."""
 
     shape: Topology
     costs: CostModel
@@ -58,6 +59,9 @@ class Scenario:
     weather: Weather = FAIR
     rounds: bool = False
     reloads: float = 0.0
+    iterators: bool = False
+    rebalances: bool = False
+    between: tuple[tuple[int, str], ...] = ()
 
     @property
     def exact(self) -> bool:

@@ -17,20 +17,26 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import SENDS, Instruction, Op
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.lineage import Held, Rest
-from recycle_plugin.core.line import JobEnded, Line
-from recycle_plugin.core.loop import Loop, Program
+from recycle_plugin.core.line import Line
+from recycle_plugin.core.loop import Loop, Program, Slowness
 from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.protocol import Left, Missing, Ready
+from recycle_plugin.core.protocol import Missing, Ready
 from recycle_plugin.core.roster import Member
+from recycle_plugin.core.sources import Batches
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.stepstore import Retention, StepStore
+from recycle_plugin.core.stopwatch import Stopwatch
+from recycle_plugin.core.supply import Supply
 from recycle_plugin.core.topology import ClusterView
 from recycle_plugin.core.verdict import over
 from recycle_plugin.core.watch import COMPUTES, WAITS
 from recycle_plugin.core.worker import Judging, Worker
+from recycle_plugin.simulator.exact import Batch
 from recycle_plugin.simulator.exercised import Rule
 from recycle_plugin.simulator.numbers import Numbers
+from recycle_plugin.simulator.plain import PlainIterator
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
+from recycle_plugin.simulator.script import Died
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
@@ -38,10 +44,6 @@ if TYPE_CHECKING:
 HANDLING_US = 200  # of a micro-batch that is loaded, or a boundary tensor that is sent: no plan counts it
 RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
 PROGRESS_S, IDLE_S, REGROUP_S = 1.0, 20.0, 30.0
-
-
-class Died(BaseException):
-    """Ends the execution of a worker that is dead."""
 
 
 @dataclass
@@ -65,8 +67,12 @@ class Machine:
         self.store = StepStore(seat, scenario.shape.stages, bool(self.numbers.tie), Retention(budget=scenario.budget))
         self.store.put(Datum("params", seat.stage, None, 1), weight)
         self.steps = StepMachine(0)
+        self.store.drawn = scenario.iterators
+        reads = scenario.iterators and seat.stage in (0, scenario.shape.stages - 1)
+        self.supply = Supply(self.store, PlainIterator(seat.replica), self._hand_on, self._say_dealt) if reads else None
         waits = scenario.clip > 0 and scenario.policy.together
-        self.worker = Worker(self, scenario.shape, self.store, self.steps, Judging(waits, scenario.clip > 0 and not waits))
+        judging, stopwatch = Judging(waits, scenario.clip > 0 and not waits), Stopwatch(scenario.costs) if scenario.rebalances else None
+        self.worker = Worker(self, scenario.shape, self.store, self.steps, judging, self.supply, stopwatch)
         self.script = FaultScript(scenario.faults, seat)
         self.alive = self.runs = True
         self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
@@ -75,25 +81,12 @@ class Machine:
         self.current: Instruction | None = None  # the one that it is at
         self.losses: dict[int, dict] = {}  # as the training script gets them, by step
         self.reason: str | None = None  # of its end before the last step
-        self.life: Iterator[Any]
-        self._inbox: list[tuple[Datum, Any, int]] = []
-
-    def live(self) -> Iterator[Any]:
-        """The training script."""
-        scenario = self.cluster.scenario
-        self.loop = Loop(self, self.worker, self.cluster.planner, scenario.shape, self.seat, self.steps)
+        self.life: Iterator[Any]  # its training script (simulator/script.py)
+        self.loop = Loop(self, self.worker, cluster.planner, scenario.shape, seat, self.steps)
         self.worker.applied = self.loop.applied
-        self.send(self.ready())
-        try:
-            yield from self.loop.start()
-            for step in range(1, scenario.steps + 1):
-                self.losses[step] = yield from self.loop.train(step)
-            yield from self.loop.settle()
-        except JobEnded as end:
-            self.reason = str(end)
-        if self.rude:
-            raise Died
-        self.send(Left(self.rank))
+        self._inbox: list[tuple[Datum, Any, int]] = []
+        self._last_step = 0
+        self.unheard: frozenset[int] = frozenset()  # ranks of which nothing is taken any more
 
     def ready(self, incarnation: int = 0) -> Ready:
         return Ready(Member(self.rank, self.seat, str(self.rank), f"host{self.rank}", incarnation), 0, _job(self.cluster.scenario))
@@ -133,7 +126,11 @@ class Machine:
         return arrived
 
     def hear_out(self) -> None:
-        pass  # what is under way from the dead may come later, as over a network that has lost their hosts
+        """What the lost have sent has left them; of a host that is gone nothing comes any more."""
+        if self.line.interruption() is not None:
+            live = {member.rank for member in self.line.pending.roster}
+            self.cluster.hurry(self.rank, live)
+            self.unheard = frozenset(self.cluster.workers.keys() - live)
 
     def leave(self, members: Iterable[str]) -> None:
         pass
@@ -154,6 +151,12 @@ class Machine:
         if fault is not None:
             self.cluster.trouble(self.rank, Trouble("stop", self.cluster.now, (self.seat,), for_us=5_000 * MILLISECOND))
 
+    def _hand_on(self, datum: Datum, batch: Batch, taker: Seat) -> None:
+        self.transfer(datum, batch, taker, self.store.era)
+
+    def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:
+        self.cluster.exercised[Rule.DEALT] += 1
+
     def record(self, span: Span) -> None:
         self.done += 1
         self.cluster.spans.append(span)
@@ -172,6 +175,8 @@ class Machine:
 
     @contextmanager
     def running(self, program: Program) -> Iterator[tuple[Instruction, ...]]:
+        self.cluster.exercised[Rule.EVALUATED_AGAIN] += program.step == self._last_step < 0
+        self._last_step = program.step
         yield program.instructions
 
     @contextmanager
@@ -197,6 +202,10 @@ class Machine:
             clipped_by = norm if norm is not None and over(norm, self.cluster.scenario.clip) else None
             self.cluster.watcher.applied(self, instruction.step, self.numbers.gradient(instruction.step, have), clipped_by)
         made = self.numbers.compute(instruction, have, bare)
+        if instruction.op is Op.LOAD and instruction.step > 0 and have.drawn:
+            (drawn,) = have.requires(instruction)
+            self.cluster.exercised[Rule.KEPT_DATA] += Seat(have[drawn].draw.source, self.seat.stage) not in self.line.roster.seats
+            self.cluster.watcher.loaded(self, instruction, have[drawn])
         self.cluster.watcher.computed(self, instruction, bare)
         return made
 
@@ -264,13 +273,12 @@ class Planner:
 
     def __init__(self, costs: CostModel, policy: Policy) -> None:
         self._costs, self._policy = costs, policy
-        self._plans: dict[frozenset[Seat], Plan] = {}
+        self._plans: dict[tuple[frozenset[Seat], Slowness], Plan] = {}
 
-    def plan(self, view: ClusterView, slowness: object) -> Plan:
-        """``slowness``: of nobody, since nobody measures."""
-        if view.live not in self._plans:
-            self._plans[view.live] = planner.plan(view, self._costs, self._policy)
-        return self._plans[view.live]
+    def plan(self, view: ClusterView, slowness: Slowness) -> Plan:
+        if (view.live, slowness) not in self._plans:
+            self._plans[view.live, slowness] = planner.plan(view, self._costs.slowed(slowness), self._policy)
+        return self._plans[view.live, slowness]
 
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
         return planner.lowered(plan, seat, step)
@@ -283,5 +291,6 @@ def _job(scenario: Scenario) -> Job:
     shape, policy = scenario.shape, scenario.policy
     return Job(
         shape.replicas, shape.stages, shape.micro_batches, shape.ties, "", scenario.costs, policy, REGROUP_S, PROGRESS_S, IDLE_S,
+        rebalance=scenario.rebalances,
         stagger_optimizer=policy.stagger_optimizer, clipping=scenario.clip, clip="sync" if policy.together else "validate", nonfinite="skip",
     )  # fmt: skip

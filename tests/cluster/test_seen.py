@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
-from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, after_step, faults
+from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, faults
 
 SAMPLES = 4  # of a step
 
@@ -61,3 +61,13 @@ def test_a_job_that_is_too_slow_leaves_a_checkpoint_to_go_on_from(launch, refere
     plan = json.dumps({"folder": saved, "load": True})
     again = launch(script="tests/jobs/checkpoint.py", RECYCLE_TEST_CHECKPOINT=plan).finish()
     assert again.code == 0 and again.losses == pytest.approx(reference().losses[last:], abs=LOSS_TOLERANCE), again.output[-6000:]
+
+
+def test_a_death_while_that_checkpoint_is_saved(launch, tmp_path):
+    """All steps are committed, and no step follows: the others save once more, where they would have waited for the lost one."""
+    saved, deaths = tmp_path / "saved", ("kill 1.1 before 1F1.0@5", "kill 0.0 at checkpoint.written")
+    slow = launch("recycle.max_slowdown=0.2", f"recycle.checkpoint_dir={saved}", faults(*deaths), shape=Shape(replicas=3)).finish()
+    assert slow.code == 75 and "Traceback" not in slow.output and len(slow.of("lost")) == 2, slow.output[-6000:]
+    (escalated,), (checkpoint,) = (slow.of(kind) for kind in ("escalate", "checkpoint"))
+    assert checkpoint["path"] == f"{saved}/global_step{escalated['step']}" and (saved / "latest").read_text() == f"global_step{escalated['step']}"
+    assert checkpoint["time"] > max(lost["time"] for lost in slow.of("lost"))

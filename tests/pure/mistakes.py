@@ -545,7 +545,7 @@ def to_the_plans(monkeypatch) -> None:
 # --- ends and goodbyes --------------------------------------------------------------------------------
 
 
-@mistake("steps are committed when the job has failed", seen=63)
+@mistake("steps are committed when the job has failed", seen=336)
 def committed_after_failure(monkeypatch) -> None:
     step = Membership._step
 
@@ -564,7 +564,7 @@ def departed_looked_for(monkeypatch) -> None:
     monkeypatch.setattr(Membership, "_depart", lambda self, rank, out: self.members.pop(rank))
 
 
-@mistake("a death at a planned end is a loss", seen=269)
+@mistake("a death at a planned end is a loss", seen=1505)
 def loss_at_the_end(monkeypatch) -> None:
     lose = Membership._lose
 

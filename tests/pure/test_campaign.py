@@ -15,26 +15,29 @@ from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.simulator import campaign
-from recycle_plugin.simulator.checks import Reference
 from recycle_plugin.simulator.exercised import Rule
 from recycle_plugin.simulator.lines import UNEVEN
+from recycle_plugin.simulator.reference import Reference
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 
+from tests.pure import mistakes_between  # noqa: F401  which adds its own to the mistakes
 from tests.pure.mistakes import MISTAKES, SEEN, void_is_not_heard_again
 
 FOUND_WITHIN = 2000  # seeds, by every mistake; most need a few
 
 
+@pytest.mark.timeout(900)  # a whole campaign, on a machine that may do other things beside
 def test_random_failures_need_every_rule_and_break_none(request) -> None:
     seeds = request.config.getoption("--campaign-seeds")
     report = campaign.campaign(range(seeds))
     assert not report.violations, "\n".join(f"recycle campaign {one.name}: {one.violations}" for one in report.violations)
     assert report.seeds == seeds and report.faults > seeds
     assert list(report.exercised) == list(Rule) and not [rule.value for rule, count in report.exercised.items() if not count]
-    several = sum(len(given.troubles) + len(given.faults) > 1 for given in map(campaign.scenario, range(seeds)))
-    assert several >= seeds / 3
-    assert sum(campaign.scenario(seed).exact for seed in range(seeds)) > seeds / 4
-    tied = [given for given in map(campaign.scenario, range(seeds)) if given.shape.ties]
+    jobs = [campaign.scenario(seed) for seed in range(seeds)]
+    assert sum(len(given.troubles) + len(given.faults) > 1 for given in jobs) >= seeds / 3
+    assert sum(given.exact for given in jobs) > seeds / 4
+    assert min(sum(map(bool, each)) for each in zip(*((given.iterators, given.between, given.rebalances) for given in jobs))) > seeds / 12
+    tied = [given for given in jobs if given.shape.ties]
     assert len(tied) > seeds / 5 and report.hits["kill", Op.TIE] > seeds / 50
 
 
@@ -64,7 +67,10 @@ def test_the_reference_is_what_the_fault_free_run_computes(ties) -> None:
     shape, costs = Topology(2, 3, 4, ties), CostModel.uniform(3)
     weights = campaign.initial_weights(shape)
     trained = train(plan(shape.full(), costs, Policy()), costs, weights, 2, step=1)
-    expected = Reference(shape, weights, 2).weights[3]
+    reference = Reference(shape, weights)
+    for step in (1, 2):
+        reference.follow(step)
+    expected = reference.weights[3]
     assert {seat.stage: value for seat, value in trained.items()} == dict(enumerate(expected))
     assert all(len({expected[stage] for stage in tie}) == 1 for tie in ties)
 
@@ -94,6 +100,19 @@ def test_one_norm_is_that_of_the_step_for_all_where_a_sum_is_made_again_one_roun
     MISTAKES["a norm is made again after a failure, as if nobody had stepped with the first"](monkeypatch)
     said = [text for given in runs for text in campaign.run("x", given).violations]
     assert any(text.startswith("step 2 is clipped by") for text in said)
+
+
+@pytest.mark.parametrize("step", (1, 2))
+def test_a_death_in_what_all_do_after_the_last_step_before_a_planned_end(step, monkeypatch) -> None:
+    """That is step 2.  The survivors save, or evaluate, once more: nobody waits in vain, or goes on with the losses of those who are left."""
+    costs = CostModel.uniform(2, 5_000, 5_000, 5_000, 500)
+    end = Trouble("end", 1, (Seat(0, 0),))
+    given = Scenario(Topology(2, 2, 2), costs, Policy(), 6, (end,), between=((step, "evaluate"), (step, "save")))
+    for fault in ("kill 1.1 before 1F1.0@-1", "kill 1.0 at checkpoint.written"):
+        outcome = campaign.run("x", replace(given, faults=(Fault.parse(fault),)))
+        assert not outcome.violations and any("lost: seat 1." in line for line in outcome.story)
+    MISTAKES["nobody needs anybody any more at a planned end"](monkeypatch)
+    assert bool(campaign.run("x", replace(given, faults=(Fault.parse("kill 1.1 before 1F1.0@-1"),))).violations) == (step == 2)
 
 
 def judged_by_oneself() -> Scenario:

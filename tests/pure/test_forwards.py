@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 from recycle_plugin import planner
 from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.evaluation import readers
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
-from recycle_plugin.planner.forwards import forwards, readers
+from recycle_plugin.planner.forwards import forwards
 
 
 @st.composite

@@ -23,6 +23,45 @@ def test_all_meet_when_the_last_one_arrives_and_know_what_each_has_brought():
     assert arrive(membership, 0, [0, 1, 2]) == []  # the next one at the same place needs all again
 
 
+def at_its_end():
+    """A membership that has committed all steps up to a planned end, and the three that wait for rank 2 to save the last one."""
+    membership = started()
+    (end,) = said(membership.receive(Terminate(0, "SIGTERM"), 0.0), End)
+    for number in range(1, end.step):
+        step(membership, 0, number)
+    assert arrive(membership, 0, [0, 1, 3], "the last save") == []
+    return membership, end.step - 1
+
+
+def test_a_death_in_the_last_save_before_a_planned_end_makes_everybody_save_once_more():
+    membership, last = at_its_end()
+    (generation,) = said(membership.receive(Exited(2, -9, 0.0), 0.0), Generation)
+    agree(membership, generation.number, dict.fromkeys((0, 1, 3), last))
+    assert [met.values.keys() for met in arrive(membership, generation.number, [0, 1, 3], "the last save")] == [{"0", "1", "3"}]
+    for rank in (0, 1, 3):
+        out = membership.receive(Left(rank), 0.0)
+    assert said(out, Over) == [Over(0)]
+
+
+def test_a_stage_lost_in_the_last_save_before_a_planned_end_ends_the_job_and_says_what_is_missing():
+    membership, last = at_its_end()
+    for rank in (2, 3):
+        assert not said(membership.receive(Exited(rank, -9, 0.0), 0.0), End), "nobody has said yet that there is anything left to do"
+    (end,) = said(membership.receive(Report(0, membership.generation, last, "plan", {}), 0.0), End)
+    assert end.failed and end.reason.startswith("stage 1 has no live worker left")
+
+
+def test_who_comes_to_save_when_a_stage_is_lost_at_a_planned_end_does_not_wait_for_it():
+    membership = started()
+    (end,) = said(membership.receive(Terminate(0, "SIGTERM"), 0.0), End)
+    for number in range(1, end.step):
+        step(membership, 0, number)
+    for rank in (2, 3):
+        assert not said(membership.receive(Exited(rank, -9, 0.0), 0.0), End), "they may have nothing more to do"
+    out = membership.receive(Arrived(0, membership.generation, "the last save", {}), 0.0)
+    assert [each.reason for each in said(out, End)] == ["stage 1 has no live worker left. No checkpoint was saved"]
+
+
 def test_places_do_not_mix():
     membership = started()
     assert arrive(membership, 0, [0, 1], "a") + arrive(membership, 0, [2, 3], "b") == []

@@ -64,9 +64,10 @@ def test_the_campaign_runs_what_trains() -> None:
         sys.setprofile(None)
     core = {name.removeprefix("recycle_plugin.core.") for name in ran if name.startswith("recycle_plugin.core.")}
     assert core >= {
-        "blocks", "complaints", "contributions", "dataflow", "enrolment", "escalation", "executor", "faults", "line", "lineage", "loop", "membership",
-        "output", "pace", "plan", "program", "protocol", "step", "steps", "stepstore", "verdict", "watch", "work", "worker",
+        "blocks", "complaints", "contributions", "dataflow", "enrolment", "escalation", "evaluation", "executor", "faults", "line", "lineage", "loop", "meeting",
+        "membership", "output", "pace", "plan", "program", "protocol", "saving", "sources", "step", "steps", "stepstore", "stopwatch", "supply", "verdict",
+        "watch", "work", "worker",
     }  # fmt: skip
     planner = {name.removeprefix("recycle_plugin.planner.") for name in ran if name.startswith("recycle_plugin.planner.")}
-    assert planner >= {"lower", "rest", "make"}
+    assert planner >= {"forwards", "lower", "rest", "make"}
     assert not any(name.startswith(("recycle_plugin.runtime", "recycle_plugin.adapters")) for name in ran), "which need torch, and do what core tells them"

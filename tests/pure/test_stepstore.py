@@ -118,10 +118,11 @@ def test_a_step_whose_weights_are_tied_needs_the_sum_over_stages():
     assert list(tied.missing(instruction(Op.STEP, step=1))) == [datum("tied", None, 1)] and not list(plain.missing(instruction(Op.STEP, step=1)))
 
 
-def test_data_that_is_drawn_is_waited_for_but_not_by_an_evaluation():
+def test_data_that_is_drawn_is_waited_for_as_is_what_is_evaluated():
     here = store()
+    assert not list(here.missing(instruction(Op.LOAD))) and list(here.missing(instruction(Op.LOAD, step=-1))) == [datum("drawn", step=-1)]
     here.drawn = True
-    assert list(here.missing(instruction(Op.LOAD))) == [datum("drawn")] and not list(here.missing(instruction(Op.LOAD, step=-1)))
+    assert list(here.missing(instruction(Op.LOAD))) == [datum("drawn")]
     here.put(datum("drawn"), "a batch")
     here.run(instruction(Op.LOAD), lambda one, have: {datum("data"): have[datum("drawn")]})
     assert here[datum("data")] == "a batch" and datum("drawn") in here and here.held() == {params()}

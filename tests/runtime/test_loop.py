@@ -33,7 +33,7 @@ def loop_of(session) -> Loop:
     steps.applied(1)
     machine = TorchMachine(session, Nothing(), Nothing(), FaultScript((), Seat(0, 0)))
     worker = Worker(machine, shape, StepStore(Seat(0, 0), 1), steps, Judging())
-    return Loop(session, worker, machine, shape, CostModel((1000,), (1000,), (1000,)), Policy(), steps)
+    return Loop(session, worker, machine, shape, CostModel((1000,), (1000,), (1000,)), Policy(), steps, lambda: None)
 
 
 def test_settling_has_a_deadline_that_names_the_step(coordinator):

@@ -18,8 +18,8 @@ from recycle_plugin.core.protocol import Met
 from recycle_plugin.core.rhythm import Rhythm
 from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime.background import Background
+from recycle_plugin.runtime.batches import packed
 from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.evaluation import Evaluations
 from recycle_plugin.runtime.saving import Saving
 
 
@@ -33,8 +33,7 @@ class BetweenSteps(WholeState):
     def _start_between_steps(self, run_dir: str) -> None:
         """Training starts."""
         session, loop, settings = self._job.session, self._loop, self._job.settings
-        self._saving = Saving(session, loop, self._between_steps, self._world.reach)
-        self._evaluations = Evaluations(session, loop, self._transport, self._worker, self._between_steps)
+        self._saving = Saving(session, loop, self._world.reach)
         if settings.checkpoint is not None:
             folder = Path(settings.checkpoint_dir or Path(run_dir) / "checkpoint")
             rhythm, copy = Rhythm(settings.checkpoint.overhead, loop.machine.stepped), partial(self._copy_state, folder)
@@ -59,7 +58,7 @@ class BetweenSteps(WholeState):
             return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
         count = num_micro_batches or self.micro_batches
         self.module.eval()
-        losses = self._evaluations.run(self._read(data_iter, count), count)
+        losses = self._loop.evaluate([packed(batch) for batch in self._read(data_iter, count)], count)
         mean = torch.tensor(sum(losses.values()) / len(losses), device=self.device)
         if self._is_first() and self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/eval_loss", mean.item(), self.global_samples)])

@@ -58,7 +58,7 @@ from recycle_plugin.runtime.randomness import key, keyed_torch
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.stage import Stage, StageModel
-from recycle_plugin.runtime.stopwatch import Stopwatch
+from recycle_plugin.core.stopwatch import Stopwatch
 from recycle_plugin.runtime.surroundings import Surroundings
 from recycle_plugin.runtime.tiers import Device, Host
 from recycle_plugin.runtime.touch import FirstTouch
@@ -208,13 +208,12 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         self._run_dir = run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._store.rewind(machine.stepped, era=0)
         self._world = TorchMachine(session, self._transport, self._framework(), settings.fault_script(self.seat))
+        costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(waits, self.num_stages)
         judging = Judging(waits, settings.clip == "validate")
-        self._worker = Worker(self._world, self.topology_, self._store, machine, judging, self._supply)
+        self._worker = Worker(self._world, self.topology_, self._store, machine, judging, self._supply, Stopwatch(costs))
         if settings.trace:
             self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
-        costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(waits, self.num_stages)
-        self._stopwatch = Stopwatch(costs)
-        loop = Loop(session, self._worker, self._world, self.topology_, costs, policy, machine, settings.max_slowdown)
+        loop = Loop(session, self._worker, self._world, self.topology_, costs, policy, machine, self._between_steps, settings.max_slowdown)
         member = Member(self.global_rank, self.seat, self._transport.address, session.host, session.incarnation)
         session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
         if self._config.zero_enabled and session.rank == 0:
@@ -265,8 +264,6 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
     @contextmanager
     def _running(self, program: Program) -> Iterator[Iterable[Instruction]]:
         """A worker's program is run."""
-        if program.step > 0:
-            self._stopwatch.begin(program)
         self._job.session.between_steps = None
         try:
             yield commands.PlanSchedule(program, self.micro_batches, self.num_stages, self.stage_id).instructions()
@@ -300,15 +297,11 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
 
     def _between_steps(self) -> None:
         """A membership change has broken a collective of the user's script: recover, then it is tried again."""
-        stepped = self._loop.machine.stepped
         with self._touch.lifted(), self._surroundings.restored():
-            self._loop.recover()
-            self._loop.advance(stepped)
+            self._loop.catch_up()
 
     def _record(self, span: Any) -> None:
         """An instruction has run."""
-        if span.instruction.step > 0:
-            self._stopwatch.add(span)
         if self._trace is not None:
             self._trace.add(span)
 
@@ -343,7 +336,6 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         every = self._job.settings.check_replicas
         if every and instruction.step % every == 0:
             self._say_fingerprint(instruction.step)
-        self._job.session.send(self._stopwatch.pace(self.global_rank, instruction.step))
         return dict.fromkeys(provides(instruction))
 
     def _say_fingerprint(self, step: int) -> None:

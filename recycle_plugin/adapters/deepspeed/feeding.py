@@ -125,10 +125,10 @@ class Feeding(PipelineEngine):
     def _exec_load(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
         step, one = instruction.step, instruction.micro_batch
         data = Datum("data", instruction.stage, one, step)
-        return {data: self._stage.load(self._evaluations.batch(one) if step < 0 else self._batch(step, one))}
+        return {data: self._stage.load(self._batch(step, one))}
 
     def _batch(self, step: int, micro_batch: MicroBatch) -> Any:
-        if self._store.drawn:
+        if self._store.drawn or step < 0:
             return unpacked(self._store[Datum("drawn", self.stage_id, micro_batch, step)])
         batch = self._source(step, micro_batch)
         made = isinstance(self._source, DatasetSource) and self.batch_fn is not None

@@ -8,7 +8,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.protocol import Pace
-from recycle_plugin.runtime.stopwatch import Stopwatch
+from recycle_plugin.core.stopwatch import Stopwatch
 
 OWN, REST = "0F0.0@1 0F0.1@1 0I0.0@1 0REDUCE@1", "0F0.1@1 0F1.0@1 0F0.0@1 0REDUCE@1"
 

@@ -1,0 +1,21 @@
+"""A simulated plain iterator."""
+
+from __future__ import annotations
+
+from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.sources import Draw
+from recycle_plugin.simulator.exact import Batch, sampled
+
+
+class PlainIterator:
+    """Of one end of ``replica``, as core.supply.Iterator: both ends read the same."""
+
+    def __init__(self, replica: int) -> None:
+        self._replica, self._given = replica, 0
+
+    def read(self, step: int, position: int, draw: Draw | None) -> Batch | None:
+        self._given += 1
+        return None if draw is None else Batch(sampled(MicroBatch(self._replica, self._given), 0), draw, self._given)
+
+    def draw_of(self, batch: Batch) -> Draw:
+        return batch.draw

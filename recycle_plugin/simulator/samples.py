@@ -1,0 +1,60 @@
+"""What must hold of plain iterators' data in a simulated job, whoever is lost; of :mod:`recycle_plugin.simulator.checks`.
+
+Both ends of the pipeline compute with one batch for each micro-batch, each batch is used once in the whole job, and as long as both ends of a replica live its
+own iterator gives its micro-batches, in their order.
+"""
+
+from __future__ import annotations
+
+from typing import AbstractSet, Callable
+
+from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.simulator.exact import Batch
+from recycle_plugin.simulator.reference import Data
+
+
+class Samples:
+    """``say``: a violation, in words."""
+
+    def __init__(self, shape: Topology, say: Callable[[str], None]) -> None:
+        self._shape, self._say = shape, say
+        self._loaded: dict[int, dict[MicroBatch, dict[int, Batch]]] = {}  # by step, micro-batch and stage: the last one counts, which takes a void one's place
+        self._used: dict[tuple[int, int], tuple[int, MicroBatch]] = {}
+        self._committed = 0
+
+    def loaded(self, step: int, micro_batch: MicroBatch, stage: int, batch: Batch) -> None:
+        self._loaded.setdefault(step, {}).setdefault(micro_batch, {})[stage] = batch
+
+    def of(self, step: int) -> Data:
+        """Inputs and labels, as the two ends have had them."""
+        loaded = self._loaded[step]
+        return lambda micro_batch: (loaded[micro_batch][0].data[0], loaded[micro_batch][self._shape.stages - 1].data[1])
+
+    def committed(self, last: int, whole: AbstractSet[int]) -> None:
+        """All steps up to ``last`` are.  ``whole``: replicas of which nobody is lost."""
+        for step in range(self._committed + 1, last + 1):
+            for micro_batch in self._shape.batch:
+                self._check(step, micro_batch, micro_batch.replica in whole)
+        self._committed = max(self._committed, last)
+
+    def _check(self, step: int, micro_batch: MicroBatch, own: bool) -> None:
+        ends = self._loaded.get(step, {}).get(micro_batch, {})
+        named = {(batch.draw.source, batch.number) for batch in ends.values()}
+        if len(named) != 1:
+            self._say(f"micro-batch {micro_batch} of step {step} was computed with {len(named)} batches")
+            return
+        (name,) = named
+        before = self._used.setdefault(name, (step, micro_batch))
+        if before != (step, micro_batch):
+            self._say(f"batch {name[1]} of replica {name[0]}'s iterator is used in steps {before[0]} and {step}")
+        usual = (step - 1) * self._shape.micro_batches + micro_batch.index + 1
+        if own and (name[0] != micro_batch.replica or name[1] != usual and not self._extra(micro_batch.replica, step)):
+            self._say(f"micro-batch {micro_batch} of step {step} is batch {name[1]} of replica {name[0]}, both of whose ends live")
+
+    def _extra(self, replica: int, step: int) -> bool:
+        """Whether its iterator has given anything for others before ``step``, which moves its own batches back."""
+        return any(
+            batch.draw.source == replica != micro_batch.replica
+            for earlier in range(1, step) for micro_batch, ends in self._loaded[earlier].items() for batch in ends.values()
+        )  # fmt: skip

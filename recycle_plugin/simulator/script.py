@@ -1,0 +1,95 @@
+"""A simulated training script: steps, and what is done between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Iterator
+
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.evaluation import Evaluations
+from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.line import JobEnded
+from recycle_plugin.core.protocol import Fatal, Left
+from recycle_plugin.core.saving import save
+from recycle_plugin.core.sources import Gone
+from recycle_plugin.planner.forwards import forwards
+from recycle_plugin.simulator.exact import Batch, sampled
+from recycle_plugin.simulator.exercised import Rule
+from recycle_plugin.simulator.scenario import MILLISECOND
+
+if TYPE_CHECKING:
+    from recycle_plugin.simulator.worker import Machine
+
+WRITING_US = 5 * MILLISECOND  # a worker's share of a checkpoint
+
+
+class Died(BaseException):
+    """Ends the execution of a worker that is dead."""
+
+
+class Script:
+    """On ``machine``."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine, self._loop, self._scenario = machine, machine.loop, machine.cluster.scenario
+        self._evaluations = Evaluations(machine, machine.worker, machine.loop, forwards, machine.loop.catch_up)
+        self._evaluated = 0
+
+    def run(self) -> Iterator[Any]:
+        machine = self._machine
+        machine.send(machine.ready())
+        try:
+            yield from self._train()
+        except JobEnded as end:
+            machine.reason = str(end)
+        except Gone as gone:
+            machine.reason = str(gone)
+            machine.send(Fatal(machine.rank, machine.reason))
+        if machine.rude:
+            raise Died
+        machine.send(Left(machine.rank))
+
+    def _train(self) -> Iterator[Any]:
+        yield from self._loop.start()
+        for step in range(1, self._scenario.steps + 1):
+            self._machine.losses[step] = yield from self._loop.train(step)
+            for _, what in (each for each in self._scenario.between if each[0] == step):
+                yield from self._evaluate(step) if what == "evaluate" else self._save(step)
+        yield from self._loop.settle()
+
+    def _evaluate(self, step: int) -> Iterator[Any]:
+        """More micro-batches than a step has.  What an end reads is its own replica's."""
+        machine, shape = self._machine, self._scenario.shape
+        count, reads = shape.micro_batches + 1, machine.seat.stage in (0, shape.stages - 1)
+        self._evaluated += 1
+        batches = [Batch(sampled(MicroBatch(machine.seat.replica, index), -self._evaluated)) for index in range(count)] if reads else []
+        losses = yield from self._evaluations.run(batches, count)
+        machine.cluster.watcher.evaluated(machine, self._evaluated, count, step, losses)
+
+    def _save(self, step: int) -> Iterator[Any]:
+        machine = self._machine
+        yield from save(self._loop, machine.line, f"checkpoint of step {step}", Files(machine, step), self._loop.catch_up)
+        machine.cluster.watcher.saved(machine, step)
+
+
+@dataclass(frozen=True)
+class Files:
+    """A checkpoint of ``step``, as core.saving.Files: each worker writes its stage's weight."""
+
+    machine: Machine
+    step: int
+
+    def write(self, number: int) -> Iterator[Any]:
+        machine = self.machine
+        yield WRITING_US * machine.percent // 100
+        machine.reach("checkpoint.written")
+        written = machine.cluster.written
+        written.setdefault((self.step, number), {})[machine.seat] = machine.store[Datum("params", machine.seat.stage, None, self.step + 1)]
+        machine.cluster.exercised[Rule.SAVED_AGAIN] += any(step == self.step and other != number for step, other in written)
+
+    def publish(self, number: int) -> Iterator[Any]:
+        machine = self.machine
+        machine.reach("checkpoint.publish")
+        yield WRITING_US * machine.percent // 100
+        machine.cluster.watcher.published(machine, self.step, machine.cluster.written[self.step, number])
+        machine.reach("checkpoint.named")

@@ -1,0 +1,164 @@
+"""Mistakes in what goes on around steps: plain iterators' data, evaluations, checkpoints, paces, and the planned end.  As tests/pure/mistakes.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from recycle_plugin.core import membership, sources
+from recycle_plugin.core.evaluation import Evaluations, runner
+from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.instruction import Op
+from recycle_plugin.core.line import Line
+from recycle_plugin.core.loop import Loop
+from recycle_plugin.core.membership import Membership
+from recycle_plugin.core.meeting import Meetings
+from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.core.supply import Supply
+from recycle_plugin.simulator import script
+from recycle_plugin.simulator.worker import Machine
+from tests.pure.mistakes import mistake
+
+# --- iterators' data ------------------------------------------------------------------------------------
+
+
+@mistake("nobody but who runs it gets a copy of a batch", seen=37)
+def no_keeper(monkeypatch) -> None:
+    share = sources.share
+
+    def without(standing, step):
+        found, runs = share(standing, step), sources._runs(standing, step)
+        kept = tuple(one for one in found.handouts if runs.get((one.taker.stage, one.micro_batch)) == one.taker)
+        return replace(found, handouts=kept)
+
+    monkeypatch.setattr("recycle_plugin.core.supply.share", without)
+
+
+@mistake("a batch goes once it is loaded", seen=3)
+def gone_once_loaded(monkeypatch) -> None:
+    conclude = StepStore.conclude
+
+    def changed(self, instruction, made, bare=False):
+        conclude(self, instruction, made, bare)
+        if instruction.op is Op.LOAD:
+            for datum in self.requires(instruction):
+                self._remove(datum)
+
+    monkeypatch.setattr(StepStore, "conclude", changed)
+
+
+@mistake("what is drawn for others is what is drawn for oneself", seen=23)
+def drawn_twice(monkeypatch) -> None:
+    deal = sources._deal
+
+    def changed(view, step, known, wanted, traced):
+        own = view.topology.micro_batches
+        return {one: sources.Draw(draw.source, draw.position % own) if one not in known else draw for one, draw in deal(view, step, known, wanted, traced).items()}
+
+    monkeypatch.setattr(sources, "_deal", changed)
+
+
+@mistake("what was drawn before a failure counts no more", seen=23)
+def drawn_anew(monkeypatch) -> None:
+    monkeypatch.setattr(sources, "_known", lambda here, step: {})
+
+
+@mistake("what the lost have sent may come at any time", seen=1560)
+def heard_late(monkeypatch) -> None:
+    monkeypatch.setattr(Machine, "hear_out", lambda self: None)
+
+
+@mistake("a worker says nothing of what it has drawn", seen=23)
+def drawn_in_secret(monkeypatch) -> None:
+    monkeypatch.setattr(Supply, "drawn", lambda self: {})
+
+
+@mistake("the last stage reads one batch more when a replica is lost", seen=23)
+def one_more(monkeypatch) -> None:
+    stand = Supply.stand
+
+    def changed(self, standing):
+        stand(self, standing)
+        if len(standing.plan.view.live) < len(standing.plan.view.topology.seats) and self._store.seat.stage > 0 and not hasattr(self, "_more"):
+            self._more = self._iterator.read(0, 0, None)
+
+    monkeypatch.setattr(Supply, "stand", changed)
+
+
+# --- evaluations and checkpoints --------------------------------------------------------------------------
+
+
+@mistake("who reads what a lost worker would have evaluated keeps it", seen=7)
+def not_handed_out(monkeypatch) -> None:
+    hand_out = Evaluations._hand_out
+
+    def changed(self, plan, datum, batch):
+        if runner(plan, datum.stage, datum.micro_batch) == self._seat:
+            hand_out(self, plan, datum, batch)
+
+    monkeypatch.setattr(Evaluations, "_hand_out", changed)
+
+
+@mistake("a meeting that a failure has broken up is waited for", seen=1)
+def met_never(monkeypatch) -> None:
+    monkeypatch.setattr(Line, "met", lambda self, place, number: self._met.pop(place, None))
+
+
+@mistake("who is lost since was at the meeting", seen=346)
+def met_without(monkeypatch) -> None:
+    monkeypatch.setattr(Meetings, "regrouped", lambda self: None)
+
+
+@mistake("a checkpoint has its name before all have written", seen=1)
+def named_early(monkeypatch) -> None:
+    def save(loop, line, place, files, recover):
+        yield from files.write(line.number)
+        if line.is_first:
+            yield from files.publish(line.number)
+        while True:
+            try:
+                return (yield from loop.meet(place, {}))
+            except Interrupted:
+                yield from recover()
+
+    monkeypatch.setattr(script, "save", save)
+
+
+@mistake("nobody waits until a checkpoint has its name", seen=1)
+def not_waited_for(monkeypatch) -> None:
+    def save(loop, line, place, files, recover):
+        while True:
+            try:
+                yield from files.write(line.number)
+                yield from loop.meet(place, {})
+                return (yield from files.publish(line.number)) if line.is_first else None
+            except Interrupted:
+                yield from recover()
+
+    monkeypatch.setattr(script, "save", save)
+
+
+@mistake("what is saved and evaluated need not be committed", seen=23)
+def uncommitted(monkeypatch) -> None:
+    monkeypatch.setattr(Loop, "settle", lambda self: iter(()))
+
+
+# --- paces and ends ---------------------------------------------------------------------------------------
+
+
+@mistake("work is dealt out anew for a step that somebody has begun", seen=82)
+def dealt_too_early(monkeypatch) -> None:
+    monkeypatch.setattr(membership, "unstarted", lambda committed: committed + 1)
+
+
+@mistake("nobody needs anybody any more at a planned end", seen=154)
+def no_need(monkeypatch) -> None:
+    after_loss = Membership._after_loss
+
+    def changed(self, member, now, out):
+        if self._through:
+            self._await_without(member, False, now, out)
+            self._finish_if_empty(out)
+        else:
+            after_loss(self, member, now, out)
+
+    monkeypatch.setattr(Membership, "_after_loss", changed)
