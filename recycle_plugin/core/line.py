@@ -67,8 +67,8 @@ class Line:
     def take(self, message: object) -> None:
         """One message of the coordinator's."""
         match message:
-            case Generation() if message.from_step and self.interruption() is not None:
-                self._next = message  # the one that holds at once is to be adopted first: its Resume may have come with this
+            case Generation() if message.from_step and self._is_certain(self.pending):
+                self._next = message  # that one is to be adopted first: its Resume may have come with this
             case Generation():
                 self.pending, self._next, self._resume = message, None, None
             case Resume():
@@ -97,6 +97,10 @@ class Line:
         """The state of ``step``, which all have loaded, takes the place of the last committed one."""
         self.committed = step
         self._collected.clear()
+
+    def _is_certain(self, pending: Generation | None) -> bool:
+        """Whether all go on with it, unless there is a failure: it holds at once, or all have come to its step."""
+        return pending is not None and (not pending.from_step or self._resume is not None and self._resume.generation == pending.number)
 
     def interruption(self) -> Generation | None:
         """A membership change that holds at once, if there is one."""

@@ -290,7 +290,7 @@ class Membership:
                 generation=generation.number, committed=committed, ahead=ahead, regroup_s=round(now - generation.at, 4),
                 digest=slowest.digest, timings=slowest.timings, throughput=throughput)
         self._escalate(throughput, out)
-        if self._leaving.keys() & self.roster.workers and not generation.from_step:
+        if self._leaving.keys() & self.roster.workers:
             self._plan_leave(now, out)
         self._compare_replicas(now, out)
 
@@ -412,7 +412,12 @@ class Membership:
             self._plan_leave(now, out)
 
     def _plan_leave(self, now: float, out: Output) -> None:
-        """Announce a generation for a step that nobody can have started."""
+        """Announce a generation for a step that nobody can have started.
+
+        Not in place of an earlier one whose step may have come: who leaves by that may be gone, and no other membership in force is without it.
+        """
+        if self._awaiting is not None and self.committed >= self._awaiting.from_step - 1:
+            return  # once all have come to it, this is called again
         stay = self.roster.without(self._leaving)
         empty = self.view(stay).empty_stages()
         if empty:

@@ -42,6 +42,7 @@ class Coordinator:
         self._come: Counter[int] = Counter()  # how many workers of a rank have
         self._workers: dict[WorkerId, asyncio.StreamWriter] = {}
         self._supervisors: dict[int, asyncio.StreamWriter] = {}  # by rank
+        self._supervised: set[int] = set()  # ranks that have, or have had, one
         self._exits: dict[WorkerId, Exited] = {}
         self._regroup_timeout_s = 120.0
         self._watched = -1
@@ -113,6 +114,11 @@ class Coordinator:
         writer.write(encode(self._welcome))
         if self._last_word is not None:
             writer.write(encode(self._last_word))
+        if hello.rank in self._supervised:  # of a launcher that was started twice, whose worker is turned away: it knows nothing of the first one's
+            writer.write(encode(Over(1)))
+            await reader.read()
+            return
+        self._supervised.add(hello.rank)
         self._supervisors[hello.rank] = writer
         await self._hear(hello, reader)
         self._supervisors.pop(hello.rank, None)

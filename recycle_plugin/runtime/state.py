@@ -304,7 +304,11 @@ class OptimizerState:
             name: {kind: ELSEWHERE if isinstance(value, torch.Tensor) else copy.deepcopy(value) for kind, value in state.items()} for name, state in self._states()
         }
         groups = [copy.deepcopy({name: value for name, value in group.items() if name != "params"}) for group in self.optimizer.param_groups]
-        return {"state": states, "groups": groups}
+        return {"state": states, "groups": groups, "of_no_parameter": copy.deepcopy(self._of_no_parameter())}
+
+    def _of_no_parameter(self) -> dict[Any, Any]:
+        """What it keeps under other keys, as torch's optimizers may."""
+        return {key: value for key, value in self.optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
     def _set(self, value: Mapping[str, Any]) -> None:
         """What was not there goes."""
@@ -313,6 +317,9 @@ class OptimizerState:
                 _restore(self.optimizer.state[parameter], value["state"][name])
             else:
                 self.optimizer.state.pop(parameter, None)
+        for key in self._of_no_parameter():
+            del self.optimizer.state[key]
+        self.optimizer.state.update(value["of_no_parameter"])
         for group, saved in zip(self.optimizer.param_groups, value["groups"], strict=True):
             _restore(group, {**saved, "params": ELSEWHERE})
 

@@ -209,6 +209,41 @@ def test_a_leave_that_is_planned_again_waits_for_who_has_not_resumed_yet():
     assert line.pending is planned and line.interruption() is None and line.number == at_once.number
 
 
+def test_a_leave_that_follows_one_that_all_have_come_to_waits_for_who_has_not_resumed_yet():
+    """Everybody has reported for the first; the second must not make anybody forget where that goes on."""
+    membership, line = started(replicas=2), Line(1)
+    (first,) = said(membership.receive(Leaving(0, "SIGTERM"), 0.0), Generation)
+    line.take(first)
+    for number in (1, 2):
+        step(membership, 0, number)
+    (resume,) = said(agree(membership, first.number, {1: 2, 2: 2, 3: 2}), Resume)
+    (second,) = said(membership.receive(Leaving(3, "SIGTERM"), 0.0), Generation)
+    for message in (resume, second):
+        line.take(message)
+    assert line.resume_of(first) is resume
+    line.adopt(first)
+    assert line.pending is second and line.number == first.number and line.interruption() is None
+
+
+@pytest.mark.parametrize("gone", (True, False))
+def test_a_leave_does_not_put_off_an_earlier_one_whose_step_has_come(gone):
+    """Who leaves by that is gone, or on its way, while the others may still be in their scripts: the step that they come to is to be without it."""
+    membership = Membership(6)
+    for rank in range(6):
+        membership.receive(Ready(member(rank, replicas=3), 0, job(replicas=3)), 0.0)
+    agree(membership, 0, dict.fromkeys(range(6), 0))
+    (first,) = said(membership.receive(Leaving(0, "SIGTERM"), 0.0), Generation)
+    for number in (1, 2):
+        step(membership, 0, number, range(6))
+    assert first.from_step == 3 and membership.committed == 2
+    if gone:
+        membership.receive(Left(0), 0.0)
+    assert not said(membership.receive(Leaving(4, "SIGTERM"), 0.0), Generation)
+    out = agree(membership, first.number, dict.fromkeys(range(1, 6), 2))
+    (second,) = said(out, Generation)
+    assert resumed(out) == [(first.number, 2)] and second.from_step == 5 and [one.rank for one in second.members] == [1, 2, 3, 5]
+
+
 def test_the_last_worker_of_a_stage_may_only_leave_with_the_job():
     membership = started()
     membership.receive(Exited(2, -9, 0.0), 0.0)

@@ -7,7 +7,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import inf
 
-from recycle_plugin.core.protocol import Committed, End, Generation, Hello, Over, Ready, Report, Resume, Stepped, Welcome, decode, encode
+import pytest
+
+from recycle_plugin.core.protocol import (
+    Committed, End, Exited, Generation, Hello, Left, Over, Pulse, Ready, Report, Resume, Stepped, Terminate, Welcome, decode, encode,
+)  # fmt: skip
 from recycle_plugin.runtime.coordinator import Coordinator
 from tests.support.membership import job, member
 
@@ -15,15 +19,15 @@ PATIENCE_S = 10.0
 
 
 class Worker:
-    """A worker that the test plays."""
+    """A worker, or a supervisor, that the test plays."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def connect(cls, port: int, rank: int) -> Worker:
+    async def connect(cls, port: int, rank: int, role: str = "worker") -> Worker:
         worker = cls(*await asyncio.open_connection("127.0.0.1", port))
-        worker.say(Hello(rank, "worker", 1000 + rank, "h"))
+        worker.say(Hello(rank, role, 1000 + rank, "h"))
         return worker
 
     def say(self, message: object) -> None:
@@ -79,6 +83,32 @@ def test_a_second_process_of_a_rank_is_turned_away_and_the_first_one_goes_on():
     asyncio.run(play())
     kinds = [event.kind for event in said]
     assert kinds.count("late") == 1 and not {"lost", "left", "end"} & set(kinds[: kinds.index("committed")])
+
+
+@pytest.mark.parametrize("message", (Exited(2, 1, 0.0), Terminate(2, "a supervisor got SIGINT"), Pulse(2, True)), ids=lambda one: type(one).__name__)
+def test_what_a_second_supervisor_of_a_rank_says_is_not_of_the_first_ones_worker(message):
+    """A launcher that was started twice: its worker is turned away, so it ends, and its supervisor says so of the same rank."""
+    said = []
+
+    async def play() -> None:
+        async with four_workers(said) as (port, workers):
+            first, second = [await Worker.connect(port, 2, "supervisor") for _ in range(2)]
+            assert await first.hear((Welcome, Over)) == await second.hear((Welcome, Over))
+            second.say(message)
+            assert await second.hear(Over) == Over(1), "it has nothing to wait for"
+            second.writer.close()
+            await second.writer.wait_closed()
+            for number in range(1, 4):
+                for rank, worker in enumerate(workers):
+                    worker.say(Stepped(rank, 0, number))
+                for worker in workers:
+                    assert (await worker.hear((Committed, Generation, End))) == Committed(number)
+            for rank, worker in enumerate(workers):
+                worker.say(Left(rank))
+            assert await first.hear(Over) == Over(0)
+
+    asyncio.run(play())
+    assert not {"lost", "terminate", "end"} & {event.kind for event in said}
 
 
 def test_what_is_not_understood_is_said_and_half_a_line_is_a_death():

@@ -43,6 +43,26 @@ class Lamb(torch.optim.Optimizer):
         parameter.add_(update, alpha=-group["lr"] * state["trust_ratio"])
 
 
+class Restless(torch.optim.Optimizer):
+    """Its tensors come, go and grow, and some of its state is of no parameter."""
+
+    def __init__(self, params, lr=1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        shared = self.state.setdefault("all", {"steps": torch.zeros(())})
+        shared["steps"] += 1
+        for group in self.param_groups:
+            for parameter in (each for each in group["params"] if each.grad is not None):
+                state = self.state[parameter]
+                state["seen"] = torch.cat([state.get("seen", torch.zeros(0)), shared["steps"].view(1)])
+                if "held" in state:
+                    parameter.add_(state.pop("held"), alpha=-group["lr"] * state["seen"].sum().item())
+                else:
+                    state["held"] = parameter.grad.clone()
+
+
 Make = Callable[[list], torch.optim.Optimizer]  # from parameters or groups
 
 INVERTIBLE: dict[str, Make] = {
@@ -64,6 +84,7 @@ INVERTIBLE: dict[str, Make] = {
 OTHERS: dict[str, Make] = {
     "amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.1, amsgrad=True),
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1),
+    "restless": lambda ps: Restless(ps, lr=0.1),
     "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01, momentum=0.5),
 }
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from recycle_plugin.adapters.deepspeed.checkpoint import Inventory, take_beside  # noqa: E402
+from recycle_plugin.adapters.deepspeed.checkpoint import Inventory, beside, file_beside, take_beside  # noqa: E402
 from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
 from recycle_plugin.runtime.state import Part  # noqa: E402
 from tests.support.optimizers import same  # noqa: E402
@@ -38,7 +38,7 @@ def left(worker: Worker, layers: dict[int, torch.nn.Module], optimizer: dict | N
 def test_all_that_stock_saves_leaves_the_loss_scale():
     worker = Worker().steps(0)
     found = left(worker, dict(enumerate(worker.module.values())), worker.engine.basic_optimizer.state_dict())
-    assert found == {"small": {"loss_scale": worker.scale.state()}, "tensors": {}}
+    assert found == {"step": worker.state.version.step, "small": {"loss_scale": worker.scale.state()}, "tensors": {}}
 
 
 def test_where_nothing_is_left_there_is_no_file():
@@ -52,7 +52,9 @@ def test_a_part_that_nobody_knows_is_saved():
     worker = Worker().steps(0)
     worker.state._parts["more"] = Part("more", get=lambda: 3, set=lambda value: None)
     without(worker.state, "loss_scale")
-    assert left(worker, dict(enumerate(worker.module.values())), worker.engine.basic_optimizer.state_dict()) == {"small": {"more": 3}, "tensors": {}}
+    assert left(worker, dict(enumerate(worker.module.values())), worker.engine.basic_optimizer.state_dict()) == {
+        "step": worker.state.version.step, "small": {"more": 3}, "tensors": {},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("with_optimizer", (True, False))
@@ -77,3 +79,17 @@ def test_what_is_left_is_read_again(with_optimizer, tmp_path):
 def test_of_another_model_it_is_refused():
     with pytest.raises(RecycleError, match="weights/9.bias is no tensor of this worker's state: the other worker, or the checkpoint, is of another model"):
         take_beside(Worker().state, {"small": {}, "tensors": {"weights/9.bias": torch.ones(3)}}, True)
+
+
+def test_the_file_of_a_stage_is_of_the_checkpoints_step_and_missing_only_where_all_are(tmp_path):
+    """Or stages would go on with different loss scales, or with weights of another time."""
+    assert beside(tmp_path, 1, 6, torch.load) == {"small": {}, "tensors": {}}
+    torch.save({"step": 6, "small": {}, "tensors": {"weights/9.bias": torch.ones(3)}}, file_beside(tmp_path, 0))
+    assert beside(tmp_path, 1, 6, torch.load) == {"small": {}, "tensors": {}}, "what one stage has in tensors another need not have"
+    torch.save({"step": 6, "small": {"loss_scale": {"cur_scale": 2.0}}, "tensors": {}}, file_beside(tmp_path, 0))
+    assert beside(tmp_path, 0, 6, torch.load)["small"] == {"loss_scale": {"cur_scale": 2.0}}
+    with pytest.raises(RecycleError, match=r"recycle_stage_01.pt is missing, and recycle_stage_00.pt is there; copy the checkpoint whole"):
+        beside(tmp_path, 1, 6, torch.load)
+    with pytest.raises(RecycleError, match=r"recycle_stage_00.pt is of step 6, and the checkpoint is of step 9; load another one"):
+        beside(tmp_path, 0, 9, torch.load)
+    assert beside(tmp_path, 1, None, torch.load)["tensors"] == {} and beside(tmp_path, 0, None, torch.load)["step"] == 6

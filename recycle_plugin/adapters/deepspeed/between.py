@@ -11,7 +11,7 @@ import torch
 
 from recycle_plugin.adapters.deepspeed.bf16 import WholeState
 from recycle_plugin.adapters.deepspeed.checkpoint import (
-    Copied, Durable, Inventory, check_loadable, chosen, file_beside, is_writer, parts_of, stand_in, take_beside, without_optimizer,
+    Copied, Durable, Inventory, beside, check_loadable, chosen, file_beside, is_writer, parts_of, stand_in, take_beside, without_optimizer,
 )  # fmt: skip
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.protocol import Met
@@ -187,8 +187,8 @@ class BetweenSteps(WholeState):
 
     def _load_beside(self, path: Path, with_optimizer: bool) -> None:
         """What stock's files have no place for."""
-        file, session = file_beside(path, self.stage_id), self._job.session
-        saved = self.checkpoint_engine.load(str(file), map_location="cpu") if file.is_file() else {"small": {}, "tensors": {}}
+        read, session = partial(self.checkpoint_engine.load, map_location="cpu"), self._job.session
+        saved = beside(path, self.stage_id, self.global_steps if with_optimizer else None, read)
         take_beside(self._stage_state, saved, with_optimizer)
         if self._job.settings.loss_scaling and with_optimizer and "loss_scale" not in saved["small"] and self._is_first():
             session.note("warning", f"{path} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at {self._stage.loss_scale:g}")

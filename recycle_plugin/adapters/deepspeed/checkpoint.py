@@ -81,7 +81,7 @@ class Inventory:
         """What is in no file yet."""
         small = {name: value for name, value in state.small().items() if value and name not in STOCKS | FOLLOWING}
         tensors = {name: tensor.detach() for name, tensor in state.tensors().items() if name not in self._saved}
-        return {"small": small, "tensors": tensors} if small or tensors else {}
+        return {"step": state.version.step, "small": small, "tensors": tensors} if small or tensors else {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._files, name)
@@ -90,6 +90,26 @@ class Inventory:
 def file_beside(folder: Path, stage: int) -> Path:
     """The file of what is left."""
     return folder / f"recycle_stage_{stage:02d}.pt"
+
+
+def beside(folder: Path, stage: int, step: int | None, read: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    """What was left of ``stage`` in a checkpoint of ``step``; None: of whatever step, for the weights alone.
+
+    RecycleError where it is of another step, as where stock has saved once more under the same tag, or missing beside that of other stages: small parts
+    are alike in all, so that stages would go on with different ones.
+    """
+    file = file_beside(folder, stage)
+    if file.is_file():
+        saved = read(str(file))
+        if step is not None and saved["step"] != step:
+            raise RecycleError(f"load_checkpoint: {file} is of step {saved['step']}, and the checkpoint is of step {step}; load another one, or only the weights "
+                               "with load_module_only=True")  # fmt: skip
+        return saved
+    others = sorted(folder.glob("recycle_stage_*.pt")) if step is not None else []
+    if others and read(str(others[0]))["small"]:
+        raise RecycleError(f"load_checkpoint: {file} is missing, and {others[0].name} is there; copy the checkpoint whole, load another one, or only the weights "
+                           "with load_module_only=True")  # fmt: skip
+    return {"small": {}, "tensors": {}}
 
 
 @torch.no_grad()

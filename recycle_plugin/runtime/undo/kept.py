@@ -6,7 +6,7 @@ from typing import Any, Hashable, Mapping
 
 import torch
 
-from recycle_plugin.runtime.state import StageState
+from recycle_plugin.runtime.state import Form, StageState, form_of
 
 
 class Copies:
@@ -24,6 +24,9 @@ class Copies:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._buffers
+
+    def forms(self) -> dict[Hashable, Form]:
+        return {key: form_of(buffer) for key, buffer in self._buffers.items()}
 
     def take(self, sources: Mapping[Hashable, torch.Tensor]) -> None:
         """Copy ``sources``, and forget keys that are not among them."""
