@@ -146,5 +146,5 @@ def test_a_death_meanwhile_leaves_the_new_size_to_the_others():
     for rank in (0, 1, 3):
         assert not said(membership.receive(Resized(rank, 0, 5, 20, 77), 0.0), Generation)
         out = membership.receive(Report(rank, 1, 1, "plan", {"params": f"of rank {rank}"}, {}, False, 154), 0.0)
-    assert resumed(out) == [(1, 1)] and membership.view(membership.roster).topology.micro_batches == 5
-    assert membership._escalation.throughput(154) == 0.5
+    assert resumed(out) == [(1, 1)] and membership.course.attendance.view(membership.roster).topology.micro_batches == 5
+    assert membership.course._escalation.throughput(154) == 0.5

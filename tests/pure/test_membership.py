@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from recycle_plugin.core.attendance import OF_MEMBERS
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.line import JobEnded, Line
-from recycle_plugin.core.membership import OF_MEMBERS, Membership
+from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import WORKERS, Output
 from recycle_plugin.core.protocol import (
     Arrived, Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Missing,
@@ -67,7 +68,7 @@ def test_nothing_counts_of_what_a_lost_worker_says(message, agreed):
     if agreed:
         agree(membership, 1, {0: 0, 1: 0, 3: 0})
     assert membership.receive(message, 0.0) == Output()
-    assert membership.checkpoint == "" and membership.left == set() and membership.ended is None
+    assert membership.course.ending.checkpoint == "" and membership.course.attendance.left == set() and membership.ended is None
     if not agreed:
         assert resumed(agree(membership, 1, {0: 0, 1: 0, 3: 0})) == [(1, 0)]
     assert step(membership, 1, 1, [0, 1, 3]) == [Committed(1)]
@@ -342,7 +343,7 @@ def test_random_histories_never_tear_a_step(seed):
                             if machines[r].stepped > committed:
                                 outs.append(membership.receive(Stepped(r, generation, machines[r].stepped), 0.0))
                     case End():
-                        assert membership.view(Roster(tuple(map(member, live)))).empty_stages()
+                        assert membership.course.attendance.view(Roster(tuple(map(member, live)))).empty_stages()
                         return
 
 

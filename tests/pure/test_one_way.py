@@ -64,8 +64,9 @@ def test_the_campaign_runs_what_trains() -> None:
         sys.setprofile(None)
     core = {name.removeprefix("recycle_plugin.core.") for name in ran if name.startswith("recycle_plugin.core.")}
     assert core >= {
-        "blocks", "complaints", "contributions", "dataflow", "enrolment", "escalation", "executor", "faults", "line", "lineage", "loop", "membership",
-        "output", "pace", "plan", "program", "protocol", "step", "steps", "stepstore", "verdict", "watch", "work", "worker",
+        "attendance", "blocks", "complaints", "contributions", "course", "dataflow", "ending", "enrolment", "escalation", "executor", "faults", "line",
+        "lineage", "loop", "membership", "output", "pace", "plan", "program", "protocol", "regrouping", "roster", "step", "steps", "stepstore", "verdict",
+        "watch", "work", "worker",
     }  # fmt: skip
     planner = {name.removeprefix("recycle_plugin.planner.") for name in ran if name.startswith("recycle_plugin.planner.")}
     assert planner >= {"lower", "rest", "make"}
