@@ -43,8 +43,8 @@ HERE = Path(__file__).resolve()
 REASONS = HERE.with_suffix(".json").with_name("mutants.json")
 CORE = "recycle_plugin/core"
 ALWAYS = (  # of tests/pure
-    "membership", "loop", "work", "places", "meeting", "escalation", "verify", "replicas", "verdict", "ties", "rhythm", "core_forms", "pace", "simulator",
-    "watch", "simulator_profile", "roster", "incarnations", "shards", "job", "stepstore", "supply",
+    "membership", "leaving", "complaints", "loop", "work", "places", "meeting", "escalation", "verify", "replicas", "verdict", "ties", "rhythm", "core_forms",
+    "pace", "simulator", "watch", "simulator_profile", "roster", "incarnations", "shards", "job", "stepstore", "supply",
 )  # fmt: skip
 IF_IMPORTED = ("margin", "sources", "placement", "render", "lineage", "planner", "planner_wide", "simulator_failures", "dump", "tests/cli/test_profile.py")  # they take longer
 EVERY = 61  # of the campaign's instants, every so many

@@ -27,19 +27,20 @@ class Complaints:
     """Since the last commit."""
 
     def __init__(self) -> None:
+        self._committed = 0
         self._tries: dict[tuple[WorkerId, WorkerId] | str, int] = {}  # by who misses something from whom, or by the collective that was not finished
 
-    def add(self, missing: Missing, roster: Roster) -> Complaint | None:
-        """None where one of the two is no member any more."""
+    def add(self, missing: Missing, roster: Roster, committed: int) -> Complaint | None:
+        """``committed``: the last step that is.  None where one of the two is no member any more."""
         member = roster.member(missing.worker)
         source = roster.holder(Seat.parse(missing.source), member.shard) if member is not None and missing.source else None
         if member is None or (source is None and missing.source):
             return None
+        if committed != self._committed:
+            self._committed = committed
+            self._tries.clear()
         key = missing.what if source is None else (member.worker, source.worker)
         tries = self._tries[key] = self._tries.get(key, 0) + 1
         if source is None:
             return Complaint(f"seat {member.seat} could not finish {missing.what}", tries, None)
         return Complaint(f"seat {member.seat} misses {missing.what} from seat {missing.source}", tries, source.worker)
-
-    def committed(self) -> None:
-        self._tries.clear()

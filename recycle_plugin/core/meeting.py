@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import AbstractSet
 
-from recycle_plugin.core.protocol import Arrived
 from recycle_plugin.core.roster import WorkerId
 
 
@@ -18,22 +17,22 @@ class Meetings:
     """Who is where, in the membership in force."""
 
     def __init__(self) -> None:
+        self._generation = -1
         self._arrived: dict[str, dict[WorkerId, dict]] = {}
 
-    def arrive(self, message: Arrived, members: AbstractSet[WorkerId], enough: bool = True) -> dict | None:
-        """What all have brought along, if with this one every one of ``members`` is there, and they are ``enough`` to do anything."""
-        here = self._arrived.setdefault(message.place, {})
-        here[message.worker] = message.values
+    def arrive(self, worker: WorkerId, generation: int, place: str, values: dict, members: AbstractSet[WorkerId], enough: bool = True) -> dict | None:
+        """What all have brought along, if with this one every one of ``members`` is there, and they are ``enough`` to do anything.  Those of
+        ``generation``, which is in force: whoever has arrived anywhere in an earlier one arrives once more."""
+        if generation != self._generation:
+            self._generation = generation
+            self._arrived.clear()
+        here = self._arrived.setdefault(place, {})
+        here[worker] = values
         if not enough or members - here.keys():
             return None
-        del self._arrived[message.place]
+        del self._arrived[place]
         return {key: value for worker in sorted(here) for key, value in here[worker].items()}
 
-    @property
-    def waiting(self) -> str:
-        """A place where some are, and not all yet; empty if there is none."""
-        return next(iter(self._arrived), "")
-
-    def regrouped(self) -> None:
-        """Whoever has arrived anywhere arrives once more."""
-        self._arrived.clear()
+    def waiting(self, generation: int) -> bool:
+        """Whether some are at a place, in that generation, and not all yet."""
+        return generation == self._generation and bool(self._arrived)

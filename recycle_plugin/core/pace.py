@@ -37,7 +37,7 @@ class Paces:
         """``step`` is, so everybody who is alive has said how fast that went."""
         said = {older: self._said.pop(older) for older in sorted(self._said) if older <= step}
         for paces in said.values():
-            for stage in {seat.stage for seat in roster.seats}:
+            for stage in roster.live_stages:
                 self._compare(_by_seat(paces, roster.stage(stage)))
         for seat in (self.percent.keys() | self._recent.keys()) - roster.seats:
             self.percent.pop(seat, None)

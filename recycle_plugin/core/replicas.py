@@ -54,23 +54,22 @@ class Fingerprints:
     def committed(self, step: int, roster: Roster) -> Iterator[Mismatch]:
         """``step`` is: what everybody who is alive has said, of it or before, is compared.  Of a checkpoint that training begins with not all may have yet.
         Shards of a seat hold different parts: each is compared with the same shard of the others."""
-        members = sorted(roster, key=lambda member: member.seat)
         for checked in sorted(checked for checked, said in self._said.items() if checked <= step and roster.workers <= said.keys()):
             said = self._said.pop(checked)
-            for shard in sorted({member.shard for member in members}):
-                told = {member: said[member.worker] for member in members if member.shard == shard and member.worker in said}
-                for mismatch in self._of_step(checked, told):
+            for counterparts in roster.counterparts:
+                told = {member: said[member.worker] for member in counterparts}
+                for mismatch in self._of_step(checked, told, roster):
                     yield mismatch
                     for member in mismatch.members if mismatch.majority else ():
                         told.pop(member, None)  # it is known to be wrong: what else it says decides nothing
 
     @staticmethod
-    def _of_step(step: int, told: dict[Member, Fingerprint]) -> Iterator[Mismatch]:
+    def _of_step(step: int, told: dict[Member, Fingerprint], roster: Roster) -> Iterator[Mismatch]:
         """Copies of tied weights first: there are more of them, so a majority is likelier."""
         for weight in sorted({weight for one in told.values() for weight in one.tied}):
             yield from _compared(step, {member: one.tied[weight] for member, one in told.items() if weight in one.tied}, weight)
-        for stage in sorted({member.seat.stage for member in told}):
-            yield from _compared(step, {member: one.digest for member, one in told.items() if member.seat.stage == stage})
+        for stage in roster.live_stages:
+            yield from _compared(step, {member: told[member].digest for member in roster.stage(stage) if member in told})
 
 
 def _compared(step: int, digests: dict[Member, str], weight: str = "") -> Iterator[Mismatch]:

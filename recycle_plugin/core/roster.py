@@ -133,6 +133,12 @@ class Roster:
         """Of one shard: its counterparts at other seats send to it and receive from it.  One step for each shard of the seat."""
         return next((member for member in self.group(seat) if member.shard == shard), None)
 
+    @cached_property
+    def counterparts(self) -> tuple[Group, ...]:
+        """Who holds the same shard of their seats, shard by shard, in the order of the seats."""
+        by_shard = sorted(self._grouped(lambda member: member.shard).items())
+        return tuple(tuple(sorted(group, key=lambda member: member.seat)) for _, group in by_shard)
+
     def at(self, address: str) -> Member | None:
         """Whom peers reach there."""
         return self._by_address.get(address)
@@ -144,6 +150,15 @@ class Roster:
     def stage(self, stage: int) -> Group:
         """Who is live in it, in the order of the ranks."""
         return self._by_stage.get(stage, ())
+
+    @cached_property
+    def live_stages(self) -> tuple[int, ...]:
+        """That somebody is live in, in order."""
+        return tuple(sorted(self._by_stage))
+
+    def first_of(self, stage: int) -> Member:
+        """The one alive of the lowest rank, which does what one does for the stage.  IndexError where nobody is left."""
+        return self.stage(stage)[0]
 
     def stages(self, stages: Collection[int]) -> Group:
         """Who is live in any of them, in the order of the ranks.  As long as they are many, times the logarithm of that."""

@@ -1,6 +1,6 @@
 """What the coordinator knows of the job's steps: who has applied which, what workers have found in them, and which stay for good.
 
-A step is committed when every live worker has applied it.  ``core.membership`` says who is live, and does what follows.
+A step is committed when every live worker has applied it.  ``core.course`` says who is live, and does what follows.
 """
 
 from __future__ import annotations
@@ -80,7 +80,28 @@ class Steps:
         """Replicas that differ, of the committed steps that were not compared yet."""
         return self._fingerprints.committed(self.committed, roster)
 
+    def measured(self, roster: Roster) -> None:
+        """Everybody who is live has said how fast the committed steps went."""
+        self.paces.committed(self.committed, roster)
+
+    def rebalance(self, out: Output) -> str | None:
+        """Why work is to be dealt out anew: a worker has become slow, or is so no longer."""
+        news = self.paces.news()
+        for seat, percent in news.items():
+            out.say("rebalance", f"seat {seat} needs {percent}% of the time that its stage's others need: work is dealt out anew", seat=str(seat), percent=percent)
+        return f"pace of {', '.join(map(str, news))}" if news else None
+
+    def sum_up(self, out: Output) -> None:
+        """No step follows."""
+        if (verdicts := self.verdicts).judged:
+            out.say("validated", f"{verdicts.rejected} of {verdicts.judged} steps were rejected and applied again", rejected=verdicts.rejected, judged=verdicts.judged)
+
     # --- over changes of the membership ------------------------------------------------------------
+
+    def rewind(self, step: int, out: Output) -> None:
+        """All go on from a checkpoint's step, earlier or later than the last one."""
+        self.committed = step
+        out.say("loaded", f"everybody goes on from a checkpoint of step {step}", step=step)
 
     def agree(self, generation: int, counts: Iterable[int], held: Mapping[str, dict], eras: Iterable[int]) -> tuple[int, float | None, bool]:
         """Of a generation whose members have applied ``counts`` steps, hold ``held`` and compute in ``eras``: what is committed by that, and the norm and
@@ -97,10 +118,6 @@ class Steps:
     def resume(self, workers: Iterable[WorkerId], committed: int) -> None:
         """``workers`` go on from there; whoever is ahead, and stays so, says it again."""
         self._applied = dict.fromkeys(workers, committed)
-
-    def forget(self, worker: WorkerId) -> None:
-        """It is gone."""
-        self._applied.pop(worker, None)
 
     def _unheard(self, step: int, held: Mapping[str, dict], behind: bool) -> bool:
         """Whether ``step`` was rejected, and not everybody knew, or somebody is ``behind``: it has found out for itself and applied the step as all do by now,

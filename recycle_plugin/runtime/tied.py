@@ -30,4 +30,4 @@ class TiedWeight:
     def _bring(self) -> list[list[int]]:
         """Of each live worker of the group, in its order, the stages whose sum it brings."""
         roster = self._session.roster
-        return [[member.seat.stage] * (member == roster.stage(member.seat.stage)[0]) for member in roster.stages(self.stages)]
+        return [[member.seat.stage] * (member == roster.first_of(member.seat.stage)) for member in roster.stages(self.stages)]

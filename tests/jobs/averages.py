@@ -19,18 +19,10 @@ import recycle_plugin
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from recycle_plugin.runtime.errors import RecycleError
+from samples import Samples
 
 STEPS, WIDTH = 5, 8
 job = json.loads(os.environ["RECYCLE_TEST_AVERAGES"])
-
-
-class Samples(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int):
-        made = torch.Generator().manual_seed(index)
-        return torch.randn(WIDTH, generator=made), torch.randn(WIDTH, generator=made)
 
 
 def megatron(losses: list[torch.Tensor], group) -> torch.Tensor:
@@ -109,7 +101,7 @@ config = {
 }  # fmt: skip
 layers = [LayerSpec(torch.nn.Linear, WIDTH, WIDTH), LayerSpec(torch.nn.Tanh), LayerSpec(torch.nn.Linear, WIDTH, WIDTH)]
 model = PipelineModule(layers, topology=PipeDataParallelTopology(2, 2), loss_fn=torch.nn.functional.mse_loss, partition_method="uniform", seed_layers=True)
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=Samples())
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=Samples(WIDTH))
 record = {"rank": engine.global_rank, "pid": os.getpid(), "losses": [], "seen": []}
 for step in range(1, STEPS + 1):
     loss = engine.train_batch()
@@ -118,7 +110,7 @@ for step in range(1, STEPS + 1):
         os.kill(os.getpid(), signal.SIGKILL)
     record["losses"].append(loss.item())
     record["seen"].append(seen(loss))
-engine.eval_batch(iter([Samples()[0]] * 2))
+engine.eval_batch(iter([Samples(WIDTH)[0]] * 2))
 engine.save_checkpoint(job["folder"] + "/saved")
 engine.load_checkpoint(job["folder"] + "/saved")
 engine.train_batch()

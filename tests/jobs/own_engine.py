@@ -19,6 +19,7 @@ import wrappers
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from samples import Samples
 
 REPLICAS, STEPS, WIDTH = 3, 9, 8
 job = json.loads(os.environ["RECYCLE_TEST_OWN"])
@@ -44,15 +45,6 @@ class Scheduling(PipelineEngine):
         super()._exec_forward_pass(buffer_id)
 
 
-class Samples(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int):
-        made = torch.Generator().manual_seed(index)
-        return torch.randn(WIDTH, generator=made), torch.randn(WIDTH, generator=made)
-
-
 if job["gate"]:
     wrappers.gate(**job["gate"])
 if job["engine"]:
@@ -73,7 +65,7 @@ layers = [LayerSpec(torch.nn.Linear, WIDTH, WIDTH), LayerSpec(torch.nn.Tanh), La
 model = PipelineModule(
     layers, topology=PipeDataParallelTopology(2, REPLICAS), loss_fn=torch.nn.functional.mse_loss, partition_method="uniform", seed_layers=True
 )
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=Samples(), **more)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=Samples(WIDTH), **more)
 record = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "losses": [], "rates": [], "engine": type(engine).__name__}
 for step in range(STEPS):
     if str(step) in job["batch_sizes"]:

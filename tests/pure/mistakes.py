@@ -13,15 +13,19 @@ from typing import Callable
 import pytest
 
 from recycle_plugin import planner
-from recycle_plugin.core import lineage, loop, membership
+from recycle_plugin.core import attendance, lineage, loop
 from recycle_plugin.core import worker as core_worker
+from recycle_plugin.core.attendance import Attendance
 from recycle_plugin.core.contributions import NORM
+from recycle_plugin.core.course import Course
 from recycle_plugin.core.dataflow import Datum, goes_to
 from recycle_plugin.core.dump import load
+from recycle_plugin.core.ending import Ending
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.line import Line
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.protocol import OfWorker
+from recycle_plugin.core.regrouping import Regrouping
 from recycle_plugin.core.roster import Roster, WorkerId
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.steps import Steps
@@ -68,7 +72,7 @@ def no_undo(monkeypatch) -> None:
     changed_rests(monkeypatch, lambda rest: replace(rest, undo=frozenset()))
 
 
-@mistake("a stage does not roll forward", seen=17)
+@mistake("a stage does not roll forward", seen=38)
 def no_holder(monkeypatch) -> None:
     changed_rests(monkeypatch, lambda rest: replace(rest, holders={}))
 
@@ -158,27 +162,22 @@ def committed_by_one(monkeypatch) -> None:
         for number in range(self.committed + 1, stepped.step + 1):
             self._commit(number, now, out)
 
-    monkeypatch.setattr(Membership, "_step", step)
+    monkeypatch.setattr(Course, "step", step)
 
 
 @mistake("a report for an older membership counts", seen=5)
 def stale_report(monkeypatch) -> None:
-    report = Membership._report
-
-    def accept(self, message, now, out) -> None:
-        report(self, replace(message, generation=self._awaiting.number) if self._awaiting else message, now, out)
-
-    monkeypatch.setattr(Membership, "_report", accept)
+    changed(monkeypatch, Regrouping, "add", lambda self, before, report: before(self, replace(report, generation=self.generation)))
 
 
-@mistake("what a lost worker says counts", seen=3)
+@mistake("what a lost worker says counts", seen=1)
 def lost_heard(monkeypatch) -> None:
-    monkeypatch.setattr(membership, "OF_MEMBERS", ())
+    monkeypatch.setattr(attendance, "OF_MEMBERS", ())
 
 
 @mistake("whoever goes while the membership changes is waited for", seen=215)
 def gone_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(Membership, "_await_without", lambda self, member, early, now, out: None)
+    monkeypatch.setattr(Course, "_await_without", lambda self, member, early, now, out: None)
 
 
 @mistake("what is said of a committed step counts", seen=38)
@@ -197,14 +196,13 @@ def committed_heard(monkeypatch) -> None:
 
 @mistake("the job goes on before all have reported", seen=2)
 def first_report(monkeypatch) -> None:
-    def report(self, message, now, out) -> None:
-        if self._awaiting is not None and message.generation == self._awaiting.number:
-            self._reports[message.worker] = message
-            for member in self._awaiting.roster:
-                self._reports.setdefault(member.worker, replace(message, held={}))
-            self._go_on(self._awaiting, now, out)
+    def complete(self, before, live):
+        if self._awaiting is not None and self._reports:
+            said = next(iter(self._reports.values()))
+            self._reports = {member.worker: replace(said, held={}) for member in self._awaiting.roster} | self._reports
+        return before(self, live)
 
-    monkeypatch.setattr(Membership, "_report", report)
+    changed(monkeypatch, Regrouping, "complete", complete)
 
 
 @mistake("what a broken line has lost is not sent again", seen=176)
@@ -214,18 +212,18 @@ def never_again(monkeypatch) -> None:
 
 @mistake("a stopped worker is waited for", seen=10)
 def patient(monkeypatch) -> None:
-    monkeypatch.setattr(Membership, "_give_up", lambda self, worker, why, now, out: None)
+    monkeypatch.setattr(Course, "give_up", lambda self, worker, why, now, out: None)
 
 
 # --- who takes part, and what is known of them ------------------------------------------------------------
 
 
-@mistake("a second process of a rank is heard", seen=3)
+@mistake("a second process of a rank is heard", seen=1)
 def late_heard(monkeypatch) -> None:
-    monkeypatch.setattr(Membership, "_turn_away", lambda self, worker, host, out: None)
+    monkeypatch.setattr(Attendance, "turn_away", lambda self, worker, host, step, out: None)
 
 
-@mistake("all processes of a rank are one worker", seen=3)
+@mistake("all processes of a rank are one worker", seen=1)
 def one_for_all(monkeypatch) -> None:
     monkeypatch.setattr(OfWorker, "worker", property(lambda self: WorkerId(self.rank)))
 
@@ -248,7 +246,7 @@ def stays_on_the_roster(monkeypatch) -> None:
 def forgotten_field(monkeypatch) -> None:
     def forgetful(record):
         membership = load(record)
-        membership._steps._applied = {}
+        membership.course.steps._applied = {}
         return membership
 
     monkeypatch.setattr(cluster, "load", forgetful)
@@ -258,7 +256,7 @@ def forgotten_field(monkeypatch) -> None:
 def forgotten_word(monkeypatch) -> None:
     def forgetful(record):
         membership = load(record)
-        membership._steps._contributions._told = set()
+        membership.course.steps._contributions._told = set()
         return membership
 
     monkeypatch.setattr(cluster, "load", forgetful)
@@ -269,15 +267,15 @@ def forgotten_word(monkeypatch) -> None:
 
 @mistake("a norm is made again after a failure, as if nobody had stepped with the first", seen=77)
 def second_norm(monkeypatch) -> None:
-    regroup = Membership._regroup
+    regroup = Course.regroup
 
     def regrouped(self, cause, now, out, from_step=0) -> None:
-        contributions = self._steps._contributions
+        contributions = self.steps._contributions
         contributions._told = {key for key in contributions._told if key[1] != NORM}
         contributions._values = {key: values for key, values in contributions._values.items() if key[1] != NORM}
         regroup(self, cause, now, out, from_step)
 
-    monkeypatch.setattr(Membership, "_regroup", regrouped)
+    monkeypatch.setattr(Course, "regroup", regrouped)
     handed_out_once(monkeypatch)
 
 
@@ -547,33 +545,29 @@ def to_the_plans(monkeypatch) -> None:
 
 @mistake("steps are committed when the job has failed", seen=336)
 def committed_after_failure(monkeypatch) -> None:
-    step = Membership._step
-
-    def stepped(self, message, now, out) -> None:
-        ended, self.ended = self.ended, None
+    def step(self, before, message, now, out) -> None:
+        ended, self.ending.ended = self.ending.ended, None
         try:
-            step(self, message, now, out)
+            before(self, message, now, out)
         finally:
-            self.ended = self.ended or ended
+            self.ending.ended = self.ending.ended or ended
 
-    monkeypatch.setattr(Membership, "_step", stepped)
+    changed(monkeypatch, Course, "step", step)
 
 
 @mistake("whoever is gone without a goodbye once its leave holds is looked for among the members", seen=60)
 def departed_looked_for(monkeypatch) -> None:
-    monkeypatch.setattr(Membership, "_depart", lambda self, rank, out: self.members.pop(rank))
+    monkeypatch.setattr(Course, "_depart", lambda self, worker, out: self.attendance.lose(self.roster.member(worker), "is gone", 0.0, out))
 
 
 @mistake("a death at a planned end is a loss", seen=1505)
 def loss_at_the_end(monkeypatch) -> None:
-    lose = Membership._lose
-
-    def lost(self, *given) -> None:
+    def lose(self, before, *given) -> None:
         with monkeypatch.context() as for_now:
-            for_now.setattr(Membership, "_through", property(lambda self: False))
-            lose(self, *given)
+            for_now.setattr(Ending, "through", lambda self, committed: False)
+            before(self, *given)
 
-    monkeypatch.setattr(Membership, "_lose", lost)
+    changed(monkeypatch, Course, "lose", lose)
 
 
 @mistake("who is cut off waits for the planned end", seen=27)

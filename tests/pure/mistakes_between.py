@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recycle_plugin.core import membership, sources
+from recycle_plugin.core import course, sources
+from recycle_plugin.core.course import Course
 from recycle_plugin.core.evaluation import Evaluations, runner
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.line import Line
 from recycle_plugin.core.loop import Loop
-from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.meeting import Meetings
 from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.core.supply import Supply
@@ -105,7 +105,8 @@ def met_never(monkeypatch) -> None:
 
 @mistake("who is lost since was at the meeting", seen=346)
 def met_without(monkeypatch) -> None:
-    monkeypatch.setattr(Meetings, "regrouped", lambda self: None)
+    arrive = Meetings.arrive
+    monkeypatch.setattr(Meetings, "arrive", lambda self, worker, generation, *given: arrive(self, worker, 0, *given))
 
 
 @mistake("a checkpoint has its name before all have written", seen=1)
@@ -145,14 +146,14 @@ def uncommitted(monkeypatch) -> None:
 # --- paces and ends ---------------------------------------------------------------------------------------
 
 
-@mistake("work is dealt out anew for a step that somebody has begun", seen=82)
+@mistake("work is dealt out anew for a step that somebody has begun", seen=125)
 def dealt_too_early(monkeypatch) -> None:
-    monkeypatch.setattr(membership, "unstarted", lambda committed: committed + 1)
+    monkeypatch.setattr(course, "unstarted", lambda committed: committed + 1)
 
 
 @mistake("nobody needs anybody any more at a planned end", seen=154)
 def no_need(monkeypatch) -> None:
-    after_loss = Membership._after_loss
+    after_loss = Course._after_loss
 
     def changed(self, member, now, out):
         if self._through:
@@ -161,4 +162,4 @@ def no_need(monkeypatch) -> None:
         else:
             after_loss(self, member, now, out)
 
-    monkeypatch.setattr(Membership, "_after_loss", changed)
+    monkeypatch.setattr(Course, "_after_loss", changed)

@@ -77,7 +77,7 @@ def test_nothing_of_a_membership_is_forgotten():
     membership.receive(Beat(1, 2, 3, "computes", "1F0.0@2"), 1.0)
     membership.receive(Missing(1, 0, "x", "0.0"), 1.0)
     membership.tick(1.5)
-    membership._steps.newly_added = {WorkerId(1): deque([1, 2])}
+    membership.course.steps.newly_added = {WorkerId(1): deque([1, 2])}
     made = {name: json.dumps(dump(value)) for name, value in attributes(membership, set()) if not name.startswith("Roster._") and name != "Generation.roster"}
     read = {name: json.dumps(dump(value)) for name, value in attributes(again(membership), set())}
     assert made == {name: value for name, value in read.items() if name in made} and len(made) > 60
@@ -93,15 +93,15 @@ def test_what_is_worked_out_again_is_not_written_down():
 @pytest.mark.parametrize("value, said", [(iter(()), "tuple_iterator"), (lambda: 0, "function"), (object(), "object"), (sys, "module")], ids=("iterator", "function", "object", "module"))
 def test_what_cannot_be_written_down_is_named(value, said):
     membership = started()
-    membership._steps._work.odd = [value]
-    with pytest.raises(TypeError, match=rf"Membership\._steps\._work\.odd\[0\] is a {said}, and nobody knows how to write that down"):
+    membership.course.steps._work.odd = [value]
+    with pytest.raises(TypeError, match=rf"Membership\.course\.steps\._work\.odd\[0\] is a {said}, and nobody knows how to write that down"):
         dump(membership)
 
 
 def test_what_two_share_is_named():
     membership = started()
-    membership._meetings.also = membership._steps
-    with pytest.raises(TypeError, match=r"Membership\._meetings\.also and Membership\._steps are one object, and would be two"):
+    membership.course._meetings.also = membership.course.steps
+    with pytest.raises(TypeError, match=r"Membership\.course\._meetings\.also and Membership\.course\.steps are one object, and would be two"):
         dump(membership)
 
 

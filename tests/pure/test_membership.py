@@ -1,4 +1,4 @@
-"""The coordinator's state machine: generations, commit, leaving, and what it does with late messages."""
+"""The coordinator's state machine: generations, commit, and what it does with late messages."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.line import JobEnded, Line
-from recycle_plugin.core.membership import OF_MEMBERS, Membership
+from recycle_plugin.core.attendance import OF_MEMBERS
+from recycle_plugin.core.line import Line
+from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import WORKERS, Output
 from recycle_plugin.core.protocol import (
-    Arrived, Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Missing,
-    Note, Over, Pace, Ready, Report, Resized, Resume, Stepped, Terminate, decode, encode,
+    Arrived, Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fingerprint, Generation, Leaving, Left, Loaded, Missing, Note, Pace,
+    Ready, Report, Resized, Resume, Stepped, decode, encode,
 )  # fmt: skip
-from recycle_plugin.core.roster import Roster, WorkerId
+from recycle_plugin.core.roster import Roster
 from recycle_plugin.core.step import StepMachine
 from tests.support.membership import agree, job, member, resumed, said, started, step
 
@@ -67,7 +67,7 @@ def test_nothing_counts_of_what_a_lost_worker_says(message, agreed):
     if agreed:
         agree(membership, 1, {0: 0, 1: 0, 3: 0})
     assert membership.receive(message, 0.0) == Output()
-    assert membership.checkpoint == "" and membership.left == set() and membership.ended is None
+    assert membership.course.ending.checkpoint == "" and membership.course.attendance.left == set() and membership.ended is None
     if not agreed:
         assert resumed(agree(membership, 1, {0: 0, 1: 0, 3: 0})) == [(1, 0)]
     assert step(membership, 1, 1, [0, 1, 3]) == [Committed(1)]
@@ -174,109 +174,6 @@ def test_a_stage_without_workers_ends_the_job_and_names_the_checkpoint():
     assert end.failed and end.reason == "stage 1 has no live worker left. Last checkpoint: runs/ck/global_step10"
 
 
-def test_a_planned_leave_holds_from_a_step_that_nobody_can_have_started():
-    membership = started()
-    step(membership, 0, 1)
-    (generation,) = said(membership.receive(Leaving(3, "SIGTERM"), 0.0), Generation)
-    assert generation.from_step == 4 and [m.rank for m in generation.members] == [0, 1, 2]
-    for number in (2, 3):
-        assert step(membership, 0, number) == [Committed(number)]
-    assert resumed(agree(membership, 1, {0: 3, 1: 3, 2: 3})) == [(1, 3)]
-    assert step(membership, 1, 4, [0, 1, 2]) == [Committed(4)]
-
-
-def test_a_loss_before_a_planned_leave_comes_first_and_the_leave_is_planned_again():
-    membership = started()
-    membership.receive(Leaving(3, "SIGTERM"), 0.0)
-    (generation,) = said(membership.receive(Exited(0, -9, 0.0), 0.0), Generation)
-    assert generation.from_step == 0 and 3 in [m.rank for m in generation.members]
-    out = agree(membership, generation.number, {1: 0, 2: 0, 3: 0})
-    assert said(out, Resume) and [g.from_step for g in said(out, Generation)] == [3]
-
-
-def test_a_leave_that_is_planned_again_waits_for_who_has_not_resumed_yet():
-    """A worker may read both in one go: what holds at once, and where it goes on, are not forgotten for what holds later."""
-    membership, line = started(), Line(1)
-    membership.receive(Leaving(3, "SIGTERM"), 0.0)
-    (at_once,) = said(membership.receive(Exited(0, -9, 0.0), 0.0), Generation)
-    line.take(at_once)
-    out = agree(membership, at_once.number, {1: 0, 2: 0, 3: 0})
-    (resume,), (planned,) = said(out, Resume), said(out, Generation)
-    for message in (resume, planned):
-        line.take(message)
-    assert line.interruption() is at_once and line.resume_of(at_once) is resume
-    line.adopt(at_once)
-    assert line.pending is planned and line.interruption() is None and line.number == at_once.number
-
-
-def test_a_leave_that_follows_one_that_all_have_come_to_waits_for_who_has_not_resumed_yet():
-    """Everybody has reported for the first; the second must not make anybody forget where that goes on."""
-    membership, line = started(replicas=2), Line(1)
-    (first,) = said(membership.receive(Leaving(0, "SIGTERM"), 0.0), Generation)
-    line.take(first)
-    for number in (1, 2):
-        step(membership, 0, number)
-    (resume,) = said(agree(membership, first.number, {1: 2, 2: 2, 3: 2}), Resume)
-    (second,) = said(membership.receive(Leaving(3, "SIGTERM"), 0.0), Generation)
-    for message in (resume, second):
-        line.take(message)
-    assert line.resume_of(first) is resume
-    line.adopt(first)
-    assert line.pending is second and line.number == first.number and line.interruption() is None
-
-
-@pytest.mark.parametrize("gone", (True, False))
-def test_a_leave_does_not_put_off_an_earlier_one_whose_step_has_come(gone):
-    """Who leaves by that is gone, or on its way, while the others may still be in their scripts: the step that they come to is to be without it."""
-    membership = Membership(6)
-    for rank in range(6):
-        membership.receive(Ready(member(rank, replicas=3), 0, job(replicas=3)), 0.0)
-    agree(membership, 0, dict.fromkeys(range(6), 0))
-    (first,) = said(membership.receive(Leaving(0, "SIGTERM"), 0.0), Generation)
-    for number in (1, 2):
-        step(membership, 0, number, range(6))
-    assert first.from_step == 3 and membership.committed == 2
-    if gone:
-        membership.receive(Left(0), 0.0)
-    assert not said(membership.receive(Leaving(4, "SIGTERM"), 0.0), Generation)
-    out = agree(membership, first.number, dict.fromkeys(range(1, 6), 2))
-    (second,) = said(out, Generation)
-    assert resumed(out) == [(first.number, 2)] and second.from_step == 5 and [one.rank for one in second.members] == [1, 2, 3, 5]
-
-
-def test_the_last_worker_of_a_stage_may_only_leave_with_the_job():
-    membership = started()
-    membership.receive(Exited(2, -9, 0.0), 0.0)
-    agree(membership, 1, {0: 0, 1: 0, 3: 0})
-    (end,) = said(membership.receive(Leaving(3, "SIGTERM"), 0.0), End)
-    assert not end.failed and end.step == 3
-
-
-def test_termination_ends_the_job_once_at_a_commit_line():
-    membership = started()
-    (end,) = said(membership.receive(Terminate(0, "SIGTERM"), 0.0), End)
-    assert (end.step, end.failed) == (3, False)
-    assert said(membership.receive(Terminate(1, "SIGTERM"), 0.0), End) == []
-
-
-def test_normal_exits_at_different_times_are_no_deaths():
-    membership = started()
-    step(membership, 0, 1)
-    outs = [membership.receive(Left(rank), 0.0) for rank in range(4)]
-    assert not any(said(out, Generation) for out in outs)
-    assert said(outs[-1], Over) == [Over(0)]
-
-
-def test_a_death_while_others_have_finished_their_script_ends_nothing():
-    membership = started()
-    step(membership, 0, 1)
-    membership.receive(Left(0), 0.0)
-    membership.receive(Left(1), 0.0)
-    out = membership.receive(Exited(3, -9, 0.0), 0.0)
-    assert not said(out, Generation) and not said(out, End)
-    assert said(membership.receive(Left(2), 0.0), Over) == [Over(0)]
-
-
 def test_a_death_before_the_start_ends_the_job():
     (end,) = said(Membership(4).receive(Exited(2, 1, 0.0), 0.0), End)
     assert end.failed and end.reason == "worker 2 exited with code 1 before training started"
@@ -377,71 +274,8 @@ def test_random_histories_never_tear_a_step(seed):
                             if machines[r].stepped > committed:
                                 outs.append(membership.receive(Stepped(r, generation, machines[r].stepped), 0.0))
                     case End():
-                        assert membership.view(Roster(tuple(map(member, live)))).empty_stages()
+                        assert membership.course.attendance.view(Roster(tuple(map(member, live)))).empty_stages()
                         return
-
-
-def test_a_death_while_the_others_say_goodbye_does_not_hold_them_up():
-    """All steps are committed and the script is through; who has left will not report for the new membership."""
-    membership = started()
-    step(membership, 0, 1)
-    membership.receive(Exited(3, -9, 0.0), 0.0)
-    assert membership.regrouping == 1
-    membership.receive(Left(0), 0.0)
-    membership.receive(Report(1, 1, 1, "plan", {"params": "of rank 1"}), 0.0)
-    out = membership.receive(Report(2, 1, 1, "plan", {"params": "of rank 2"}), 0.0)
-    assert resumed(out) == [(1, 1)] and membership.regrouping is None
-    for rank in (1, 2):
-        out = membership.receive(Left(rank), 0.0)
-    assert said(out, Over) == [Over(0)]
-
-
-def test_a_second_death_while_the_others_say_goodbye_does_not_hold_them_up_either():
-    membership = started()
-    step(membership, 0, 1)
-    membership.receive(Exited(3, -9, 0.0), 0.0)
-    membership.receive(Left(0), 0.0)
-    membership.receive(Report(1, 1, 1, "plan", {"params": "of rank 1"}), 0.0)
-    out = membership.connection_lost(WorkerId(2), 0.0)
-    assert resumed(out) == [(1, 1)] and membership.regrouping is None
-    assert said(membership.receive(Left(1), 0.0), Over) == [Over(0)] and not membership.regroup_overdue(1.0).messages
-
-
-def test_a_death_when_all_others_have_left_is_no_failure():
-    membership = started()
-    step(membership, 0, 1)
-    membership.receive(Exited(3, -9, 0.0), 0.0)
-    for rank in (0, 1, 2):
-        out = membership.receive(Left(rank), 0.0)
-    assert said(out, Over) == [Over(0)] and membership.regrouping is None
-
-
-def test_who_is_gone_without_a_goodbye_once_its_leave_holds_has_left():
-    membership = started()
-    membership.receive(Leaving(3, "SIGTERM"), 0.0)
-    for number in (1, 2):
-        step(membership, 0, number)
-    agree(membership, 1, {0: 2, 1: 2, 2: 2})
-    out = membership.connection_lost(WorkerId(3), 0.0)
-    assert [event.kind for event in out.events] == ["left"] and not out.messages and not membership.lost
-    (generation,) = said(membership.receive(Exited(0, -9, 0.0), 0.0), Generation)
-    assert said(agree(membership, generation.number, {1: 2, 2: 2}), Generation) == [], "nobody plans the leave once more"
-
-
-@pytest.mark.parametrize("gone", ([], [0], [0, 1]))
-def test_a_death_at_a_planned_end_is_no_failure(gone):
-    """The last of its stage, or the first to go at all: all steps up to the end are committed.  Before anybody is through they may have to meet yet."""
-    membership = started()
-    (end,) = said(membership.receive(Terminate(0, "SIGTERM"), 0.0), End)
-    for number in range(1, end.step):
-        step(membership, 0, number)
-    for rank in gone:
-        membership.receive(Left(rank), 0.0)
-    out = membership.connection_lost(WorkerId(2), 0.0)
-    assert not said(out, End) and bool(said(out, Generation)) == (not gone)
-    for rank in {0, 1, 3}.difference(gone):
-        out = membership.receive(Left(rank), 0.0)
-    assert said(out, Over) == [Over(0)]
 
 
 def test_nothing_is_committed_once_the_job_has_failed():
@@ -452,66 +286,3 @@ def test_nothing_is_committed_once_the_job_has_failed():
     assert membership.ended.failed
     assert not any(membership.receive(Stepped(rank, 0, 1), 0.0).messages for rank in (0, 1))
     assert membership.committed == 0
-
-
-@pytest.mark.parametrize("end", (None, End(5, "SIGTERM", failed=False), End(0, "no worker left", failed=True)))
-def test_who_loses_the_coordinator_ends_whatever_was_planned(end):
-    line = Line(1)
-    if end is not None:
-        line.take(end)
-    assert line.lose_coordinator() == (end is None or not end.failed)
-    with pytest.raises(JobEnded):
-        line.check()
-    assert not line.lose_coordinator()
-
-
-def test_a_planned_leave_that_meets_a_death_makes_a_membership_without_both():
-    """The one that leaves has gone before it could hear of the death, and of the membership that still counts on it."""
-    membership = started()
-    membership.receive(Leaving(0, "asked to"), 0.0)
-    membership.receive(Exited(3, -9, 0.0), 0.0)
-    out = membership.receive(Left(0), 0.0)
-    (generation,) = said(out, Generation)
-    assert {member.rank for member in generation.members} == {1, 2} and membership.regrouping == generation.number
-
-
-def test_a_planned_leave_that_meets_the_death_of_the_stages_last_other_worker_ends_the_job():
-    membership = started()
-    membership.receive(Leaving(0, "asked to"), 0.0)
-    membership.receive(Exited(1, -9, 0.0), 0.0)
-    (end,) = said(membership.receive(Left(0), 0.0), End)
-    assert end.failed and end.reason.startswith("stage 0 has no live worker left")
-
-
-# --- connections between live workers that break ------------------------------------------------------
-
-
-def fails(membership: Membership, generation: int, source: str) -> Output:
-    """Seat 1.0 says so; where all meet again, they do."""
-    out = membership.receive(Missing(1, generation, "what it waits for", source), 0.0)
-    if said(out, Generation):
-        agree(membership, generation + 1, dict.fromkeys(range(4), membership.committed))
-    return out
-
-
-@pytest.mark.parametrize("source", ["0.0", ""], ids=["tensor", "collective"])
-def test_all_meet_again_where_a_connection_breaks_and_each_commit_gives_new_tries(source):
-    membership = started()
-    for generation in range(6):
-        (met,) = said(fails(membership, generation, source), Generation)
-        assert len(met.members) == 4 and membership.lost == set()
-        if generation % 2:
-            step(membership, generation + 1, membership.committed + 1)
-    assert not fails(membership, 3, source).messages, "an older membership's connection is nobody's business"
-    assert not fails(membership, 6, "2.0").messages, "nor is that to a worker which is none"
-
-
-@pytest.mark.parametrize("source, lost", [("0.0", {0}), ("", set())], ids=["tensor", "collective"])
-def test_where_that_does_not_help_the_one_that_is_not_heard_goes_and_the_job_ends_where_nobody_knows_which(source, lost):
-    membership = started()
-    for generation in range(2):
-        fails(membership, generation, source)
-    out = membership.receive(Missing(1, 2, "what it waits for", source), 0.0)
-    assert {worker.rank for worker in membership.lost} == lost and {fence.rank for fence in said(out, Fence)} == lost
-    reasons = [end.reason.partition(" between")[0] for end in said(out, End)]
-    assert reasons == ([] if lost else ["seat 1.0 could not finish what it waits for, 3 times, and nobody in it is lost: see to the network"])

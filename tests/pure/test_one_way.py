@@ -1,4 +1,4 @@
-"""What is written once stays so: who holds, voids, drops and lowers."""
+"""What is written once stays so: who holds, voids, drops, lowers, and searches the members."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 import sys
 from pathlib import Path
 from typing import Iterator
+
+import pytest
 
 from recycle_plugin.simulator import campaign
 
@@ -49,6 +51,94 @@ def test_data_of_a_step_is_held_voided_and_dropped_in_one_class() -> None:
     assert found == store | handed_on | coordinators
 
 
+# --- members -----------------------------------------------------------------------------------------------
+
+FACTS = {"rank", "seat", "address", "worker", "shard"}  # that a member is known by
+SEVERAL = {"stage", "stages", "group", "replica", "without", "joins", "leaves"}  # a roster's answers that are several members
+LOOPS = (ast.For, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
+
+
+def searches(source: str) -> Iterator[str]:
+    """Where each of several things is compared with what a member is known by, or put into a dict by that, and where the first of members is taken."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, LOOPS):
+            each = names_of(node)
+            for one in ast.walk(node):
+                if isinstance(one, ast.Compare) and any(asks(one, side, each) for side in (one.left, *one.comparators)):
+                    yield ast.unparse(one)
+            if isinstance(node, ast.DictComp) and fact(node.key, each):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Subscript) and are_members(node.value) and isinstance(node.slice, (ast.Constant, ast.UnaryOp)):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"next", "min", "max", "iter", "sorted"} and node.args:
+            over = node.args[0].generators[0].iter if isinstance(node.args[0], ast.GeneratorExp) and node.func.id != "sorted" else node.args[0]
+            if are_members(over):
+                yield ast.unparse(node)
+
+
+def names_of(loop: ast.AST) -> set[str]:
+    """What stands for each of the things that ``loop`` goes through."""
+    if isinstance(loop, ast.Lambda):
+        return {argument.arg for argument in loop.args.args}
+    targets = [loop.target] if isinstance(loop, ast.For) else [part.target for part in loop.generators]
+    return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+
+
+def fact(node: ast.AST, each: set[str]) -> str:
+    """``seat`` of ``one.seat.stage``, where ``one`` is among the names."""
+    last = ""
+    while isinstance(node, ast.Attribute):
+        node, last = node.value, node.attr
+    return last if last in FACTS and getattr(node, "id", "") in each else ""
+
+
+def asks(compare: ast.Compare, side: ast.AST, each: set[str]) -> bool:
+    """By equality; also by what it is in, but for what is told by workers of themselves."""
+    equal = any(isinstance(op, (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)) for op in compare.ops)
+    return bool(known := fact(side, each)) and (equal or known != "worker")
+
+
+def are_members(node: ast.AST) -> bool:
+    """By the name of what they are in, or as a roster's answer."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr in SEVERAL and are_members(node.func.value)
+    return getattr(node, "id", "") == "roster" or getattr(node, "attr", "") in {"roster", "members"}
+
+
+PLANTED = (
+    "next(member for member in generation.members if member.rank == rank)", "[one for one in roster if one.seat == seat]",
+    "{m.worker for m in members if m.seat.stage == stage}", "any(each.address != address for each in generation.roster)",
+    "for member in roster:\n    if member.shard == shard:\n        found = member", "next(filter(lambda member: member.rank == rank, roster))",
+    "min(roster, key=lambda member: member.rank)", "generation.members[0]", "next(iter(self.roster))", "roster.stage(stage)[0]", "roster.without(gone).members[-1]",
+    "{member.rank: member for member in roster}", "{member.seat: member.rank for member in roster.stage(0)}", "min(member.rank for member in roster)",
+    "[member for member in roster if member.seat in seats]", "sorted(generation.roster, key=lambda member: member.rank)",
+)  # fmt: skip
+NONE = (
+    "roster.member(worker)", "roster.holder(seat).rank", "[member.rank for member in roster]", "{member.host for member in roster}", "message.seat == self.seat",
+    "{seat: roster.holder(seat).rank for seat in roster.seats}", "[said[member.worker] for member in roster if member.worker in said]",
+    "sorted(member.seat.replica for member in roster.stage(stage))", "[seat for seat in seats if seat.stage == stage]", "spans[0]",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("source", PLANTED)
+def test_a_search_of_members_is_found(source) -> None:
+    assert list(searches(source))
+
+
+@pytest.mark.parametrize("source", NONE)
+def test_what_is_asked_of_a_roster_is_no_search(source) -> None:
+    assert not list(searches(source))
+
+
+def test_members_are_searched_in_one_module() -> None:
+    """Who has a rank, seat, stage or address, and who comes first, a roster says; what else is found are no members."""
+    found = {(path.relative_to(PACKAGE).as_posix(), each) for path in sorted(PACKAGE.rglob("*.py")) for each in searches(path.read_text())}
+    faults = {("adapters/deepspeed/engine.py", "fault.seat not in self.topology_.seats"), ("commands/failure.py", "fault.seat not in struck"), ("core/faults.py", "fault.seat == seat")}
+    spans = {("render/perfetto.py", "source.seat == span.seat")}
+    assert {each for each in found if each[0] != "core/roster.py"} == faults | spans
+    assert any(name == "core/roster.py" for name, _ in found)
+
+
 def test_the_campaign_runs_what_trains() -> None:
     """The production modules that run in it: everything between a message and an instruction's numbers."""
     ran = set()
@@ -64,8 +154,9 @@ def test_the_campaign_runs_what_trains() -> None:
         sys.setprofile(None)
     core = {name.removeprefix("recycle_plugin.core.") for name in ran if name.startswith("recycle_plugin.core.")}
     assert core >= {
-        "blocks", "complaints", "contributions", "dataflow", "enrolment", "escalation", "evaluation", "executor", "faults", "line", "lineage", "loop", "meeting",
-        "membership", "output", "pace", "plan", "program", "protocol", "saving", "sources", "step", "steps", "stepstore", "stopwatch", "supply", "verdict",
+        "attendance", "blocks", "complaints", "contributions", "course", "dataflow", "ending", "enrolment", "escalation", "evaluation", "executor", "faults",
+        "line", "lineage", "loop", "meeting", "membership", "output", "pace", "plan", "program", "protocol", "regrouping", "roster", "saving", "sources",
+        "step", "steps", "stepstore", "stopwatch", "supply", "verdict",
         "watch", "work", "worker",
     }  # fmt: skip
     planner = {name.removeprefix("recycle_plugin.planner.") for name in ran if name.startswith("recycle_plugin.planner.")}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +10,6 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.roster import FailureDomain, Member, Roster, WorkerId
 
 SHARDS, REPLICAS, STAGES = 2, 3, 2
-PACKAGE = Path(__file__).parents[2] / "recycle_plugin"
 
 
 def member(rank: int, incarnation: int = 0) -> Member:
@@ -40,6 +36,11 @@ def test_every_answer_is_what_a_search_of_the_members_finds(roster, random):
         assert list(roster.group(one.seat)) == sorted((other for other in shuffled if other.seat == one.seat), key=lambda other: other.shard)
     for stage in range(STAGES):
         assert [one.rank for one in roster.stage(stage)] == sorted(one.rank for one in shuffled if one.seat.stage == stage)
+    assert roster.live_stages == tuple(sorted({one.seat.stage for one in shuffled}))
+    for stage in roster.live_stages:
+        assert roster.first_of(stage).rank == min(one.rank for one in shuffled if one.seat.stage == stage)
+    shards = sorted({one.shard for one in shuffled})
+    assert [list(group) for group in roster.counterparts] == [sorted((one for one in shuffled if one.shard == shard), key=lambda one: one.seat) for shard in shards]
     assert roster.stages((1, 0, 1)) == roster.members and roster.stages((7,)) == ()
     for replica in range(REPLICAS):
         assert set(roster.replica(replica)) == {one for one in shuffled if one.seat.replica == replica}
@@ -76,10 +77,3 @@ def test_who_is_given_up_with_whom(domain, ranks):
     assert [one.rank for one in domain.of(member(6), ALL)] == ranks
     alone = ALL.without({WorkerId(rank) for rank in (4, 5, 7)})
     assert domain.of(member(6), alone) == (member(6),)
-
-
-def test_nobody_else_searches_members():
-    """A generation's members are given to a roster, and asked for there."""
-    searches = re.compile(r"\b(generation|pending|planned|entered|awaiting|roster)\.members\b")
-    found = [f"{path}:{number}" for path in sorted(PACKAGE.rglob("*.py")) for number, line in enumerate(path.read_text().splitlines(), 1) if searches.search(line)]
-    assert not found and len(list(PACKAGE.rglob("*.py"))) > 100

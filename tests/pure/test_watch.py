@@ -177,8 +177,8 @@ def test_whatever_is_shorter_than_its_deadline_is_nothing(seed):
         for rank in range(4):
             if doing[rank] == "done":
                 doing[rank] = rng.choice(list(LONGEST_S))
-                until[rank] = played.membership.watch.clock + rng.uniform(0, LONGEST_S[doing[rank]] - LATE_S - 2 * TICK_S)
-            elif played.membership.watch.clock >= until[rank]:
+                until[rank] = played.membership.course.attendance.watch.clock + rng.uniform(0, LONGEST_S[doing[rank]] - LATE_S - 2 * TICK_S)
+            elif played.membership.course.attendance.watch.clock >= until[rank]:
                 doing[rank] = "done"  # one sign of that
                 played.done[rank] += 1
             played.at[rank] = (doing[rank], f"what {rank} is at") if doing[rank] in (COMPUTES, ELSEWHERE) else (WAITS, "")

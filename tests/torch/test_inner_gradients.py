@@ -249,6 +249,24 @@ def test_a_layer_that_raises_raises():
     assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward, "nobody listens any more"
 
 
+def recomputing(backward: Callable) -> type[torch.autograd.Function]:
+    """As reversible layers are: nothing of the forward is kept, and ``backward(layer, x, gradient)`` computes it once more for the gradient of ``x``."""
+
+    class Recomputing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, layer):
+            ctx.save_for_backward(x)
+            ctx.layer = layer
+            return layer(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.enable_grad():
+                return backward(ctx.layer, ctx.saved_tensors[0].detach().requires_grad_(), gradient), None
+
+    return Recomputing
+
+
 def test_a_recomputation_that_asks_for_more_than_its_forward_is_an_error():
     """Never a number: what it would be fused for is not there any more."""
 
@@ -262,22 +280,8 @@ def test_a_recomputation_that_asks_for_more_than_its_forward_is_an_error():
 
         return checkpoint(inner, x, use_reentrant=True)
 
-    class Custom(torch.autograd.Function):
-        """As reversible layers do: nothing of the forward is kept."""
-
-        @staticmethod
-        def forward(ctx, x, layer):
-            ctx.save_for_backward(x)
-            ctx.layer = layer
-            return layer(x)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            with torch.enable_grad():
-                x = ctx.saved_tensors[0].detach().requires_grad_()
-                return torch.autograd.grad(ctx.layer(x), [x, ctx.layer.weight], gradient)[0], None
-
-    for function in (shy, lambda layer, x: Custom.apply(x, layer.l)):
+    custom = recomputing(lambda layer, x, gradient: torch.autograd.grad(layer(x), [x, layer.weight], gradient)[0])
+    for function in (shy, lambda layer, x: custom.apply(x, layer.l)):
         with pytest.raises(RecycleError, match="by parameters, .* whose backward is split.* set recycle.split_backward to false"):
             Trained(built(function), True, "IW").run()
 
@@ -285,22 +289,13 @@ def test_a_recomputation_that_asks_for_more_than_its_forward_is_an_error():
 def test_a_custom_backward_that_accumulates_is_split():
     """As reversible networks do: the weight gradients of what a backward computes once more are its own."""
 
-    class Reversible(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, layer):
-            ctx.save_for_backward(x)
-            ctx.layer = layer
-            return layer(x)
+    def accumulates(layer, x, gradient):
+        torch.autograd.backward(layer(x), gradient)
+        return x.grad
 
-        @staticmethod
-        def backward(ctx, gradient):
-            with torch.enable_grad():
-                x = ctx.saved_tensors[0].detach().requires_grad_()
-                torch.autograd.backward(ctx.layer(x), gradient)
-            return x.grad, None
-
-    trained = Trained(built(lambda layer, x: Reversible.apply(x, layer.l)), True, "IW")
-    losses, gradients = stock(built(lambda layer, x: Reversible.apply(x, layer.l)))
+    reversible = recomputing(accumulates)
+    trained = Trained(built(lambda layer, x: reversible.apply(x, layer.l)), True, "IW")
+    losses, gradients = stock(built(lambda layer, x: reversible.apply(x, layer.l)))
     assert trained.run() == losses and same(trained.gradients, gradients)
     assert any(gradient is not None for gradient in gradients)
 

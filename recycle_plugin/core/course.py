@@ -1,0 +1,323 @@
+"""The course of a job: in which membership it goes on, which steps it commits, and how it comes to its end.
+
+* A loss makes a generation of those left that holds at once; a planned leave one that holds from a step which nobody can have started, and is
+  announced again where a loss comes first.
+* What the members of a generation have in common when all have reported is committed, and the rest is finished from what is held (core/lineage.py).
+* A step is committed when every live worker has applied it.  While the membership is changing at once, or too few are left, nothing is.
+* Replicas that differ are as good as lost, where a majority knows which.
+* The job ends where a stage has nobody left, where workers contradict each other, where it has become too slow for the user, and where all have left.
+
+The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part (core/attendance.py), what a generation's
+members say (core/regrouping.py), what is known of steps (core/steps.py), how the job ends (core/ending.py), who meets where (core/meeting.py).
+"""
+
+from __future__ import annotations
+
+from recycle_plugin.core.attendance import Attendance
+from recycle_plugin.core.ending import Ending
+from recycle_plugin.core.escalation import Escalation
+from recycle_plugin.core.job import Job
+from recycle_plugin.core.meeting import Meetings
+from recycle_plugin.core.output import WORKERS, Output
+from recycle_plugin.core.protocol import TOO_SLOW, Arrived, Exited, Leaving, Left, Loaded, Report, Resized, Resume, Stepped
+from recycle_plugin.core.regrouping import Regrouping, Reports
+from recycle_plugin.core.roster import FailureDomain, Member, Roster, WorkerId
+from recycle_plugin.core.step import unstarted
+from recycle_plugin.core.steps import Steps
+from recycle_plugin.core.verdict import Verdicts
+
+
+class Course:
+    """Of a job in which ``domain`` is given up as one."""
+
+    def __init__(self, domain: FailureDomain) -> None:
+        self.attendance = Attendance(domain)
+        self.regrouping = Regrouping()
+        self.steps = Steps()
+        self.ending = Ending()
+        self._meetings = Meetings()
+        self._escalation = Escalation()
+
+    @property
+    def roster(self) -> Roster:
+        return self.attendance.roster
+
+    @property
+    def committed(self) -> int:
+        return self.steps.committed
+
+    @property
+    def halted(self) -> bool:
+        """The membership in force has lost somebody."""
+        return self.regrouping.at_once is not None or self.attendance.outnumbered
+
+    def holds(self, generation: int) -> bool:
+        """Whether that is the membership in force, and has lost nobody."""
+        return generation == self.regrouping.in_force and not self.halted
+
+    def begin(self, roster: Roster, job: Job, stepped: int) -> None:
+        """All are there, and have the state after ``stepped`` steps."""
+        self.attendance.begin(roster, job)
+        verdicts = Verdicts(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
+        self.steps = Steps(stepped, verdicts, job.rebalance, roster.shards)
+        self._escalation = Escalation(job.max_slowdown)
+
+    def resize(self, message: Resized, out: Output) -> None:
+        """The first who says it says it for all."""
+        if self.attendance.resize(message.micro_batches):
+            self._escalation.resize(message.full_us)
+            out.say("batch", f"from step {self.committed + 1} on {message.batch} samples a step, {message.micro_batches} micro-batches of each replica",
+                    step=self.committed + 1, batch=message.batch, micro_batches=message.micro_batches)
+
+    # --- regrouping ------------------------------------------------------------------------------
+
+    def regroup(self, cause: str, now: float, out: Output, from_step: int = 0) -> None:
+        """Publish the membership; with ``from_step`` the leaving workers stay members until then."""
+        slowness = tuple(sorted(self.steps.paces.percent.items()))
+        self.regrouping.publish(self.attendance.staying if from_step else self.roster, from_step, cause, now, slowness, out)
+
+    def report(self, message: Report, now: float, out: Output) -> None:
+        if self.regrouping.add(message):
+            self._end_if_stranded(out)
+            self._complete(now, out)
+
+    def overdue(self, seconds: float, out: Output) -> None:
+        """All should have reported by now."""
+        why = self.regrouping.overdue(self.attendance.left, seconds)
+        if why is not None:
+            self.end(why, out)
+
+    def _complete(self, now: float, out: Output) -> None:
+        """Go on if everybody has reported who still can."""
+        reports = self.regrouping.complete(self.roster)
+        if reports is None:
+            return
+        contradiction = reports.contradiction()
+        if contradiction is not None:
+            self.end(contradiction, out)
+        else:
+            self._go_on(reports, now, out)
+
+    def _go_on(self, reports: Reports, now: float, out: Output) -> None:
+        generation, held = reports.generation, reports.holdings
+        if reports.loaded:
+            self.steps.rewind(reports.counts[0], out)
+        committed, norm, void = self.steps.agree(generation.number, reports.counts, held, reports.eras)
+        self.regrouping.agreed(generation)
+        if committed > self.committed:
+            self._commit(committed, now, out)
+        self.attendance.agreed(generation.roster)
+        self.steps.resume(self.roster.workers, committed)
+        out.tell(WORKERS, Resume(generation.number, committed, held, norm, void, reports.drawn))
+        throughput = self._escalation.throughput(reports.slowest.period_us)
+        self._say_resume(reports, committed, throughput, now, out)
+        self._escalate(throughput, out)
+        if self.attendance.leaving & self.roster.workers:
+            self._plan_leave(now, out)
+        self._compare_replicas(now, out)
+
+    def _say_resume(self, reports: Reports, committed: int, throughput: float, now: float, out: Output) -> None:
+        slowest, ahead = reports.slowest, max(reports.counts) - committed
+        out.say("resume", f"{len(self.roster)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
+                generation=reports.generation.number, committed=committed, ahead=ahead, regroup_s=round(now - reports.generation.at, 4),
+                digest=slowest.digest, timings=slowest.timings, throughput=throughput)
+
+    def _escalate(self, throughput: float, out: Output) -> None:
+        reason = self._escalation.reason(throughput)
+        if reason is None or self.ending.ended is not None:
+            return
+        self.end_planned(reason, out, TOO_SLOW)
+        out.say("escalate", f"{reason}: the job ends with a checkpoint of step {self.ending.ended.step - 1} and exit code {TOO_SLOW}",
+                throughput=throughput, step=self.ending.ended.step - 1, code=TOO_SLOW)
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def step(self, message: Stepped, now: float, out: Output) -> None:
+        """A worker has applied one."""
+        if message.worker not in self.roster.workers or self.halted or self.ending.failed:
+            return
+        for step in self.steps.apply(message, self.roster.workers):
+            self._commit(step, now, out)
+        self._compare_replicas(now, out)
+        self._rebalance(now, out)
+
+    def _commit(self, step: int, now: float, out: Output) -> None:
+        self.attendance.watch.committed(now)
+        self.steps.commit(step, len(self.roster), now, out)
+
+    def _compare_replicas(self, now: float, out: Output) -> None:
+        """Whoever differs from a majority is lost as if it had died; what it has contributed since it was right is in everybody's
+        state alike, and stays.  Without a majority nobody knows which state to go on with."""
+        for mismatch in self.steps.mismatches(self.roster):
+            if not mismatch.majority:
+                self.end(f"{mismatch}. {self.ending.safe_point}", out)
+                return
+            for worker in mismatch.workers:
+                self.give_up(worker, str(mismatch), now, out)
+
+    def _rebalance(self, now: float, out: Output) -> None:
+        """Plan anew, for a step that nobody has started, where a worker has become slow, or is so no longer."""
+        self.steps.measured(self.roster)
+        if self.halted or self.regrouping.under_way or self.ending.ended is not None:
+            return
+        cause = self.steps.rebalance(out)
+        if cause is not None:
+            self.regroup(cause, now, out, from_step=unstarted(self.committed))
+
+    # --- between steps ---------------------------------------------------------------------------
+
+    def meet(self, message: Arrived | Loaded | Resized, place: str, values: dict, out: Output) -> dict | None:
+        """What all have brought along to ``place``, if with this one all are there."""
+        self._end_if_stranded(out)
+        if message.generation != self.regrouping.in_force or self.regrouping.at_once is not None:
+            return None
+        return self._meetings.arrive(message.worker, message.generation, place, values, self.roster.workers, not self.attendance.outnumbered)
+
+    # --- leaving ---------------------------------------------------------------------------------
+
+    def leave(self, message: Leaving, now: float, out: Output) -> None:
+        """A member wants to."""
+        if self.ending.ended is None and self.attendance.announce(message, out) and not self.halted:
+            self._plan_leave(now, out)
+
+    def _plan_leave(self, now: float, out: Output) -> None:
+        """Announce a generation for a step that nobody can have started.
+
+        Not in place of an earlier one whose step may have come: who leaves by that may be gone, and no other membership in force is without it.
+        """
+        if self.regrouping.has_come(self.committed):
+            return  # once all have come to it, this is called again
+        stay = self.attendance.staying
+        empty = self.attendance.view(stay).empty_stages()
+        if empty:
+            self.end_planned(f"stage {empty[0]} would have no worker left", out)
+            return
+        leavers = ", ".join(str(member.seat) for member in stay.leaves(self.roster))
+        self.regroup(f"planned leave of {leavers}", now, out, from_step=unstarted(self.committed))
+
+    def goodbye(self, message: Left, now: float, out: Output) -> None:
+        """A worker has left: as planned, or since its script is through."""
+        worker, member = message.worker, self.roster.member(message.worker)
+        early = worker in self.attendance.leaving and not self._through
+        self.attendance.leave(worker)
+        self.ending.goodbye(message.code, member is not None and not early)
+        if self.attendance.started and not self.ending.failed:
+            planned = early or self.ending.ended is not None
+            out.say("left", f"worker {worker.rank} has left after step {self.committed}" + " as planned" * planned, rank=worker.rank)
+        self._await_without(member, early, now, out)
+        self._finish_if_empty(out)
+
+    def _await_without(self, member: Member | None, early: bool, now: float, out: Output) -> None:
+        """``member`` has gone before it could hear of the membership that the others may be reporting for."""
+        if member is None or not self.regrouping.counts_on(member.worker):
+            return
+        if not len(self.roster):
+            self.regrouping.stop()
+        elif not early:  # all steps are committed, and its report is not needed
+            self._complete(now, out)
+        elif empty := self._empty_stage():
+            self.end(empty, out)
+        else:
+            self.regroup(f"planned leave of {member.seat}", now, out)
+
+    # --- dying -----------------------------------------------------------------------------------
+
+    def died(self, message: Exited, now: float, out: Output) -> None:
+        """Its supervisor says so."""
+        how = self.attendance.died(message, out)
+        if message.worker in self.attendance.lost and self.attendance.outnumbered and not self.ending.failed:
+            self._go_on_without(f"death of rank {message.rank}", now, out)
+        self.lose(message.worker, how, now, message.at, out)
+
+    def tick(self, now: float, out: Output) -> None:
+        """Time passes, and may show who is stopped or stuck, or that those left are cut off."""
+        if self.ending.failed:
+            return
+        for worker, why in self.attendance.watch.tick(now).items():
+            self.give_up(worker, why, now, out)
+        if cut_off := self.attendance.cut_off():
+            self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
+
+    def give_up(self, worker: WorkerId, why: str, now: float, out: Output) -> None:
+        """Lose a worker that may be alive."""
+        self.attendance.fence(worker, why, out)
+        self.lose(worker, why, now, now, out)
+
+    def lose(self, worker: WorkerId, how: str, now: float, at: float, out: Output) -> None:
+        """``at``: when that was seen."""
+        if self.attendance.is_gone(worker) or self.ending.failed:
+            return
+        member = self.roster.member(worker)
+        if not self.attendance.started:
+            self.attendance.lost.add(worker)
+            self.end(f"worker {worker.rank} {how} before training started", out)
+        elif member is None:
+            self._depart(worker, out)
+        else:
+            self.attendance.lose(member, how, at, out)
+            self._after_loss(member, now, out)
+
+    def _depart(self, worker: WorkerId, out: Output) -> None:
+        """Its planned leave holds, and it is gone without the goodbye: nobody needs anything of it any more."""
+        self.attendance.leave(worker)
+        out.say("left", f"worker {worker.rank} has left after step {self.committed} as planned, without a word", rank=worker.rank)
+        self._finish_if_empty(out)
+
+    def _after_loss(self, member: Member, now: float, out: Output) -> None:
+        """... and of whoever was given up with it."""
+        if self.ending.finishing:
+            self._await_without(member, False, now, out)
+        elif empty := self._empty_stage():
+            self._give_up_going_on(empty, out)
+        else:
+            self._go_on_without(f"loss of {member.seat}", now, out)
+        self._finish_if_empty(out)
+
+    def _go_on_without(self, cause: str, now: float, out: Output) -> None:
+        """... if those left are enough, which the news of a death that is known can make them."""
+        if self.attendance.enough():
+            self.ending.stranded = ""
+            self.regroup(cause, now, out)
+        else:
+            self.regrouping.stop()
+
+    # --- ending ----------------------------------------------------------------------------------
+
+    @property
+    def _through(self) -> bool:
+        """All steps up to a planned end are committed."""
+        return self.ending.through(self.committed)
+
+    def end_planned(self, reason: str, out: Output, code: int = 0) -> None:
+        if self.attendance.started:
+            self.ending.plan(self.committed, reason, code, out)
+        else:
+            self.end(reason, out)
+
+    def end(self, reason: str, out: Output) -> None:
+        """Nobody can go on."""
+        self.regrouping.stop()
+        self.ending.fail(reason, out)
+
+    def _empty_stage(self) -> str:
+        """Why those left can't go on, if that is so."""
+        empty = self.attendance.view(self.roster).empty_stages()
+        return f"stage {empty[0]} has no live worker left. {self.ending.safe_point}" if empty else ""
+
+    def _give_up_going_on(self, why: str, out: Output) -> None:
+        """At a planned end that is no failure: who does nothing with the others any more just goes.  But who still meets them would wait in vain."""
+        if not self._through:
+            self.end(why, out)
+        elif not self.ending.stranded:
+            self.ending.stranded = why
+            if self.regrouping.wanted or self._meetings.waiting(self.regrouping.in_force):
+                self._end_if_stranded(out)
+
+    def _end_if_stranded(self, out: Output) -> None:
+        if self.ending.stranded:
+            self.end(self.ending.stranded, out)
+
+    def _finish_if_empty(self, out: Output) -> None:
+        if not len(self.roster) and self.attendance.started and not self.ending.failed:
+            self.steps.sum_up(out)
+            self.ending.finish(self.committed, out)

@@ -1,0 +1,60 @@
+"""How a job ends: at once where nobody can go on, or after a step that all come to; and that it has, when all have left.
+
+* A planned end holds from a step which nobody can have started.  The first one stays; only a failure goes before it.
+* A failure is final, is said once, and names the checkpoint to go on from where it may cost steps.
+* At a planned end all steps are committed, and a loss after that is one only for those who do something with the others yet, as saving the last state.
+* Once a worker has left that was not to, its training script is through, and so all steps are committed: whoever dies after that is no loss.
+"""
+
+from __future__ import annotations
+
+from recycle_plugin.core.output import SUPERVISORS, WORKERS, Output
+from recycle_plugin.core.protocol import End, Over
+from recycle_plugin.core.step import unstarted
+
+
+class Ending:
+    """``ended``: how, once that is decided; ``finishing``: a training script is through; ``stranded``: why, at a planned end, those left can't go on;
+    ``checkpoint``: the last one's path."""
+
+    def __init__(self) -> None:
+        self.ended: End | None = None
+        self.finishing = False
+        self.stranded = ""
+        self.checkpoint = ""
+        self._code = 0
+
+    @property
+    def failed(self) -> bool:
+        return self.ended is not None and self.ended.failed
+
+    @property
+    def safe_point(self) -> str:
+        return f"Last checkpoint: {self.checkpoint}" if self.checkpoint else "No checkpoint was saved"
+
+    def through(self, committed: int) -> bool:
+        """All steps up to a planned end are committed."""
+        return self.ended is not None and not self.ended.failed and committed >= self.ended.step - 1
+
+    def fail(self, reason: str, out: Output) -> None:
+        if self.failed:
+            return
+        self.ended = End(0, reason, failed=True)
+        out.say("end", f"the job ends: {reason}")
+        out.tell(WORKERS, self.ended)
+        out.tell(SUPERVISORS, Over(1))
+
+    def plan(self, committed: int, reason: str, code: int, out: Output) -> None:
+        if self.ended is None:
+            self.ended = End(unstarted(committed), reason, failed=False, code=code)
+            out.tell(WORKERS, self.ended)
+
+    def goodbye(self, code: int, finished: bool) -> None:
+        """A worker ends with that, and the job ends with the largest; ``finished``: it was not to leave before."""
+        self._code = max(self._code, code)
+        self.finishing |= finished
+
+    def finish(self, committed: int, out: Output) -> None:
+        """All have left."""
+        out.say("finished", f"all workers have left after step {committed}", step=committed)
+        out.tell(SUPERVISORS, Over(self._code))
