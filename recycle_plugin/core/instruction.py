@@ -40,7 +40,7 @@ STAGE_WIDE = frozenset({Op.REDUCE, Op.TIE, Op.VALIDATE, Op.STEP})
 COMPUTE = frozenset({Op.F, Op.I, Op.W, Op.B})
 
 _FORM = re.compile(
-    r"(?P<stage>\d+)(?P<op>LOAD|REDUCE|TIE|VALIDATE|STEP|RA|SA|RG|SG|F|I|W|B)"
+    rf"(?P<stage>\d+)(?P<op>{'|'.join(op.value for op in Op)})"
     r"(?P<micro_batch>\d+\.\d+)?(?:(?P<way>[<>])(?P<peer>\d+\.\d+))?(?:@(?P<step>-?\d+))?"
 )
 

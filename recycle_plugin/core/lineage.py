@@ -188,9 +188,8 @@ class _Closure:
         behind = {seat for seat in self._held if not self._stepped(seat)} | self.undo
         apart = self._apart()
         for seat in sorted(self._held):
-            ops = [Op.REDUCE] * (seat.stage in self._lacking) + [Op.TIE] * (seat.stage in apart)
-            ops += [Op.VALIDATE] * (self._plan.policy.together and bool(behind)) + [Op.STEP] * (seat in behind)
-            self.closing[seat] = [Instruction(op, seat.stage, None, self._step) for op in ops]
+            runs = {Op.REDUCE: seat.stage in self._lacking, Op.TIE: seat.stage in apart, Op.VALIDATE: bool(behind), Op.STEP: seat in behind}
+            self.closing[seat] = [Instruction(op, seat.stage, None, self._step) for op in self._plan.policy.closing(tied=True) if runs[op]]
 
     def _apart(self) -> set[int]:
         """Stages that share weights, and somebody there has no sum over all that share them."""

@@ -10,7 +10,7 @@ from typing import Mapping, Sequence
 
 from recycle_plugin.core.blocks import Blocks
 from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction
+from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.program import Packed, Programs, Route
 from recycle_plugin.core.topology import ClusterView, Topology
 
@@ -56,6 +56,10 @@ class Policy:
     def together(self) -> bool:
         """Whether no stage steps before all have their gradients: they meet in a VALIDATE, and part again at their STEPs."""
         return self.validate or not self.stagger_optimizer
+
+    def closing(self, tied: bool) -> tuple[Op, ...]:
+        """What every program of a stage ends with, in this order; ``tied``: the stage shares weights."""
+        return (Op.REDUCE, *[Op.TIE] * tied, *[Op.VALIDATE] * self.together, Op.STEP)
 
     def cap(self, stage: int, stages: int) -> int:
         """Micro-batches that a worker of ``stage`` may hold.  1F1B's own is one for each stage still ahead."""

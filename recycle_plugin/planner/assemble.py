@@ -69,7 +69,6 @@ def _closing(view: ClusterView, problem: Problem, policy: Policy, solution: Solu
     _, lasts = windows_of(problem, solution.order, solution.starts)
     tie_at, step_at = met(problem.tie, lasts + problem.reduce), problem.through(lasts) - problem.step
     tied = np.array([bool(view.topology.tie(stage)) for stage in range(problem.stages)])
-    codes = np.empty((problem.stages, 4), np.int64)
-    for place, (op, runs) in enumerate(((Op.REDUCE, True), (Op.TIE, tied), (Op.VALIDATE, policy.together), (Op.STEP, True))):
-        codes[:, place] = np.where(runs, _code(op) | np.arange(problem.stages) << STAGE_SHIFT, -1)
-    return codes, np.stack([lasts, tie_at, step_at, step_at], axis=1)
+    order, at = policy.closing(tied=True), {Op.REDUCE: lasts, Op.TIE: tie_at}
+    codes = [np.where(tied | (op is not Op.TIE), _code(op) | np.arange(problem.stages) << STAGE_SHIFT, -1) for op in order]
+    return np.stack(codes, axis=1), np.stack([at.get(op, step_at) for op in order], axis=1)

@@ -72,9 +72,9 @@ def _refuse(rule: str, plan: Plan, row: int, place: int) -> None:
 
 
 def _check_end(plan: Plan, rows: Rows) -> None:
-    validate = (Op.VALIDATE,) if plan.policy.together else ()
+    validate = (Op.VALIDATE,) if plan.policy.together else ()  # said here once more, so that the planner's word is checked
     tails = [(Op.REDUCE, *([Op.TIE] if plan.view.topology.tie(stage) else []), *validate, Op.STEP) for stage in range(plan.stages)]
-    compute, numbers = np.array([op in COMPUTE for op in OPS]), np.full((plan.stages, 4), -1)
+    compute, numbers = np.array([op in COMPUTE for op in OPS]), np.full((plan.stages, max(map(len, tails))), -1)
     for stage, tail in enumerate(tails):
         numbers[stage, : len(tail)] = [OPS.index(op) for op in tail]
     rule, row, place = loops.ending(rows.codes, rows.begins, rows.ends, rows.stages, compute, numbers)

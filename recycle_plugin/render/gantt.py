@@ -16,25 +16,23 @@ from recycle_plugin.core.instruction import COMPUTE, Instruction, Op
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {
-    Op.F: "#7fb3e0",
-    Op.I: "#f2b56b",
-    Op.W: "#8fcf9b",
-    Op.B: "#e39a86",
-    Op.REDUCE: "#b39ddb",
-    Op.TIE: "#d79ac4",
-    Op.VALIDATE: "#e6d36a",
-    Op.STEP: "#6a5a9e",
-}
-NAMES = {
-    Op.F: "forward",
-    Op.I: "backward, input",
-    Op.W: "backward, weight",
-    Op.B: "backward",
-    Op.REDUCE: "reduce",
-    Op.TIE: "tied weights",
-    Op.VALIDATE: "validate",
-    Op.STEP: "optimizer step",
+
+class Look(NamedTuple):
+    """Of an instruction that takes time."""
+
+    colour: str
+    name: str
+
+
+LOOKS = {
+    Op.F: Look("#7fb3e0", "forward"),
+    Op.I: Look("#f2b56b", "backward, input"),
+    Op.W: Look("#8fcf9b", "backward, weight"),
+    Op.B: Look("#e39a86", "backward"),
+    Op.REDUCE: Look("#b39ddb", "reduce"),
+    Op.TIE: Look("#d79ac4", "tied weights"),
+    Op.VALIDATE: Look("#e6d36a", "validate"),
+    Op.STEP: Look("#6a5a9e", "optimizer step"),
 }
 INK, DEATH, IDLE, MARK, PAUSE = "#22303c", "#c62828", "#f1f3f5", "#8e1b4f", "#fbe3e0"
 LOST_ALPHA, AGAIN_WIDTH = 0.35, 1.6
@@ -98,7 +96,7 @@ def idle_share(spans: Iterable[Span], until: Mapping[Seat, int] | None = None) -
     begin, end = min(span.start_us for span in spans), max(span.end_us for span in spans)
     seats = {span.seat for span in spans}
     room = sum(max(0, min((until or {}).get(seat, end), end) - begin) for seat in seats)
-    busy = sum(span.end_us - span.start_us for span in spans if span.instruction.op in COLOURS)
+    busy = sum(span.end_us - span.start_us for span in spans if span.instruction.op in LOOKS)
     return 1 - busy / room if room else 0.0
 
 
@@ -175,10 +173,10 @@ def _title(panel: Panel, length: float, unit: str) -> str:
 
 def _draw_span(axes: Axes, span: Span, row: float, at: _Scale, lost: bool, again: bool) -> None:
     took = span.end_us - span.start_us
-    if span.instruction.op not in COLOURS or not took:
+    if span.instruction.op not in LOOKS or not took:
         return
     start, width, rerouted = at(span.start_us), took / at.unit_us, is_rerouted(span)
-    bar, colour = ([(start, width)], (row, ROW)), COLOURS[span.instruction.op]
+    bar, colour = ([(start, width)], (row, ROW)), LOOKS[span.instruction.op].colour
     axes.broken_barh(
         *bar,
         facecolors=colour,
@@ -265,11 +263,11 @@ def _legend(figure, panels: Sequence[Panel]) -> None:
     for panel in panels:
         for span in panel.spans:
             used[span.instruction.op] += span.end_us - span.start_us
-    entries: list = [Patch(facecolor=colour, edgecolor="white", label=NAMES[op]) for op, colour in COLOURS.items() if used[op]]
+    entries: list = [Patch(facecolor=look.colour, edgecolor="white", label=look.name) for op, look in LOOKS.items() if used[op]]
     if any(is_rerouted(span) for panel in panels for span in panel.spans):
         entries.append(Patch(facecolor="white", edgecolor=MARK, hatch="////", label="rerouted (replica.index)"))
     if any(panel.again for panel in panels):
-        entries.append(Patch(facecolor=COLOURS[Op.F], alpha=LOST_ALPHA, label="lost"))
+        entries.append(Patch(facecolor=LOOKS[Op.F].colour, alpha=LOST_ALPHA, label="lost"))
         entries.append(Patch(facecolor="white", edgecolor=INK, linewidth=AGAIN_WIDTH, label="run again"))
     entries.append(Patch(facecolor=IDLE, edgecolor="#d5dbe1", label="waiting"))
     if any(panel.deaths for panel in panels):

@@ -10,18 +10,17 @@ from typing import Callable, Iterable, Mapping
 
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import STAGE_WIDE, Instruction, Op
+from recycle_plugin.core.instruction import STAGE_WIDE, Instruction
 from recycle_plugin.planner.errors import VerificationError
 
 IDLE, GOES_ON = ".", "="
 HERE = "<-- HERE"
-LABELS = {Op.REDUCE: "R", Op.TIE: "T", Op.VALIDATE: "V", Op.STEP: "S"}
 
 
 def cell(seat: Seat, instruction: Instruction) -> str:
-    """``F3`` for an own micro-batch, ``F1.3`` for one of another replica, ``R``, ``T``, ``V``, ``S`` for the step's end."""
+    """``F3`` for an own micro-batch, ``F1.3`` for one of another replica, and of what ends a step the first letter: ``R``, ``T``, ``V``, ``S``."""
     if instruction.op in STAGE_WIDE:
-        return LABELS[instruction.op]
+        return instruction.op.value[0]
     micro_batch = instruction.micro_batch
     own = micro_batch.replica == seat.replica
     return f"{instruction.op.value}{micro_batch.index if own else micro_batch}"

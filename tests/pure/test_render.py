@@ -11,7 +11,7 @@ import pytest
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.executor import Span, run_again
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.instruction import COMPUTE, STAGE_WIDE, Instruction, Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.planner import plan
@@ -45,7 +45,9 @@ def test_grid_refuses_ticks_of_no_length_and_draws_nothing_for_nothing() -> None
 
 def test_every_op_that_takes_time_has_a_colour_and_a_name() -> None:
     timed = {op for op in Op if op is Op.VALIDATE or replace(CostModel.uniform(1, 1, 1, 1, 0, 1, 1), tie=1).of(op, 0)}
-    assert set(gantt.COLOURS) == set(gantt.NAMES) == timed
+    assert timed <= gantt.LOOKS.keys() == COMPUTE | STAGE_WIDE
+    assert len({look.colour for look in gantt.LOOKS.values()}) == len({look.name for look in gantt.LOOKS.values()}) == len(gantt.LOOKS)
+    assert len({op.value[0] for op in STAGE_WIDE}) == len(STAGE_WIDE), "in a grid they show their first letter"
 
 
 @pytest.mark.parametrize("ending, magic", [("png", b"\x89PNG"), ("svg", b"<?xml")])

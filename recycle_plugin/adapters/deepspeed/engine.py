@@ -37,7 +37,7 @@ from recycle_plugin.core.blocks import Blocks
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum, provides
 from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction
+from recycle_plugin.core.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.job import Job as JobRecord
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.loop import Program
@@ -347,11 +347,11 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
 
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
-        commands.Load: Feeding._exec_load,
-        **dict.fromkeys((commands.Forward, commands.Backward, commands.BackwardInput, commands.BackwardWeight), _exec_compute),
-        commands.ReduceGrads: _exec_reduce,
-        commands.TieGrads: _exec_tie,
-        commands.OptimizerStep: _exec_step,
+        commands.COMMANDS[Op.LOAD]: Feeding._exec_load,
+        **dict.fromkeys(map(commands.COMMANDS.get, COMPUTE), _exec_compute),
+        commands.COMMANDS[Op.REDUCE]: _exec_reduce,
+        commands.COMMANDS[Op.TIE]: _exec_tie,
+        commands.COMMANDS[Op.STEP]: _exec_step,
     }
 
     # --- state beside the weights ------------------------------------------------------------------
