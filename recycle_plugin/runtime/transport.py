@@ -53,6 +53,7 @@ class Transport:
         self._closed = False
         self._readers: dict[threading.Thread, str] = {}  # with the address of whose messages each reads, once that is said
         self._heard: set[str] | None = None  # from these only, if that is said
+        self._knocked: tuple[str, int] | None = None  # at this worker's own door, and not yet let in
         self.address = f"tcp://{session.own_address}:{self._listener.getsockname()[1]}"
         self._accepting = threading.Thread(target=self._accept, name="recycle: transport", daemon=True)
         self._accepting.start()
@@ -78,9 +79,19 @@ class Transport:
 
     def hear_out(self, peers: set[str]) -> None:
         """Take what all but ``peers`` have sent before they went, and nothing of theirs that comes after this."""
+        self._knock()
         with self._session.changed:  # a process that has ended has closed its connections, so this takes long only where a host is gone
-            self._session.changed.wait_for(lambda: peers.issuperset(self._readers.values()), DEATH_S)
+            self._session.changed.wait_for(lambda: self._knocked is None and peers.issuperset(self._readers.values()), DEATH_S)
             self._heard = peers
+
+    def _knock(self) -> None:
+        """Come to one's own door: who came before, and has perhaps sent and died since, is let in before."""
+        listener = self._listener.getsockname()
+        with socket.socket(self._listener.family) as knocking:
+            knocking.settimeout(DEATH_S)
+            knocking.bind((self._session.own_address, 0))
+            self._knocked = knocking.getsockname()
+            knocking.connect((self._session.own_address, listener[1]))
 
     def leave(self, peers: set[str]) -> None:
         """Close the outboxes to everybody but ``peers``, and those that are broken."""
@@ -119,13 +130,14 @@ class Transport:
     def _accept(self) -> None:
         while not self._closed:
             try:
-                connection, _ = self._listener.accept()
+                connection, peer = self._listener.accept()
             except OSError:  # closed
                 return
             self._accepted.add(connection)
             reader = threading.Thread(target=self._read, args=(connection,), name="recycle: transport", daemon=True)
             with self._session.changed:
                 self._readers[reader] = ""
+                self._knocked = None if peer == self._knocked else self._knocked
             reader.start()
 
     def _read(self, connection: socket.socket) -> None:

@@ -1,7 +1,6 @@
 """The machine that a real worker runs on (core.worker.Machine): a clock, a line to the coordinator, a transport to its peers.
 
-Waits block, by name and with a deadline; a membership change enters only between two instructions, or breaks a wait.  What an instruction
-computes is the business of the framework's adapter.
+Waits block, by name and with a deadline; a membership change enters only between two instructions, or breaks a wait.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Iterator, Mapping, TypeVar
+from contextlib import contextmanager
+from typing import Any, Callable, Iterable, Iterator, TypeVar
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import Span
@@ -25,38 +23,24 @@ from recycle_plugin.core.watch import COMPUTES, ELSEWHERE
 from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.transport import Transport
+from recycle_plugin.runtime.worker.operations import Operations
 
 T = TypeVar("T")
 OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must not do
 
 
-@dataclass(frozen=True)
-class Framework:
-    """What the adapter does, each as core.worker.Machine has it, and blocking.
-
-    Functions and no object with methods: an engine that users derive their own from would lose any of them to a method of the same name.
-    """
-
-    running: Callable[[Program], AbstractContextManager[Iterable[Instruction]]]
-    compute: Callable[[Instruction, StepStore, bool], Mapping[Datum, Any]]
-    add_up: Callable[[Instruction, StepStore, Seat | None], Any]
-    share: Callable[[int, StepStore], float]
-    norm: Callable[[Mapping[str, float]], Any]
-    undo: Callable[[int], None]
-    forget_sums: Callable[[int], None]
-    record: Callable[[Span], None]
-
-
 class TorchMachine:
-    """``faults`` strike at their instructions and points."""
+    """``operations`` compute; ``faults`` strike at their instructions and points; ``record`` is called with each instruction that has run."""
 
-    def __init__(self, session: Session, transport: Transport, framework: Framework, faults: FaultScript) -> None:
+    def __init__(
+        self, session: Session, transport: Transport, operations: Operations, faults: FaultScript, record: Callable[[Span], None] = lambda span: None
+    ) -> None:
         self.line = self._session = session
-        self._transport, self._sum, self._faults = transport, framework.add_up, faults
+        self._transport, self.operations, self._faults = transport, operations, faults
         self._takers: set[str] = set()  # of batches that were drawn here
         self.send, self.arrivals, self.leave, self.clock = session.send, transport.arrivals, transport.leave, time.time
-        self.running, self.compute, self.share, self.norm = framework.running, framework.compute, framework.share, framework.norm
-        self.undo, self.forget_sums, self.record = framework.undo, framework.forget_sums, framework.record
+        self.compute, self.share, self.norm, self.record = operations.compute, operations.share, operations.norm, record
+        self.undo, self.forget_sums = operations.undo, operations.forget_sums
 
     # --- lines -------------------------------------------------------------------------------------
 
@@ -94,6 +78,16 @@ class TorchMachine:
         return time.time_ns() // 1000  # one clock for all processes of a host, so that traces line up
 
     @contextmanager
+    def running(self, program: Program) -> Iterator[Iterable[Instruction]]:
+        """A membership change interrupts it, and is not dealt with in a collective."""
+        between, self._session.between_steps = self._session.between_steps, None
+        try:
+            yield program.instructions
+            self.reach(f"step.end@{program.step}")
+        finally:
+            self._session.between_steps = between
+
+    @contextmanager
     def performing(self, instruction: Instruction) -> Iterator[None]:
         if instruction.op in OUTWARD:
             self._wait_taken()
@@ -107,7 +101,7 @@ class TorchMachine:
         return iter(())
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
-        return self._sum(instruction, have, holder)
+        return self.operations.add_up(instruction, have, holder)
         yield
 
     def number(self, loss: Any) -> float:

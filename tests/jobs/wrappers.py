@@ -20,7 +20,6 @@ from deepspeed.runtime.pipe import p2p, topology
 from recycle_plugin.adapters.deepspeed import checkpoint
 from recycle_plugin.adapters.deepspeed import engine as engine_module
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
-from recycle_plugin.adapters.deepspeed.gradients import Gradients
 from recycle_plugin.compose import Job
 from recycle_plugin.core.instruction import COMPUTE, Op
 from recycle_plugin.core.stepstore import StepStore
@@ -28,8 +27,9 @@ from recycle_plugin.core.worker import Worker
 from recycle_plugin.runtime.group import MemberGroup
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.stage import Stage
 from recycle_plugin.runtime.tied import TiedWeight
+from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.stage import Stage
 from recycle_plugin.runtime.world import TorchMachine
 
 DEADLINE_S = 150.0
@@ -90,19 +90,17 @@ def scale_micro_batch(micro_batch: str, step: int, factor: float) -> None:
 
 def divide_by_live() -> None:
     """Gradients are averaged over the stage's live workers instead of its logical ones."""
-    reduce = RecycleEngine._exec_reduce
+    add_up, live = Operations.add_up, []
 
-    def changed(self: RecycleEngine, *given) -> list[torch.Tensor] | None:
-        made = reduce(self, *given)
-        live = len(self._job.session.roster.stage(self.stage_id))
-        for gradient in made or ():
-            gradient *= self.topology_.replicas / live
+    def changed(self: Operations, instruction, have, *given) -> list[torch.Tensor] | None:
+        made = add_up(self, instruction, have, *given)
+        if instruction.op is Op.REDUCE:
+            live.append(len(self._session.roster.stage(instruction.stage)))  # the first time all are
+            for gradient in made or ():
+                gradient *= live[0] / live[-1]
         return made
 
-    RecycleEngine._exec_reduce = changed
-    RecycleEngine._INSTRUCTION_MAP = {
-        command: changed if function is reduce else function for command, function in RecycleEngine._INSTRUCTION_MAP.items()
-    }
+    Operations.add_up = changed
 
 
 def scale_tied(stage: int, factor: float) -> None:
@@ -118,15 +116,15 @@ def scale_tied(stage: int, factor: float) -> None:
 
 def overflow(at: list[str]) -> None:
     """What the weight gradients ``at`` make, whoever runs them, is not finite."""
-    compute = RecycleEngine._compute
+    compute = Operations.compute
 
-    def changed(self: RecycleEngine, instruction, *given) -> dict:
-        made = compute(self, instruction, *given)
+    def changed(self: Operations, instruction, have, *given) -> dict:
+        made = compute(self, instruction, have, *given)
         if str(instruction) in at:
-            self._parameters[0].grad.view(-1)[0] = float("inf")
+            self._stepping._parameters[0].grad.view(-1)[0] = float("inf")
         return made
 
-    RecycleEngine._compute = changed
+    Operations.compute = changed
 
 
 def keep_rejected(**gated: object) -> None:
@@ -228,14 +226,14 @@ def _wait(ready, what: str) -> None:
 
 def flip_bit(seat: str, step: int) -> None:
     """The lowest bit of one of the worker's parameters turns round before ``step``."""
-    running = RecycleEngine._running
+    execute = Worker.execute
 
-    def changed(self: RecycleEngine, program):
+    def changed(self: Worker, program):
         if str(self.seat) == seat and program.step == step and not program.resumed:
-            self._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
-        return running(self, program)
+            self._machine.operations._stepping._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
+        return execute(self, program)
 
-    RecycleEngine._running = changed
+    Worker.execute = changed
 
 
 def flip_loaded(seat: str) -> None:
@@ -245,7 +243,7 @@ def flip_loaded(seat: str) -> None:
     def changed(self: RecycleEngine, path: Path, with_optimizer: bool) -> None:
         load(self, path, with_optimizer)
         if str(self.seat) == seat:
-            self._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
+            self._machine.operations._stepping._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
 
     RecycleEngine._load_beside = changed
 
@@ -340,55 +338,55 @@ def wait_for_reader(folder: str, alone: str) -> None:
 
 def slow(seat: str, times: float, steps: list[int]) -> None:
     """From the first to the last of ``steps`` the worker at ``seat`` needs ``times`` as long to compute, all others as long as they do."""
-    compute = RecycleEngine._compute
+    compute = Operations.compute
 
-    def changed(self: RecycleEngine, instruction, *given) -> dict:
+    def changed(self: Operations, instruction, have, *given) -> dict:
         start = time.monotonic()
-        made = compute(self, instruction, *given)
+        made = compute(self, instruction, have, *given)
         if instruction.op in COMPUTE:
-            slowly = str(self.seat) == seat and steps[0] <= instruction.step <= steps[1]
+            slowly = str(have.seat) == seat and steps[0] <= instruction.step <= steps[1]
             time.sleep(UNIT_S * (times if slowly else 1) - min(time.monotonic() - start, UNIT_S))
         return made
 
-    RecycleEngine._compute = changed
+    Operations.compute = changed
 
 
 def linger(seat: str, seconds: float, step: int, only: str = "") -> None:
     """The worker at ``seat`` spends ``seconds`` in each compute instruction of ``step``, or in the instruction ``only``."""
-    compute = RecycleEngine._compute
+    compute = Operations.compute
 
-    def changed(self: RecycleEngine, instruction, *given) -> dict:
-        if str(self.seat) == seat and instruction.step == step and instruction.op in COMPUTE and only in ("", str(instruction)):
+    def changed(self: Operations, instruction, have, *given) -> dict:
+        if str(have.seat) == seat and instruction.step == step and instruction.op in COMPUTE and only in ("", str(instruction)):
             time.sleep(seconds)
-        return compute(self, instruction, *given)
+        return compute(self, instruction, have, *given)
 
-    RecycleEngine._compute = changed
+    Operations.compute = changed
 
 
 def restless(unit_s: float, times: float, first_s: float, pauses: list[int], pause_s: float) -> None:
     """Every computation takes ``unit_s`` longer, or up to ``times`` that; the first one ``first_s``; before the steps ``pauses`` replica 0's data come
     ``pause_s`` late."""
-    compute, random = RecycleEngine._compute, Random(int(os.environ["RANK"]))
+    compute, random = Operations.compute, Random(int(os.environ["RANK"]))
     late = {f"0LOAD0.0@{step}" for step in pauses}
 
-    def changed(self: RecycleEngine, instruction, *given) -> dict:
+    def changed(self: Operations, instruction, have, *given) -> dict:
         if instruction.op in COMPUTE:
             time.sleep(first_s if str(instruction) == "0F0.0@1" else unit_s * random.uniform(1, times))
         elif str(instruction) in late:
             time.sleep(pause_s)
-        return compute(self, instruction, *given)
+        return compute(self, instruction, have, *given)
 
-    RecycleEngine._compute = changed
+    Operations.compute = changed
 
 
 def break_sum(seat: str, step: int, times: int) -> None:
     """The first ``times`` that the worker at ``seat`` begins its stage's sum of ``step``, the connections to the others break."""
-    add_up, operate, left, due = RecycleEngine._add_up, MemberGroup._operate, [True] * times, []
+    add_up, operate, left, due = Operations.add_up, MemberGroup._operate, [True] * times, []
 
-    def changed(self: RecycleEngine, instruction, *given):
-        if left and (str(self.seat), instruction.op, instruction.step) == (seat, Op.REDUCE, step):
+    def changed(self: Operations, instruction, have, *given):
+        if left and (str(have.seat), instruction.op, instruction.step) == (seat, Op.REDUCE, step):
             due.append(left.pop())
-        return add_up(self, instruction, *given)
+        return add_up(self, instruction, have, *given)
 
     def broken(self: MemberGroup, name: str, link, start) -> None:
         if due:
@@ -397,7 +395,7 @@ def break_sum(seat: str, step: int, times: int) -> None:
             _shut(link._opened)
         operate(self, name, link, start)
 
-    RecycleEngine._add_up, MemberGroup._operate = changed, broken
+    Operations.add_up, MemberGroup._operate = changed, broken
 
 
 def _shut(inodes: set[int]) -> None:
@@ -413,15 +411,15 @@ def _shut(inodes: set[int]) -> None:
 
 def cut_line(seat: str, step: int) -> None:
     """From ``step`` on nothing gets through between the worker at ``seat`` and the coordinator, and neither end sees a broken line."""
-    running, send, take, heard = RecycleEngine._running, Session.send, Session.take, Heart.heard
+    execute, send, take, heard = Worker.execute, Session.send, Session.take, Heart.heard
     cut = []
 
-    def changed(self: RecycleEngine, program):
+    def changed(self: Worker, program):
         if str(self.seat) == seat and program.step == step:
             cut.append(True)
-        return running(self, program)
+        return execute(self, program)
 
-    RecycleEngine._running = changed
+    Worker.execute = changed
     for owner, name, function in ((Session, "send", send), (Session, "take", take), (Heart, "heard", heard)):
         setattr(owner, name, lambda self, message, function=function: None if cut else function(self, message))
 

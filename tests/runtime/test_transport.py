@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import fields
+import threading
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ from recycle_plugin.core.roster import Member
 from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.tiers import Host
 from recycle_plugin.runtime.transport import Transport
-from recycle_plugin.runtime.world import Framework, TorchMachine
+from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.world import TorchMachine
 
 from .conftest import generation
 
@@ -91,14 +92,54 @@ def test_what_has_arrived_is_handed_over_once_with_its_senders_era_also_when_tha
     assert not list(receiver.arrivals())
 
 
+def test_what_a_lost_peer_has_sent_is_heard_though_nobody_has_opened_to_it_yet(coordinator, monkeypatch):
+    """Its connection is made, and what it has sent is in this host's memory; the thread that lets peers in has had no time."""
+    opened, create = threading.Event(), socket.create_server
+
+    class Late:
+        def __init__(self, *given, **named) -> None:
+            self._listener = create(*given, **named)
+
+        def accept(self):
+            assert opened.wait(30)
+            return self._listener.accept()
+
+        def __getattr__(self, name: str):
+            return getattr(self._listener, name)
+
+    sessions = [coordinator.session(rank, wait_timeout_s=5.0) for rank in (0, 1)]
+    sender = Transport(sessions[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "create_server", Late)
+        receiver = Transport(sessions[1])
+    wait_for = sessions[1].changed.wait_for
+    monkeypatch.setattr(sessions[1].changed, "wait_for", lambda *given: opened.set() or wait_for(*given))
+    try:
+        sender.send(receiver.address, act(0), (torch.tensor([1]),), 0)
+        sender.wait_sent([receiver.address])
+        sender.leave(set())
+        receiver.hear_out(set())
+        assert [datum for datum, *_ in receiver.arrivals()] == [act(0)]
+    finally:
+        opened.set()
+        sender.close()
+        receiver.close()
+
+
 def test_the_coordinator_hears_what_does_not_come(pair, coordinator):
     session = pair[1]._session
     session.wait_timeout_s = 0.05
-    nothing = Framework(*[None] * len(fields(Framework)))  # nobody asks anything of it
-    machine = TorchMachine(session, pair[1], nothing, FaultScript((), Seat(0, 1)))
+    operations = Operations(session, Nothing(), None, None, None)
+    machine = TorchMachine(session, pair[1], operations, FaultScript((), Seat(0, 1)))
     with pytest.raises(WaitTimeout, match=r"act of stage 0, micro-batch 0\.0, step 1 from seat 0\.0, once more"):
         next(machine.wait_for(act(0), Seat(0, 0), lambda: None))
     assert Missing(1, 0, str(act(0)), "0.0") in coordinator.hear(Missing)
+
+
+class Nothing:
+    """A stage that is not asked anything."""
+
+    compute = None
 
 
 def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after_meeting_again_arrives(pair, coordinator):

@@ -19,9 +19,9 @@ deepspeed_adam = pytest.importorskip("deepspeed.ops.adam")
 
 from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 
-from recycle_plugin.adapters.deepspeed.clipping import Skipped  # noqa: E402
+from recycle_plugin.adapters.deepspeed.ports import Skipped  # noqa: E402
 from recycle_plugin.adapters.deepspeed.state import COUNTERS  # noqa: E402
-from recycle_plugin.adapters.deepspeed.stepping import undo_record  # noqa: E402
+from recycle_plugin.runtime.worker.stepping import undo_record  # noqa: E402
 
 
 def formula(p, g, m, v, lr, beta1, beta2, eps, step, decoupled, bias_correction, decay) -> None:

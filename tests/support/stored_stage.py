@@ -10,7 +10,7 @@ from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.runtime.stage import Stage
+from recycle_plugin.runtime.worker.stage import Stage
 
 Key = tuple[int, MicroBatch]  # step, micro-batch
 Tensors = tuple[torch.Tensor, ...]

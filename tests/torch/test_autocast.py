@@ -13,15 +13,18 @@ from recycle_plugin.core.dataflow import provides
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.places import Places
-from recycle_plugin.runtime.stage import Stage, StageModel
+from recycle_plugin.runtime.worker.stage import Stage, StageModel
 from recycle_plugin.settings import Settings
 from tests.support.stored_stage import StoredStage
 
 pytest.importorskip("deepspeed")
 
-from recycle_plugin.adapters.deepspeed.scaling import LossScale  # noqa: E402
+from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockOptimizer  # noqa: E402
 from recycle_plugin.adapters.deepspeed.state import COUNTERS, stage_state  # noqa: E402
-from recycle_plugin.adapters.deepspeed.stepping import Stepping  # noqa: E402
+from recycle_plugin.runtime.worker.clipping import Clipping, TrueNorm  # noqa: E402
+from recycle_plugin.runtime.worker.gradients import Gradients  # noqa: E402
+from recycle_plugin.runtime.worker.scaling import LossScale  # noqa: E402
+from recycle_plugin.runtime.worker.stepping import Stepping, undo_record  # noqa: E402
 
 WIDTH = 8
 
@@ -36,7 +39,7 @@ class Worker:
         engine = SimpleNamespace(
             module=self.module, basic_optimizer=optimizer, optimizer=optimizer, lr_scheduler=None, masters=None, stage_id=0, num_stages=1, seat=Seat(0, 0),
             grid=SimpleNamespace(data_parallel_size=1), mpu=SimpleNamespace(get_data_parallel_group=lambda: None), gradient_clipping=lambda: 0.0,
-            unflatten=torch._utils._unflatten_dense_tensors, allreduce_bucket=lambda gradients, group: torch._utils._flatten_dense_tensors(gradients),
+            unflatten=torch._utils._unflatten_dense_tensors, gradient_average=True, allreduce_bucket=lambda gradients, group: torch._utils._flatten_dense_tensors(gradients),
             **dict.fromkeys(COUNTERS, 0),
         )  # fmt: skip
         model = StageModel(self.module, nn.functional.mse_loss, 1, first=True, last=True, device=torch.device("cpu"))
@@ -44,7 +47,10 @@ class Worker:
         self._stage = StoredStage(stage)
         state = stage_state(engine, stage, scale, Places(1), None)
         session = SimpleNamespace(rank=0)
-        self._stepping = Stepping(engine, stage, self._stage.store, parameters, None, [], session, Settings(), scale, state, optimizer.step)
+        gradients = Gradients(StockBuckets(engine), self._stage.store, parameters, None, [])
+        clipping = Clipping(self._stage.store, parameters, TrueNorm(), 0.0)
+        undo = undo_record(Settings().undo, state)
+        self._stepping = Stepping(StockOptimizer(engine, optimizer.step), stage, parameters, gradients, clipping, scale, undo, session)
 
     def forward(self, step: int) -> float:
         """The loss."""

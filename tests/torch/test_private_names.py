@@ -97,7 +97,7 @@ def test_what_a_users_engine_adds_takes_no_part_of_ours_away() -> None:
 
     everyday = dict.fromkeys(("norm", "share", "compute", "record", "read", "undo", "running"), lambda self: None)
     made = engine_class(type("Mine", (PipelineEngine,), everyday), job=None)
-    assert made.norm is everyday["norm"] and made._norm is RecycleEngine._norm
-    for name in ("settle", "_undo"):
+    assert made.norm is everyday["norm"] and made.settle is RecycleEngine.settle
+    for name in ("settle", "_applied"):
         with pytest.raises(RecycleError, match=rf"Mine\.{name} has the name of a part of the plugin's engine.*give it another name"):
             engine_class(type("Mine", (PipelineEngine,), {name: lambda self: None}), job=None)

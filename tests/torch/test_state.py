@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 pytest.importorskip("deepspeed")
 
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer  # noqa: E402
-from recycle_plugin.adapters.deepspeed.scaling import LossScale  # noqa: E402
+from recycle_plugin.adapters.deepspeed.ports import loss_scaler  # noqa: E402
 from recycle_plugin.adapters.deepspeed.state import COUNTERS, stage_state  # noqa: E402
 from recycle_plugin.core.places import Places  # noqa: E402
 from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
 from recycle_plugin.runtime.masters import Masters  # noqa: E402
 from recycle_plugin.runtime.state import Chunk, Filling, Form, OptimizerState, Part, StageState, of_parameters  # noqa: E402
 from recycle_plugin.runtime.undo import KINDS  # noqa: E402
+from recycle_plugin.runtime.worker.scaling import LossScale  # noqa: E402
 from tests.support.optimizers import Make, same  # noqa: E402
 from tests.support.optimizers import stage_state as of_list  # noqa: E402
 
@@ -54,7 +55,7 @@ class Worker:
         masters = Masters(one for one in self.module.parameters() if one.requires_grad) if bf16 else None
         self.trained = masters.parameters if bf16 else [one for one in self.module.parameters() if one.requires_grad]
         self.stock = MasterOptimizer(optimizer, masters, lambda: None) if bf16 else optimizer
-        self.scale, self.places = LossScale(SCALING), Places(2)
+        self.scale, self.places = LossScale(loss_scaler(SCALING)), Places(2)
         self.stage = SimpleNamespace(loss_scale=self.scale.value)
         self.engine = SimpleNamespace(module=self.module, masters=masters, basic_optimizer=optimizer, seat=seat, **dict.fromkeys(COUNTERS, 0))
         self.engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recycle_plugin.adapters.deepspeed.clipping import Clipping
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.roster import Member, Roster
 from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.runtime.tied import TiedWeight
+from recycle_plugin.runtime.worker.clipping import Clipping, TrueNorm
 from tests.torch.test_blocks import DEADLINE_S, Threads
 
 STAGES, REPLICAS = (0, 1, 3), 3
@@ -57,5 +57,5 @@ def test_every_copy_gets_the_same_bits_whoever_is_alive(lost):
 def test_only_one_stage_counts_it_in_the_norm():
     own, shared = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))
     own.grad, shared.grad = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([3.0, 4.0])
-    shares = [Clipping(StepStore(Seat(0, stage), 4), [shared, own], 2, True, 1.0, elsewhere).share() for stage, elsewhere in ((0, set()), (3, {shared}))]
+    shares = [Clipping(StepStore(Seat(0, stage), 4), [shared, own], TrueNorm(elsewhere), 1.0).share() for stage, elsewhere in ((0, set()), (3, {shared}))]
     assert shares == pytest.approx([34.0, 9.0])

@@ -17,10 +17,10 @@ from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.protocol import Met
 from recycle_plugin.core.rhythm import Rhythm
 from recycle_plugin.core.watch import ELSEWHERE
-from recycle_plugin.runtime.background import Background
 from recycle_plugin.runtime.batches import packed
 from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.saving import Saving
+from recycle_plugin.runtime.worker.background import Background
+from recycle_plugin.runtime.worker.saving import Saving
 
 
 class BetweenSteps(WholeState):

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine that runs plans: ``PipelineEngine`` with another schedule and instruction map.
+"""The DeepSpeed engine that runs plans: ``PipelineEngine`` with another schedule, which the worker runtime executes.
 
 No algorithm lives here.  It lends DeepSpeed's model, optimizer, gradient buckets and checkpoints to
 the runtime's loop, and keeps the signatures that user scripts call.  DeepSpeed's private names are
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Mapping
+from typing import Any, Iterator
 
 import torch
 from deepspeed.pipe import PipelineModule
@@ -21,31 +21,27 @@ from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin import planner
-from recycle_plugin.adapters.deepspeed import schedule as commands
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.between import BetweenSteps
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, trained
-from recycle_plugin.adapters.deepspeed.data import DatasetSource
-from recycle_plugin.adapters.deepspeed.feeding import Feeding, ScriptsIterator
+from recycle_plugin.adapters.deepspeed.feeding import Feeding
 from recycle_plugin.adapters.deepspeed.model import AsStarted, keyed_forward, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import FirstLive, Reporting
-from recycle_plugin.adapters.deepspeed.scaling import LossScale
+from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockNorm, StockOptimizer, loss_scaler
+from recycle_plugin.adapters.deepspeed.schedule import INSTRUCTION_MAP, PlanSchedule
 from recycle_plugin.adapters.deepspeed.state import stage_state
-from recycle_plugin.adapters.deepspeed.stepping import Stepping
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.blocks import Blocks
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum, provides
 from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.job import Job as JobRecord
 from recycle_plugin.core.line import JobEnded
-from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.protocol import TOO_SLOW, Fingerprint, Ready
 from recycle_plugin.core.roster import Member
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.stepstore import Retention, StepStore
+from recycle_plugin.core.stopwatch import Stopwatch
 from recycle_plugin.core.supply import Supply
 from recycle_plugin.core.topology import Topology, tied
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
@@ -57,14 +53,19 @@ from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.randomness import key, keyed_torch
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
-from recycle_plugin.runtime.stage import Stage, StageModel
-from recycle_plugin.core.stopwatch import Stopwatch
 from recycle_plugin.runtime.surroundings import Surroundings
 from recycle_plugin.runtime.tiers import Device, Host
 from recycle_plugin.runtime.touch import FirstTouch
 from recycle_plugin.runtime.trace import TraceFile
 from recycle_plugin.runtime.transport import Transport
-from recycle_plugin.runtime.world import Framework, TorchMachine
+from recycle_plugin.runtime.worker.clipping import Clipping, TrueNorm
+from recycle_plugin.runtime.worker.data import DatasetSource, ScriptsIterator
+from recycle_plugin.runtime.worker.gradients import Gradients
+from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.scaling import LossScale
+from recycle_plugin.runtime.worker.stage import Stage, StageModel
+from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
+from recycle_plugin.runtime.world import TorchMachine
 from recycle_plugin.settings import Settings
 
 
@@ -105,13 +106,11 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         retention = Retention(budget=settings.keep_bytes)
         self._store = StepStore(self.seat, self.num_stages, bool(self.topology_.tie(self.stage_id)), retention, (Device(), Host()))
         self._supply = Supply(self._store, ScriptsIterator(self._job.session, self._read_iterator), self._hand_on, self._say_dealt) if self._reads else None
-        scale = LossScale(self._config.float16_config if settings.loss_scaling else None)
+        scale = LossScale(loss_scaler(self._config.float16_config) if settings.loss_scaling else None)
         self._stage_state = stage_state(self, self._stage, scale, self._places, self._supply)
         self._ties = Ties(self.module, specs, shared, self._job.session, self.masters)
-        self._stepping = Stepping(
-            self, self._stage, self._store, self._parameters, blocks, self._ties.weights, self._job.session, settings, scale, self._stage_state,
-            super()._exec_optimizer_step,
-        )  # fmt: skip
+        self._stepping = self._make_stepping(blocks, scale)
+        self._operations = Operations(self._job.session, self._stage, self._stepping, self._batch, self._applied)
         self._touch = FirstTouch(self._changed, lambda: self._loop is None or self._loop.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(self.module, self.device.type, lambda: self.basic_optimizer.param_groups)
@@ -207,12 +206,13 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         waits = settings.waits_for_norm(self.gradient_clipping())
         self._run_dir = run_dir = settings.run_dir or f"runs/{session.job_id}"
         self._store.rewind(machine.stepped, era=0)
-        self._world = TorchMachine(session, self._transport, self._framework(), settings.fault_script(self.seat))
+        if settings.trace:
+            self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
+        record = {"record": self._trace.add} if self._trace is not None else {}
+        self._world = TorchMachine(session, self._transport, self._operations, settings.fault_script(self.seat), **record)
         costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(waits, self.num_stages)
         judging = Judging(waits, settings.clip == "validate")
         self._worker = Worker(self._world, self.topology_, self._store, machine, judging, self._supply, Stopwatch(costs))
-        if settings.trace:
-            self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
         loop = Loop(session, self._worker, self._world, self.topology_, costs, policy, machine, self._between_steps, settings.max_slowdown)
         member = Member(self.global_rank, self.seat, self._transport.address, session.host, session.incarnation)
         session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
@@ -234,6 +234,15 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
             shape.replicas, shape.stages, shape.micro_batches, shape.ties, run_dir, costs, policy, batch=self.train_batch_size(), norm=str(settings.norm),
             clipping=self.gradient_clipping(), arithmetic=arithmetic() if settings.exact else None, **{name: getattr(settings, name) for name in same},
         )  # fmt: skip
+
+    def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
+        settings, tied = self._job.settings, self._ties.weights
+        gradients = Gradients(StockBuckets(self), self._store, self._parameters, blocks, tied)
+        elsewhere = {weight.parameter for weight in tied if weight.stages[0] != self.stage_id}
+        norm = StockNorm(self.stage_id, self.grid.data_parallel_size) if settings.norm == "deepspeed" else TrueNorm(elsewhere)
+        clipping = Clipping(self._store, self._parameters, norm, self.gradient_clipping())
+        optimizer, undo = StockOptimizer(self, super()._exec_optimizer_step), undo_record(settings.undo, self._stage_state)
+        return Stepping(optimizer, self._stage, self._parameters, gradients, clipping, scale, undo, self._job.session)
 
     def _stage_model(self) -> StageModel:
         first, last, keyed = self.is_first_stage(), self.is_last_stage(), self._job.settings.rng == "keyed"
@@ -258,61 +267,14 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
 
     # --- a step ------------------------------------------------------------------------------------
 
-    def _framework(self) -> Framework:
-        return Framework(self._running, self._compute, self._add_up, self._share, self._norm, self._undo, self._forget_sums, self._record)
-
-    @contextmanager
-    def _running(self, program: Program) -> Iterator[Iterable[Instruction]]:
-        """A worker's program is run."""
-        self._job.session.between_steps = None
-        try:
-            yield commands.PlanSchedule(program, self.micro_batches, self.num_stages, self.stage_id).instructions()
-            self._world.reach(f"step.end@{program.step}")
-        finally:
-            self._job.session.between_steps = self._between_steps
-
-    def _compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
-        """What LOAD, F, I, W, B or STEP makes."""
-        return self._INSTRUCTION_MAP[commands.COMMANDS[instruction.op]](self, instruction, have, bare)
-
-    def _add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
-        """What REDUCE or TIE makes."""
-        return self._INSTRUCTION_MAP[commands.COMMANDS[instruction.op]](self, instruction, have, holder)
-
-    def _share(self, step: int, have: StepStore) -> float:
-        """Of this stage in the squared norm of ``step``."""
-        return self._stepping.share(step)
-
-    def _norm(self, shares: Mapping[str, float]) -> torch.Tensor:
-        """Over all stages."""
-        return self._stepping.norm_of(shares)
-
-    def _undo(self, step: int) -> None:
-        """Take ``step``, the last one, back."""
-        self._stepping.undo(step)
-
-    def _forget_sums(self, after: int) -> None:
-        """No gradient of the steps after ``after`` counts."""
-        self._stepping.forget_sums()
-
     def _between_steps(self) -> None:
         """A membership change has broken a collective of the user's script: recover, then it is tried again."""
         with self._touch.lifted(), self._surroundings.restored():
             self._loop.catch_up()
 
-    def _record(self, span: Any) -> None:
-        """An instruction has run."""
-        if self._trace is not None:
-            self._trace.add(span)
-
-    # --- instructions ------------------------------------------------------------------------------
-
     def next_batch(self) -> Any:
         """The next micro-batch of the script's iterator, or of stock's loader."""
         return self._next_batch()
-
-    def _exec_compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
-        return self._stage.compute(instruction, have, bare)
 
     def _say_fused(self, names: tuple[str, ...]) -> None:
         self._job.session.note(
@@ -321,22 +283,20 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
             stage=self.stage_id, layers=names,
         )  # fmt: skip
 
-    def _exec_reduce(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
-        return self._stepping.reduce(instruction.step, None if holder is None else self._job.session.roster.holder(holder).rank)
+    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **INSTRUCTION_MAP}
 
-    def _exec_tie(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
-        return self._stepping.tie(instruction.step)
+    def plan_schedule(self) -> PlanSchedule | None:
+        """What this worker runs, or has run last, as DeepSpeed's own schedules are looked at; None before the first step."""
+        return None if self._loop is None else PlanSchedule(self._worker.program, self.micro_batches, self.num_stages, self.stage_id)
 
     def clip_fp32_gradients(self) -> None:
         """Called inside the optimizer step, where clipping is on: by stock code, in bf16 by the optimizer."""
         self._stepping.clip()
 
-    def _exec_step(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
-        self._stepping.apply(instruction.step)
+    def _applied(self, step: int) -> None:
         every = self._job.settings.check_replicas
-        if every and instruction.step % every == 0:
-            self._say_fingerprint(instruction.step)
-        return dict.fromkeys(provides(instruction))
+        if every and step % every == 0:
+            self._say_fingerprint(step)
 
     def _say_fingerprint(self, step: int) -> None:
         """For the others to compare it with theirs."""
@@ -344,15 +304,6 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         with session.heart.at(ELSEWHERE, "the hash of its state"):
             copies = {weight.name: fingerprint(weight.parameter) for weight in self._ties.weights}
             session.send(Fingerprint(session.rank, step, self._stage_state.digest(), copies))
-
-    _INSTRUCTION_MAP = {
-        **PipelineEngine._INSTRUCTION_MAP,
-        commands.COMMANDS[Op.LOAD]: Feeding._exec_load,
-        **dict.fromkeys(map(commands.COMMANDS.get, COMPUTE), _exec_compute),
-        commands.COMMANDS[Op.REDUCE]: _exec_reduce,
-        commands.COMMANDS[Op.TIE]: _exec_tie,
-        commands.COMMANDS[Op.STEP]: _exec_step,
-    }
 
     # --- state beside the weights ------------------------------------------------------------------
 

@@ -7,34 +7,16 @@ from typing import Any, Callable
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from recycle_plugin.adapters.deepspeed.data import DatasetSource, Source
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.places import Places
-from recycle_plugin.core.sources import Batches, Draw
+from recycle_plugin.core.sources import Batches
 from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.core.supply import Supply
-from recycle_plugin.core.watch import ELSEWHERE
-from recycle_plugin.runtime.batches import Tensors, described, packed, unpacked
+from recycle_plugin.runtime.batches import Tensors
 from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.session import Session
-
-
-class ScriptsIterator:
-    """As core.supply.Iterator: batches are kept as the transport carries them.  ``next_batch(what)`` gives one; ``what`` names it in errors."""
-
-    def __init__(self, session: Session, next_batch: Callable[[str], Any]) -> None:
-        self._session, self._next_batch = session, next_batch
-
-    def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
-        what = f"step {step}, at its micro-batch {position}"
-        with self._session.heart.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data of {what}"):
-            batch = self._next_batch(what)
-        return None if draw is None else packed(batch, draw)
-
-    def draw_of(self, batch: Tensors) -> Draw:
-        return Draw(*described(batch))
+from recycle_plugin.runtime.worker.data import DatasetSource
+from recycle_plugin.runtime.worker.ports import Source
 
 
 class Feeding(PipelineEngine):
@@ -122,14 +104,8 @@ class Feeding(PipelineEngine):
             )  # fmt: skip
         self._trained = True
 
-    def _exec_load(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
-        step, one = instruction.step, instruction.micro_batch
-        data = Datum("data", instruction.stage, one, step)
-        return {data: self._stage.load(self._batch(step, one))}
-
     def _batch(self, step: int, micro_batch: MicroBatch) -> Any:
-        if self._store.drawn or step < 0:
-            return unpacked(self._store[Datum("drawn", self.stage_id, micro_batch, step)])
+        """What is addressed by both (runtime.worker.ports.Source)."""
         batch = self._source(step, micro_batch)
         made = isinstance(self._source, DatasetSource) and self.batch_fn is not None
         return self.batch_fn(batch) if made else batch

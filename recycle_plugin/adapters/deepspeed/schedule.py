@@ -1,4 +1,7 @@
-"""A worker's program as a DeepSpeed ``PipeSchedule``, and our instructions as its ``PipeInstruction`` s."""
+"""A worker's program as a DeepSpeed ``PipeSchedule``, our instructions as its ``PipeInstruction`` s, and what runs each of them.
+
+For whoever looks at a pipeline engine there: the worker runtime runs the program itself (core/executor.py), and takes no way through DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from typing import Iterator
 
 from deepspeed.runtime.pipe import schedule as stock
 
-from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.instruction import COMPUTE, Op
 from recycle_plugin.core.loop import Program
+from recycle_plugin.core.worker import Worker
+from recycle_plugin.runtime.worker.operations import Operations
 
 NAMES = {
     Op.LOAD: "Load",
@@ -26,6 +31,11 @@ NAMES = {
 }
 COMMANDS = {op: type(name, (stock.PipeInstruction,), {"__module__": __name__, "__doc__": f"Op.{op.name}"}) for op, name in NAMES.items()}
 
+INSTRUCTION_MAP = {
+    COMMANDS[op]: Operations.compute if op in COMPUTE or op in (Op.LOAD, Op.STEP) else Operations.add_up if op in (Op.REDUCE, Op.TIE) else Worker.perform
+    for op in Op
+}  # fmt: skip
+
 
 class PlanSchedule(stock.PipeSchedule):
     """A worker's program.  Each yielded command carries its instruction as ``command.instruction``."""
@@ -37,11 +47,6 @@ class PlanSchedule(stock.PipeSchedule):
     def steps(self) -> Iterator[list[stock.PipeInstruction]]:
         for instruction in self.program.instructions:
             yield [COMMANDS[instruction.op](instruction=instruction)]
-
-    def instructions(self) -> Iterator[Instruction]:
-        """The program itself: what the executor runs."""
-        for commands in self:
-            yield from (command.instruction for command in commands)
 
     def num_pipe_buffers(self) -> int:
         return 0  # micro-batches are kept by name, not by buffer

@@ -6,11 +6,11 @@ import copy
 from functools import partial
 from typing import Any
 
-from recycle_plugin.adapters.deepspeed.scaling import LossScale
 from recycle_plugin.core.places import Places
 from recycle_plugin.core.supply import Supply
-from recycle_plugin.runtime.stage import Stage
 from recycle_plugin.runtime.state import OptimizerState, Part, StageState, of_parameters
+from recycle_plugin.runtime.worker.scaling import LossScale
+from recycle_plugin.runtime.worker.stage import Stage
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 

@@ -20,8 +20,8 @@ from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime import folders
 from recycle_plugin.runtime.loop import Loop
-from recycle_plugin.runtime.saving import Saving, unwatched
 from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.worker.saving import Saving, unwatched
 
 Write = Callable[[], None]
 

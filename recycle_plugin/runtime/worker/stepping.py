@@ -7,38 +7,28 @@ will apply: stock code clips after STEP has begun.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Mapping
+from typing import Mapping
 
 import torch
 
-from recycle_plugin.adapters.deepspeed.clipping import Clipping, Skipped
-from recycle_plugin.adapters.deepspeed.gradients import Gradients
-from recycle_plugin.adapters.deepspeed.scaling import LossScale
-from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.stage import Stage
 from recycle_plugin.runtime.state import StageState
-from recycle_plugin.runtime.tied import TiedWeight
 from recycle_plugin.runtime.undo import KINDS, Undo
-from recycle_plugin.settings import Settings
-
-Parameters = list[torch.nn.Parameter]
+from recycle_plugin.runtime.worker.clipping import Clipping
+from recycle_plugin.runtime.worker.gradients import Gradients
+from recycle_plugin.runtime.worker.ports import Optimizer, Parameters
+from recycle_plugin.runtime.worker.scaling import LossScale
+from recycle_plugin.runtime.worker.stage import Stage
 
 
 class Stepping:
-    """Of ``engine``, DeepSpeed's.  ``state``: all that a step changes; ``apply_stock``: DeepSpeed's own step."""
+    """Of a worker whose steps ``optimizer`` applies.  ``undo``: what takes them back."""
 
     def __init__(
-        self, engine: Any, stage: Stage, store: StepStore, parameters: Parameters, blocks: BlockSums | None, tied: list[TiedWeight], session: Session,
-        settings: Settings, scale: LossScale, state: StageState, apply_stock: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self._engine, self._stage, self._parameters, self._session = engine, stage, parameters, session
-        self._apply_stock = apply_stock
-        self._gradients = Gradients(engine, store, parameters, blocks, tied)
-        elsewhere = {weight.parameter for weight in tied if weight.stages[0] != engine.stage_id}
-        self._clipping = Clipping(store, parameters, engine.grid.data_parallel_size, settings.norm, engine.gradient_clipping(), elsewhere)
-        self._scale, self._undo = scale, undo_record(settings.undo, state)
+        self, optimizer: Optimizer, stage: Stage, parameters: Parameters, gradients: Gradients, clipping: Clipping, scale: LossScale, undo: Undo, session: Session
+    ) -> None:
+        self._optimizer, self._stage, self._parameters, self._session = optimizer, stage, parameters, session
+        self._gradients, self._clipping, self._scale, self._undo = gradients, clipping, scale, undo
         self._applying = 0  # the step that the optimizer is at
         stage.loss_scale = scale.value
 
@@ -66,8 +56,8 @@ class Stepping:
         """Apply ``step``, or skip it where its norm is known and not finite."""
         self._applying = step
         skips, scaled = self._clipping.skips(step), self._scale.value != 1.0
-        once = self._skip if skips else self._unscale_and_apply if scaled else self._apply_stock
-        self._gradients.apply(step, self._engine.basic_optimizer, once, scaled or self._clipping.clips(step))
+        once = self._skip if skips else self._unscale_and_apply if scaled else self._optimizer.apply
+        self._gradients.apply(step, self._optimizer.wrapped, once, scaled or self._clipping.clips(step))
         torch.clear_autocast_cache()  # which may have weights as they were, cast, where a step ends in another one's train_batch
         self._rescale(step, skips)
 
@@ -86,19 +76,14 @@ class Stepping:
 
     def _unscale_and_apply(self) -> None:
         self._scale.unscale(self._parameters)
-        self._apply_stock()
+        self._optimizer.apply()
 
     def _skip(self) -> None:
         """Count the step, and change no weight: to take that back there is nothing but counts."""
         for parameter in self._parameters:
             parameter.grad = None
         self._undo.before_step()
-        engine, optimizer = self._engine, self._engine.optimizer
-        engine.optimizer = Skipped(optimizer)
-        try:
-            self._apply_stock()
-        finally:
-            engine.optimizer = optimizer
+        self._optimizer.skip()
 
     def _rescale(self, step: int, skipped: bool) -> None:
         before, session = self._scale.value, self._session

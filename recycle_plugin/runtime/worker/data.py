@@ -1,4 +1,4 @@
-"""Training data addressed by (step, replica, micro-batch), so that a peer can load what a lost worker would have."""
+"""Training data: addressed by (step, replica, micro-batch), so that a peer can load what a lost worker would have, or read from a script's iterator."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.places import Places
+from recycle_plugin.core.sources import Draw
+from recycle_plugin.core.watch import ELSEWHERE
+from recycle_plugin.runtime.batches import Tensors, described, packed
 from recycle_plugin.runtime.errors import RecycleError
-
-Source = Callable[[int, MicroBatch], Any]
-"""Of (step, micro-batch): the batch of inputs and labels."""
-
+from recycle_plugin.runtime.session import Session
 
 class DatasetSource:
     """A map-style dataset in the order in which DeepSpeed's own loader would read it.
@@ -41,3 +41,19 @@ class DatasetSource:
         if not batches:
             raise RecycleError(f"training_data has {len(self._dataset)} samples: too few for one micro-batch of {self._size} per replica")
         return batches
+
+
+class ScriptsIterator:
+    """As core.supply.Iterator: batches are kept as the transport carries them.  ``next_batch(what)`` gives one; ``what`` names it in errors."""
+
+    def __init__(self, session: Session, next_batch: Callable[[str], Any]) -> None:
+        self._session, self._next_batch = session, next_batch
+
+    def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
+        what = f"step {step}, at its micro-batch {position}"
+        with self._session.heart.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data of {what}"):
+            batch = self._next_batch(what)
+        return None if draw is None else packed(batch, draw)
+
+    def draw_of(self, batch: Tensors) -> Draw:
+        return Draw(*described(batch))

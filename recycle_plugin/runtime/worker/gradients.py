@@ -14,7 +14,6 @@ from typing import Any, Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 
 from recycle_plugin.core.blocks import Block
 from recycle_plugin.core.dataflow import Datum
@@ -22,20 +21,20 @@ from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.runtime.blocks import BlockSums, in_place_of
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.tied import TiedWeight
+from recycle_plugin.runtime.worker.ports import Buckets, Parameters
 
 READ_ONLY = (torch.optim.Adam, torch.optim.AdamW)  # known to leave gradients as they are; Nesterov's foreach form does not
 EXACT_BUCKET = 1 << 22  # numbers
-Parameters = list[torch.nn.Parameter]
 
 
 class Gradients:
-    """Of ``parameters``, summed by ``engine``, DeepSpeed's, or from ``blocks``: in buckets, averaged by the logical number of replicas.
+    """Of ``parameters``, summed by ``buckets``, or from ``blocks``.
 
     ``tied``: those of them that other stages have too.
     """
 
-    def __init__(self, engine: Any, store: StepStore, parameters: Parameters, blocks: BlockSums | None, tied: list[TiedWeight]) -> None:
-        self._engine, self._store = engine, store
+    def __init__(self, buckets: Buckets, store: StepStore, parameters: Parameters, blocks: BlockSums | None, tied: list[TiedWeight]) -> None:
+        self._buckets, self._store = buckets, store
         self._parameters = parameters
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
         self._blocks = blocks
@@ -47,12 +46,12 @@ class Gradients:
 
     def reduce(self, step: int, holder: int | None) -> list[torch.Tensor] | None:
         """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``: of each parameter.  None where that is here already."""
-        owners = self._blocks.owners(self._group) if self._blocks is not None and holder is None else None
-        reduced = [(bucket, self._sum(bucket, step, holder, owners)) for bucket in self._buckets()]
+        owners = self._blocks.owners(self._buckets.group) if self._blocks is not None and holder is None else None
+        reduced = [(bucket, self._sum(bucket, step, holder, owners)) for bucket in self._cut()]
         if self._whole(step) is not None:
             return None  # here was what the others got
         for bucket, flat in reduced:
-            for parameter, gradient in zip(bucket, self._engine.unflatten(flat, bucket), strict=True):
+            for parameter, gradient in zip(bucket, self._buckets.unflatten(flat, bucket), strict=True):
                 parameter.grad = gradient
         return [parameter.grad for parameter in self._parameters]
 
@@ -98,30 +97,26 @@ class Gradients:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    @property
-    def _group(self) -> Any:
-        return self._engine.mpu.get_data_parallel_group()
-
     def _sum(self, bucket: Parameters, step: int, holder: int | None, owners: list[list[Block]] | None) -> torch.Tensor:
         if holder is not None:
             return self._taken_over(bucket, step, holder)
         if owners is not None:
-            total = self._blocks.total([self._places[parameter] for parameter in bucket], owners, self._group)
-            return total.mul_(1.0 / self._group.size()) if self._engine.gradient_average else total
+            total = self._blocks.total([self._places[parameter] for parameter in bucket], owners, self._buckets.group)
+            return total.mul_(1.0 / self._buckets.group.size()) if self._buckets.averages else total
         gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket]
         alone = len(bucket) == 1  # "flattened" it would be the contribution itself
-        return self._engine.allreduce_bucket([gradients[0].clone()] if alone else gradients, self._group)
+        return self._buckets.all_reduce([gradients[0].clone()] if alone else gradients)
 
     def _taken_over(self, bucket: Parameters, step: int, holder: int) -> torch.Tensor:
         whole = self._whole(step)
         gradients = [torch.empty_like(parameter) if whole is None else whole[self._places[parameter]] for parameter in bucket]
-        flat = self._engine.flatten(gradients).clone()
-        dist.broadcast(flat, holder, self._group)
+        flat = self._buckets.flatten(gradients).clone()
+        dist.broadcast(flat, holder, self._buckets.group)
         return flat
 
-    def _buckets(self) -> list[Parameters]:
-        """Parameters by dtype, cut as stock DeepSpeed cuts them; smaller for blocks, all of which a worker then has once more."""
-        limit = MEMORY_OPT_ALLREDUCE_SIZE if self._blocks is None else EXACT_BUCKET
+    def _cut(self) -> list[Parameters]:
+        """Parameters by dtype, cut as DeepSpeed cuts them; smaller for blocks, all of which a worker then has once more."""
+        limit = self._buckets.limit if self._blocks is None else EXACT_BUCKET
         buckets: list[Parameters] = []
         by_dtype: dict[torch.dtype, Parameters] = {}
         for parameter in self._parameters:

@@ -1,4 +1,4 @@
-"""fp16's loss scale, by DeepSpeed's own rules, as something that a step changes and an undo puts back.
+"""fp16's loss scale, by the framework's own rules, as something that a step changes and an undo puts back.
 
 The last stage multiplies its losses, every stage divides its gradients before they are applied, and where a norm is not finite the
 step is skipped and the scale goes down.  All stages come to the same scale, since each has applied or skipped the same steps;
@@ -10,19 +10,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.worker.ports import Scaler
 
 
 class LossScale:
-    """``fp16``: DeepSpeed's section of that name, whether it is enabled or not; None: the loss is not scaled."""
+    """By ``scaler``'s rule, whose attributes are its state; None: the loss is not scaled."""
 
-    def __init__(self, fp16: Any) -> None:
-        self._scaler = fp16 and CreateLossScaler(torch.half, fp16.loss_scale, fp16.loss_scale == 0, {
-            "init_scale": 2.0**fp16.initial_scale_power, "scale_window": fp16.loss_scale_window, "delayed_shift": fp16.hysteresis,
-            "consecutive_hysteresis": fp16.consecutive_hysteresis, "min_scale": fp16.min_loss_scale,
-        })  # fmt: skip
+    def __init__(self, scaler: Scaler | None) -> None:
+        self._scaler = scaler
 
     @property
     def value(self) -> float:
@@ -39,7 +36,7 @@ class LossScale:
         if self._scaler:
             try:
                 self._scaler.update_scale(skipped)
-            except Exception as error:  # DeepSpeed raises just that
+            except Exception as error:  # DeepSpeed's scaler raises just that
                 raise RecycleError(f"fp16.min_loss_scale: the loss scale is {self.value:g} and gradients still overflow ({error}); look for "
                                    "what makes them infinite, or write a smaller minimum") from None
 

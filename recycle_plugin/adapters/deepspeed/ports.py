@@ -1,0 +1,100 @@
+"""DeepSpeed's side of what a worker's step needs (runtime/worker/ports.py): its buckets, its step, its norm in fp32, its loss scaler."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.utils import is_model_parallel_parameter
+
+from recycle_plugin.runtime.worker.clipping import squared_norm
+from recycle_plugin.runtime.worker.ports import Parameters, Scaler
+
+
+class StockBuckets:
+    """The sum of gradients of ``engine``."""
+
+    limit = MEMORY_OPT_ALLREDUCE_SIZE
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    @property
+    def averages(self) -> bool:
+        return self._engine.gradient_average
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._engine.mpu.get_data_parallel_group()
+
+    def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._engine.allreduce_bucket(gradients, self.group)
+
+    def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._engine.flatten(tensors)
+
+    def unflatten(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return self._engine.unflatten(flat, like)
+
+
+class StockOptimizer:
+    """The step of ``engine``; ``apply``: stock code's, which also counts."""
+
+    def __init__(self, engine: Any, apply: Callable[[], None]) -> None:
+        self._engine, self.apply = engine, apply
+
+    @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        return self._engine.basic_optimizer
+
+    def skip(self) -> None:
+        optimizer = self._engine.optimizer
+        self._engine.optimizer = Skipped(optimizer)
+        try:
+            self.apply()
+        finally:
+            self._engine.optimizer = optimizer
+
+
+class Skipped:
+    """In the optimizer's place for a step that is not applied: stock code does the counting, as for fp16's overflows."""
+
+    overflow = True
+
+    def __init__(self, optimizer: Any) -> None:
+        self.param_groups = optimizer.param_groups
+
+    def step(self) -> None:
+        pass
+
+
+class StockNorm:
+    """What stock DeepSpeed 0.19 computes in fp32, which takes a pipeline for a tensor-parallel group: it counts the first stage, and of the others only
+    what calls itself tensor parallel (megatron-core's parallel linears do), and averages that over the replicas.  Kept for comparisons."""
+
+    def __init__(self, stage: int, replicas: int) -> None:
+        self._stage, self._replicas = stage, replicas
+
+    def share(self, parameters: Parameters) -> float:
+        return squared_norm([parameter for parameter in parameters if not self._stage or is_model_parallel_parameter(parameter)])
+
+    def total(self, shares: Mapping[str, float]) -> torch.Tensor:
+        squares = torch.tensor(shares["0"])
+        for stage in range(1, len(shares)):
+            squares += torch.tensor(shares[str(stage)])
+        share = squares.pow(1.0 / 2.0) * 1.0 / float(self._replicas)
+        total = share.clone()
+        for _ in range(self._replicas - 1):
+            total += share
+        return total
+
+
+def loss_scaler(fp16: Any) -> Scaler:
+    """``fp16``: DeepSpeed's section of that name, whether it is enabled or not."""
+    return CreateLossScaler(torch.half, fp16.loss_scale, fp16.loss_scale == 0, {
+        "init_scale": 2.0**fp16.initial_scale_power, "scale_window": fp16.loss_scale_window, "delayed_shift": fp16.hysteresis,
+        "consecutive_hysteresis": fp16.consecutive_hysteresis, "min_scale": fp16.min_loss_scale,
+    })  # fmt: skip
