@@ -9,6 +9,7 @@ Whatever bytes come, reading them raises nothing: what is no message is an :clas
 
 from __future__ import annotations
 
+from enum import Enum
 from struct import Struct
 from zlib import crc32
 
@@ -94,7 +95,7 @@ def _other(thing: object) -> object:
     """What msgpack does not know."""
     if type(thing) is int:
         return msgpack.ExtType(LARGE, thing.to_bytes(thing.bit_length() // 8 + 1, "big", signed=True))
-    return values(thing)
+    return thing.value if isinstance(thing, Enum) else values(thing)
 
 
 def _extension(code: int, data: bytes) -> int:

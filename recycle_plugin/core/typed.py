@@ -1,12 +1,14 @@
 """Values of this package's types from plain ones (numbers, texts, lists, dicts), as a wire or a file has them.
 
 The annotations say what is taken, and nothing else is.  A dataclass or a named tuple is the list of its fields' values (on the wire), or a dict of them
-by name (in files, where those with a default may be missing).  What does not fit is no exception but an :class:`Unreadable`, with the field's name.
+by name (in files, where those with a default may be missing); an enumeration's member is its value.  What does not fit is no exception but an
+:class:`Unreadable`, with the field's name.
 """
 
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
 from functools import cache
 from operator import attrgetter
 from types import NoneType, UnionType
@@ -85,6 +87,8 @@ def form_of(hint: Any) -> Form:
         return _dict(form_of(get_args(hint)[1]))
     if is_dataclass(hint) or isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
         return _record(hint)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _enumeration(hint)
     raise TypeError(f"nothing says how to read {hint}")
 
 
@@ -107,6 +111,13 @@ def _union(forms: list[Form]) -> Form:
     if len(makers) > 1:
         raise TypeError(f"nothing says which of {text} a list is")
     return Form(text, kinds, makers[0] if makers else _refusal(text))
+
+
+def _enumeration(kind: type[Enum]) -> Form:
+    members = {member.value: member for member in kind}
+    text = f"{kind.__name__}({', '.join(map(repr, members))})"
+    refuse = _refusal(text)
+    return Form(text, frozenset(), lambda plain: members[plain] if type(plain) in SCALARS and plain in members else refuse(plain))
 
 
 def _each(form: Form, plain: list) -> list:

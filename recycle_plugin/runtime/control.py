@@ -234,11 +234,11 @@ class SocketControl(_Framed):
 
 
 def connect(address: tuple[str, int], timeout_s: float) -> SocketControl:
-    """To whoever listens at ``address``, once somebody does.  ConnectionError says that nobody did, and why."""
+    """To whoever listens at ``address``, once somebody does.  ConnectionError says that for so long nobody did, and why."""
     try:
         return SocketControl(_connected(address, timeout_s), address)
     except OSError as error:
-        raise ConnectionError(f"no coordinator at {address[0]}:{address[1]} within {timeout_s:.0f} s ({error})") from error
+        raise ConnectionError(f"no coordinator at {address[0]}:{address[1]} within {timeout_s:g} s ({error})") from error
 
 
 def _connected(address: tuple[str, int], timeout_s: float) -> socket.socket:
@@ -346,6 +346,17 @@ class InProcess(_Framed):
 
 class InLoop:
     """``control`` in the running event loop, where whoever waits lets all others go on."""
+
+    @classmethod
+    async def connect(cls, address: tuple[str, int], timeout_s: float) -> InLoop:
+        """As :func:`connect`.  A thread does it, an attempt at a time: whoever gives up waits for no more than that."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return cls(await asyncio.to_thread(connect, address, ATTEMPT_S))
+            except ConnectionError:
+                if time.monotonic() >= deadline:
+                    raise
 
     def __init__(self, control: Control) -> None:
         self._control, self._loop = control, asyncio.get_running_loop()

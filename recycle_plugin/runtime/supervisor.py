@@ -24,7 +24,7 @@ from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Plac
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.announce import Announcer
-from recycle_plugin.runtime.control import InLoop, InProcess, connect
+from recycle_plugin.runtime.control import InLoop, InProcess
 from recycle_plugin.runtime.coordinator import Coordinator
 from recycle_plugin.runtime.errors import CutOff
 from recycle_plugin.runtime.slurm import NoPlace, described
@@ -87,7 +87,7 @@ class Supervisor:
     async def _connect(self) -> InLoop:
         if self._hosted is not None:
             return InLoop(self._hosted.connect())
-        return InLoop(await asyncio.to_thread(connect, self._address, CONNECT_S))
+        return await InLoop.connect(self._address, CONNECT_S)
 
     async def _placed(self) -> int:
         """The worker's rank, which depends on where all the others are."""

@@ -17,10 +17,12 @@ from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.encoding import HEAD, LIMIT, MAGIC, VERSION, Frames, decode, encode
 from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.protocol import MESSAGES, Beat, Committed, Generation, Note, Over, Ready, Report, Resume, Stepped
-from recycle_plugin.core.roster import Member
+from recycle_plugin.core.roster import FailureDomain, Member
+from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.typed import DEEPEST, Unreadable, form_of, names_of, read, values
 from tests.support.membership import job, member
 
@@ -81,9 +83,23 @@ def test_every_kind_of_message_has_a_number_and_a_form():
     assert len(set(MESSAGES)) == len(MESSAGES) and all(form_of(kind).text.startswith(f"{kind.__name__}(") for kind in MESSAGES)
 
 
-@pytest.mark.parametrize("thing", (Datum("act", 1, MicroBatch(0, 2), 17), Datum("params", 1, None, 3), Seat(1, 2)))
-def test_a_named_tuple_is_the_list_of_its_fields(thing):
-    assert read(type(thing), msgpack.unpackb(msgpack.packb(thing)), "it") == thing
+@pytest.mark.parametrize(
+    "thing",
+    [
+        Datum("act", 1, MicroBatch(0, 2), 17), Datum("params", 1, None, 3), Seat(1, 2), Instruction.parse("1SA0.2>0.2@7"), FailureDomain.REPLICA,
+        Topology(2, 3, 4, ((0, 2),)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_messages_may_be_made_of(thing):
+    """Named tuples, dataclasses with slots and without, enumerations."""
+    found = read(type(thing), msgpack.unpackb(msgpack.packb(thing, default=encoding._other)), "it")
+    assert found == thing and type(found) is type(thing)
+
+
+@pytest.mark.parametrize("value, said", [("X", "it.op is 'X', and it has to be Op('LOAD', 'RA', 'F'"), (3, "it.op is 3"), ([], "it.op is []")])
+def test_what_is_no_member_of_an_enumeration_is_refused(value, said):
+    assert str(read(Instruction, [value, 1, None, 0, None], "it")).startswith(said)
 
 
 def test_the_version_says_what_messages_have_in_them():
@@ -154,7 +170,7 @@ def test_a_field_of_another_type_is_named(message, data):
         (Ready(member(1), 0, replace(job(), max_slowdown="much")), "Ready.job.max_slowdown is 'much', and it has to be float | None"),
         (Ready(member(1), 0, replace(job(), costs=None)), "Ready.job.costs is None, and it has to be a list of 13"),
         (Resume(1, 0, {"0.0": {"act": []}}), "Resume.held['0.0']['act'] is [], and it has to be str"),
-        (Note(0, "x", "y", {"z": [{"deep": b"x"}]}), "Note.details['z'] is b'x', and it has to be made of numbers, texts, lists, and dicts with texts for keys"),
+        (Note(0, "x", "y", {"z": [b"x"]}), "Note.details['z'] is b'x', and it has to be made of numbers, texts, lists, and dicts with texts for keys"),
     ],
     ids=lambda given: "" if isinstance(given, str) else type(given).__name__,
 )
