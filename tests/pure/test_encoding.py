@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from recycle_plugin.core import encoding
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.encoding import HEAD, LIMIT, MAGIC, VERSION, Frames, decode, encode
+from recycle_plugin.core.encoding import HEAD, LIMIT, MAGIC, MOST, VERSION, Frames, decode, encode
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import MESSAGES, Beat, Committed, Generation, Note, Over, Ready, Report, Resume, Stepped
+from recycle_plugin.core.protocol import MESSAGES, Beat, Committed, Generation, Heard, Note, Over, Ready, Report, Resume, Stepped
 from recycle_plugin.core.roster import FailureDomain, Member
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.typed import DEEPEST, Unreadable, form_of, names_of, read, values
@@ -163,6 +163,7 @@ def test_a_field_of_another_type_is_named(message, data):
         (Stepped(3, 0, 1.0), "Stepped.step is 1.0, and it has to be int"),
         (Report(0, 0, 0, "plan", {"params": 1}), "Report.held['params'] is 1, and it has to be str"),
         (Report(0, 0, 0, "plan", {b"params": "x"}), "Report.held is {b'params': 'x'}, and it has to be a dict with texts for keys"),
+        (Heard(1, True), "Heard.for_s is True, and it has to be float"),
         (Committed(1, {"workers": "4"}), "Committed.figures['workers'] is '4', and it has to be float"),
         (Generation(1, (member(0), replace(member(1), seat=(1,))), 0, "x", 0.0), "Generation.members[1].seat is [1], and it has to be a list of 2"),
         (Generation(1, (member(0), replace(member(1), seat=(1, None))), 0, "x", 0.0), "Generation.members[1].seat.stage is None, and it has to be int"),
@@ -249,6 +250,9 @@ def test_a_head_is_enough_to_refuse_a_frame():
 def test_a_list_that_says_it_is_long_makes_no_room():
     assert "no msgpack" in str(decode(framed(bytes([0xDD, 0xFF, 0xFF, 0xFF, 0xFF]) + b"\x01" * 40)))
     assert isinstance(decode(framed((bytes([0xDD, 0, 0x10, 0, 0])) * 30)), Unreadable)
+    size = (MOST + 1).to_bytes(4, "big")
+    for body in (b"\xdd" + size + b"\xc0" * (MOST + 1), b"\xdf" + size + b"\xa0\xc0" * (MOST + 1)):
+        assert "no msgpack" in str(decode(framed(body)))
 
 
 @pytest.mark.parametrize("number", (0, -1, 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 63) - 1, 1 << 300, -(1 << 300)))
