@@ -7,7 +7,7 @@ only what stands below it::
     runtime/     processes, messages and tensors          simulator/  the same loop in virtual time
     render/      text grid, Gantt picture, trace
     planner/     reroute, schedule, bounds, verify
-    core/        vocabulary, dependencies, plan, executor, membership (standard library only)
+    core/        vocabulary, dependencies, plan, executor, membership, messages (standard library and msgpack)
 """
 
 from __future__ import annotations

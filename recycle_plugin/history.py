@@ -8,15 +8,16 @@ from functools import cached_property
 from math import nan
 from pathlib import Path
 from statistics import median
-from typing import Any, Mapping
+from typing import Any, Mapping, TypeVar
 
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.faults import Fault
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.job import costs_of, policy_of
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.typed import Unreadable, read
 
+T = TypeVar("T")
 EVENTS = "events.jsonl"
 WARM_UP = 3  # steps at the start of a run that no median counts
 RECENT = 10  # steps that "now" is over
@@ -88,12 +89,19 @@ class History:
 
     @property
     def policy(self) -> Policy:
-        return policy_of(self.job["policy"])
+        return self._of_job(Policy, "policy")
 
     @property
     def costs(self) -> CostModel:
         """Those that plans were made with."""
-        return costs_of(self.job["costs"])
+        return self._of_job(CostModel, "costs")
+
+    def _of_job(self, kind: type[T], name: str) -> T:
+        """ValueError names what is wrong."""
+        found = read(kind, self.job[name], f"job.{name}")
+        if isinstance(found, Unreadable):
+            raise ValueError(str(found))
+        return found
 
     @cached_property
     def commits(self) -> dict[int, float]:

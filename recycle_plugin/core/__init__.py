@@ -1,1 +1,1 @@
-"""The vocabulary and the rules that every other layer shares; standard library only."""
+"""The vocabulary and the rules that every other layer shares; of others' code only msgpack, for messages (encoding)."""

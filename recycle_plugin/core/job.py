@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from types import UnionType
-from typing import Any, get_origin, get_type_hints
 
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 
@@ -53,44 +50,3 @@ class Job:
     @property
     def shape(self) -> Topology:
         return Topology(self.replicas, self.stages, self.micro_batches, self.ties)
-
-    @classmethod
-    def decode(cls, record: dict) -> Job:
-        """Inverse of ``asdict``, over JSON.  ValueError names what is missing, unknown, or of another type."""
-        known = get_type_hints(cls)
-        for name in sorted(record.keys() ^ known.keys()):
-            raise ValueError(f"job.{name} is {'missing' if name in known else 'unknown'}: all workers need the same version of the plugin")
-        values = as_tuples(record)
-        for name, kind in (("costs", costs_of), ("policy", policy_of)):
-            try:
-                values[name] = kind(record[name])
-            except (TypeError, KeyError, ValueError) as error:
-                raise ValueError(f"job.{name} is {record[name]!r}: {error}") from error
-        for name, hint in known.items():
-            if not _is(values[name], hint):
-                raise ValueError(f"job.{name} is {record[name]!r}, and it has to be {getattr(hint, '__name__', hint)}")
-        return cls(**values)
-
-
-def costs_of(record: dict) -> CostModel:
-    """Inverse of ``asdict``, over JSON."""
-    known = as_tuples(record)
-    return CostModel(**known | {"slowness": tuple((Seat(*seat), percent) for seat, percent in known["slowness"])})
-
-
-def policy_of(record: dict) -> Policy:
-    """Inverse of ``asdict``, over JSON."""
-    return Policy(**as_tuples(record))
-
-
-def as_tuples(record: Any) -> Any:
-    """What JSON has made lists of."""
-    if isinstance(record, dict):
-        return {name: as_tuples(value) for name, value in record.items()}
-    return tuple(map(as_tuples, record)) if isinstance(record, (list, tuple)) else record
-
-
-def _is(value: Any, hint: Any) -> bool:
-    """Whether ``value`` is what a field's annotation says; a whole number is a float too, and a flag is no number."""
-    kinds = (hint.__args__ if isinstance(hint, UnionType) else (get_origin(hint) or hint,))
-    return type(value) in kinds or float in kinds and type(value) is int

@@ -86,11 +86,11 @@ class Line:
             case End():
                 self.end = message
 
-    def lose_coordinator(self) -> bool:
+    def lose_coordinator(self, why: str = "the coordinator's host is gone (it is still a single point of failure)") -> bool:
         """Its line is broken, and nothing will be heard any more: the job is over here, a planned end included, unless it already is."""
         lost = self.end is None or not self.end.failed
         if lost:
-            self.end = End(0, "the coordinator's host is gone (it is still a single point of failure)", failed=True)
+            self.end = End(0, why, failed=True)
         return lost
 
     def rewind(self, step: int) -> None:

@@ -1,13 +1,13 @@
-"""The control messages between workers, supervisors and the coordinator, one JSON object a line.
+"""The control messages between workers, supervisors and the coordinator; core/encoding.py makes bytes of them, by their fields' annotations.
 
-Data (activations, gradients) never passes here: a step costs each worker a handful of these lines.
+Data (activations, gradients) never passes here: a step costs each worker a handful of these messages.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.job import Job
@@ -33,7 +33,7 @@ class OfWorker:
 
 @dataclass(frozen=True)
 class Hello:
-    """First line of every connection.  ``role`` is ``worker`` or ``supervisor``, or ``placing``: a supervisor that has no rank of its own yet."""
+    """First message of every connection.  ``role`` is ``worker`` or ``supervisor``, or ``placing``: a supervisor that has no rank of its own yet."""
 
     rank: int
     role: str
@@ -53,12 +53,6 @@ class Ready:
     def worker(self) -> WorkerId:
         return self.member.worker
 
-    def __post_init__(self) -> None:
-        if isinstance(self.member, dict):
-            object.__setattr__(self, "member", Member(**self.member))
-        if isinstance(self.job, dict):
-            object.__setattr__(self, "job", Job.decode(self.job))
-
 
 @dataclass(frozen=True)
 class Report(OfWorker):
@@ -69,11 +63,11 @@ class Report(OfWorker):
     generation: int
     stepped: int
     digest: str
-    held: dict = field(default_factory=dict)
-    timings: dict = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
     loaded: bool = False
     period_us: int = 0
-    drawn: dict = field(default_factory=dict)
+    drawn: dict[str, str] = field(default_factory=dict)
     era: int = 0
 
 
@@ -111,7 +105,7 @@ class Fingerprint(OfWorker):
 
     step: int
     digest: str
-    tied: dict = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,7 +130,7 @@ class Contribution(OfWorker):
 
     step: int
     name: str
-    values: dict
+    values: dict[str, float]
     expected: int
     shard: int = 0
 
@@ -147,7 +141,7 @@ class Arrived(OfWorker):
 
     generation: int
     place: str
-    values: dict
+    values: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -225,7 +219,7 @@ class Note(OfWorker):
 
     kind: str
     text: str
-    details: dict = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 # --- from the coordinator ------------------------------------------------------------------------
@@ -261,11 +255,6 @@ class Generation:
     at: float
     slowness: tuple[tuple[Seat, int], ...] = ()
 
-    def __post_init__(self) -> None:
-        members = tuple(Member(**member) if isinstance(member, dict) else member for member in self.members)
-        object.__setattr__(self, "members", members)
-        object.__setattr__(self, "slowness", tuple((Seat(*seat), percent) for seat, percent in self.slowness))
-
     @cached_property
     def roster(self) -> Roster:
         return Roster(self.members)
@@ -281,10 +270,10 @@ class Resume:
 
     generation: int
     committed: int
-    held: dict = field(default_factory=dict)
+    held: dict[str, dict[str, str]] = field(default_factory=dict)
     norm: float | None = None
     void: bool = False
-    drawn: dict = field(default_factory=dict)
+    drawn: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -310,7 +299,7 @@ class Committed:
     """All stages have applied ``step``: its effects stay.  ``figures``: core.work's, for the user's monitors."""
 
     step: int
-    figures: dict = field(default_factory=dict, compare=False)
+    figures: dict[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -319,7 +308,7 @@ class Collected:
 
     step: int
     name: str
-    values: dict
+    values: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -327,7 +316,7 @@ class Met:
     """Everybody has arrived at ``place``; nobody has started ``from_step`` yet, or will before reading this."""
 
     place: str
-    values: dict
+    values: dict[str, Any]
     from_step: int
 
 
@@ -351,24 +340,10 @@ class Over:
     code: int
 
 
-MESSAGES = {
-    kind.__name__: kind
-    for kind in (
-        Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal, Note,
-        Welcome, Placed, Generation, Resume, Heard, Fence, Committed, Collected, Met, End, Over,
-    )
-}  # fmt: skip
-
-
-def encode(message: object) -> bytes:
-    """One line of JSON."""
-    return json.dumps({"type": type(message).__name__, **asdict(message)}, separators=(",", ":")).encode() + b"\n"
-
-
-def decode(line: bytes) -> object:
-    """Inverse of :func:`encode`; ValueError on anything else."""
-    record = json.loads(line)
-    kind = MESSAGES.get(record.pop("type", None) if isinstance(record, dict) else None)
-    if kind is None or set(record) != {field.name for field in fields(kind)}:
-        raise ValueError(f"no control message: {line[:120]!r}")
-    return kind(**record)
+MESSAGES = (
+    # from a worker or its supervisor
+    Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal,
+    Note,
+    # from the coordinator
+    Welcome, Placed, Generation, Resume, Heard, Fence, Committed, Collected, Met, End, Over,
+)  # fmt: skip

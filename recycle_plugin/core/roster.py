@@ -34,9 +34,6 @@ class Member:
     incarnation: int = 0
     shard: int = 0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "seat", Seat(*self.seat))
-
     @property
     def worker(self) -> WorkerId:
         return WorkerId(self.rank, self.incarnation)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Callable
 
-from recycle_plugin.core.protocol import Pulse, decode
+from recycle_plugin.core.encoding import decode
+from recycle_plugin.core.protocol import Pulse
 
 
 class PulseListener(asyncio.DatagramProtocol):
@@ -19,10 +20,7 @@ class PulseListener(asyncio.DatagramProtocol):
         self._take = take
 
     def datagram_received(self, data: bytes, _: object) -> None:
-        try:
-            message = decode(data)
-        except ValueError:
-            return
+        message = decode(data)
         if isinstance(message, Pulse):
             self._take(message)
 

@@ -17,17 +17,20 @@ from dataclasses import replace
 from typing import Callable, Iterator, TypeVar
 
 from recycle_plugin.core.line import Line
-from recycle_plugin.core.protocol import Fence, Generation, Heard, Hello, Leaving, Left, Note, OfWorker, Welcome, decode, encode
+from recycle_plugin.core.protocol import Fence, Generation, Heard, Hello, Leaving, Left, Note, OfWorker, Welcome
 from recycle_plugin.core.watch import WAITS
+from recycle_plugin.runtime.control import Control, connect
 from recycle_plugin.runtime.errors import CutOff, RecycleError, WaitTimeout
 from recycle_plugin.runtime.heart import Heart
 
 T = TypeVar("T")
-CONNECT_TIMEOUT_S = 60.0
+CONNECT_S = 60.0  # how long the coordinator may take to answer
+SEND_S = 60.0  # how long it may take nothing of what is said
+LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something has a deadline of its own
 
 
 class Session(Line):
-    """Connected to the coordinator at ``address`` (host, port) as the worker of ``rank``.
+    """Over ``control`` to the coordinator, as the worker of ``rank``.  When that breaks, the job is over here: the others go on without this worker.
 
     What the line says is read under :attr:`changed`.  ``between_steps`` recovers from a membership change that the training script
     meets outside a step, in a collective of its own.  ``work`` is what of a program is being carried out, None between steps, and ``trainer``
@@ -39,7 +42,7 @@ class Session(Line):
     """
 
     def __init__(
-        self, address: tuple[str, int], rank: int, wait_timeout_s: float = 300.0, ended_early: Callable[[Session], None] | None = None
+        self, control: Control, rank: int, wait_timeout_s: float = 300.0, ended_early: Callable[[Session], None] | None = None
     ) -> None:
         super().__init__(rank)
         self.host = socket.gethostname()
@@ -56,22 +59,18 @@ class Session(Line):
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user
         self._closed = False
         self._ended_early = ended_early
-        self._socket = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        os.register_at_fork(after_in_child=self._socket.close)  # a data loader's process must not keep the line open after a death
-        self._sending = threading.Lock()
+        self._control = control
         self.send(Hello(rank, "worker", os.getpid(), self.host))
-        self._lines = self._socket.makefile("rb")
-        welcome = decode(self._lines.readline())
-        assert isinstance(welcome, Welcome)
-        self._socket.settimeout(None)  # from here on a thread reads, and who waits for it has a deadline
+        welcome = control.receive(CONNECT_S)
+        if not isinstance(welcome, Welcome):
+            raise RecycleError(f"the coordinator has not welcomed worker {rank} within {CONNECT_S:.0f} s: {control.broken or welcome or 'it says nothing'}")
         self.job_id, self.incarnation = welcome.job_id, welcome.incarnation
         threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
 
     @property
     def own_address(self) -> str:
         """This worker's address on the interface that reaches the coordinator."""
-        return self._socket.getsockname()[0]
+        return self._control.here
 
     # --- talking -----------------------------------------------------------------------------------
 
@@ -79,12 +78,7 @@ class Session(Line):
         """As this worker: who says something of itself need not know which incarnation it is."""
         if isinstance(message, OfWorker):
             message = replace(message, incarnation=self.incarnation)
-        with self._sending:
-            try:
-                self._socket.sendall(encode(message))
-            except OSError:
-                with self.changed:
-                    self._coordinator_gone()
+        self._control.send(message, SEND_S)
 
     def note(self, kind: str, text: str, **details: object) -> None:
         """Say something to the user, through the coordinator."""
@@ -102,19 +96,18 @@ class Session(Line):
     # --- listening ---------------------------------------------------------------------------------
 
     def _listen(self) -> None:
-        try:
-            for line in self._lines:
-                message = decode(line)
-                self._leave_if_given_up(message)
-                with self.changed:
-                    self.heart.heard(message) if isinstance(message, Heard) else self.take(message)
-                    self.changed.notify_all()
-                self._leave_early()
-        except OSError:
-            pass
+        while (message := self._control.receive(LISTEN_S)) is not None or self._control.broken is None:
+            if message is None:
+                continue
+            self._leave_if_given_up(message)
+            with self.changed:
+                self.heart.heard(message) if isinstance(message, Heard) else self.take(message)
+                self.changed.notify_all()
+            self._leave_early()
         with self.changed:
             self._coordinator_gone()
             self.changed.notify_all()
+        self._control.close()
         self._leave_early()
 
     def _leave_early(self) -> None:
@@ -129,7 +122,8 @@ class Session(Line):
             self.given_up(message.reason if fenced else message.cause)
 
     def _coordinator_gone(self) -> None:
-        if not self._closed and self.lose_coordinator():
+        nonsense = self._control.broken.unreadable
+        if not self._closed and (self.lose_coordinator(f"the coordinator can't be understood: {nonsense}") if nonsense else self.lose_coordinator()):
             self.coordinator_is_gone = True
 
     # --- waiting -----------------------------------------------------------------------------------
@@ -220,4 +214,4 @@ def connect_from_environment(environment: dict[str, str], ended_early: Callable[
             "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py …`"
         )
     host, _, port = address.rpartition(":")
-    return Session((host, int(port)), int(environment["RANK"]), ended_early=ended_early)
+    return Session(connect((host, int(port)), CONNECT_S), int(environment["RANK"]), ended_early=ended_early)

@@ -18,18 +18,21 @@ import time
 from ipaddress import ip_address
 from pathlib import Path
 
+from recycle_plugin.core.encoding import encode
 from recycle_plugin.core.output import Event
-from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Placed, Pulse, Terminate, Welcome, decode, encode
+from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Placed, Pulse, Terminate, Welcome
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.announce import Announcer
+from recycle_plugin.runtime.control import InLoop, InProcess
 from recycle_plugin.runtime.coordinator import Coordinator
 from recycle_plugin.runtime.errors import CutOff
 from recycle_plugin.runtime.slurm import NoPlace, described
 from recycle_plugin.runtime.spawn import Process, spawn
 
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
-RETRY_S = 0.05
+RESUME_S = 5.0  # the same once more, where the connection has broken
+LISTEN_S = 60.0  # how long nothing need be heard
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
 PULSE_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
@@ -54,21 +57,24 @@ class Supervisor:
         self._environment = environment
         self._rank = int(environment["RANK"])
         self._address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+        self._hosted: Hosted | None = None
         self._over: asyncio.Future[int] | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._control: InLoop | None = None
         self._worker: Process | None = None
+        self._exited: Exited | None = None  # the worker, once it has
         self._answered = asyncio.Event()  # the news of the worker's end have got there
 
     async def run(self) -> int:
         """The exit code for the launcher: 0 also when the worker was killed and the job went on."""
-        hosted = await self._host() if self._rank == 0 else None
+        if self._rank == 0:
+            self._hosted = await self._host()
         try:
             if self._placement == "spread":
                 self._rank = await self._placed()
             return await self._supervise()
         finally:
-            if hosted is not None:
-                await hosted.close()
+            if self._hosted is not None:
+                await self._hosted.close()
 
     async def _host(self) -> Hosted:
         """Workers tell each other the addresses at which they reach the coordinator: over a loopback that is none for other hosts."""
@@ -78,32 +84,37 @@ class Supervisor:
             raise BadMaster(f"master address {self._address[0]} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}")
         return await Hosted.start(self._address, ranks)
 
+    async def _connect(self) -> InLoop:
+        if self._hosted is not None:
+            return InLoop(self._hosted.connect())
+        return await InLoop.connect(self._address, CONNECT_S)
+
     async def _placed(self) -> int:
         """The worker's rank, which depends on where all the others are."""
-        reader, writer = await _connect(self._address)
-        writer.write(encode(Hello(self._rank, "placing", os.getpid(), socket.gethostname())))
-        try:
-            placed = decode(await asyncio.wait_for(reader.readline(), CONNECT_S))
-        except (TimeoutError, asyncio.TimeoutError, ValueError) as error:
+        control = await self._connect()
+        control.send(Hello(self._rank, "placing", os.getpid(), socket.gethostname()))
+        placed = await control.receive(CONNECT_S)
+        control.close()
+        if not isinstance(placed, Placed):
             raise ConnectionError(
                 f'place {self._rank} has got no rank within {CONNECT_S:.0f} s: with recycle.placement "spread" all supervisors have to be there first, '
                 "and all need the same config; see whether each host has started"
-            ) from error
-        finally:
-            writer.close()
-        assert isinstance(placed, Placed)
+            )
         return placed.rank
 
+    @property
+    def _hello(self) -> Hello:
+        return Hello(self._rank, "supervisor", os.getpid(), socket.gethostname())
+
     async def _supervise(self) -> int:
-        reader, self._writer = await _connect(self._address)
-        self._tell(Hello(self._rank, "supervisor", os.getpid(), socket.gethostname()))
-        try:
-            welcome = decode(await asyncio.wait_for(reader.readline(), CONNECT_S))
-        except (TimeoutError, asyncio.TimeoutError, ValueError) as error:
-            raise ConnectionError("{}:{} answers, but is no coordinator: start the launcher with --master_port and a free one".format(*self._address)) from error
-        assert isinstance(welcome, Welcome)
+        self._control = await self._connect()
+        self._tell(self._hello)
+        welcome = await self._control.receive(CONNECT_S)
+        if not isinstance(welcome, Welcome):
+            why = f" ({self._control.broken})" if self._control.broken else ""
+            raise ConnectionError("{}:{} answers, but is no coordinator{}: start the launcher with --master_port and a free one".format(*self._address, why))
         self._over = asyncio.get_running_loop().create_future()
-        listening = asyncio.create_task(self._listen(reader))
+        listening = asyncio.create_task(self._listen())
         self._worker = await spawn("recycle_plugin.worker", self._command, self._worker_environment(welcome.store_port))
         pulsing = asyncio.create_task(self._pulse())
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -111,7 +122,7 @@ class Supervisor:
         code = await self._until_both_ended(self._worker)
         listening.cancel()
         pulsing.cancel()
-        self._writer.close()
+        self._control.close()
         return code
 
     def _worker_environment(self, store_port: int) -> dict[str, str]:
@@ -136,7 +147,8 @@ class Supervisor:
         if not exit_code.done():
             await self._end_worker(worker, exit_code)
         code, self._worker = exit_code.result(), None
-        self._tell(Exited(self._rank, code, time.time()))
+        self._exited = Exited(self._rank, code, time.time())
+        self._tell(self._exited)
         if code == CutOff.code:
             await asyncio.wait({asyncio.create_task(self._answered.wait()), self._over}, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
             if not self._answered.is_set():
@@ -155,16 +167,18 @@ class Supervisor:
         await exit_code
 
     async def _pulse(self) -> None:
-        """Say now and then that the worker's process is there, and whether it runs."""
-        datagrams = await pulse.connect(self._writer.get_extra_info("peername")[:2])
+        """Say now and then that the worker's process is there, and whether it runs; over a network also by datagram."""
+        datagrams = await pulse.connect(self._control.there) if self._control.there else None
         try:
             while self._worker is not None and not self._over.done():
                 message = Pulse(self._rank, is_stopped(self._worker.pid))
                 self._tell(message)
-                datagrams.sendto(encode(message))
+                if datagrams is not None:
+                    datagrams.sendto(encode(message))
                 await asyncio.sleep(PULSE_S)
         finally:
-            datagrams.close()
+            if datagrams is not None:
+                datagrams.close()
 
     def _fence(self) -> None:
         """The others go on without the worker: it must not wake up."""
@@ -174,9 +188,9 @@ class Supervisor:
         except ProcessLookupError:
             pass  # it has ended by itself
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            message = decode(line)
+    async def _listen(self) -> None:
+        while self._control.broken is None or await self._resumed():
+            message = await self._control.receive(LISTEN_S)
             if isinstance(message, Fence) and message.worker == WorkerId(self._rank):
                 self._fence()
             if isinstance(message, Heard):
@@ -186,8 +200,21 @@ class Supervisor:
         if not self._over.done():
             self._over.set_result(1)  # the coordinator is gone
 
+    async def _resumed(self) -> bool:
+        """The connection has broken: it is made once more, and the worker goes on meanwhile.  What was said since the break is said again where it counts."""
+        if self._over.done():
+            return False
+        if self._control.broken.unreadable is not None:
+            print(f"recycle: error: the coordinator can't be understood: {self._control.broken}", file=sys.stderr, flush=True)
+            return False
+        if not await self._control.resume(self._hello, RESUME_S) or not isinstance(await self._control.receive(RESUME_S), Welcome):
+            return False
+        if self._exited is not None and not self._answered.is_set():
+            self._tell(self._exited)
+        return True
+
     def _tell(self, message: object) -> None:
-        self._writer.write(encode(message))
+        self._control.send(message)
 
 
 class Hosted:
@@ -215,6 +242,10 @@ class Hosted:
         store = await spawn("recycle_plugin.runtime.store", [str(listener.fileno())], dict(os.environ), keep_fd=listener.fileno())
         listener.close()
         return cls(coordinator, store, announcer)
+
+    def connect(self) -> InProcess:
+        """To the coordinator."""
+        return self._coordinator.connect()
 
     async def close(self) -> None:
         """Outlive the other supervisors, whose workers may train on without this one's."""
@@ -250,17 +281,6 @@ async def _write_report(folder: Path) -> Event:
         return Event("warning", f"no report within {REPORT_S:.0f} s: recycle report {folder} writes it")
     last = said.decode(errors="replace").strip().rpartition("\n")[2]
     return Event("warning", f"no report: {last}") if process.returncode else Event("report", last)
-
-
-async def _connect(address: tuple[str, int]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    deadline = time.monotonic() + CONNECT_S
-    while True:
-        try:
-            return await asyncio.open_connection(*address, limit=1 << 24)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ConnectionError(f"no coordinator at {address[0]}:{address[1]} within {CONNECT_S:.0f} s ({error})") from error
-            await asyncio.sleep(RETRY_S)
 
 
 def _resolved(host: str) -> str:

@@ -15,10 +15,11 @@ import pytest
 
 from recycle_plugin.core import dump as module
 from recycle_plugin.core.dump import dump, load
+from recycle_plugin.core.encoding import encode
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.meeting import Meetings
-from recycle_plugin.core.protocol import Beat, Missing, encode
+from recycle_plugin.core.protocol import Beat, Missing
 from recycle_plugin.core.roster import FailureDomain, Roster, WorkerId
 from recycle_plugin.core.steps import Steps
 from recycle_plugin.core.watch import Watch

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from recycle_plugin.core.encoding import decode, encode
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Output
-from recycle_plugin.core.protocol import TOO_SLOW, End, Exited, Left, Over, Ready, Report, Terminate, decode, encode
+from recycle_plugin.core.protocol import TOO_SLOW, End, Exited, Left, Over, Ready, Report, Terminate
 from tests.support.membership import job, member, resumed, said, step
 
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from recycle_plugin.core.encoding import decode, encode
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS
-from recycle_plugin.core.protocol import Beat, Contribution, End, Exited, Fatal, Fence, Generation, Left, Missing, Pulse, Ready, Stepped, decode, encode
+from recycle_plugin.core.protocol import Beat, Contribution, End, Exited, Fatal, Fence, Generation, Left, Missing, Pulse, Ready, Stepped
 from recycle_plugin.core.roster import FailureDomain, WorkerId
 from tests.support.membership import agree, job, member, said, started, step
 

@@ -8,11 +8,13 @@ from dataclasses import asdict, replace
 import pytest
 
 from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.encoding import decode, encode
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import End, Ready, decode, encode
+from recycle_plugin.core.protocol import End, Ready
+from recycle_plugin.core.typed import read
 from recycle_plugin.history import History
 from tests.support.membership import job, member, said
 
@@ -28,7 +30,7 @@ def over_json(record: dict) -> dict:
 
 @pytest.mark.parametrize("given", (job(), RICH), ids=("plain", "rich"))
 def test_it_survives_the_wire_and_the_log(given):
-    assert Job.decode(over_json(asdict(given))) == given
+    assert read(Job, over_json(asdict(given)), "job") == given
     assert decode(encode(Ready(member(1), 4, given))) == Ready(member(1), 4, given)
     run = History(({"event": "start", "job": over_json(asdict(given))},))
     assert (run.policy, run.costs, run.shape) == (given.policy, given.costs, given.shape)
@@ -40,25 +42,29 @@ def test_it_survives_the_wire_and_the_log(given):
         ({"stages": "2"}, "job.stages is '2', and it has to be int"),
         ({"replicas": True}, "job.replicas is True, and it has to be int"),
         ({"max_slowdown": "much"}, "job.max_slowdown is 'much', and it has to be float | None"),
-        ({"ties": 3}, "job.ties is 3"),
-        ({"costs": {"forward": [1]}}, "job.costs is {'forward': [1]}"),
-        ({"policy": {"unheard_of": 1}}, "job.policy is {'unheard_of': 1}"),
-        ({"policy": {"block": 0}}, "block is 0: it has at least 1 micro-batch"),
-        ({"colour": "red"}, "job.colour is unknown: all workers need the same version of the plugin"),
+        ({"ties": 3}, "job.ties is 3, and it has to be a list"),
+        ({"ties": [[0], [1, "2"]]}, "job.ties[1][1] is '2', and it has to be int"),
+        ({"costs": {"forward": [1]}}, "job.costs.input is missing"),
+        ({"policy": {"unheard_of": 1}}, "job.policy.unheard_of is unknown"),
+        ({"policy": {"block": 0}}, "job.policy can't be: block is 0: it has at least 1 micro-batch"),
+        ({"colour": "red"}, "job.colour is unknown"),
     ],
 )
 def test_what_is_wrong_is_named(change, said):
-    with pytest.raises(ValueError) as found:
-        Job.decode(over_json(asdict(job())) | change)
-    assert said in str(found.value)
+    assert str(read(Job, over_json(asdict(job())) | change, "job")) == said
 
 
-@pytest.mark.parametrize("name", ("clip", "costs", "replicas"))
-def test_what_is_missing_is_named(name):
+def test_of_an_older_file_what_has_a_default_may_be_missing():
     record = over_json(asdict(job()))
-    del record[name]
-    with pytest.raises(ValueError, match=f"job.{name} is missing"):
-        Job.decode(record)
+    del record["clip"], record["costs"]["tie"]
+    assert read(Job, record, "job") == job()
+    del record["replicas"]
+    assert str(read(Job, record, "job")) == "job.replicas is missing"
+
+
+def test_a_log_that_does_not_say_what_it_should_is_refused():
+    with pytest.raises(ValueError, match="job.costs.forward is 1, and it has to be a list"):
+        assert History(({"event": "start", "job": {"costs": {"forward": 1}}},)).costs
 
 
 def test_workers_that_want_different_things_are_told_which_and_who():

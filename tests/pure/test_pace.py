@@ -6,10 +6,11 @@ import random
 
 import pytest
 
+from recycle_plugin.core.encoding import decode, encode
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.pace import WIDTH, Paces
-from recycle_plugin.core.protocol import Committed, Exited, Generation, Leaving, Pace, Stepped, decode, encode
+from recycle_plugin.core.protocol import Committed, Exited, Generation, Leaving, Pace, Stepped
 from recycle_plugin.core.roster import Roster
 from tests.support.membership import agree, member, said, started
 

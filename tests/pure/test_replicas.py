@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from recycle_plugin.core.encoding import decode, encode
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import Output
-from recycle_plugin.core.protocol import End, Exited, Fence, Fingerprint, Generation, Resume, Stepped, decode, encode
+from recycle_plugin.core.protocol import End, Exited, Fence, Fingerprint, Generation, Resume, Stepped
 from recycle_plugin.core.roster import WorkerId
 from tests.support.membership import agree, said, started
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from recycle_plugin.core.contributions import LOSS, NORM
 from recycle_plugin.core.dataflow import Datum, pack
+from recycle_plugin.core.encoding import decode, encode
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.lineage import uninformed
 from recycle_plugin.core.output import Output
-from recycle_plugin.core.protocol import Collected, Committed, Contribution, End, Exited, Generation, Report, Resume, decode, encode
+from recycle_plugin.core.protocol import Collected, Committed, Contribution, End, Exited, Generation, Report, Resume
 from recycle_plugin.core.verdict import SHARE, Verdicts, over
 from tests.support.membership import said, started, step
 

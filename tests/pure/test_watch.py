@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from recycle_plugin.core.encoding import decode, encode
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, Event, Output
-from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Generation, Heard, Leaving, Pulse, Report, Resume, Stepped, Terminate, decode, encode
+from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Generation, Heard, Leaving, Pulse, Report, Resume, Stepped, Terminate
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, LATE_S, TICK_S, WAITS
 from tests.support.membership import agree, said, started, step

@@ -9,52 +9,48 @@ from typing import Callable
 import pytest
 
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.protocol import Generation, Welcome, decode, encode
+from recycle_plugin.core.protocol import Generation, Welcome
 from recycle_plugin.core.roster import Member
+from recycle_plugin.runtime.control import Control, InProcess, SocketControl
 from recycle_plugin.runtime.session import Session
+
+PATIENCE_S = 60.0
 
 
 class FakeCoordinator:
-    """Accepts sessions; what they say lands in ``heard``, and ``tell`` speaks to all of them."""
+    """Welcomes sessions; what they say lands in ``heard``, and ``tell`` speaks to all of them."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
-        self._connections: list[socket.socket] = []
+        self._controls: list[Control] = []
         self.heard: list[object] = []
         self.news = threading.Condition()
 
     def session(self, rank: int, wait_timeout_s: float = 10.0, ended_early: Callable[[Session], None] | None = None) -> Session:
         """A session of this process."""
-        made: list[Session] = []
-        thread = threading.Thread(target=lambda: made.append(Session(self.address, rank, wait_timeout_s, ended_early)))
-        thread.start()
-        self.accept()
-        thread.join(10)
-        return made[0]
+        return Session(InProcess(self._answer), rank, wait_timeout_s, ended_early)
 
     def accept(self) -> None:
-        """Welcome the next session, from whichever process it comes."""
+        """The next session of another process."""
         self._listener.settimeout(60)
-        connection, _ = self._listener.accept()
-        lines = connection.makefile("rb")
-        decode(lines.readline())
-        connection.sendall(encode(Welcome(1, "job")))
-        self._connections.append(connection)
-        threading.Thread(target=self._hear, args=(lines,), daemon=True).start()
+        self._answer(SocketControl(self._listener.accept()[0]))
 
-    def _hear(self, lines) -> None:
-        try:
-            for line in lines:
-                with self.news:
-                    self.heard.append(decode(line))
-                    self.news.notify_all()
-        except OSError:
-            pass
+    def _answer(self, control: Control) -> None:
+        self._controls.append(control)
+        threading.Thread(target=self._hear, args=(control,), daemon=True).start()
+
+    def _hear(self, control: Control) -> None:
+        control.receive(PATIENCE_S)
+        control.send(Welcome(1, "job"))
+        while (message := control.receive(PATIENCE_S)) is not None or control.broken is None:
+            with self.news:
+                self.heard += [message] if message is not None else []
+                self.news.notify_all()
 
     def tell(self, message: object) -> None:
-        for connection in self._connections:
-            connection.sendall(encode(message))
+        for control in self._controls:
+            control.send(message, PATIENCE_S)
 
     def hear(self, kind: type) -> list[object]:
         """All messages of this kind, once there is one."""
@@ -63,12 +59,8 @@ class FakeCoordinator:
             return [one for one in self.heard if isinstance(one, kind)]
 
     def close(self) -> None:
-        for connection in self._connections:
-            try:
-                connection.shutdown(socket.SHUT_RDWR)  # close() alone would leave the line open while the reader has it
-            except OSError:
-                pass
-            connection.close()
+        for control in self._controls:
+            control.close()
         self._listener.close()
 
 

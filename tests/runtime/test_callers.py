@@ -18,6 +18,7 @@ from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.protocol import Note
 from recycle_plugin.runtime import group
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.control import connect
 from recycle_plugin.runtime.session import Session
 
 from .conftest import FakeCoordinator, generation
@@ -144,7 +145,7 @@ def in_a_program(calls: Calls, session: Session) -> dict[str, dict]:
 
 def after_a_loss(rank: int, address: tuple[str, int], store_port: int, results) -> None:
     """Rank 2 dies once all are connected; each of the others says what every collective gives, by name."""
-    session = Session(address, rank, wait_timeout_s=20)
+    session = Session(connect(address, 10), rank, wait_timeout_s=20)
     group.register(session)
     store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
     dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)

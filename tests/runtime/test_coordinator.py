@@ -3,82 +3,91 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from math import inf
 
 import pytest
 
+from recycle_plugin.core.encoding import encode
 from recycle_plugin.core.protocol import (
-    Committed, End, Exited, Generation, Hello, Left, Over, Pulse, Ready, Report, Resume, Stepped, Terminate, Welcome, decode, encode,
+    Committed, End, Exited, Generation, Heard, Hello, Left, Over, Pulse, Ready, Report, Resume, Stepped, Terminate, Welcome,
 )  # fmt: skip
+from recycle_plugin.runtime.control import InLoop, connect
 from recycle_plugin.runtime.coordinator import Coordinator
 from tests.support.membership import job, member
 
 PATIENCE_S = 10.0
 
 
-class Worker:
-    """A worker, or a supervisor, that the test plays."""
+class Player(InLoop):
+    """A worker or a supervisor that the test plays."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader, self.writer = reader, writer
+    def __init__(self, coordinator: Coordinator, rank: int, role: str = "worker", process: int = 1000) -> None:
+        self.control = coordinator.connect()
+        super().__init__(self.control)
+        self.send(Hello(rank, role, process + rank, "h"))
 
-    @classmethod
-    async def connect(cls, port: int, rank: int, role: str = "worker") -> Worker:
-        worker = cls(*await asyncio.open_connection("127.0.0.1", port))
-        worker.say(Hello(rank, role, 1000 + rank, "h"))
-        return worker
+    async def hear(self, *kinds: type) -> object:
+        """The next message of these kinds."""
+        while not isinstance(message := await self.receive(PATIENCE_S), kinds):
+            assert message is not None, f"no {kinds} came: {self.broken}"
+        return message
 
-    def say(self, message: object) -> None:
-        self.writer.write(encode(message))
+    async def hear_the_end(self) -> None:
+        while await self.receive(PATIENCE_S) is not None:
+            pass
+        assert self.broken is not None
 
-    async def hear(self, kind: type) -> object:
-        """The next message of that kind."""
-        while True:
-            message = decode(await asyncio.wait_for(self.reader.readline(), PATIENCE_S))
-            if isinstance(message, kind):
-                return message
+
+@asynccontextmanager
+async def serving(said: list, ranks: int = 4):
+    """A coordinator that listens, at a port that it does not say."""
+    coordinator = Coordinator(ranks, 1, lambda event, now: said.append(event))
+    await coordinator.start("127.0.0.1", 0)
+    try:
+        yield coordinator
+    finally:
+        await coordinator.close()
 
 
 @asynccontextmanager
 async def four_workers(said: list):
-    """(port, workers) of a job that has started."""
-    coordinator = Coordinator(4, 1, lambda event, now: said.append(event))
-    await coordinator.start("127.0.0.1", 0)
-    port = coordinator._server.sockets[0].getsockname()[1]
-    workers = [await Worker.connect(port, rank) for rank in range(4)]
-    try:
+    """(coordinator, workers) of a job that has started."""
+    async with serving(said) as coordinator:
+        workers = [Player(coordinator, rank) for rank in range(4)]
         for rank, worker in enumerate(workers):
             assert (await worker.hear(Welcome)).incarnation == 0
-            worker.say(Ready(member(rank), 0, job(heartbeat_timeout_s=inf)))
+            worker.send(Ready(member(rank), 0, job(heartbeat_timeout_s=inf)))
         for rank, worker in enumerate(workers):
             await worker.hear(Generation)
-            worker.say(Report(rank, 0, 0, "plan", {}))
+            worker.send(Report(rank, 0, 0, "plan", {}))
         for worker in workers:
             await worker.hear(Resume)
-        yield port, workers
-    finally:
+        yield coordinator, workers
         for worker in workers:
-            worker.writer.close()
-        await coordinator.close()
+            worker.close()
+
+
+def warnings(said: list) -> list[str]:
+    return [event.text for event in said if event.kind == "warning" and "understood" in event.text]
 
 
 def test_a_second_process_of_a_rank_is_turned_away_and_the_first_one_goes_on():
     said = []
 
     async def play() -> None:
-        async with four_workers(said) as (port, workers):
-            late = await Worker.connect(port, 2)
+        async with four_workers(said) as (coordinator, workers):
+            late = Player(coordinator, 2)
             assert (await late.hear(Welcome)).incarnation == 1
-            late.say(Ready(replace(member(2), incarnation=1), 0, job()))
+            late.send(Ready(replace(member(2), incarnation=1), 0, job()))
             assert "nobody can join as rank 2 yet" in (await late.hear(End)).reason
-            late.writer.close()
-            await late.writer.wait_closed()
+            late.close()
             for rank, worker in enumerate(workers):
-                worker.say(Stepped(rank, 0, 1))
+                worker.send(Stepped(rank, 0, 1))
             for worker in workers:
-                assert (await worker.hear((Committed, End, Over))) == Committed(1)
+                assert (await worker.hear(Committed, End, Over)) == Committed(1)
 
     asyncio.run(play())
     kinds = [event.kind for event in said]
@@ -91,39 +100,106 @@ def test_what_a_second_supervisor_of_a_rank_says_is_not_of_the_first_ones_worker
     said = []
 
     async def play() -> None:
-        async with four_workers(said) as (port, workers):
-            first, second = [await Worker.connect(port, 2, "supervisor") for _ in range(2)]
-            assert await first.hear((Welcome, Over)) == await second.hear((Welcome, Over))
-            second.say(message)
+        async with four_workers(said) as (coordinator, workers):
+            first, second = [Player(coordinator, 2, "supervisor", process) for process in (50, 51)]
+            assert await first.hear(Welcome, Over) == await second.hear(Welcome, Over)
+            second.send(message)
             assert await second.hear(Over) == Over(1), "it has nothing to wait for"
-            second.writer.close()
-            await second.writer.wait_closed()
+            second.close()
             for number in range(1, 4):
                 for rank, worker in enumerate(workers):
-                    worker.say(Stepped(rank, 0, number))
+                    worker.send(Stepped(rank, 0, number))
                 for worker in workers:
-                    assert (await worker.hear((Committed, Generation, End))) == Committed(number)
+                    assert await worker.hear(Committed, Generation, End) == Committed(number)
             for rank, worker in enumerate(workers):
-                worker.say(Left(rank))
+                worker.send(Left(rank))
             assert await first.hear(Over) == Over(0)
 
     asyncio.run(play())
     assert not {"lost", "terminate", "end"} & {event.kind for event in said}
 
 
-def test_what_is_not_understood_is_said_and_half_a_line_is_a_death():
+def test_what_is_not_understood_is_said_and_half_a_message_is_a_death():
     said = []
 
     async def play() -> None:
         async with four_workers(said) as (_, workers):
-            record = encode(Ready(member(1), 0, job())).replace(b'"stages":2', b'"stages":"2"')
-            workers[1].writer.write(record)
-            workers[3].writer.write(b'{"type":"Ste')
-            workers[3].writer.close()
+            workers[1].send(Ready(member(1), 0, replace(job(), stages="2")))
+            workers[3].control._out.put(encode(Stepped(3, 0, 1))[:-1])
+            workers[3].close()
             while len((await workers[0].hear(Generation)).members) > 2:
                 pass
+            await workers[1].hear_the_end()
 
     asyncio.run(play())
-    (warning,) = [event for event in said if event.kind == "warning" and "understood" in event.text]
-    assert warning.text == "worker 1 says what can't be understood: job.stages is '2', and it has to be int"
+    assert warnings(said) == ["worker 1 says what can't be understood: Ready.job.stages is '2', and it has to be int"]
     assert [event.details["rank"] for event in said if event.kind == "lost"] in ([1, 3], [3, 1])
+
+
+def test_who_does_not_say_who_it_is_is_hung_up_on_and_nobody_is_lost():
+    said = []
+
+    async def play() -> None:
+        async with four_workers(said) as (coordinator, workers):
+            stranger = coordinator.connect()
+            stranger._out.put(b"GET / HTTP/1.1\r\n\r\n")
+            await InLoop(stranger).receive(PATIENCE_S)
+            stranger.close()
+            for rank, worker in enumerate(workers):
+                worker.send(Stepped(rank, 0, 1))
+            await workers[0].hear(Committed)
+
+    asyncio.run(play())
+    assert warnings(said) == ["a connection from this process says what can't be understood: a frame begins with b'GET / HTTP', and no message does"]
+    assert "lost" not in [event.kind for event in said]
+
+
+def test_over_a_network_it_says_from_where(monkeypatch):
+    """... and goes on answering others."""
+    said, made = [], []
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda *given, **named: made.append(create(*given, **named)) or made[-1])
+
+    async def play() -> None:
+        async with serving(said):
+            address = made[0].getsockname()
+            control = InLoop(connect(address, PATIENCE_S))
+            control.send(Hello(0, "supervisor", 1, "h"))
+            assert isinstance(await control.receive(PATIENCE_S), Welcome)
+            stranger = await asyncio.to_thread(socket.create_connection, address, PATIENCE_S)
+            stranger.sendall(encode(Over(0))[:4] + bytes(20))
+            assert await asyncio.to_thread(stranger.recv, 1) == b""
+            said.append(stranger.getsockname())
+            stranger.close()
+            control.close()
+
+    asyncio.run(play())
+    host, port = said.pop()
+    (warning,) = warnings(said)
+    assert warning.startswith(f"a connection from {host}:{port} says what can't be understood: a frame is of version ")
+
+
+def test_a_supervisor_that_comes_again_takes_its_place():
+    """The one before is hung up on, and its end is nobody's."""
+
+    async def play() -> None:
+        async with serving([], 2) as coordinator:
+            other, first = Player(coordinator, 0, "supervisor"), Player(coordinator, 1, "supervisor")
+            await other.hear(Welcome)
+            await first.hear(Welcome)
+            second = Player(coordinator, 1, "supervisor")
+            await second.hear(Welcome)
+            await first.hear_the_end()
+            first.close()
+            second.send(Exited(1, 0, 0.0))
+            await second.hear(Heard)
+            coordinator.fail("it has to end")
+            assert await second.hear(Over) == await other.hear(Over) == Over(1)
+            third = Player(coordinator, 1, "supervisor")
+            await third.hear(Welcome)
+            assert await third.hear(Over) == Over(1)  # which it may have missed
+            for each in (other, second, third):
+                each.close()
+            await asyncio.wait_for(coordinator.all_gone(0.0), PATIENCE_S)
+
+    asyncio.run(play())

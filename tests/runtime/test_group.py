@@ -31,10 +31,11 @@ def worker(rank: int, port: int, store_port: int, results, between_steps: bool) 
 
     from recycle_plugin.core.executor import Interrupted
     from recycle_plugin.runtime import group
+    from recycle_plugin.runtime.control import connect
     from recycle_plugin.runtime.errors import RecycleError
     from recycle_plugin.runtime.session import Session
 
-    session = Session(("127.0.0.1", port), rank, wait_timeout_s=8)
+    session = Session(connect(("127.0.0.1", port), 10), rank, wait_timeout_s=8)
     group.register(session)
     store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
     dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)
@@ -181,10 +182,11 @@ def overtaken(rank: int, port: int, store_port: int, results, last: str) -> None
     import torch.distributed as dist
 
     from recycle_plugin.runtime import group
+    from recycle_plugin.runtime.control import connect
     from recycle_plugin.runtime.errors import RecycleError
     from recycle_plugin.runtime.session import Session
 
-    session = Session(("127.0.0.1", port), rank, wait_timeout_s=10)
+    session = Session(connect(("127.0.0.1", port), 10), rank, wait_timeout_s=10)
     group.register(session)
     store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
     dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from recycle_plugin.core.protocol import Hello, Pulse, encode
+from recycle_plugin.core.encoding import encode
+from recycle_plugin.core.protocol import Hello, Pulse
 from recycle_plugin.runtime import pulse
 
 

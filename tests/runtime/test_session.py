@@ -7,11 +7,13 @@ import threading
 
 import pytest
 
+from recycle_plugin.core.encoding import encode
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.protocol import Collected, Committed, End, Left, Resume
+from recycle_plugin.runtime.control import InProcess
 from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
-from recycle_plugin.runtime.session import connect_from_environment
+from recycle_plugin.runtime.session import Session, connect_from_environment
 
 from .conftest import generation
 
@@ -83,6 +85,20 @@ def test_the_loss_of_the_coordinator_is_the_end_and_says_why(coordinator):
     coordinator.close()
     with pytest.raises(JobEnded, match="coordinator's host is gone"):
         session.wait("nothing", lambda: None)
+
+
+def test_a_coordinator_that_says_nonsense_is_as_good_as_gone_and_the_reason_is_kept(coordinator):
+    session = coordinator.session(0)
+    coordinator.tell(Committed(1))
+    coordinator.tell(encode(Committed("2")))
+    with pytest.raises(JobEnded, match="the coordinator can't be understood: Committed.step is '2', and it has to be int"):
+        session.wait("nothing", lambda: None)
+    assert session.committed == 1 and session.coordinator_is_gone
+
+
+def test_a_session_that_is_not_welcomed_says_why():
+    with pytest.raises(RecycleError, match="the coordinator has not welcomed worker 3 within 60 s: the other end is gone"):
+        Session(InProcess(lambda far: far.close()), 3)
 
 
 def test_a_newer_generation_replaces_the_one_that_is_waited_for(coordinator):

@@ -1,0 +1,269 @@
+"""Values of this package's types from plain ones (numbers, texts, lists, dicts), as a wire or a file has them.
+
+The annotations say what is taken, and nothing else is.  A dataclass or a named tuple is the list of its fields' values (on the wire), or a dict of them
+by name (in files, where those with a default may be missing); an enumeration's member is its value.  What does not fit is no exception but an
+:class:`Unreadable`, with the field's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from enum import Enum
+from functools import cache
+from operator import attrgetter
+from types import NoneType, UnionType
+from typing import Any, Callable, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+SCALARS = (NoneType, bool, int, float, str)
+TEXT = frozenset({str})
+DEEPEST = 32  # lists and dicts within each other, in a field of any plain value
+SHOWN = 80  # characters of a value that does not fit
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """What does not say what it should: ``what`` of it, a field by its dotted name mostly, and ``why``, which goes on from there: "is '2', …"."""
+
+    what: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.why}"
+
+
+class _Wrong(Exception):
+    """Only between here and :func:`read`, which makes a value of it."""
+
+    def __init__(self, why: str) -> None:
+        self.why, self.path = why, ""
+
+    def within(self, part: str) -> _Wrong:
+        self.path = part + self.path
+        return self
+
+
+class Form(NamedTuple):
+    """Of the values of one annotation.  ``kinds``: types whose values stand as they are; ``make`` takes any other, and raises _Wrong.
+
+    ``text`` is alike exactly where the same values are taken for the same.
+    """
+
+    text: str
+    kinds: frozenset[type]
+    make: Callable[[Any], Any]
+
+
+def read(kind: type[T], plain: object, name: str) -> T | Unreadable:
+    """``plain`` as a ``kind``; ``name``: what it is called where it does not fit."""
+    form = form_of(kind)
+    try:
+        return plain if type(plain) in form.kinds else form.make(plain)
+    except _Wrong as wrong:
+        return Unreadable(name + wrong.path, wrong.why)
+
+
+def values(thing: object) -> tuple:
+    """A dataclass's fields, as :func:`read` takes them back; those that are dataclasses too stay so.  TypeError where it is none."""
+    return _getter(type(thing))(thing)
+
+
+# --- forms, by annotation ------------------------------------------------------------------------
+
+
+@cache
+def form_of(hint: Any) -> Form:
+    """TypeError where there is no rule for it."""
+    if hint is Any:
+        return Form("plain", frozenset(SCALARS), _plain)
+    if hint in SCALARS:  # a whole number is a float too, and a flag is no number
+        text = "None" if hint is NoneType else hint.__name__
+        return Form(text, frozenset({float, int} if hint is float else {hint}), _refusal(text))
+    if get_origin(hint) in (Union, UnionType):
+        return _union(list(map(form_of, get_args(hint))))
+    if get_origin(hint) is tuple:
+        return _tuple(get_args(hint))
+    if get_origin(hint) is dict and get_args(hint)[0] is str:
+        return _dict(form_of(get_args(hint)[1]))
+    if is_dataclass(hint) or isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+        return _record(hint)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return _enumeration(hint)
+    raise TypeError(f"nothing says how to read {hint}")
+
+
+def _refusal(text: str) -> Callable[[Any], Any]:
+    def make(plain: Any) -> Any:
+        raise _Wrong(f"is {_shown(plain)}, and it has to be {text}")
+
+    return make
+
+
+def _shown(plain: Any) -> str:
+    text = repr(plain)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+def _union(forms: list[Form]) -> Form:
+    """Of scalars, and at most one form of more than that."""
+    text, kinds = " | ".join(form.text for form in forms), frozenset().union(*(form.kinds for form in forms))
+    makers = [form.make for form in forms if not form.kinds]
+    if len(makers) > 1:
+        raise TypeError(f"nothing says which of {text} a list is")
+    return Form(text, kinds, makers[0] if makers else _refusal(text))
+
+
+def _enumeration(kind: type[Enum]) -> Form:
+    members = {member.value: member for member in kind}
+    text = f"{kind.__name__}({', '.join(map(repr, members))})"
+    refuse = _refusal(text)
+    return Form(text, frozenset(), lambda plain: members[plain] if type(plain) in SCALARS and plain in members else refuse(plain))
+
+
+def _each(form: Form, plain: list) -> list:
+    """One look at each, in the quickest way where all stand as they are."""
+    if form.kinds.issuperset(map(type, plain)):
+        return plain
+    made = []
+    for place, one in enumerate(plain):
+        try:
+            made.append(one if type(one) in form.kinds else form.make(one))
+        except _Wrong as wrong:
+            raise wrong.within(f"[{place}]")
+    return made
+
+
+def _tuple(parts: tuple) -> Form:
+    if parts[-1] is Ellipsis:
+        form = form_of(parts[0])
+        text, refuse = f"tuple[{form.text}, ...]", _refusal("a list")
+        return Form(text, frozenset(), lambda plain: tuple(_each(form, plain)) if type(plain) is list else refuse(plain))
+    forms = tuple(map(form_of, parts))
+    return _fixed(f"tuple[{', '.join(form.text for form in forms)}]", tuple(f"[{place}]" for place in range(len(forms))), forms, tuple)
+
+
+def _dict(form: Form) -> Form:
+    text = f"dict[str, {form.text}]"
+    refuse = _refusal("a dict with texts for keys")
+
+    def make(plain: Any) -> dict:
+        if type(plain) is not dict or not TEXT.issuperset(map(type, plain)):
+            refuse(plain)
+        if form.kinds.issuperset(map(type, plain.values())):
+            return plain
+        made = {}
+        for key, one in plain.items():
+            try:
+                made[key] = one if type(one) in form.kinds else form.make(one)
+            except _Wrong as wrong:
+                raise wrong.within(f"[{key!r}]")
+        return made
+
+    return Form(text, frozenset(), make)
+
+
+def _fixed(text: str, names: tuple[str, ...], forms: tuple[Form, ...], build: Callable[[list], Any]) -> Form:
+    """A list of so many values, each of its own form."""
+    parts = tuple((name, form.kinds, form.make) for name, form in zip(names, forms))
+    refuse = _refusal(f"a list of {len(parts)}")
+
+    def make(plain: Any) -> Any:
+        if type(plain) is not list or len(plain) != len(parts):
+            refuse(plain)
+        made = []
+        for value, (name, kinds, make_one) in zip(plain, parts):
+            if type(value) not in kinds:
+                try:
+                    value = make_one(value)
+                except _Wrong as wrong:
+                    raise wrong.within(name)
+            made.append(value)
+        return build(made)
+
+    return Form(text, frozenset(), make)
+
+
+def _record(kind: type) -> Form:
+    hints, names = get_type_hints(kind), names_of(kind)
+    forms = tuple(form_of(hints[name]) for name in names)
+    text = f"{kind.__name__}({', '.join(f'{name}: {form.text}' for name, form in zip(names, forms))})"
+    fixed = _fixed(text, tuple(f".{name}" for name in names), forms, _builder(kind, names))
+    defaults = _defaults(kind)
+
+    def make(plain: Any) -> Any:
+        return _by_name(kind, dict(zip(names, forms)), defaults, plain) if type(plain) is dict else fixed.make(plain)
+
+    return Form(text, frozenset(), make)
+
+
+def _by_name(kind: type, forms: dict[str, Form], defaults: frozenset[str], plain: dict) -> Any:
+    """As files have it."""
+    made = {}
+    for name, form in forms.items():
+        if name in plain:
+            try:
+                made[name] = plain[name] if type(plain[name]) in form.kinds else form.make(plain[name])
+            except _Wrong as wrong:
+                raise wrong.within(f".{name}")
+        elif name not in defaults:
+            raise _Wrong("is missing").within(f".{name}")
+    for name in sorted(map(str, plain.keys() - forms.keys())):
+        raise _Wrong("is unknown").within(f".{name}")
+    return _built(kind, (), made)
+
+
+def _builder(kind: type, names: tuple[str, ...]) -> Callable[[list], Any]:
+    if not is_dataclass(kind):
+        return kind._make
+    last = tuple(each.name for each in fields(kind) if each.kw_only)
+    count = len(names) - len(last)
+    if last:
+        return lambda made: _built(kind, made[:count], dict(zip(last, made[count:])))
+    return lambda made: _built(kind, made, {})
+
+
+def _built(kind: type, by_place: Any, by_name: dict) -> Any:
+    """What a constructor does not take, of values of the right types, it refuses with a ValueError."""
+    try:
+        return kind(*by_place, **by_name)
+    except ValueError as error:
+        raise _Wrong(f"can't be: {error}")
+
+
+def _plain(plain: Any, depth: int = 0) -> Any:
+    """As it is, once it is known to be made of nothing else."""
+    if depth >= DEEPEST:
+        raise _Wrong(f"is more than {DEEPEST} lists and dicts deep")
+    if type(plain) is not list and not (type(plain) is dict and TEXT.issuperset(map(type, plain))):
+        raise _Wrong(f"is {_shown(plain)}, and it has to be made of numbers, texts, lists, and dicts with texts for keys")
+    for one in plain if type(plain) is list else plain.values():
+        if type(one) not in SCALARS:
+            _plain(one, depth + 1)
+    return plain
+
+
+# --- classes -------------------------------------------------------------------------------------
+
+
+@cache
+def names_of(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass or named tuple in the order of its list: those that are only given by name come last."""
+    if not is_dataclass(kind):
+        return kind._fields
+    given = [each for each in fields(kind) if each.init]
+    return tuple(each.name for each in sorted(given, key=lambda each: each.kw_only))
+
+
+def _defaults(kind: type) -> frozenset[str]:
+    if not is_dataclass(kind):
+        return frozenset(kind._field_defaults)
+    return frozenset(each.name for each in fields(kind) if each.default is not MISSING or each.default_factory is not MISSING)
+
+
+@cache
+def _getter(kind: type) -> Callable[[Any], tuple]:
+    if not is_dataclass(kind):
+        raise TypeError(f"a {kind.__name__} can't be written down")
+    names = names_of(kind)
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda thing: (get(thing),)

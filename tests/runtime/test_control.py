@@ -1,0 +1,394 @@
+"""What every implementation of the Control port does, and what only one of them can show."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import select
+import socket
+import threading
+from typing import Callable, Iterator
+
+import pytest
+
+from recycle_plugin.core.encoding import HEAD, LIMIT, MAGIC, VERSION, encode
+from recycle_plugin.core.protocol import Beat, Heard, Hello, Note, Over, Placed
+from recycle_plugin.runtime import control
+from recycle_plugin.runtime.control import Broken, Control, InLoop, InProcess, SocketControl, connect
+
+PATIENCE_S = 60.0
+HELLO = Hello(1, "worker", 2, "h")
+MIDDLE = Note(0, "x", "y" * (1 << 20))
+LARGE = Note(0, "x", "y" * (LIMIT - 100))  # more than any socket takes at once
+
+
+class Ends:
+    """``near`` has made the connection, to ``far``; ``answered`` has every other end that its resuming makes."""
+
+    def __init__(self, near: Control, answered: queue.Queue, hang_up: Callable[[], None]) -> None:
+        self.near, self.answered, self.hang_up = near, answered, hang_up
+        self.far: Control = answered.get(timeout=PATIENCE_S)
+
+    def raw(self, data: bytes) -> None:
+        """Bytes from the far end, whatever they are."""
+        self.far._socket.sendall(data) if isinstance(self.far, SocketControl) else self.far._out.put(data)
+
+
+@pytest.fixture(params=("sockets", "in process"))
+def ends(request) -> Iterator[Ends]:
+    before, made = files(), []
+    answered: queue.Queue = queue.Queue()
+
+    def answer(end: Control) -> None:
+        made.append(end)
+        answered.put(end)
+
+    if request.param == "sockets":
+        listener = socket.create_server(("127.0.0.1", 0))
+        accepting = threading.Thread(target=accept, args=(listener, answer))
+        accepting.start()
+        found = Ends(connect(listener.getsockname(), PATIENCE_S), answered, lambda: hang_up(listener, accepting))
+    else:
+        refused: list[int] = []
+        found = Ends(InProcess(lambda end: end.close() if refused else answer(end)), answered, lambda: refused.append(1))
+    yield found
+    found.hang_up()
+    for end in (found.near, *made):
+        end.close()
+    assert files() == before
+
+
+def accept(listener: socket.socket, answer: Callable[[Control], None]) -> None:
+    while True:
+        try:
+            answer(SocketControl(listener.accept()[0]))
+        except OSError:  # it was shut
+            return
+
+
+def hang_up(listener: socket.socket, accepting: threading.Thread) -> None:
+    """Nobody answers any more."""
+    if listener.fileno() >= 0:
+        listener.shutdown(socket.SHUT_RDWR)
+        accepting.join(PATIENCE_S)
+        listener.close()
+
+
+def files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def beats(count: int, rank: int = 0) -> list[Beat]:
+    return [Beat(rank, number, 0, "waits", "") for number in range(count)]
+
+
+def hear(end: Control, count: int) -> list[object]:
+    return [end.receive(PATIENCE_S) for _ in range(count)]
+
+
+def readable(end: Control, timeout_s: float = 0.0) -> bool:
+    poll = select.poll()
+    poll.register(end.fileno(), select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def in_thread(work: Callable[[], object]) -> Callable[[], object]:
+    """The result, once it is there."""
+    results: queue.Queue = queue.Queue()
+    threading.Thread(target=lambda: results.put(work()), daemon=True).start()
+    return lambda: results.get(timeout=PATIENCE_S)
+
+
+def gone(end: Control) -> Broken:
+    """Nothing more comes, and why."""
+    assert end.receive(PATIENCE_S) is None and end.broken is not None
+    return end.broken
+
+
+# --- messages ----------------------------------------------------------------------------------------
+
+
+def test_messages_come_in_their_order(ends):
+    for message in beats(300):
+        assert ends.near.send(message)
+    assert hear(ends.far, 300) == beats(300) and ends.far.receive() is None and ends.far.broken is None
+
+
+def test_a_frame_that_is_made_once_may_be_sent_to_several(ends):
+    frame = encode(Over(3))
+    assert ends.near.send(frame) and ends.far.send(frame)
+    assert ends.near.receive(PATIENCE_S) == ends.far.receive(PATIENCE_S) == Over(3)
+
+
+def test_a_message_as_large_as_they_may_be(ends):
+    heard = in_thread(lambda: ends.far.receive(PATIENCE_S))
+    assert ends.near.send(LARGE, PATIENCE_S)
+    assert heard() == LARGE
+
+
+def test_a_message_comes_in_pieces(ends):
+    frame = encode(Beat(0, 1, 2, "waits", ""))
+    for place in range(len(frame)):
+        assert ends.near.receive() is None and ends.near.broken is None
+        ends.raw(frame[place : place + 1])
+        assert readable(ends.near, PATIENCE_S)
+    assert ends.near.receive() == Beat(0, 1, 2, "waits", "")
+
+
+def test_several_messages_come_in_one_piece(ends):
+    ends.raw(b"".join(map(encode, beats(3))) + encode(Over(0))[:5])
+    assert hear(ends.near, 3) == beats(3) and ends.near.receive() is None and ends.near.broken is None
+
+
+def test_both_ends_speak_at_once(ends):
+    """More than any buffer holds, so each has to be read while it speaks."""
+    def speak(end: Control) -> list[bool]:
+        return [end.send(MIDDLE, PATIENCE_S) for _ in range(20)]
+
+    said = [in_thread(lambda end=end: speak(end)) for end in (ends.near, ends.far)]
+    heard = [in_thread(lambda end=end: hear(end, 20)) for end in (ends.near, ends.far)]
+    assert [each() for each in heard] == [[MIDDLE] * 20] * 2 and [each() for each in said] == [[True] * 20] * 2
+
+
+def test_several_threads_send_and_no_message_is_torn(ends):
+    said = [in_thread(lambda rank=rank: [ends.near.send(beat, PATIENCE_S) for beat in beats(100, rank)]) for rank in range(4)]
+    heard = hear(ends.far, 400)
+    assert all(all(each()) for each in said)
+    assert [[beat for beat in heard if beat.rank == rank] for rank in range(4)] == [beats(100, rank) for rank in range(4)]
+
+
+def test_it_says_when_there_is_something_to_read(ends):
+    assert not readable(ends.near)
+    ends.far.send(Over(0))
+    assert readable(ends.near, PATIENCE_S)
+    ends.near.receive()
+    assert not readable(ends.near)
+    ends.far.close()
+    assert readable(ends.near, PATIENCE_S)
+
+
+# --- the end -----------------------------------------------------------------------------------------
+
+
+def test_what_was_said_before_a_death_is_heard_first(ends):
+    """... also by who has found out by saying something itself."""
+    for message in beats(3):
+        ends.far.send(message)
+    ends.far.close()
+    while ends.near.send(MIDDLE) and not ends.near._mute:
+        pass
+    assert hear(ends.near, 3) == beats(3) and "gone" in gone(ends.near).why and ends.near.broken.unreadable is None
+
+
+def test_a_death_in_the_middle_of_a_message(ends):
+    ends.raw(encode(Over(1)) + encode(Over(2))[:-1])
+    ends.far.close()
+    assert ends.near.receive(PATIENCE_S) == Over(1)
+    assert gone(ends.near) == Broken("the other end is gone, in the middle of a message")
+
+
+def test_a_broken_connection_takes_what_is_said_and_raises_nothing(ends):
+    ends.far.close()
+    gone(ends.near)
+    assert ends.near.send(Over(0)) and ends.near.push() and ends.near.receive(PATIENCE_S) is None
+    ends.near.close()
+    assert ends.near.send(Over(0), PATIENCE_S) and ends.near.receive(PATIENCE_S) is None and ends.near.broken.why == "the other end is gone"
+
+
+def test_a_close_wakes_who_receives(ends):
+    heard = in_thread(lambda: ends.near.receive(PATIENCE_S))
+    ends.near.close()
+    assert heard() is None and ends.near.broken == Broken("it was closed on this side")
+    assert gone(ends.far).why == "the other end is gone"
+
+
+def test_a_close_wakes_who_sends(ends):
+    """Nobody reads, so over sockets the first of them is never through."""
+    def speak() -> None:
+        while ends.near.broken is None:
+            ends.near.send(LARGE, PATIENCE_S)
+
+    ended = in_thread(speak)
+    assert readable(ends.far, PATIENCE_S)
+    ends.near.close()
+    assert ended() is None and ends.near.broken == Broken("it was closed on this side")
+
+
+def test_the_other_ends_close_wakes_who_receives_and_who_sends(ends):
+    heard = in_thread(lambda: ends.near.receive(PATIENCE_S))
+    assert ends.near.send(Over(0), PATIENCE_S)
+    said = in_thread(lambda: ends.near.send(LARGE, PATIENCE_S))
+    assert ends.far.receive(PATIENCE_S) == Over(0)
+    ends.far.close()
+    assert heard() is None and said() and "it was closed" not in ends.near.broken.why
+
+
+def test_closing_twice_is_closing(ends):
+    for _ in range(2):
+        ends.near.close()
+        ends.far.close()
+
+
+def test_a_deadline_passes_and_nothing_is_broken(ends):
+    assert ends.near.receive(0.05) is None and ends.near.receive() is None and ends.near.broken is None
+    assert ends.far.send(Over(0)) and ends.near.receive(PATIENCE_S) == Over(0)
+
+
+# --- what is no message --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "junk, said",
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "a frame begins with b'GET / HTTP', and no message does"),
+        (HEAD.pack(MAGIC, VERSION ^ 1, 3), "all need the same version of the plugin"),
+        (HEAD.pack(MAGIC, VERSION, LIMIT + 1), f"has a body of {LIMIT + 1} bytes, and at most {LIMIT} are read"),
+        (HEAD.pack(MAGIC, VERSION, 2) + b"\x91\xc1", "is no msgpack"),
+        (encode(Placed("x")), "Placed.rank is 'x', and it has to be int"),
+    ],
+    ids=("junk", "another version", "too large", "no body", "a field"),
+)
+def test_what_is_no_message_breaks_it_and_is_named(ends, junk, said):
+    """... behind what was one; the other end hears of the end only."""
+    ends.raw(encode(Over(1)) + junk)
+    assert ends.near.receive(PATIENCE_S) == Over(1)
+    broken = gone(ends.near)
+    assert said in str(broken.unreadable) and broken.why == str(broken.unreadable)
+    assert gone(ends.far).unreadable is None
+
+
+# --- once more -----------------------------------------------------------------------------------------
+
+
+def test_who_has_made_it_makes_it_again(ends):
+    ends.far.send(Over(0))
+    ends.far.close()
+    assert ends.near.receive(PATIENCE_S) == Over(0) and gone(ends.near)
+    assert ends.near.resume(HELLO, PATIENCE_S) and ends.near.broken is None
+    again = ends.answered.get(timeout=PATIENCE_S)
+    ends.near.send(Over(1))
+    again.send(Over(2))
+    assert hear(again, 2) == [HELLO, Over(1)] and ends.near.receive(PATIENCE_S) == Over(2)
+    assert not again.resume(HELLO, PATIENCE_S)
+
+
+def test_it_may_be_made_again_before_it_is_broken(ends):
+    """Nothing of before comes after."""
+    ends.far.send(Over(0))
+    ends.raw(encode(Over(9))[:5])
+    assert ends.near.receive(PATIENCE_S) == Over(0)
+    assert ends.near.resume(HELLO, PATIENCE_S)
+    again = ends.answered.get(timeout=PATIENCE_S)
+    again.send(Over(1))
+    assert ends.near.receive(PATIENCE_S) == Over(1) and gone(ends.far) and again.receive(PATIENCE_S) == HELLO
+
+
+def test_where_nobody_answers_it_stays_broken(ends):
+    ends.hang_up()
+    ends.far.close()
+    gone(ends.near)
+    if ends.near.resume(HELLO, 0.2):  # within a process somebody answers, and hangs up
+        assert gone(ends.near)
+    assert ends.near.broken is not None
+
+
+# --- in an event loop --------------------------------------------------------------------------------------
+
+
+def test_in_a_loop_who_waits_is_woken_by_a_message_a_deadline_and_the_end(ends):
+    async def play() -> None:
+        near, far = InLoop(ends.near), InLoop(ends.far)
+        waiting = asyncio.create_task(near.receive(PATIENCE_S))
+        await asyncio.sleep(0)
+        far.send(Heard(1, 2.0))
+        assert await waiting == Heard(1, 2.0)
+        assert await near.receive(0.05) is None and near.broken is None
+        waiting = asyncio.create_task(near.receive(PATIENCE_S))
+        await asyncio.sleep(0)
+        far.close()
+        assert await waiting is None and near.broken is not None
+        near.close()
+
+    asyncio.run(asyncio.wait_for(play(), PATIENCE_S))
+
+
+def test_in_a_loop_a_close_wakes_who_waits(ends):
+    async def play() -> None:
+        near = InLoop(ends.near)
+        waiting = asyncio.create_task(near.receive(PATIENCE_S))
+        await asyncio.sleep(0)
+        near.close()
+        assert await waiting is None and near.broken == Broken("it was closed on this side")
+
+    asyncio.run(asyncio.wait_for(play(), PATIENCE_S))
+
+
+def test_in_a_loop_what_is_not_taken_at_once_goes_on_its_way(ends):
+    """... while the loop does other things, and in its order."""
+    async def play() -> None:
+        near, far = InLoop(ends.near), InLoop(ends.far)
+        for message in (LARGE, Over(1), LARGE, Over(2)):
+            near.send(message)
+        assert [await far.receive(PATIENCE_S) for _ in range(4)] == [LARGE, Over(1), LARGE, Over(2)]
+        near.close()
+        far.close()
+
+    asyncio.run(asyncio.wait_for(play(), PATIENCE_S))
+
+
+def test_in_a_loop_it_is_made_again_while_others_go_on(ends):
+    async def play() -> None:
+        near = InLoop(ends.near)
+        ends.far.close()
+        assert await near.receive(PATIENCE_S) is None
+        assert await near.resume(HELLO, PATIENCE_S)
+        again = InLoop(ends.answered.get(timeout=PATIENCE_S))
+        assert await again.receive(PATIENCE_S) == HELLO
+        again.send(Over(1))
+        assert await near.receive(PATIENCE_S) == Over(1)
+        near.close()
+        again.close()
+
+    asyncio.run(asyncio.wait_for(play(), PATIENCE_S))
+
+
+# --- only over sockets, which take no more than they have room for -----------------------------------------
+
+
+@pytest.mark.parametrize("ends", ["sockets"], indirect=True)
+def test_an_end_that_takes_nothing_is_given_up_after_a_deadline(ends):
+    assert not ends.near.send(LARGE, 0.05)
+    assert ends.near.broken == Broken("the other end has taken nothing for 0.05 s")
+
+
+@pytest.mark.parametrize("ends", ["sockets"], indirect=True)
+def test_an_end_that_takes_nothing_is_given_up_before_memory_is(ends, monkeypatch):
+    monkeypatch.setattr(control, "UNSENT", 1 << 25)
+    while ends.near.broken is None:
+        assert not ends.near.send(LARGE)
+    assert "the other end takes nothing, and " in ends.near.broken.why
+
+
+@pytest.mark.parametrize("ends", ["sockets"], indirect=True)
+def test_what_is_kept_goes_with_the_next_push(ends):
+    assert not ends.near.send(LARGE) and not ends.near.push()
+    heard = in_thread(lambda: ends.far.receive(PATIENCE_S))
+    while not ends.near.push():
+        ends.near._await(select.POLLOUT, control.time.monotonic() + PATIENCE_S)
+    assert heard() == LARGE
+
+
+@pytest.mark.parametrize("ends", ["sockets"], indirect=True)
+def test_a_reset_is_an_end(ends):
+    """A host that comes up again answers so; nothing is said with it."""
+    ends.far._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    ends.far._socket.close()
+    assert gone(ends.near).unreadable is None
+
+
+def test_where_nobody_listens_the_address_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+    with pytest.raises(ConnectionError, match=f"no coordinator at {host}:{port} within 0.1 s"):
+        connect((host, port), 0.1)

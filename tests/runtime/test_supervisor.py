@@ -1,0 +1,132 @@
+"""A supervisor whose line to the coordinator breaks, while its worker trains on."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from contextlib import asynccontextmanager
+
+from recycle_plugin.core.protocol import Exited, Heard, Hello, Over, Pulse, Welcome
+from recycle_plugin.runtime import supervisor
+from recycle_plugin.runtime.control import InLoop, SocketControl
+
+PATIENCE_S = 60.0
+
+
+class Worker:
+    """A process that only the test sees."""
+
+    pid = -1
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self.ended: asyncio.Future = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        return await self.ended
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+        self.ended.set_result(-number)
+
+
+class Coordinator:
+    """Welcomes the supervisor of rank 1, as often as it comes."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self.listener = listener
+        listener.setblocking(False)
+
+    async def accept(self) -> InLoop:
+        connection, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(self.listener), PATIENCE_S)
+        far = InLoop(SocketControl(connection))
+        hello = await far.receive(PATIENCE_S)
+        assert isinstance(hello, Hello) and (hello.rank, hello.role) == (1, "supervisor"), "the first message, whatever else is to be said"
+        far.send(Welcome(1, "job"))
+        return far
+
+
+async def hear(far: InLoop, kind: type) -> object:
+    while not isinstance(message := await far.receive(PATIENCE_S), kind):
+        assert message is not None, f"no {kind.__name__} came: {far.broken}"
+    return message
+
+
+@asynccontextmanager
+async def supervised(monkeypatch):
+    """(coordinator, connection, worker, running supervisor)."""
+    worker = Worker()
+
+    async def spawn(*_: object) -> Worker:
+        return worker
+
+    monkeypatch.setattr(supervisor, "spawn", spawn)
+    monkeypatch.setattr(supervisor, "PULSE_S", 0.01)
+    monkeypatch.setattr(supervisor, "END_S", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        coordinator = Coordinator(listener)
+        environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+        running = asyncio.create_task(supervisor.Supervisor(["train.py"], environment, "deepspeed").run())
+        far = await coordinator.accept()
+        await hear(far, Pulse)
+        yield coordinator, far, worker, running
+        assert running.done()
+
+
+def test_it_comes_again_and_its_worker_does_not_notice(monkeypatch):
+    async def play() -> None:
+        async with supervised(monkeypatch) as (coordinator, far, worker, running):
+            for _ in range(3):
+                far.close()
+                far = await coordinator.accept()
+                await hear(far, Pulse)
+            assert worker.signals == [] and not running.done()
+            far.send(Over(0))
+            worker.ended.set_result(0)
+            assert await asyncio.wait_for(running, PATIENCE_S) == 0
+            far.close()
+
+    asyncio.run(play())
+
+
+def test_the_end_of_its_worker_is_said_again_until_it_is_heard(monkeypatch):
+    async def play() -> None:
+        async with supervised(monkeypatch) as (coordinator, far, worker, running):
+            worker.ended.set_result(-signal.SIGKILL)
+            assert (await hear(far, Exited)).code == -signal.SIGKILL
+            far.close()
+            far = await coordinator.accept()
+            assert (await hear(far, Exited)).code == -signal.SIGKILL
+            far.send(Heard(0, 0.0))
+            far.send(Over(0))
+            assert await asyncio.wait_for(running, PATIENCE_S) == 0
+            far.close()
+
+    asyncio.run(play())
+
+
+def test_without_a_coordinator_its_worker_is_told_to_end(monkeypatch):
+    monkeypatch.setattr(supervisor, "RESUME_S", 0.2)
+
+    async def play() -> None:
+        async with supervised(monkeypatch) as (coordinator, far, worker, running):
+            coordinator.listener.close()
+            far.close()
+            assert await asyncio.wait_for(running, PATIENCE_S) == 1
+            assert worker.signals == [signal.SIGTERM]
+
+    asyncio.run(play())
+
+
+def test_a_coordinator_that_says_nonsense_is_gone_and_the_reason_is_said(monkeypatch, capsys):
+    async def play() -> None:
+        async with supervised(monkeypatch) as (_, far, worker, running):
+            far.send(b"Traceback (most recent call last):\n")
+            assert await asyncio.wait_for(running, PATIENCE_S) == 1
+            assert worker.signals == [signal.SIGTERM]
+            far.close()
+
+    asyncio.run(play())
+    assert capsys.readouterr().err == "recycle: error: the coordinator can't be understood: a frame begins with b'Traceback ', and no message does\n"
