@@ -25,6 +25,7 @@ class Operations:
     def __init__(self, session: Session, stage: Stage, stepping: Stepping, source: Source, applied: Callable[[int], None]) -> None:
         self._session, self._stage, self._stepping, self._source, self._applied = session, stage, stepping, source, applied
         self._table: Mapping[Op, Operation] = {Op.LOAD: self._load, **dict.fromkeys(COMPUTE, stage.compute), Op.STEP: self._step}
+        self._sums: Mapping[Op, Callable[[int, Seat | None], Any]] = {Op.REDUCE: self._reduce, Op.TIE: self._tie}
 
     def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> Mapping[Datum, Any]:
         """What LOAD, F, I, W, B or STEP makes."""
@@ -32,9 +33,7 @@ class Operations:
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
         """What REDUCE or TIE makes, with all that take part in it."""
-        if instruction.op is Op.TIE:
-            return self._stepping.tie(instruction.step)
-        return self._stepping.reduce(instruction.step, None if holder is None else self._session.roster.holder(holder).rank)
+        return self._sums[instruction.op](instruction.step, holder)
 
     def share(self, step: int, have: StepStore) -> float:
         """Of this stage in the squared norm of ``step``."""
@@ -57,6 +56,12 @@ class Operations:
         (data,) = provides(instruction)
         drawn = have.requires(instruction)  # of an iterator's data, or an evaluation's
         return {data: self._stage.load(unpacked(have[drawn[0]]) if drawn else self._source(step, one))}
+
+    def _reduce(self, step: int, holder: Seat | None) -> list[torch.Tensor] | None:
+        return self._stepping.reduce(step, None if holder is None else self._session.roster.holder(holder).rank)
+
+    def _tie(self, step: int, holder: Seat | None) -> dict[int, torch.Tensor]:
+        return self._stepping.tie(step)
 
     def _step(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
         self._stepping.apply(instruction.step)
