@@ -310,7 +310,9 @@ class Course:
             self.end(why, out)
         elif not self.ending.stranded:
             self.ending.stranded = why
-            if self.regrouping.wanted or self._meetings.waiting(self.regrouping.in_force):
+            wanted = self.regrouping.wanted or self._meetings.waiting(self.regrouping.in_force)
+            self.regrouping.stop()
+            if wanted:
                 self._end_if_stranded(out)
 
     def _end_if_stranded(self, out: Output) -> None:

@@ -29,7 +29,7 @@ class Line:
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force, ``news`` how commits
-    were said, for whoever takes it from there, ``end`` the job's.
+    were said, for whoever takes it from there, ``end`` the job's; ``departed``: the others go on without this worker, or will, since it is to leave.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
@@ -40,6 +40,7 @@ class Line:
         self.since = 0
         self.news: deque[tuple[Generation, Committed]] = deque(maxlen=UNREAD)
         self.end: End | None = None
+        self.departed = False
         self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
         self._resume: Resume | None = None
         self._collected: dict[tuple[int, str], dict] = {}
@@ -66,6 +67,8 @@ class Line:
 
     def take(self, message: object) -> None:
         """One message of the coordinator's."""
+        if isinstance(message, Generation):
+            self.departed = self.worker not in message.roster.workers and (message.from_step > 0 or self.departed)
         match message:
             case Generation() if message.from_step and self._is_certain(self.pending):
                 self._next = message  # that one is to be adopted first: its Resume may have come with this

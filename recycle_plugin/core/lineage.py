@@ -76,7 +76,7 @@ def unfinished(plan: Plan, committed: int, held: Held, void: bool = False) -> tu
     be it from somebody who has not stepped: a worker that has, and is lost, may have sent it.
     """
     if void:
-        back, held = _astray(held, committed + 1), _without_later(held, committed + 1)
+        back, held = _astray(held, committed + 1), without_later(held, committed + 1)
         rest = remainder(plan, committed + 1, held)
         return (replace(rest, undo=rest.undo | back),)
     rests: list[Rest] = []
@@ -97,8 +97,8 @@ def _astray(held: Held, step: int) -> frozenset[Seat]:
     return frozenset(seat for seat in uninformed(held, step) if Datum("params", seat.stage, None, step + 1) in held[seat])
 
 
-def _without_later(held: Held, step: int) -> Held:
-    """... than ``step``; and who has applied it astray has not."""
+def without_later(held: Held, step: int) -> Held:
+    """What counts of ``held`` where ``step`` was rejected: nothing later; and who has applied it astray has not."""
     back = _astray(held, step)
     return {
         seat: frozenset(datum for datum in have if datum.step <= step or datum.kind == "params" and seat not in back) for seat, have in held.items()

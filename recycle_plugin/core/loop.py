@@ -18,7 +18,7 @@ from recycle_plugin.core.dataflow import Datum, pack, unpack
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import COMPUTE, Instruction
-from recycle_plugin.core.lineage import Held, Rest, surviving, unfinished
+from recycle_plugin.core.lineage import Held, Rest, surviving, unfinished, without_later
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.plan import Plan
 from recycle_plugin.core.protocol import Arrived, Generation, Loaded, Note, Report, Resized, Resume, Stepped
@@ -28,6 +28,7 @@ from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.topology import ClusterView, Topology
 
 T = TypeVar("T")
+LEAVE = "planned leave"  # why one worker's training ends
 Slowness = tuple[tuple[Seat, int], ...]  # core.cost.CostModel's
 
 
@@ -191,6 +192,8 @@ class Loop:
         """Return when every member of the newest generation has agreed where to go on."""
         self._port.reach("recovery.start")
         while (generation := self._line.interruption()) is not None:
+            if self._line.departed:
+                raise JobEnded(LEAVE, failed=False)
             yield from self._enter(generation)
 
     def catch_up(self) -> Iterator[Any]:
@@ -201,7 +204,9 @@ class Loop:
         yield from self.settle()
 
     def _await_commit(self, step: int) -> Iterator[Any]:
-        yield from self._port.wait(f"the commit of step {step}", lambda: self._line.is_committed(step))
+        """Whoever knows of it is not interrupted: it may have nothing more to do with the others."""
+        if not self._line.is_committed(step):
+            yield from self._port.wait(f"the commit of step {step}", lambda: self._line.is_committed(step))
 
     # --- membership changes ------------------------------------------------------------------------
 
@@ -217,7 +222,7 @@ class Loop:
             if self._line.worker not in planned.roster.workers:
                 yield from self._await_commit(step - 1)
                 if self._line.pending is planned:
-                    raise JobEnded("planned leave", failed=False)
+                    raise JobEnded(LEAVE, failed=False)
             else:
                 yield from self._enter(planned)
 
@@ -258,7 +263,8 @@ class Loop:
             self._rests[rest.step] = Program(rest.step, program, rest.bare, rest.holders.get(self.seat.stage), resumed=True)
             undo |= self.seat in rest.undo
             held = surviving(held, rest)
-        self._replica.stand(Standing(plan, reported, {Seat.parse(seat): unpack_drawn(packed) for seat, packed in resume.drawn.items()}, rests))
+        counts = without_later(reported, resume.committed + 1) if resume.void else reported
+        self._replica.stand(Standing(plan, counts, {Seat.parse(seat): unpack_drawn(packed) for seat, packed in resume.drawn.items()}, rests))
         self.machine.resume(resume.committed, undo)
         if undo:
             self._replica.undo(resume.committed + 1)

@@ -93,7 +93,7 @@ def scenario(seed: int) -> Scenario:
     policy = replace(policy, block=random.choice((1, 1, 1, 2, None)))
     job = Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
     for name, change in (("ties", _with_ties), ("weather", _with_weather), ("endings", _with_endings), ("undo", _with_undo), ("coordination", _with_coordination), ("data", _with_data),
-                         ("pauses", _with_pauses), ("paces", _with_paces)):  # fmt: skip
+                         ("pauses", _with_pauses), ("paces", _with_paces), ("leisure", _with_leisure)):  # fmt: skip
         job = change(job, Random(f"{name} in {seed}"))  # each of its own, so that the rest of a seed's job is what it was before there were such
     return job
 
@@ -142,6 +142,19 @@ def _with_pauses(given: Scenario, random: Random) -> Scenario:
         first = moment[1] in ("checkpoint.publish", "checkpoint.named")
         faults += (Fault("kill", given.shape.seats[0] if first else seat, *moment),)
     return replace(given, between=between, faults=faults)
+
+
+def _with_leisure(given: Scenario, random: Random) -> Scenario:
+    """In one job of twelve scripts take their time after some steps, and two workers are to leave, the second perhaps when the first one's step has come.
+
+    ``random``: as for ties.
+    """
+    if random.random() >= 1 / 12:
+        return given
+    pauses = tuple((step, "pause") for step in range(1, given.steps + 1) if random.random() < 0.7)
+    at, seats = random.randrange(CALM_US // 4), random.sample(given.shape.seats, 2)
+    leaves = tuple(Trouble("leave", at + place * random.randrange(600 * MILLISECOND), (seat,)) for place, seat in enumerate(seats))
+    return replace(given, between=given.between + pauses, troubles=given.troubles + leaves)
 
 
 def _with_paces(given: Scenario, random: Random) -> Scenario:

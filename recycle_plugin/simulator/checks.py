@@ -42,7 +42,7 @@ class Watcher:
         self._counted: dict[Seat, Counter] = defaultdict(Counter)
         self._told: set[tuple[int, str]] = set()
         self._applied: dict[tuple[Seat, int], tuple[int, float | None]] = {}
-        self._pauses = {step for step, _ in given.between}  # steps after which all do something together
+        self._pauses = {step for step, what in given.between if what != "pause"}  # steps after which all do something together
         self._evaluated: dict[int, Mapping[str, int]] = {}
         self._published: set[int] = set()
         self._committed = 0

@@ -24,6 +24,7 @@ from recycle_plugin.core.dump import dump, load
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import COMPUTE, Op
+from recycle_plugin.core.loop import LEAVE
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.protocol import Beat, End, Exited, Fatal, Fence, Leaving, Pulse, Terminate
@@ -39,7 +40,6 @@ WORKER, SECOND, SUPERVISOR, DATA = "worker", "second", "supervisor", "data"  # l
 DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
 DELAYING_US = 300 * MILLISECOND  # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
 BEAT_US = 200 * MILLISECOND
-LEAVES = "planned leave"  # core.loop's reason for the end of one worker's training
 
 
 class Cluster:
@@ -87,7 +87,7 @@ class Cluster:
 
     def gone(self) -> set[int]:
         """Ranks that take part no more: lost, or left as planned."""
-        return {rank for rank, worker in self.workers.items() if worker.line.worker in self.membership.lost or worker.reason == LEAVES}
+        return {rank for rank, worker in self.workers.items() if worker.line.worker in self.membership.lost or worker.reason == LEAVE}
 
     # --- the coordinator and its lines --------------------------------------------------------------
 

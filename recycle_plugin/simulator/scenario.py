@@ -44,7 +44,7 @@ class Scenario:
     sent go; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that they wait for), 0: there is none;
     ``rounds``: sums depend on their order, and nothing keeps it, as in real training outside exact mode; ``reloads``: before which share of what
     the coordinator does its state is written down and read again; ``iterators``: data comes from one plain iterator for each replica (core/sources.py);
-    ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after steps: evaluate, or save."""
+    ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after steps: evaluate, save, or pause."""
 
     shape: Topology
     costs: CostModel

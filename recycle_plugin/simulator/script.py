@@ -20,6 +20,7 @@ from recycle_plugin.simulator.scenario import MILLISECOND
 if TYPE_CHECKING:
     from recycle_plugin.simulator.worker import Machine
 
+PAUSE_US = 150 * MILLISECOND  # at least
 WRITING_US = 5 * MILLISECOND  # a worker's share of a checkpoint
 
 
@@ -54,8 +55,12 @@ class Script:
         for step in range(1, self._scenario.steps + 1):
             self._machine.losses[step] = yield from self._loop.train(step)
             for _, what in (each for each in self._scenario.between if each[0] == step):
-                yield from self._evaluate(step) if what == "evaluate" else self._save(step)
+                yield from {"evaluate": self._evaluate, "save": self._save, "pause": self._pause}[what](step)
         yield from self._loop.settle()
+
+    def _pause(self, step: int) -> Iterator[Any]:
+        """It does something of its own, some for longer than others, and hears nothing meanwhile."""
+        yield PAUSE_US * (1 + (self._machine.rank + step) % 4) * self._machine.percent // 100
 
     def _evaluate(self, step: int) -> Iterator[Any]:
         """More micro-batches than a step has.  What an end reads is its own replica's."""

@@ -555,7 +555,7 @@ def committed_after_failure(monkeypatch) -> None:
     changed(monkeypatch, Course, "step", step)
 
 
-@mistake("whoever is gone without a goodbye once its leave holds is looked for among the members", seen=60)
+@mistake("whoever is gone without a goodbye once its leave holds is looked for among the members", seen=68)
 def departed_looked_for(monkeypatch) -> None:
     monkeypatch.setattr(Course, "_depart", lambda self, worker, out: self.attendance.lose(self.roster.member(worker), "is gone", 0.0, out))
 

@@ -21,7 +21,7 @@ from tests.pure.mistakes import mistake
 # --- iterators' data ------------------------------------------------------------------------------------
 
 
-@mistake("nobody but who runs it gets a copy of a batch", seen=37)
+@mistake("nobody but who runs it gets a copy of a batch", seen=50)
 def no_keeper(monkeypatch) -> None:
     share = sources.share
 
@@ -146,7 +146,7 @@ def uncommitted(monkeypatch) -> None:
 # --- paces and ends ---------------------------------------------------------------------------------------
 
 
-@mistake("work is dealt out anew for a step that somebody has begun", seen=125)
+@mistake("work is dealt out anew for a step that somebody has begun", seen=106)
 def dealt_too_early(monkeypatch) -> None:
     monkeypatch.setattr(course, "unstarted", lambda committed: committed + 1)
 
@@ -163,3 +163,31 @@ def no_need(monkeypatch) -> None:
             after_loss(self, member, now, out)
 
     monkeypatch.setattr(Course, "_after_loss", changed)
+
+
+@mistake("who has left as planned, and does not know it yet, is to go on with the others", seen=25)
+def not_departed(monkeypatch) -> None:
+    monkeypatch.setattr(Line, "departed", property(lambda self: False, lambda self, value: None), raising=False)
+
+
+@mistake("who knows that all is committed reports for a change at a planned end", seen=2853)
+def asked_again(monkeypatch) -> None:
+    def await_commit(self, step):
+        yield from self._port.wait("the commit", lambda: self._line.is_committed(step))
+
+    monkeypatch.setattr(Loop, "_await_commit", await_commit)
+
+
+@mistake("a change that nobody needs any more is waited for", seen=4829)
+def still_awaited(monkeypatch) -> None:
+    def give_up_going_on(self, why, out):
+        if not self._through:
+            self.end(why, out)
+        self.ending.stranded = why
+
+    monkeypatch.setattr(Course, "_give_up_going_on", give_up_going_on)
+
+
+@mistake("a change that is planned makes a worker forget where the one before goes on", seen=321)
+def forgotten(monkeypatch) -> None:
+    monkeypatch.setattr(Line, "_is_certain", lambda self, pending: self.interruption() is not None)

@@ -8,7 +8,8 @@ import pytest
 
 from recycle_plugin.core.contributions import LOSS, Contributions
 from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.dataflow import Datum, pack
+from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.loop import Loop, Program
@@ -64,6 +65,12 @@ class Worker:
         pass
 
     def stand(self, standing: Any) -> None:
+        self.standing = standing
+
+    def judge(self, step: int, norm: float) -> None:
+        pass
+
+    def void(self, after: int, era: int) -> None:
         pass
 
     def leave(self, members: Any) -> None:
@@ -94,11 +101,43 @@ def test_a_planned_leave_is_left_at_its_step() -> None:
     assert [program.step for program in worker.ran] == [1, 2]
 
 
+def test_who_was_to_leave_while_its_script_did_something_else_has_left_whatever_the_others_do_since() -> None:
+    """They go on without it from the step before which it is to leave, and lose somebody, before it comes to that step."""
+    worker = Worker()
+    worker.train(2)
+    worker.line.take(Generation(2, MEMBERS[1:], 3, "leave", 0.0))
+    worker.line.take(Generation(3, MEMBERS[2:], 0, "a loss", 0.0))
+    with pytest.raises(JobEnded, match="planned leave") as ended:
+        list(worker.loop.recover())
+    assert not ended.value.failed
+
+
+def test_a_leave_that_a_loss_puts_off_is_none_yet() -> None:
+    line = Line(0)
+    for generation in (Generation(2, MEMBERS[1:], 3, "leave", 0.0), Generation(3, MEMBERS[:3], 0, "a loss", 0.0)):
+        line.take(generation)
+    assert not line.departed
+
+
 def test_who_stays_does_the_others_work_from_that_step_on() -> None:
     worker = Worker()
     worker.line.take(Generation(2, tuple(member for member in MEMBERS if member.seat != Seat(1, 0)), 3, "leave", 0.0))
     assert worker.train(4) == [1, 2, 3, 4]
     assert [sum(one.op is Op.F for one in program.instructions) for program in worker.ran] == [2, 2, 4, 4]
+
+
+def test_what_is_void_has_no_say_in_where_data_comes_from() -> None:
+    """A batch that only void work was done with need not be kept by anybody: another one may be drawn."""
+    worker = Worker()
+    worker.train(1)
+    held = {seat: {Datum("params", seat.stage, None, 2)} for seat in SHAPE.seats}
+    held[Seat(1, 0)] |= {Datum("stash", 0, MicroBatch(1, 0), 3), Datum("act", 0, MicroBatch(1, 0), 3), Datum("wgrad", 0, MicroBatch(1, 1), 2)}
+    generation = Generation(2, MEMBERS, 0, "rejection of step 2", 0.0)
+    worker.line.take(generation)
+    resume = Resume(2, 1, {str(seat): pack(have) for seat, have in held.items()}, norm=50.0, void=True)
+    worker.loop._take_up(worker.loop.plan, resume)
+    known = {datum for have in worker.standing.held.values() for datum in have if datum.kind != "params"}
+    assert known == {Datum("wgrad", 0, MicroBatch(1, 1), 2)}
 
 
 def test_a_commit_takes_no_losses_of_later_steps() -> None:

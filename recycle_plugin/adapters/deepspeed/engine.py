@@ -95,7 +95,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         self.seat = Seat(self.grid.data_parallel_id, self.stage_id)
         specs = layer_specs(self.module)
         shared = ties.shared(self.module, specs)
-        self.topology_ = Topology(self.grid.data_parallel_size, self.num_stages, self.micro_batches, tied(shared.values()))
+        self.topology_ = Topology(self.grid.data_parallel_size, self.num_stages, int(self.micro_batches), tied(shared.values()))
         self._check_faults(settings)
         self._deferred = _split(self.module) if settings.split_backward else None
         self._parameters = trained(self.module) if self.masters is None else self.masters.parameters
@@ -231,8 +231,8 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         same = ("regroup_timeout_s", "progress_timeout_s", "idle_timeout_s", "heartbeat_timeout_s", "strict_placement", "max_slowdown", "report", "rebalance",
                 "stagger_optimizer", "clip", "nonfinite", "loss_scaling", "undo", "keep_bytes", "rng", "seed", "exact")  # fmt: skip
         return JobRecord(
-            shape.replicas, shape.stages, shape.micro_batches, shape.ties, run_dir, costs, policy, batch=self.train_batch_size(), norm=str(settings.norm),
-            clipping=self.gradient_clipping(), arithmetic=arithmetic() if settings.exact else None, **{name: getattr(settings, name) for name in same},
+            shape.replicas, shape.stages, shape.micro_batches, shape.ties, run_dir, costs, policy, batch=int(self.train_batch_size()), norm=str(settings.norm),
+            clipping=float(self.gradient_clipping()), arithmetic=arithmetic() if settings.exact else None, **{name: getattr(settings, name) for name in same},
         )  # fmt: skip
 
     def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
