@@ -129,7 +129,8 @@ class Flight:
     def begin(self, asked: Asked, link: str = SCRIPT) -> Call:
         """Start it, or have it started as soon as it is its turn."""
         outside = self._session.between_steps is not None or self._session.generation is None
-        self._hand_over_finished()
+        if link == SCRIPT:
+            self._hand_over_finished()
         with self._lock:
             asked.check()
             lasts = link == SCRIPT and outside and len(self._ranks) > 1
@@ -142,16 +143,20 @@ class Flight:
             elif not self._asking:
                 self._ask()
             self._notice(call)
-        if call.error is not None:
-            raise call.error
+            if call.error is not None:
+                self._forget(call)
+                raise call.error
         return call
 
     def finish(self, call: Call, timeout_s: float = 0) -> None:
         """Return when it is over and its caller has the result.  Interruptible in a step; between steps recovery comes first, and then it goes on."""
         while not call.over:
             self._see_to(call, lambda: self._session.wait(lambda: self._awaited(call), lambda: call.has_news, timeout_s=timeout_s))
+        with self._lock:
+            self._forget(call)
         self._hand_over(call)
-        self._hand_over_finished()
+        if call.link == SCRIPT:
+            self._hand_over_finished()
 
     def poll(self, call: Call) -> bool:
         """Whether it is over; if so its caller has the result."""
@@ -176,17 +181,21 @@ class Flight:
     def _break_off(self, call: Call) -> None:
         """Who runs the step begins it anew; what the script waits for there has been asked for between steps, and stays."""
         with self._lock:
-            if not call.lasts and call in self._calls:
-                self._calls.remove(call)
+            if not call.lasts:
+                self._forget(call)
                 if call.handle is not None:
                     call.handle.leave()
+
+    def _forget(self, call: Call) -> None:
+        if call in self._calls:
+            self._calls.remove(call)
 
     def _number_of(self, asked: Asked) -> int | None:
         """None: only its end says from whom it has come, and no other receive may be under way then, lest it be open which has what."""
         way = asked.gives
         if isinstance(way, Way) and way.target == self._rank:
             for other in self._calls:
-                if isinstance(other.asked.gives, Way) and other.asked.gives[1:] == way[1:] and None in (way.source, other.asked.gives.source) and not other.has_news:
+                if isinstance(other.asked.gives, Way) and other.asked.gives[1:] == way[1:] and None in (way.source, other.asked.gives.source):
                     raise RecycleError(f"torch.distributed.{asked.called} with tag {way.tag} while another one is under way, one of them from any source: wait for that "
                                        "one first, so that after a loss it is known which message each was to get")  # fmt: skip
             if way.source is None:
@@ -241,13 +250,18 @@ class Flight:
 
     def _end(self, call: Call, error: BaseException | None = None) -> None:
         call.error, call.handle, call.over = error, None, True
-        if call.lasts and error is None:
-            gives = call.asked.gives
-            if call.number is None:
-                gives = gives._replace(source=call.source)
-                call.number = self._outcomes.take_number(self._line(gives))
-            self._outcomes.add(self._line(gives), call.number, None if gives == EACH else call.held)
+        if call.lasts:
+            self._count(call)
         self._wake()
+
+    def _count(self, call: Call) -> None:
+        """It is behind this worker, also where it has failed, as it has elsewhere then."""
+        gives = call.asked.gives
+        if call.number is None and call.source is not None:
+            gives = gives._replace(source=call.source)
+            call.number = self._outcomes.take_number(self._line(gives))
+        if call.number is not None:
+            self._outcomes.add(self._line(gives), call.number, None if gives == EACH or call.error is not None else call.held)
 
     def _wake(self) -> None:
         with self._session.changed:
@@ -290,6 +304,7 @@ class Flight:
         self.position = {logical: place for place, logical in enumerate(self._live)}
         self._others = [logical for logical in self._live if logical != self._rank]
         self._said = None if self._generation and self._others else {}
+        self._ends: dict[str, int] = {}  # of each line, after the last one that is over on anyone
         self._asking = False
 
     def cut(self) -> None:
@@ -323,6 +338,8 @@ class Flight:
         with self._lock:
             if generation == self._generation:
                 self._said = {self._ranks.index(rank): lines for rank, lines in said.items()}
+                for line, each in (one for lines in said.values() for one in lines.items()):
+                    self._ends[line] = max(self._ends.get(line, 0), each.end)
                 self._go_on_with_all()
 
     def _go_on_with_all(self) -> None:
@@ -333,6 +350,8 @@ class Flight:
     def _taken(self, call: Call) -> bool:
         """Whether it is behind others: then it is here too, with their result."""
         asked, ahead = call.asked, None
+        if call.number is not None and call.number >= self._ends.get(self._line(asked.gives), 0):
+            return False
         for other in self._sources(asked.gives):
             line = self._line(asked.gives._replace(source=other) if call.number is None else asked.gives)
             number = self._outcomes.next_number(line) if call.number is None else call.number

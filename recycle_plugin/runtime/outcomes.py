@@ -44,19 +44,25 @@ class Said:
     count: int = 0
     after: set[int] = field(default_factory=set)
     values: dict[int, Values | None] = field(default_factory=dict)
+    _bytes: int = 0
+
+    @property
+    def end(self) -> int:
+        """After the last one that is over."""
+        return max(self.after, default=self.count - 1) + 1
 
     def is_over(self, number: int) -> bool:
         return number < self.count or number in self.after
 
     def add(self, number: int, values: Values | None) -> None:
-        small = values is not None and _bytes(values) <= LARGEST
-        self.values[number] = values if small else None
+        self.values[number] = values if _bytes(values) <= LARGEST else None
+        self._bytes += _bytes(self.values[number])
         self.after.add(number)
         while self.count in self.after:
             self.after.remove(self.count)
             self.count += 1
-        while len(self.values) > KEPT or sum(map(_bytes, self.values.values())) > KEPT_BYTES:
-            del self.values[min(self.values)]
+        while len(self.values) > KEPT or self._bytes > KEPT_BYTES:
+            self._bytes -= _bytes(self.values.pop(min(self.values)))
 
 
 class Outcomes:
