@@ -189,6 +189,20 @@ def test_the_order_of_waits_is_free():
     assert run(backwards, 2) == [[3.0, 2.0, 2.0, 0.0, 1.5]] * 2
 
 
+def sums_between(script: Script) -> tuple[float, float]:
+    """Rank 1 asks for the script's sum only after the plugin's own, as somebody does who was still in the step when another had left it."""
+    asked, own, later = script.value(), 10 * script.value(), script.rank == 1
+    work = None if later else dist.all_reduce(asked, async_op=True)
+    with script.session.at_work(Instruction.parse("1REDUCE@1")):
+        dist.all_reduce(own)
+    (dist.all_reduce(asked, async_op=True) if later else work).wait()
+    return asked.item(), own.item()
+
+
+def test_the_plugins_own_sums_are_no_others():
+    assert run(sums_between, 2) == [(3.0, 30.0)] * 2
+
+
 # --- a member is lost --------------------------------------------------------------------------------
 
 

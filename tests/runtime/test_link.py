@@ -429,7 +429,9 @@ def aborted(place: Place) -> tuple[str, str]:
     if place.position == 1:
         held = link.start(Receive(torch.zeros(1), 0, 0))
         place.say("waits")
-        return failure_of(held), failure_of(held)
+        failed = failure_of(held)
+        place.meet("out")
+        return failed, failed
     handles = [link.start(AllReduce([torch.zeros(1)], ReduceOp.SUM)), link.start(Receive(torch.zeros(1), 1, 5))]
     said: list[str] = []
     waiting = [threading.Thread(target=lambda handle=handle: said.append(failure_of(handle)), daemon=True) for handle in handles]
@@ -440,6 +442,7 @@ def aborted(place: Place) -> tuple[str, str]:
     link.abort()
     for thread in waiting:
         thread.join(LONG_S)
+    place.meet("out")  # the end of a process breaks connections too
     return tuple(said)
 
 
