@@ -38,14 +38,16 @@ class Callers:
         if len(ranks) == 1 or self.is_own:
             return
         work, trainer = self._session.work, self._session.trainer
+        elsewhere = trainer not in (None, threading.get_ident())
+        if work is None and not elsewhere:
+            return
         where = f"torch.distributed.{called} over {named(ranks)}, called at {calling_line()}"
-        if trainer not in (None, threading.get_ident()):
+        if elsewhere:
             raise RecycleError(f"{where} in thread {threading.current_thread().name!r}: groups that can lose members meet in the order of one thread's calls; "
                                "call it in the thread that trains, between steps")
-        if work is not None:
-            raise RecycleError(f"{where} in {work}: after a loss other workers run what a micro-batch needs, some more often than others, so the members would "
-                               "wait for each other in vain; leave collectives out of layers, loss functions, data and optimizers: train_batch() returns the loss "
-                               "over all micro-batches, and between steps there is recycle_plugin.mean(tensor, group)")
+        raise RecycleError(f"{where} in {work}: after a loss other workers run what a micro-batch needs, some more often than others, so the members would "
+                           "wait for each other in vain; leave collectives out of layers, loss functions, data and optimizers: train_batch() returns the loss "
+                           "over all micro-batches, and between steps there is recycle_plugin.mean(tensor, group)")
 
     def sum_without(self, called: str, ranks: Sequence[int], live: Sequence[int], line: str) -> None:
         """Of ``ranks`` only ``live`` are left to add up what the script has asked for in ``line``: said once for each line, or refused."""

@@ -189,7 +189,11 @@ class Handle:
 
 
 class Link(Protocol):
-    """``generation``: of which it is the group."""
+    """``generation``: of which it is the group.
+
+    A member's death breaks what others have under way with that member itself.  Who waits for a live one that waits for
+    the dead may not hear of it before somebody aborts.
+    """
 
     generation: int
 

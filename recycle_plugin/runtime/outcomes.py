@@ -62,7 +62,7 @@ class Said:
             self.after.remove(self.count)
             self.count += 1
         while len(self.values) > KEPT or self._bytes > KEPT_BYTES:
-            self._bytes -= _bytes(self.values.pop(min(self.values)))
+            self._bytes -= _bytes(self.values.pop(next(iter(self.values))))  # the first that was over
 
 
 class Outcomes:
