@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from recycle_plugin.compose import GPTModel, compose
-from recycle_plugin.core.profile import Link, Part, Profile
+from recycle_plugin.core.profile import Part, Profile, Wire
 from recycle_plugin.runtime.split_backward import DeferredWeights
 
 WARM_UP = 3
-INSIDE = Link(5, 240_000)  # NVLink of an A100 at 80%; nothing uses it but placements on one host
+INSIDE = Wire(5, 240_000)  # NVLink of an A100 at 80%; nothing uses it but placements on one host
 SMALL, LARGE = 1 << 20, 1 << 26  # bytes of the all-reduces from which a link's latency and bandwidth follow
 
 
@@ -77,7 +77,7 @@ def measure(found: argparse.Namespace) -> Profile | None:
             dist.destroy_process_group()
 
 
-def _profile(found: argparse.Namespace, model: GPTModel, device: torch.device, dtype: torch.dtype, across: Link, said: str) -> Profile:
+def _profile(found: argparse.Namespace, model: GPTModel, device: torch.device, dtype: torch.dtype, across: Wire, said: str) -> Profile:
     memory, whose = _memory_of(device)
     cases = _cases(model, found.micro_batch, device, dtype, found.checkpointing)
     parts = {name: _part(case, Clock(device), found.repeat) for name, case in cases.items()}
@@ -229,15 +229,15 @@ def _group(device: torch.device) -> bool:
     return True
 
 
-def _across(found: argparse.Namespace, device: torch.device) -> tuple[Link, str]:
+def _across(found: argparse.Namespace, device: torch.device) -> tuple[Wire, str]:
     """The link between hosts, and where its figures come from."""
     members = dist.get_world_size()
     if members == 1:
-        return Link(found.latency, 1e3 * found.bandwidth), "link between hosts: stated by --bandwidth and --latency, not measured"
+        return Wire(found.latency, 1e3 * found.bandwidth), "link between hosts: stated by --bandwidth and --latency, not measured"
     small, large = (_all_reduce(size, device, found.repeat) for size in (SMALL, LARGE))
     rate = 2 * (members - 1) / members * (LARGE - SMALL) / max(1e-3, large - small)
     latency = max(0.0, small / (2 * (members - 1)) - SMALL / members / rate)
-    return Link(latency, rate), f"link between hosts: from all-reduces of 1 and 64 MiB over {members} processes"
+    return Wire(latency, rate), f"link between hosts: from all-reduces of 1 and 64 MiB over {members} processes"
 
 
 def _all_reduce(size: int, device: torch.device, repeat: int) -> float:

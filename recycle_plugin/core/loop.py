@@ -205,8 +205,11 @@ class Loop:
 
     def _await_commit(self, step: int) -> Iterator[Any]:
         """Whoever knows of it is not interrupted: it may have nothing more to do with the others."""
-        if not self._line.is_committed(step):
+        try:
             yield from self._port.wait(f"the commit of step {step}", lambda: self._line.is_committed(step))
+        except Interrupted:
+            if not self._line.is_committed(step):
+                raise
 
     # --- membership changes ------------------------------------------------------------------------
 

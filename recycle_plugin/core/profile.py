@@ -21,7 +21,7 @@ UNDO_BYTES = {"snapshot": 12, "inverse": 4}
 
 
 @dataclass(frozen=True)
-class Link:
+class Wire:
     """``latency_us`` microseconds and ``bytes_per_us`` bytes per microsecond, which is MB/s."""
 
     latency_us: float
@@ -88,8 +88,8 @@ class Profile:
     last: Part
     boundary_bytes: int
     gradient_bytes_each: int
-    inside: Link
-    across: Link
+    inside: Wire
+    across: Wire
     gpus_per_worker: int = 1
     device_bytes: int | None = None
     assumptions: tuple[str, ...] = ()
@@ -171,11 +171,11 @@ class Profile:
         return tuple(max(part.activation_bytes + part.pending_bytes for part in row) + 2 * self.boundary_bytes for row in self.parts(stages))
 
 
-def ring_us(link: Link, size: int, members: int) -> int:
+def ring_us(wire: Wire, size: int, members: int) -> int:
     """A ring all-reduce of ``size`` bytes over ``members``: 2 (n - 1) / n of the bytes and 2 (n - 1) hops."""
     if members < 2:
         return 0
-    return round(2 * (members - 1) * (link.latency_us + size / members / link.bytes_per_us))
+    return round(2 * (members - 1) * (wire.latency_us + size / members / wire.bytes_per_us))
 
 
 def write(profile: Profile, path: str | Path) -> None:
@@ -199,5 +199,5 @@ def _profile(found: Any) -> Profile:
     if strange:
         raise ValueError(f"unknown keys {', '.join(strange)}")
     parts = {name: Part(**found[name]) for name in ("first", "layer", "last")}
-    links = {name: Link(**found[name]) for name in ("inside", "across")}
+    links = {name: Wire(**found[name]) for name in ("inside", "across")}
     return Profile(**{**found, **parts, **links, "assumptions": tuple(found.get("assumptions", ()))})

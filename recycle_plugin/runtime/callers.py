@@ -35,23 +35,25 @@ class Callers:
 
         A group of one has nobody to wait for.
         """
-        if len(ranks) == 1 or self._is_own:
+        if len(ranks) == 1 or self.is_own:
             return
         work, trainer = self._session.work, self._session.trainer
+        elsewhere = trainer not in (None, threading.get_ident())
+        if work is None and not elsewhere:
+            return
         where = f"torch.distributed.{called} over {named(ranks)}, called at {calling_line()}"
-        if trainer not in (None, threading.get_ident()):
+        if elsewhere:
             raise RecycleError(f"{where} in thread {threading.current_thread().name!r}: groups that can lose members meet in the order of one thread's calls; "
                                "call it in the thread that trains, between steps")
-        if work is not None:
-            raise RecycleError(f"{where} in {work}: after a loss other workers run what a micro-batch needs, some more often than others, so the members would "
-                               "wait for each other in vain; leave collectives out of layers, loss functions, data and optimizers: train_batch() returns the loss "
-                               "over all micro-batches, and between steps there is recycle_plugin.mean(tensor, group)")
+        raise RecycleError(f"{where} in {work}: after a loss other workers run what a micro-batch needs, some more often than others, so the members would "
+                           "wait for each other in vain; leave collectives out of layers, loss functions, data and optimizers: train_batch() returns the loss "
+                           "over all micro-batches, and between steps there is recycle_plugin.mean(tensor, group)")
 
-    def sum_without(self, called: str, ranks: Sequence[int], live: Sequence[int]) -> None:
-        """Of ``ranks`` only ``live`` are left to add something up: said once for each line of the script, or refused."""
-        if len(live) == len(ranks) or self._is_own:
+    def sum_without(self, called: str, ranks: Sequence[int], live: Sequence[int], line: str) -> None:
+        """Of ``ranks`` only ``live`` are left to add up what the script has asked for in ``line``: said once for each line, or refused."""
+        if len(live) == len(ranks):
             return
-        line, lost = calling_line(), [rank for rank in ranks if rank not in live]
+        lost = [rank for rank in ranks if rank not in live]
         text = (f"{line}: torch.distributed.{called} over {named(ranks)} adds up what {len(live)} of {len(ranks)} have, {named(lost)} being lost, and "
                 "get_world_size() stays as it was")
         if self._session.group_sums == "raise":
@@ -62,7 +64,8 @@ class Callers:
                 self._session.note("warning", f"{text}: for an average over the live write recycle_plugin.mean(tensor, group)", line=line, lost=lost)
 
     @property
-    def _is_own(self) -> bool:
+    def is_own(self) -> bool:
+        """Whether what is called now is the plugin's own."""
         work = self._session.work
         return isinstance(work, Instruction) and work.op in SUMS and self._session.trainer == threading.get_ident()
 

@@ -1,139 +1,213 @@
-"""The Gloo group of one generation, which can be left while it connects or waits."""
+"""The port to a collective group of one generation: connect it, start operations, leave them behind, break it.
+
+A membership change finds operations that wait for who is gone, or for who has left them.  So nothing here blocks but
+:meth:`Handle.wait`, which has a deadline, and what is started can be walked away from at any time.
+
+**The buffers of an operation are its own**, from :meth:`Link.start` until its handle is over, and for ever once it was left behind: threads of the link may
+go on reading and writing them.  They stay allocated as long, and nothing else is touched.  So who may be broken off, and needs a
+tensor afterwards, gives copies of it, and takes the result from them when the handle is over well.
+
+An implementation passes tests/runtime/test_link.py.
+"""
 
 from __future__ import annotations
 
-import os
-import socket
-import stat
 import threading
-from datetime import timedelta
+from dataclasses import dataclass
+from typing import Callable, Protocol, Sequence
 
-import torch.distributed as dist
+import torch
+from torch.distributed import ReduceOp
 
-from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
 
 
-class Link:
-    """The Gloo group of one generation, connected by whichever operation is first, in that operation's thread.
+class Broken(RuntimeError):
+    """A connection of the group is, or the group was aborted: who is lost is for others to say."""
 
-    An operation that was left behind may connect, or wait, after its generation has passed: it has
-    this object to itself, so it can't meet the next generation's group.
 
-    Which sockets are Gloo's nobody tells.  They are those opened while it connected that lead to a
-    port on which some member's Gloo listens; members tell each other those ports through the store,
-    so that no connection of anybody else's is ever shut: not the next generation's either, which may connect at the same time.
+# --- operations: every member of the link starts the same ones in the same order, but for sends and receives -------------
+# Members go by their position in the link.  Tensors are contiguous, and alike on all members where not said otherwise.
 
-    Gloo gets a connection to the store of its own: while it waits there for a peer, and it may do so long after its
-    generation has passed, nobody else can use that connection.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllReduce:
+    """``tensors`` become everybody's, put together by ``op``."""
+
+    tensors: Sequence[torch.Tensor]
+    op: ReduceOp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduce:
+    """... at ``root``; what they become elsewhere is not defined."""
+
+    tensors: Sequence[torch.Tensor]
+    op: ReduceOp
+    root: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Broadcast:
+    """``tensors`` become those of ``root``, which are only read."""
+
+    tensors: Sequence[torch.Tensor]
+    root: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllGather:
+    """``outputs``, one a member, become everybody's ``source``."""
+
+    outputs: Sequence[torch.Tensor]
+    source: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gather:
+    """... at ``root``; elsewhere there are no ``outputs``."""
+
+    outputs: Sequence[torch.Tensor]
+    source: torch.Tensor
+    root: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scatter:
+    """``output`` becomes this member's one of the ``sources`` of ``root``; elsewhere there are none."""
+
+    output: torch.Tensor
+    sources: Sequence[torch.Tensor]
+    root: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReduceScatter:
+    """``output`` becomes this member's part of everybody's ``source``, put together by ``op`` and cut into as many parts as there are members."""
+
+    output: torch.Tensor
+    source: torch.Tensor
+    op: ReduceOp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AllToAll:
+    """Each member gets its part of everybody's ``source``, into ``output``; ``outgoing`` and ``incoming`` are the parts' lengths in the first dimension,
+    empty where all are equal.  Of any two members' own lengths."""
+
+    output: torch.Tensor
+    source: torch.Tensor
+    incoming: Sequence[int]
+    outgoing: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Barrier:
+    """Nobody is through before all have started it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Send:
+    """It may be over before it is received.  Of one ``tag`` nothing overtakes anything else to the same member."""
+
+    tensor: torch.Tensor
+    to: int
+    tag: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Receive:
+    """... from member ``source``, None: from any one, whom the handle names."""
+
+    tensor: torch.Tensor
+    source: int | None
+    tag: int
+
+
+Operation = AllReduce | Reduce | Broadcast | AllGather | Gather | Scatter | ReduceScatter | AllToAll | Barrier | Send | Receive
+
+
+class Handle:
+    """Of something under way, named ``what``.  May be used by any thread.
+
+    ``error``: with which it is over.  ``source``: from which member a :class:`Receive` that is over has something.
     """
 
-    _opening = threading.Lock()  # of a port: whose it is must be clear
-
-    def __init__(self, generation: int, store: dist.Store, position: int, members: int, address: str, timeout: timedelta) -> None:
-        self.generation = generation
-        self._store = store
-        self._address = address
-        self._position = position
-        self._members = members
-        self._timeout = timeout
+    def __init__(self, what: Callable[[], str] | str) -> None:
+        self._what = what
         self._lock = threading.Lock()
-        self._group: dist.ProcessGroupGloo | None = None
-        self._opened: set[int] = set()
-        self._abandoned = False
+        self._over = self._left = False
+        self._tell: list[Callable[[], object]] = []
+        self.error: Exception | None = None
+        self.source: int | None = None
 
     @property
-    def is_connected(self) -> bool:
-        return self._group is not None
+    def what(self) -> str:
+        return self._what if isinstance(self._what, str) else self._what()
 
-    def connected(self) -> dist.ProcessGroupGloo:
+    def poll(self) -> bool:
+        """Whether it is over, well or badly.  Never so once it was left behind."""
+        return self._over
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when it is over well.  Raises its error, WaitTimeout past the deadline (it goes on), RecycleError where it was left behind."""
+        if not self._over and not self._left:
+            over = threading.Event()
+            self.when_over(over.set)
+            if not over.wait(timeout_s) and not self._left:
+                raise WaitTimeout(f"waited {timeout_s:g} s for {self.what}")
+        if self._left:
+            raise RecycleError(f"{self.what} was left behind")
+        if self.error is not None:
+            raise self.error
+
+    def leave(self) -> bool:
+        """Its result is not wanted any more.  False, and nothing has changed, if it was over already."""
+        return self._finish(left=True)
+
+    def when_over(self, tell: Callable[[], object]) -> None:
+        """``tell`` is called once, by any thread, when it is over or was left behind; at once where it already is.  It must not block."""
         with self._lock:
-            if self._group is None:
-                self._connect()
-            if self._abandoned:
-                self._shut_down()
-                raise RecycleError("this membership has passed")
-            return self._group
+            if not self._over and not self._left:
+                self._tell.append(tell)
+                return
+        tell()
 
-    def _connect(self) -> None:
-        before = set(_sockets())
-        options, ports = self._listening()
-        try:
-            self._group = dist.ProcessGroupGloo(self._store.clone(), self._position, self._members, options)
-        except RuntimeError as error:
-            if self._abandoned:  # so have the others, one of them while this one still connected to it
-                raise RecycleError("this membership has passed") from error
-            raise
-        self._opened = set(_sockets()) - before
-        self._store.set(f"listening{self._position}", ",".join(map(str, ports)))
+    def end(self, error: Exception | None = None, source: int | None = None) -> None:
+        """For the link: it is over.  The first end counts, and none once it was left behind."""
+        self._finish(error, source)
 
-    def _listening(self) -> tuple[dist.ProcessGroupGloo._Options, list[int]]:
-        """Options of a group that listens already, and where."""
-        with self._opening:
-            before = set(_sockets())
-            options = _options(self._address, self._timeout)
-            return options, [port for inode, port in _sockets().items() if port and inode not in before]
-
-    def abandon(self) -> None:
-        """End what still blocks in here, in the background: taking a Gloo group down costs 0.1 s."""
-        self._abandoned = True
-        threading.Thread(target=self._take_down, name="recycle: leaving a group", daemon=True).start()
-
-    def _take_down(self) -> None:
-        if self._lock.acquire(timeout=0.1):  # otherwise it is still connecting, and sees for itself
-            if self._group is not None:
-                self._shut_down()
-            self._lock.release()
-
-    def _shut_down(self) -> None:
-        """Shut the sockets, so that every operation on them fails, and let the group go."""
-        keys = [f"listening{position}" for position in range(self._members)]
-        ports = {port for key in keys if self._store.check([key]) for port in self._store.get(key).decode().split(",")}
-        for descriptor in os.listdir("/proc/self/fd"):
-            try:
-                held = os.dup(int(descriptor))  # a hold on it first: the number may be reused at any time
-            except OSError:
-                continue
-            status = os.fstat(held)
-            if stat.S_ISSOCK(status.st_mode) and status.st_ino in self._opened:
-                _shut(socket.socket(fileno=held), ports)
-            else:
-                os.close(held)
-        self._group = None
+    def _finish(self, error: Exception | None = None, source: int | None = None, left: bool = False) -> bool:
+        with self._lock:
+            if self._over or self._left:
+                return False
+            self.error, self.source, self._left, self._over = error, source, left, not left
+            tell, self._tell = self._tell, []
+        for one in tell:
+            one()
+        return True
 
 
-def _options(address: str, timeout: timedelta) -> dist.ProcessGroupGloo._Options:
-    """Gloo listens on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.  Left alone it looks its host's name up, and many a host's name is its loopback's."""
-    chosen = dist.ProcessGroupGloo._Options()
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    make = dist.ProcessGroupGloo.create_device
-    chosen._devices = [make(interface=name) for name in names] or [make(hostname=address)]
-    chosen._threads, chosen._timeout = 2 * len(chosen._devices), timeout
-    return chosen
+class Link(Protocol):
+    """``generation``: of which it is the group.
 
+    A member's death breaks what others have under way with that member itself.  Who waits for a live one that waits for
+    the dead may not hear of it before somebody aborts.
+    """
 
-def _sockets() -> dict[int, int]:
-    """Open sockets of this process: inode (a descriptor's number may be reused) to the port it listens on, or 0."""
-    found = {}
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            held = os.dup(int(descriptor))
-        except OSError:
-            continue
-        status = os.fstat(held)
-        if stat.S_ISSOCK(status.st_mode):
-            with socket.socket(fileno=held) as connection:
-                name = connection.getsockname()
-                listens = isinstance(name, tuple) and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                found[status.st_ino] = name[1] if listens else 0
-        else:
-            os.close(held)
-    return found
+    generation: int
 
+    @property
+    def connected(self) -> bool: ...
 
-def _shut(connection: socket.socket, ports: set[str]) -> None:
-    with connection:
-        try:
-            if {str(connection.getsockname()[1]), str(connection.getpeername()[1])} & ports:
-                connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # closed by the peer meanwhile, or a listener, which nobody waits on
+    def connect(self) -> Handle:
+        """Meet the other members.  The handle, always the same one, names whoever has not come."""
+
+    def start(self, operation: Operation) -> Handle:
+        """Begin ``operation``, once connected, after all that was started before; of the link's threads each sees its end.
+
+        An error of the operation's, as :class:`Broken` and what the group can't do, is the handle's.
+        """
+
+    def abort(self) -> None:
+        """Break the connections: whoever waits for one of its handles gets :class:`Broken`, here at once and elsewhere when it is known there."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.core.profile import Link, Part, Profile, ring_us
+from recycle_plugin.core.profile import Part, Profile, Wire, ring_us
 
 WRITTEN = "2026-11-21"
 
@@ -37,8 +37,8 @@ class Device:
     bytes_per_s: float
     memory_share: float
     memory_bytes: int
-    inside: Link
-    across: Link
+    inside: Wire
+    across: Wire
 
     def product_us(self, operations: float) -> float:
         return 1e6 * operations / (self.flops * self.product_share)
@@ -47,7 +47,7 @@ class Device:
         return 1e6 * size / (self.bytes_per_s * self.memory_share)
 
 
-A100 = Device("A100 80 GB, 80 Gbit/s between hosts", 312e12, 0.5, 2.0e12, 0.8, 80 << 30, Link(5, 0.8 * 300_000), Link(30, 0.9 * 10_000))
+A100 = Device("A100 80 GB, 80 Gbit/s between hosts", 312e12, 0.5, 2.0e12, 0.8, 80 << 30, Wire(5, 0.8 * 300_000), Wire(30, 0.9 * 10_000))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any, Hashable, Iterable, Mapping
 
+from recycle_plugin.core.contributions import LOSS
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
@@ -41,6 +42,7 @@ class Watcher:
         self.violations: list[str] = []
         self._counted: dict[Seat, Counter] = defaultdict(Counter)
         self._told: set[tuple[int, str]] = set()
+        self._told_with: dict[int, dict] = {}  # when losses were told, the batches that they are of
         self._applied: dict[tuple[Seat, int], tuple[int, float | None]] = {}
         self._pauses = {step for step, what in given.between if what != "pause"}  # steps after which all do something together
         self._evaluated: dict[int, Mapping[str, int]] = {}
@@ -100,6 +102,8 @@ class Watcher:
             if (message.step, message.name) in self._told:
                 self.say(f"the {message.name} of step {message.step} is told twice")
             self._told.add((message.step, message.name))
+            if self._samples is not None and message.name == LOSS:
+                self._told_with[message.step] = self._samples.loaded_so_far(message.step)
         elif isinstance(message, End) and whom == WORKERS and not message.failed:
             self._end = message.step
         elif isinstance(message, End) and whom == WORKERS and self._end is not None and self._committed >= self._end - 1 and self._end - 1 not in self._pauses:
@@ -207,12 +211,20 @@ class Watcher:
                 self.say(f"seat {worker.seat} waits for {worker.waits_for}" if worker.waiting else f"seat {worker.seat} has not ended")
             for step, losses in worker.losses.items():  # what went down with a worker of a step that all had applied is missing, and said so
                 expected = told.setdefault(step, losses) if self.rounds else self._losses(step)
+                losses, expected = self._of_what_stayed(step, losses), self._of_what_stayed(step, expected)
                 if not losses.items() <= expected.items() or losses != expected and not cluster.membership.lost:
                     self.say(f"seat {worker.seat} was told wrong losses of step {step}")
             if worker.alive and worker.line.worker not in cluster.membership.lost and worker.reason in at_the_end and not worker.runs:
                 self._right_weights(worker, last)
         if (ended is None or not ended.failed) and self._committed < last:
             self.say(f"only {self._committed} of {last} steps are committed")
+
+    def _of_what_stayed(self, step: int, losses: Mapping[str, int]) -> Mapping[str, int]:
+        """Without micro-batches whose batch was lost with all that was computed with it, after their loss was told: another one took its place."""
+        if self._samples is None:
+            return losses
+        before, now = self._told_with.get(step, {}), self._samples.loaded_so_far(step)
+        return {name: loss for name, loss in losses.items() if before.get(MicroBatch.parse(name)) == now.get(MicroBatch.parse(name))}
 
     def _losses(self, step: int) -> Mapping[str, int]:
         if self._samples is not None and step > self._committed:  # told, and never committed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from recycle_plugin.core.profile import Link
+from recycle_plugin.core.profile import Wire
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class MachineCosts:
     undo_us: int
     commit_us: int
     return_us: int
-    copy: Link
+    copy: Wire
     source: str
 
     def __post_init__(self) -> None:
@@ -42,7 +42,7 @@ LOCAL = MachineCosts(
     undo_us=0,
     commit_us=1_000,
     return_us=9_000_000,
-    copy=Link(30, 9_000),
+    copy=Wire(30, 9_000),
     source=(
         "detection, regrouping, planning: medians of scripts/bench_recovery.py, 40 SIGKILLs at random instants, 2x2 and 4x2 workers, Gloo, "
         "2 busy cores, 2026-11-21 (regrouping without the instruction that a worker finishes first); no state was large enough to show an undo; "
@@ -61,7 +61,7 @@ CLUSTER = replace(
 
 def by_name(name: str) -> MachineCosts:
     """Raises ValueError for an unknown one."""
-    known = {"local": LOCAL, "cluster": CLUSTER, "free": MachineCosts(0, 0, 0, 0, 0, 0, Link(0, 1e12), "nothing costs anything: what the schedule alone allows")}
+    known = {"local": LOCAL, "cluster": CLUSTER, "free": MachineCosts(0, 0, 0, 0, 0, 0, Wire(0, 1e12), "nothing costs anything: what the schedule alone allows")}
     if name not in known:
         raise ValueError(f"machine {name!r}: one of {', '.join(known)}")
     return known[name]

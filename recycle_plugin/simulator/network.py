@@ -14,7 +14,7 @@ from typing import Callable, Hashable, Protocol
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.profile import Link, Profile
+from recycle_plugin.core.profile import Profile, Wire
 
 
 class Network(Protocol):
@@ -41,7 +41,7 @@ class Contended:
     has the same size as an activation and as its gradient.
     """
 
-    def __init__(self, host: Callable[[Seat], Hashable], inside: Link, across: Link, boundary_bytes: tuple[int, ...]) -> None:
+    def __init__(self, host: Callable[[Seat], Hashable], inside: Wire, across: Wire, boundary_bytes: tuple[int, ...]) -> None:
         self._host, self._inside, self._across, self._bytes = host, inside, across, boundary_bytes
         self._free: defaultdict[Hashable, int] = defaultdict(int)  # when each line has carried what it was handed so far
 

@@ -26,6 +26,10 @@ class Samples:
     def loaded(self, step: int, micro_batch: MicroBatch, stage: int, batch: Batch) -> None:
         self._loaded.setdefault(step, {}).setdefault(micro_batch, {})[stage] = batch
 
+    def loaded_so_far(self, step: int) -> dict[MicroBatch, set[tuple[int, int]]]:
+        """Which batches each micro-batch was computed with, at its ends."""
+        return {micro_batch: {(batch.draw.source, batch.number) for batch in ends.values()} for micro_batch, ends in self._loaded.get(step, {}).items()}
+
     def of(self, step: int) -> Data:
         """Inputs and labels, as the two ends have had them."""
         loaded = self._loaded[step]
@@ -39,8 +43,7 @@ class Samples:
         self._committed = max(self._committed, last)
 
     def _check(self, step: int, micro_batch: MicroBatch, own: bool) -> None:
-        ends = self._loaded.get(step, {}).get(micro_batch, {})
-        named = {(batch.draw.source, batch.number) for batch in ends.values()}
+        named = self.loaded_so_far(step).get(micro_batch, set())
         if len(named) != 1:
             self._say(f"micro-batch {micro_batch} of step {step} was computed with {len(named)} batches")
             return

@@ -13,7 +13,7 @@ from recycle_plugin.core import profile
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.profile import Link, Part, Profile
+from recycle_plugin.core.profile import Part, Profile, Wire
 from recycle_plugin.core.topology import Topology
 
 from tests.support.doctor import HEALTHY, MIB, ON, SIZES, data, small_profile

@@ -25,7 +25,7 @@ from recycle_plugin.compose import Job
 from recycle_plugin.core.instruction import COMPUTE, Op
 from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.core.worker import Worker
-from recycle_plugin.runtime.group import MemberGroup
+from recycle_plugin.runtime.gloo import GlooLink
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.tied import TiedWeight
@@ -403,21 +403,21 @@ def restless(unit_s: float, times: float, first_s: float, pauses: list[int], pau
 
 def break_sum(seat: str, step: int, times: int) -> None:
     """The first ``times`` that the worker at ``seat`` begins its stage's sum of ``step``, the connections to the others break."""
-    add_up, operate, left, due = Operations.add_up, MemberGroup._operate, [True] * times, []
+    add_up, start, left, due = Operations.add_up, GlooLink.start, [True] * times, []
 
     def changed(self: Operations, instruction, have, *given):
         if left and (str(have.seat), instruction.op, instruction.step) == (seat, Op.REDUCE, step):
             due.append(left.pop())
         return add_up(self, instruction, have, *given)
 
-    def broken(self: MemberGroup, name: str, link, start) -> None:
+    def broken(self: GlooLink, operation):
         if due:
             due.pop()
-            self._session.run_interruptibly("connections to break", link.connected)
-            _shut(link._opened)
-        operate(self, name, link, start)
+            self.connect().wait(60)
+            _shut(self._opened)
+        return start(self, operation)
 
-    Operations.add_up, MemberGroup._operate = changed, broken
+    Operations.add_up, GlooLink.start = changed, broken
 
 
 def _shut(inodes: set[int]) -> None:

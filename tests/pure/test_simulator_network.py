@@ -8,13 +8,13 @@ from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.profile import Link
+from recycle_plugin.core.profile import Wire
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.planner import plan
 from recycle_plugin.simulator import Conditions, simulate
 from recycle_plugin.simulator.network import Contended, alone, by_replica, by_stage
 
-INSIDE, ACROSS = Link(1, 100), Link(5, 10)
+INSIDE, ACROSS = Wire(1, 100), Wire(5, 10)
 
 
 def send(stage: int, receiver: Seat, op: Op = Op.SEND_ACT) -> Instruction:
@@ -43,12 +43,12 @@ def test_contention_slows_a_step_and_plenty_of_bandwidth_does_not() -> None:
     def end(network) -> int:
         return max(span.end_us for span in simulate(planned, costs, 1, Conditions(network)))
 
-    wide = Link(20, 1e9)
+    wide = Wire(20, 1e9)
     assert end(Contended(by_stage, wide, wide, (1000,))) == end(None)
-    assert end(Contended(alone, INSIDE, Link(0, 50), (1000,))) == end(None)
-    assert end(Contended(by_stage, INSIDE, Link(0, 50), (1000,))) > end(None)
+    assert end(Contended(alone, INSIDE, Wire(0, 50), (1000,))) == end(None)
+    assert end(Contended(by_stage, INSIDE, Wire(0, 50), (1000,))) > end(None)
 
 
 def test_a_link_without_bandwidth_is_refused() -> None:
     with pytest.raises(ValueError, match="bandwidth"):
-        Link(0, 0)
+        Wire(0, 0)

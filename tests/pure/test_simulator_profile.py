@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from recycle_plugin.core import profile
-from recycle_plugin.core.profile import Link, ring_us
+from recycle_plugin.core.profile import Wire, ring_us
 from recycle_plugin.simulator import analytic
 
 MEDIUM = analytic.preset("gpt3_medium")
@@ -60,9 +60,9 @@ def test_checkpointing_runs_the_forward_again_and_holds_little() -> None:
 
 
 def test_ring() -> None:
-    assert ring_us(Link(10, 100), 1000, 1) == 0
-    assert ring_us(Link(10, 100), 1000, 2) == 2 * (10 + 5)
-    assert ring_us(Link(0, 100), 6000, 6) == 2 * 5 * 10
+    assert ring_us(Wire(10, 100), 1000, 1) == 0
+    assert ring_us(Wire(10, 100), 1000, 2) == 2 * (10 + 5)
+    assert ring_us(Wire(0, 100), 6000, 6) == 2 * 5 * 10
 
 
 def test_every_origin_is_named() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -146,36 +144,6 @@ def test_survivors_leave_a_blocked_operation_and_go_on(processes, between_steps,
     coordinator.close()
 
 
-def test_a_link_that_connects_late_leaves_the_next_ones_connections_alone() -> None:
-    """A member of the first generation comes only when the second has long connected, in the same processes; all this is one here."""
-    import torch
-    import torch.distributed as dist
-
-    from recycle_plugin.runtime.errors import RecycleError
-    from recycle_plugin.runtime.link import Link, _sockets
-
-    def listening() -> int:
-        return sum(port > 0 for port in _sockets().values())
-
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    first, second = ([Link(number, dist.PrefixStore(str(number), store), place, 2, "127.0.0.1", timedelta(seconds=30)) for place in (0, 1)] for number in (1, 2))
-    with ThreadPoolExecutor(4) as threads:
-        before, deadline = listening(), time.monotonic() + 30
-        early = threads.submit(first[0].connected)
-        while listening() == before:
-            assert time.monotonic() < deadline, "the first link does not listen"
-        groups = [each.result(30) for each in [threads.submit(link.connected) for link in second]]
-        for link in first:
-            link.abandon()
-        for attempt in (early, threads.submit(first[1].connected)):
-            with pytest.raises(RecycleError, match="this membership has passed"):
-                attempt.result(30)
-        held = [torch.ones(1), torch.ones(1)]
-        for work in [group.allreduce([tensor]) for group, tensor in zip(groups, held)]:
-            work.wait(timedelta(seconds=30))
-    assert [tensor.item() for tensor in held] == [2.0, 2.0]
-
-
 def overtaken(rank: int, port: int, store_port: int, results, last: str) -> None:
     """Rank 0 is through with the first sum, and in the second, when rank 2 dies; rank 1 hears of the death before it hears that the first is over."""
     import torch
@@ -184,23 +152,29 @@ def overtaken(rank: int, port: int, store_port: int, results, last: str) -> None
     from recycle_plugin.runtime import group
     from recycle_plugin.runtime.control import connect
     from recycle_plugin.runtime.errors import RecycleError
+    from recycle_plugin.runtime.gloo import GlooLink
+    from recycle_plugin.runtime.link import Handle
     from recycle_plugin.runtime.session import Session
 
     session = Session(connect(("127.0.0.1", port), 10), rank, wait_timeout_s=10)
     group.register(session)
     store = dist.TCPStore("127.0.0.1", store_port, None, rank == 0, wait_for_workers=False)
     dist.init_process_group("recycle", store=store, rank=rank, world_size=RANKS)
-    session.between_steps = lambda: session.adopt(session.pending)
+
+    def recover() -> None:
+        GlooLink.start = start
+        session.adopt(session.pending)
+
+    session.between_steps = recover
     dist.barrier()
-    operate, late = group.MemberGroup._operate, [True]
+    start = GlooLink.start
 
-    def slow(self, name, link, start) -> None:
-        operate(self, name, link, start)
-        if late:
-            late.clear()
-            session.wait("the death", lambda: None)
+    def deaf(self, operation) -> Handle:
+        """It takes part, and does not see the end."""
+        start(self, operation)
+        return Handle("a sum")
 
-    group.MemberGroup._operate = slow if rank == 1 else operate
+    GlooLink.start = deaf if rank == 1 else start
     held = torch.arange(1.0, 4.0) * (rank + 1)
     gathered = [torch.zeros(3) for _ in range(RANKS)]
     try:
@@ -211,7 +185,6 @@ def overtaken(rank: int, port: int, store_port: int, results, last: str) -> None
                 dist.all_gather(gathered, held)
             case "recv" if rank < 2:
                 dist.send(held, 1) if rank == 0 else dist.recv(held, 0)
-        group.MemberGroup._operate = operate
         if rank == 2:
             results.put((rank, "over", None))
             results.close()

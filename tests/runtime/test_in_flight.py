@@ -1,0 +1,308 @@
+"""Operations that a script has started and not yet waited for, in health and over the loss of a member; two or three real processes over Gloo.
+
+Each test is a scenario that every rank runs; in some rank 2 dies, of which the others hear from the test.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+
+from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.instruction import Instruction
+from recycle_plugin.runtime import group
+from recycle_plugin.runtime.control import connect
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.session import Session
+
+from .conftest import FakeCoordinator, generation
+
+LONG_S = 30.0
+WAIT_S = 15.0  # of the workers: where they would wait for ever, they say so
+LARGE = 1 << 18  # 1 MiB: more than the system's buffers hold, and as much as is kept for others
+DIED = "died"
+
+
+class Script:
+    """What a scenario sees of its rank; ranks meet at ``store`` without a collective."""
+
+    def __init__(self, rank: int, session: Session, store: dist.Store) -> None:
+        self.rank, self.session, self._store = rank, session, store
+
+    def value(self, length: int = 1) -> torch.Tensor:
+        return torch.full((length,), self.rank + 1.0)
+
+    def say(self, word: str) -> None:
+        self._store.set(f"{word} {self.rank}", "")
+
+    def hear(self, word: str, *of: int) -> None:
+        self._store.wait([f"{word} {rank}" for rank in of], timedelta(seconds=LONG_S))
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def recover(self) -> None:
+        self.session.adopt(self.session.wait("another membership", lambda: self.session.pending, interruptible=False))
+
+
+def worker(scenario: Callable[[Script], Any], rank: int, ranks: int, coordinator: tuple[str, int], port: int, result: Any) -> None:
+    session = Session(connect(coordinator, LONG_S), rank, wait_timeout_s=WAIT_S)
+    group.register(session)
+    dist.init_process_group("recycle", store=dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False), rank=rank, world_size=ranks)
+    script = Script(rank, session, dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False))
+    session.between_steps = script.recover
+    try:
+        result.send(scenario(script))
+    except Exception as error:
+        result.send(f"{type(error).__name__}: {error}")
+    os._exit(0)
+
+
+def run(scenario: Callable[[Script], Any], ranks: int, loses: bool = False) -> list[Any]:
+    """What it returns on each rank.  ``loses``: the last one dies, and the others are told."""
+    coordinator, context = FakeCoordinator(), multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "recycle_plugin.runtime.group"])
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    ends = [context.Pipe(duplex=False) for _ in range(ranks)]
+    started = [context.Process(target=worker, args=(scenario, rank, ranks, coordinator.address, store.port, end[1]), daemon=True) for rank, end in enumerate(ends)]
+    try:
+        for process, (_, writing) in zip(started, ends):
+            process.start()
+            writing.close()
+        for _ in started:
+            coordinator.accept()
+        if loses:
+            started[-1].join(LONG_S)
+            coordinator.tell(generation(1, list(range(ranks - 1))))
+        return [result_of(reading) for reading, _ in ends]
+    finally:
+        for process in started:
+            process.kill()
+            process.join(LONG_S)
+        coordinator.close()
+
+
+def result_of(reading: Any) -> Any:
+    assert reading.poll(3 * LONG_S), "a rank does not come to an end"
+    try:
+        return reading.recv()
+    except EOFError:
+        return DIED
+
+
+# --- nobody is lost ----------------------------------------------------------------------------------
+
+
+def goes_on(script: Script) -> tuple[float, float]:
+    """Rank 1 starts the sum only when it has what rank 0 sends after it has started it."""
+    total, message = script.value(), script.value()
+    if script.rank == 0:
+        work = dist.all_reduce(total, async_op=True)
+        dist.send(message, 1)
+        work.wait()
+    else:
+        dist.recv(message, 0)
+        dist.all_reduce(total)
+    return total.item(), message.item()
+
+
+def test_a_collective_that_is_asked_for_later_does_not_block():
+    assert run(goes_on, 2) == [(3.0, 1.0)] * 2
+
+
+def polled(script: Script) -> tuple[float, list[bool]]:
+    """Nobody waits: both look whether it is over until it is."""
+    held, peer = torch.zeros(LARGE), 1 - script.rank
+    works = [dist.irecv(held, peer), dist.isend(script.value(LARGE), peer)]
+    works.append(dist.all_reduce(script.value(), async_op=True))
+    deadline = time.monotonic() + WAIT_S
+    while not all([work.is_completed() for work in works]) and time.monotonic() < deadline:
+        os.sched_yield()
+    return held.mean().item(), [work.is_completed() for work in works]
+
+
+def test_who_looks_sees_the_end():
+    assert run(polled, 2) == [(2.0, [True] * 3), (1.0, [True] * 3)]
+
+
+def received_from_anyone(script: Script) -> list[tuple[int, float]]:
+    if script.rank:
+        dist.isend(script.value(), 0, tag=2)  # of which nobody keeps the handle
+        dist.barrier()
+        return []
+    found = []
+    for _ in range(2):
+        held = torch.zeros(1)
+        found.append((dist.recv(held, tag=2), held.item()))
+    dist.barrier()
+    return sorted(found)
+
+
+def test_a_message_from_whoever_sends_one():
+    assert run(received_from_anyone, 3) == [[(1, 2.0), (2, 3.0)], [], []]
+
+
+def two_receives(script: Script) -> tuple[str, float]:
+    if script.rank:
+        script.hear("asked", 0)
+        dist.send(script.value(), 0)
+        return "", 0.0
+    held, other = torch.zeros(1), torch.zeros(1)
+    work = dist.irecv(held)
+    try:
+        dist.irecv(other, 1)
+        said = ""
+    except RecycleError as error:
+        said = str(error)
+    script.say("asked")
+    work.wait()
+    return said, held.item()
+
+
+def test_which_of_two_receives_has_a_message_must_be_clear():
+    (said, got), _ = run(two_receives, 2)
+    assert said.startswith("torch.distributed.recv with tag 0 while another one is under way, one of them from any source: wait for that one first") and got == 2.0
+
+
+def backwards(script: Script) -> list[float]:
+    """Of all kinds, waited for from the last one on; the first ones' results are there too when all is over."""
+    held = [script.value(), script.value(LARGE), script.value(), torch.zeros(1), torch.zeros(2)]
+    works = [
+        dist.all_reduce(held[0], async_op=True), dist.all_reduce(held[1], dist.ReduceOp.MAX, async_op=True), dist.broadcast(held[2], 1, async_op=True),
+        dist.all_to_all_single(torch.zeros(2), torch.zeros(2), async_op=True), dist.all_gather_into_tensor(held[4], script.value(), async_op=True),
+    ]  # fmt: skip
+    works[-1].wait()
+    for work in reversed(works[1:]):
+        work.wait()
+    dist.barrier()
+    works[0].wait()
+    return [each.sum().item() / each.numel() for each in held]
+
+
+def test_the_order_of_waits_is_free():
+    assert run(backwards, 2) == [[3.0, 2.0, 2.0, 0.0, 1.5]] * 2
+
+
+def sums_between(script: Script) -> tuple[float, float]:
+    """Rank 1 asks for the script's sum only after the plugin's own, as somebody does who was still in the step when another had left it."""
+    asked, own, later = script.value(), 10 * script.value(), script.rank == 1
+    work = None if later else dist.all_reduce(asked, async_op=True)
+    with script.session.at_work(Instruction.parse("1REDUCE@1")):
+        dist.all_reduce(own)
+    (dist.all_reduce(asked, async_op=True) if later else work).wait()
+    return asked.item(), own.item()
+
+
+def test_the_plugins_own_sums_are_no_others():
+    assert run(sums_between, 2) == [(3.0, 30.0)] * 2
+
+
+# --- a member is lost --------------------------------------------------------------------------------
+
+
+def in_flight(script: Script) -> Any:
+    """Two sums and two messages, started when rank 2 is there and over when it is not; of the two others one waits for nothing before the other has all."""
+    rank, peer = script.rank, 1 - script.rank
+    dist.barrier()
+    if rank == 2:
+        script.hear("started", 0, 1)
+        script.die()
+    first, second, got = script.value(LARGE), script.value(), torch.zeros(LARGE)
+    works = [dist.all_reduce(first, async_op=True), dist.irecv(got, peer), dist.all_reduce(second, dist.ReduceOp.AVG, async_op=True), dist.isend(script.value(LARGE), peer)]
+    script.say("started")
+    before = [first[0].item(), second.item()]
+    if rank == 1:
+        script.recover()
+        script.hear("has all", 0)
+    for work in works if rank else reversed(works):
+        work.wait()
+    script.say("has all")
+    third = script.value()
+    dist.all_reduce(third)
+    return before, [first.unique().tolist(), second.tolist(), got.unique().tolist(), third.tolist()]
+
+
+def test_what_is_in_flight_survives_a_loss():
+    """It starts again among the live in the order of the calls, whoever waits for it, and in which order."""
+    own = [1.0, 2.0]
+    assert run(in_flight, 3, loses=True) == [([own[rank], own[rank]], [[3.0], [1.5], [own[1 - rank]], [3.0]]) for rank in range(2)] + [DIED]
+
+
+def polled_over_a_loss(script: Script) -> float | str:
+    dist.barrier()
+    if script.rank == 2:
+        script.hear("started", 0, 1)
+        script.die()
+    total = script.value()
+    work = dist.all_reduce(total, async_op=True)
+    script.say("started")
+    deadline = time.monotonic() + WAIT_S
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return "never"
+    return total.item()
+
+
+def test_who_only_looks_survives_a_loss_too():
+    assert run(polled_over_a_loss, 3, loses=True) == [3.0, 3.0, DIED]
+
+
+def asked_too_late(script: Script) -> Any:
+    """Rank 2 is through with a broadcast from it when rank 3 dies; rank 1, to which another one would hand it on, asks for it only when it has heard of the death."""
+    dist.barrier()
+    held, total = script.value(), script.value()
+    work = None if script.rank == 1 else dist.broadcast(held, 2, async_op=True)
+    if script.rank == 3:
+        script.hear("through", 2)
+        script.die()
+    if script.rank == 2:
+        work.wait()
+        script.say("through")
+    script.recover()
+    (work or dist.broadcast(held, 2, async_op=True)).wait()
+    dist.all_reduce(total)
+    return held.item(), total.item()
+
+
+def test_who_asks_when_the_others_are_through_has_their_result():
+    assert run(asked_too_late, 4, loses=True) == [(3.0, 6.0)] * 3 + [DIED]
+
+
+def broken_off(script: Script) -> Any:
+    """Inside a step: a sum of the script's that it waits for there, and the plugin's own, in buffers that were made for it."""
+    dist.barrier()
+    contribution, seen = script.value(LARGE), []
+    asked = script.value(LARGE)
+    with script.session.at_work(Instruction.parse("1REDUCE@1")):
+        dist.all_reduce(contribution.clone())
+    if script.rank == 2:
+        script.hear("started", 0, 1)
+        script.die()
+    work = dist.all_reduce(asked, async_op=True)
+    script.say("started")
+    script.session.between_steps = None
+    with script.session.at_work(Instruction.parse("1REDUCE@1")):
+        for wait in (lambda: dist.all_reduce(contribution.clone()), work.wait):
+            try:
+                wait()
+            except Interrupted:
+                seen.append((contribution.unique().tolist(), asked.unique().tolist()))
+        script.recover()
+        total = contribution.clone()
+        dist.all_reduce(total)
+    script.session.between_steps = script.recover
+    work.wait()
+    return seen, total.unique().tolist(), asked.unique().tolist()
+
+
+def test_what_is_broken_off_leaves_nothing_half_done():
+    """The plugin's sum is made again, of contributions that nobody has changed; the script's has its old value until it has the new one."""
+    own = [1.0, 2.0]
+    assert run(broken_off, 3, loses=True) == [([([own[rank]], [own[rank]])] * 2, [3.0], [3.0]) for rank in range(2)] + [DIED]

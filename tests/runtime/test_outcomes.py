@@ -1,0 +1,31 @@
+"""What a worker keeps of its collectives for others."""
+
+from __future__ import annotations
+
+import torch
+
+from recycle_plugin.runtime.outcomes import KEPT, KEPT_BYTES, LARGEST, Said
+
+
+def test_they_may_come_to_an_end_in_any_order() -> None:
+    said = Said()
+    for number in (2, 0):
+        said.add(number, [torch.full((1,), float(number))])
+    assert [said.is_over(number) for number in range(4)] == [True, False, True, False] and said.end == 3
+    said.add(1, None)
+    assert all(said.is_over(number) for number in range(3)) and not said.after and said.end == 3
+    assert said.values[1] is None and said.values[2] is not None and said.values[2].pop().item() == 2.0
+
+
+def test_the_oldest_values_are_let_go() -> None:
+    small, large = [torch.zeros(1)], [torch.zeros(LARGEST // 4)]
+    many = Said()
+    for number in range(KEPT + 3):
+        many.add(number, small)
+    assert sorted(many.values) == list(range(3, KEPT + 3)) and many.count == KEPT + 3
+    few = Said()
+    for number in range(6):
+        few.add(number, large)
+    assert sorted(few.values) == list(range(6 - KEPT_BYTES // LARGEST, 6))
+    few.add(6, [torch.zeros(LARGEST // 4 + 1)])
+    assert few.values[6] is None and few.is_over(6)
