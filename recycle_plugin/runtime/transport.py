@@ -1,16 +1,6 @@
-"""Boundary tensors between workers: tagged messages over TCP.
+"""The mover between hosts (runtime/mover.py): tagged messages over TCP.
 
-Every message names its datum, so nothing of another step or micro-batch can be taken for what is waited
-for, whatever the order of arrival.  Who sent it, and in which membership, does not matter: a datum has the
-same numbers whoever makes it, so what has arrived stays good when the membership changes, and a second copy
-does no harm.  It also names its sender's era, by which the worker's store drops what was computed with weights that
-have been taken back since (core/stepstore.py).  (Where data comes from plain iterators a lost worker's may be replaced, and
-:meth:`Transport.hear_out` sees to it that nothing made of it comes late.)  Shapes and dtypes travel with the tensors, so they may
-change from step to step.  Sends never block, so programs need no matching order of sends and receives to be free of deadlock.
-Tensors of an accelerator pass through host memory.
-
-A connection that breaks between two live workers is news for the coordinator: all meet again, over new connections, and
-what was lost on the way is sent once more by who made it.
+Shapes and dtypes travel with the tensors, so they may change from step to step.  Tensors of an accelerator pass through host memory.
 
 On a machine whose cores are busy every change of thread costs milliseconds, so there are as few as
 can be: the worker itself writes to the socket what that takes at once (a thread has the rest), and
@@ -31,9 +21,9 @@ import torch
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.protocol import Missing
+from recycle_plugin.runtime.mover import Tensors
 from recycle_plugin.runtime.session import Session
 
-Tensors = tuple[torch.Tensor, ...]
 HEADER_BYTES = 4  # before the header, its length
 LONGEST_HEADER = 1 << 20  # what says more is none of ours
 CONNECT_S = 10.0  # how long a peer's listener may take to answer
@@ -42,7 +32,7 @@ LINGER_S = 1.0  # how long what live peers still have to get may take
 
 
 class Transport:
-    """One inbox of this worker and one outbox per peer.  Each connection begins with the sender's address."""
+    """As runtime.mover.Mover: one inbox of this worker and one outbox per peer.  Each connection begins with the sender's address."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -59,7 +49,6 @@ class Transport:
         self._accepting.start()
 
     def send(self, address: str, datum: Datum, tensors: Tensors, era: int) -> None:
-        """Send ``tensors``, which stand in host memory (runtime/tiers.py) and may not be changed in place afterwards, to the peer at ``address``."""
         shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
         header = _header([datum.kind, datum.stage, *datum.micro_batch, datum.step, era, shapes])
         frames = [_bytes(tensor) for tensor in tensors if tensor.numel()]
@@ -68,17 +57,14 @@ class Transport:
         self._outboxes[address].send([memoryview(header), *frames])
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
-        """What has come since this was asked last, with its sender's era."""
         while self._arrived:
             yield self._arrived.popleft()
 
     def wait_sent(self, addresses: Iterable[str]) -> None:
-        """Return when all that was sent to these peers has left this process: its death does not stop it any more.  Interruptible."""
         outboxes = [self._outboxes[address] for address in addresses if address in self._outboxes]
         self._session.wait("a peer to take what is sent to it", lambda: None if any(outbox.backlog for outbox in outboxes) else True)
 
     def hear_out(self, peers: set[str]) -> None:
-        """Take what all but ``peers`` have sent before they went, and nothing of theirs that comes after this."""
         self._knock()
         with self._session.changed:  # a process that has ended has closed its connections, so this takes long only where a host is gone
             self._session.changed.wait_for(lambda: self._knocked is None and peers.issuperset(self._readers.values()), DEATH_S)
@@ -94,7 +80,6 @@ class Transport:
             knocking.connect((self._session.own_address, listener[1]))
 
     def leave(self, peers: set[str]) -> None:
-        """Close the outboxes to everybody but ``peers``, and those that are broken."""
         for address in [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]:
             self._outboxes.pop(address).close(linger_s=0)
 
@@ -111,7 +96,6 @@ class Transport:
             session.send(Missing(session.rank, generation, "a connection", str(peer.seat)))
 
     def close(self) -> None:
-        """Stop receiving; what is under way to live peers still gets there (within a second in all)."""
         deadline = time.monotonic() + LINGER_S
         for outbox in self._outboxes.values():
             outbox.close(max(0.0, deadline - time.monotonic()))

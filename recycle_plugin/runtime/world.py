@@ -1,4 +1,4 @@
-"""The machine that a real worker runs on (core.worker.Machine): a clock, a line to the coordinator, a transport to its peers.
+"""The machine that a real worker runs on (core.worker.Machine): a clock, a line to the coordinator, a mover of tensors to its peers.
 
 Waits block, by name and with a deadline; a membership change enters only between two instructions, or breaks a wait.
 """
@@ -21,8 +21,8 @@ from recycle_plugin.core.protocol import Missing
 from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.core.watch import COMPUTES, ELSEWHERE
 from recycle_plugin.runtime.errors import WaitTimeout
+from recycle_plugin.runtime.mover import Mover
 from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.transport import Transport
 from recycle_plugin.runtime.worker.operations import Operations
 
 T = TypeVar("T")
@@ -33,12 +33,12 @@ class TorchMachine:
     """``operations`` compute; ``faults`` strike at their instructions and points; ``record`` is called with each instruction that has run."""
 
     def __init__(
-        self, session: Session, transport: Transport, operations: Operations, faults: FaultScript, record: Callable[[Span], None] = lambda span: None
+        self, session: Session, mover: Mover, operations: Operations, faults: FaultScript, record: Callable[[Span], None] = lambda span: None
     ) -> None:
         self.line = self._session = session
-        self._transport, self.operations, self._faults = transport, operations, faults
+        self._mover, self.operations, self._faults = mover, operations, faults
         self._takers: set[str] = set()  # of batches that were drawn here
-        self.send, self.arrivals, self.leave, self.clock = session.send, transport.arrivals, transport.leave, time.time
+        self.send, self.arrivals, self.leave, self.clock = session.send, mover.arrivals, mover.leave, time.time
         self.compute, self.share, self.norm, self.record = operations.compute, operations.share, operations.norm, record
         self.undo, self.forget_sums = operations.undo, operations.forget_sums
 
@@ -66,11 +66,11 @@ class TorchMachine:
         address = self._session.roster.holder(target).address
         if datum.kind == "drawn":
             self._takers.add(address)
-        self._transport.send(address, datum, value, era)
+        self._mover.send(address, datum, value, era)
 
     def hear_out(self) -> None:
         if self._session.interruption() is not None:
-            self._transport.hear_out(self._session.pending.roster.addresses)
+            self._mover.hear_out(self._session.pending.roster.addresses)
 
     # --- instructions ------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class TorchMachine:
     def _wait_taken(self) -> None:
         """Return when the copies of all that was drawn here would survive this process: only then may others see what follows from it."""
         if self._takers:
-            self._transport.wait_sent(self._takers)
+            self._mover.wait_sent(self._takers)
             self._takers.clear()
 
 

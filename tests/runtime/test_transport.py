@@ -1,4 +1,4 @@
-"""Boundary tensors arrive under their own name, whole, with their sender's era; what somebody lost has sent is heard, and nothing of it after."""
+"""The mover between hosts: connections that break, come late or say nonsense.  What every mover does is in test_mover.py."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ import threading
 import pytest
 import torch
 
-from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.faults import FaultScript
-from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.protocol import Generation, Missing
 from recycle_plugin.core.roster import Member
 from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.tiers import Host
-from recycle_plugin.runtime.transport import Transport
+from recycle_plugin.runtime.transport import Transport, _header
 from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.world import TorchMachine
 
+from tests.support.moved import Inbox, act
+
 from .conftest import generation
-
-
-def act(index: int, step: int = 1) -> Datum:
-    return Datum("act", 0, MicroBatch(0, index), step)
 
 
 @pytest.fixture
@@ -35,61 +32,11 @@ def pair(coordinator):
         end.close()
 
 
-class Inbox:
-    """What has come to ``transport``, by datum."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport, self.here = transport, {}
-
-    def take(self) -> dict[Datum, tuple[torch.Tensor, ...]]:
-        self.here |= {datum: tensors for datum, tensors, _ in self._transport.arrivals()}
-        return self.here
-
-    def wait(self, datum: Datum) -> tuple[torch.Tensor, ...]:
-        return self._transport._session.wait(str(datum), lambda: self.take().get(datum))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
-def test_every_dtype_and_shape_travels_bit_for_bit(pair, dtype):
-    sender, receiver = pair
-    tensors = tuple(torch.randint(0, 2, shape).to(dtype) for shape in [(2, 3, 4), (1,), (0, 5), ()])
-    sender.send(receiver.address, act(0), tensors, 0)
-    received = Inbox(receiver).wait(act(0))
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(received, tensors, strict=True))
-
-
 def test_non_contiguous_tensors_that_need_a_graph_travel_from_host_memory(pair):
     sender, receiver = pair
     tensor = torch.arange(12.0).reshape(3, 4).t().requires_grad_()
     sender.send(receiver.address, act(0), Host().keep((tensor * 1,)), 0)
     assert torch.equal(Inbox(receiver).wait(act(0))[0], tensor)
-
-
-def test_order_of_arrival_does_not_matter(pair):
-    sender, receiver = pair
-    for index in (2, 0, 1):
-        sender.send(receiver.address, act(index), (torch.tensor([index]),), 0)
-    inbox = Inbox(receiver)
-    assert [inbox.wait(act(index))[0].item() for index in range(3)] == [0, 1, 2]
-
-
-def test_the_same_micro_batch_of_another_step_is_another_datum(pair):
-    sender, receiver = pair
-    for step in (1, 2):
-        sender.send(receiver.address, act(0, step), (torch.tensor([step]),), 0)
-    inbox = Inbox(receiver)
-    assert [inbox.wait(act(0, step))[0].item() for step in (2, 1)] == [2, 1]
-
-
-def test_what_has_arrived_is_handed_over_once_with_its_senders_era_also_when_that_is_gone(pair):
-    sender, receiver = pair
-    for index, era in ((0, 3), (0, 3), (1, 4)):
-        sender.send(receiver.address, act(index), (torch.tensor([index]),), era)
-    sender.wait_sent([receiver.address])
-    sender.leave(set())
-    receiver.hear_out(set())
-    assert [(datum, era) for datum, _, era in receiver.arrivals()] == [(act(0), 3), (act(0), 3), (act(1), 4)]
-    assert not list(receiver.arrivals())
 
 
 def test_what_a_lost_peer_has_sent_is_heard_though_nobody_has_opened_to_it_yet(coordinator, monkeypatch):
@@ -157,39 +104,6 @@ def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after
     assert inbox.wait(act(1))[0].item() == 7
 
 
-def test_a_membership_change_breaks_the_wait(pair, coordinator):
-    coordinator.tell(generation(1, [0]))
-    with pytest.raises(Interrupted):
-        Inbox(pair[1]).wait(act(0))
-
-
-def test_sends_to_a_peer_that_is_gone_do_not_block(coordinator):
-    alive, gone = (Transport(coordinator.session(rank)) for rank in (0, 1))
-    address = gone.address
-    gone.close()
-    for index in range(50):
-        alive.send(address, act(index), (torch.zeros(1 << 16),), 0)
-    alive.leave(set())
-    alive.close()
-
-
-def test_what_somebody_sent_before_it_went_is_heard_and_nothing_of_it_after(pair):
-    sender, receiver = pair
-    big = torch.zeros(1 << 20)
-    for index in range(8):
-        sender.send(receiver.address, act(index), (big,), 0)
-    sender.wait_sent([receiver.address])
-    sender.leave(set())  # its connection ends, as that of a process that is killed
-    receiver.hear_out({"tcp://somebody:else"})
-    inbox = Inbox(receiver)
-    assert inbox.take().keys() == {act(index) for index in range(8)}
-    sender.send(receiver.address, act(9), (big,), 0)
-    sender.wait_sent([receiver.address])
-    sender.leave(set())
-    receiver.hear_out({"tcp://somebody:else"})
-    assert inbox.take().keys() == {act(index) for index in range(8)}
-
-
 def test_who_waits_until_its_peer_has_taken_everything_hears_of_a_membership_change(pair, coordinator):
     sender, receiver = pair
     silent = socket.create_server(("127.0.0.1", 0))  # takes what its buffers hold, and reads nothing
@@ -198,3 +112,16 @@ def test_who_waits_until_its_peer_has_taken_everything_hears_of_a_membership_cha
     coordinator.tell(generation(1, [0]))
     with silent, pytest.raises(Interrupted):
         sender.wait_sent([address])
+
+
+def test_half_a_tensor_of_a_peer_that_dies_in_it_is_none(pair):
+    """The next one's are taken all the same."""
+    sender, receiver = pair
+    host, _, port = receiver.address.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port))) as dying:
+        dying.sendall(_header("tcp://dying:1") + _header(["act", 0, 0, 0, 1, 0, [["float32", [4]]]]) + b"12345678")
+    sender.send(receiver.address, act(1), (torch.tensor([1]),), 0)
+    inbox = Inbox(receiver)
+    inbox.wait(act(1))
+    receiver.hear_out({sender.address})
+    assert inbox.take().keys() == {act(1)}

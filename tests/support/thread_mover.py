@@ -1,0 +1,52 @@
+"""A mover between threads of one process: what is sent is there at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Iterable, Iterator
+
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.runtime.mover import Tensors
+from recycle_plugin.runtime.session import Session
+
+Hub = dict[str, "ThreadMover"]
+"""Those that can be reached, by address."""
+
+
+class ThreadMover:
+    """As runtime.mover.Mover, of those that share ``hub``."""
+
+    def __init__(self, session: Session, hub: Hub) -> None:
+        self._session, self._hub = session, hub
+        self._arrived: deque[tuple[Datum, Tensors, int]] = deque()
+        self._heard: set[str] | None = None
+        self.address = f"thread://{session.rank}"
+        hub[self.address] = self
+
+    def send(self, address: str, datum: Datum, tensors: Tensors, era: int) -> None:
+        peer = self._hub.get(address)
+        if peer is not None:
+            peer._deliver(self.address, (datum, tensors, era))
+
+    def _deliver(self, sender: str, arrived: tuple[Datum, Tensors, int]) -> None:
+        with self._session.changed:
+            if self._heard is None or sender in self._heard:
+                self._arrived.append(arrived)
+                self._session.changed.notify_all()
+
+    def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
+        while self._arrived:
+            yield self._arrived.popleft()
+
+    def wait_sent(self, addresses: Iterable[str]) -> None:
+        self._session.check()
+
+    def hear_out(self, peers: set[str]) -> None:
+        with self._session.changed:
+            self._heard = peers
+
+    def leave(self, peers: set[str]) -> None:
+        pass
+
+    def close(self) -> None:
+        self._hub.pop(self.address, None)
