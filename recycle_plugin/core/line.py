@@ -29,7 +29,7 @@ class Line:
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force, ``news`` how commits
-    were said, for whoever takes it from there, ``end`` the job's; ``departed``: the others go on without this worker, or will, since it is to leave.
+    were said, for whoever takes it from there, ``end`` the job's; ``departed``: the others go on without this worker, since it was to leave.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
@@ -41,6 +41,7 @@ class Line:
         self.news: deque[tuple[Generation, Committed]] = deque(maxlen=UNREAD)
         self.end: End | None = None
         self.departed = False
+        self._leaves_at = 0  # the step that this worker was to leave before, if it was
         self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
         self._resume: Resume | None = None
         self._collected: dict[tuple[int, str], dict] = {}
@@ -68,7 +69,9 @@ class Line:
     def take(self, message: object) -> None:
         """One message of the coordinator's."""
         if isinstance(message, Generation):
-            self.departed = self.worker not in message.roster.workers and (message.from_step > 0 or self.departed)
+            self.departed = self.has_left(message)
+            if message.from_step or self.worker in message.roster.workers:
+                self._leaves_at = 0 if self.worker in message.roster.workers else message.from_step
         match message:
             case Generation() if message.from_step and self._is_certain(self.pending):
                 self._next = message  # that one is to be adopted first: its Resume may have come with this
@@ -88,6 +91,11 @@ class Line:
                 self._met[message.place] = message
             case End():
                 self.end = message
+
+    def has_left(self, generation: Generation) -> bool:
+        """Whether ``generation``, which holds at once, is without this worker because the step has come before which it was to leave."""
+        outside = self.worker not in generation.roster.workers and not generation.from_step
+        return outside and self._leaves_at > 0 and self.committed >= self._leaves_at - 1
 
     def lose_coordinator(self, why: str = "the coordinator's host is gone (it is still a single point of failure)") -> bool:
         """Its line is broken, and nothing will be heard any more: the job is over here, a planned end included, unless it already is."""

@@ -118,7 +118,7 @@ class Session(Line):
     def _leave_if_given_up(self, message: object) -> None:
         fenced = isinstance(message, Fence) and message.worker == self.worker
         outside = isinstance(message, Generation) and not message.from_step and self.worker not in message.roster.workers
-        if self.given_up is not None and (fenced or outside and not self._closed and not self.departed):
+        if self.given_up is not None and (fenced or outside and not self._closed and not self.has_left(message)):
             self.given_up(message.reason if fenced else message.cause)
 
     def _coordinator_gone(self) -> None:

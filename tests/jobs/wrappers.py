@@ -29,6 +29,7 @@ from recycle_plugin.runtime.gloo import GlooLink
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.tied import TiedWeight
+from recycle_plugin.runtime.worker.gradients import Gradients
 from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.worker.stage import Stage
 from recycle_plugin.runtime.world import TorchMachine
@@ -204,7 +205,7 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
     collective = Gradients._sum
 
     def changed(self: Gradients, bucket, step: int, *of: object) -> torch.Tensor:
-        made, engine = collective(self, bucket, step, *of), self._engine
+        made, engine = collective(self, bucket, step, *of), self._buckets._engine
         if str(engine.seat) in seats and f"{engine.stage_id}REDUCE@{step}" == reduce and not engine._worker.program.resumed:
             engine._job.session.wait("a membership change", lambda: None)
         return made
@@ -217,7 +218,7 @@ def lose_tied(seats: list[str], step: int) -> None:
     tie = Gradients.tie
 
     def changed(self: Gradients, of: int) -> dict[int, torch.Tensor]:
-        engine = self._engine
+        engine = self._buckets._engine
         if str(engine.seat) in seats and of == step and not engine._worker.program.resumed:
             for place, weight in self._tied.items():
                 weight.total(self._whole(step)[place])
@@ -265,7 +266,7 @@ def flip_loaded(seat: str) -> None:
     def changed(self: RecycleEngine, path: Path, with_optimizer: bool) -> None:
         load(self, path, with_optimizer)
         if str(self.seat) == seat:
-            self._machine.operations._stepping._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
+            self._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
 
     RecycleEngine._load_beside = changed
 
@@ -507,7 +508,7 @@ def record_states(folder: str) -> None:
     def changed(self: Gradients, step: int, optimizer, *others) -> None:
         apply(self, step, optimizer, *others)
         with path.open("a") as file:
-            file.write(f"{step} {self._engine._stage_state.digest()}\n")
+            file.write(f"{step} {self._buckets._engine._stage_state.digest()}\n")
 
     Gradients.apply = changed
 
