@@ -65,6 +65,7 @@ class Cluster:
         self._stalled_until, self._reloads = 0, Random(f"reloads in {scenario.torn}")
         self.over = False
         self._watched = -1
+        self._departed: set[int] = set()
         self._under_way: dict[int, tuple[int, int, Callable[[], None]]] = {}  # data, by number: from whom, to whom, and its arrival
         self.written: dict[tuple[int, int], dict[Seat, int]] = {}  # checkpoints, whole or not, by step and attempt: a weight of each writer
 
@@ -86,8 +87,16 @@ class Cluster:
         heappush(self._agenda, (self.now + after_us, next(self._ticket), happen))
 
     def gone(self) -> set[int]:
-        """Ranks that take part no more: lost, or left as planned."""
-        return {rank for rank, worker in self.workers.items() if worker.line.worker in self.membership.lost or worker.reason == LEAVE}
+        """Ranks that take part no more: lost, or left as planned, whether they have come to that in their scripts or not."""
+        lost = self.membership.lost
+        return self._departed | {rank for rank, worker in self.workers.items() if worker.line.worker in lost or worker.reason == LEAVE}
+
+    def _note_departures(self) -> None:
+        """Who is no member any more, and still runs, as in its script."""
+        ended = self.membership.ended
+        if self.membership.started and not (ended and ended.failed):
+            members = self.membership.roster.workers
+            self._departed |= {rank for rank, worker in self.workers.items() if worker.alive and worker.runs and worker.line.worker not in members}
 
     # --- the coordinator and its lines --------------------------------------------------------------
 
@@ -127,6 +136,7 @@ class Cluster:
     def _act(self, output: Output, cause: object = None, changing: bool = False, lost: bool = False) -> None:
         """``changing``, ``lost``: as simulator.exercised has them."""
         self.exercised.answered(cause, output, self.membership, changing, lost)
+        self._note_departures()
         self.events += [(self.now, event) for event in output.events]
         for whom, message in output.messages:
             if whom == SUPERVISORS:

@@ -170,7 +170,7 @@ def not_departed(monkeypatch) -> None:
     monkeypatch.setattr(Line, "has_left", lambda self, generation: False)
 
 
-@mistake("who knows that all is committed reports for a change at a planned end", seen=2853)
+@mistake("who knows that all is committed reports for a change at a planned end", seen=4829)
 def asked_again(monkeypatch) -> None:
     def await_commit(self, step):
         yield from self._port.wait("the commit", lambda: self._line.is_committed(step))
