@@ -204,3 +204,15 @@ def test_a_planned_leave_that_meets_the_death_of_the_stages_last_other_worker_en
     membership.receive(Exited(1, -9, 0.0), 0.0)
     (end,) = said(membership.receive(Left(0), 0.0), End)
     assert end.failed and end.reason.startswith("stage 0 has no live worker left")
+
+
+def test_who_was_to_leave_and_comes_to_its_scripts_end_like_another_before_leaves_no_stage_empty():
+    """All steps are committed: nobody is needed for a membership that a death has made necessary on the way."""
+    membership = started()
+    membership.receive(Leaving(3, "SIGTERM"), 0.0)
+    step(membership, 0, 1)
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    membership.receive(Left(0), 0.0)
+    out = membership.receive(Left(3), 0.0)
+    assert not said(out, End)
+    assert said(membership.receive(Left(1), 0.0), Over) == [Over(0)]
