@@ -71,13 +71,16 @@ class Transport:
             self._heard = peers
 
     def _knock(self) -> None:
-        """Come to one's own door: who came before, and has perhaps sent and died since, is let in before."""
-        listener = self._listener.getsockname()
-        with socket.socket(self._listener.family) as knocking:
-            knocking.settimeout(DEATH_S)
-            knocking.bind((self._session.own_address, 0))
-            self._knocked = knocking.getsockname()
-            knocking.connect((self._session.own_address, listener[1]))
+        """Come to one's own door: who came before, and has perhaps sent and died since, is let in before.  Where that can't be, for want of a descriptor as
+        may be, whoever is in is heard out."""
+        try:
+            with socket.socket(self._listener.family) as knocking:
+                knocking.settimeout(DEATH_S)
+                knocking.bind((self._session.own_address, 0))
+                self._knocked = knocking.getsockname()
+                knocking.connect((self._session.own_address, self._listener.getsockname()[1]))
+        except OSError:
+            self._knocked = None
 
     def leave(self, peers: set[str]) -> None:
         for address in [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]:

@@ -73,6 +73,18 @@ def test_what_a_lost_peer_has_sent_is_heard_though_nobody_has_opened_to_it_yet(c
         receiver.close()
 
 
+def test_who_cannot_come_to_its_own_door_hears_out_who_is_in(pair, monkeypatch):
+    sender, receiver = pair
+    sender.send(receiver.address, act(0), (torch.tensor([1]),), 0)
+    Inbox(receiver).wait(act(0))
+    sender.send(receiver.address, act(1), (torch.tensor([1]),), 0)
+    sender.wait_sent([receiver.address])
+    sender.leave(set())
+    monkeypatch.setattr(type(receiver._session), "own_address", "192.0.2.1")  # an address that no machine has
+    receiver.hear_out(set())
+    assert [datum for datum, *_ in receiver.arrivals()] == [act(1)]
+
+
 def test_the_coordinator_hears_what_does_not_come(pair, coordinator):
     session = pair[1]._session
     session.wait_timeout_s = 0.05
