@@ -19,6 +19,7 @@ import traceback
 from recycle_plugin.adapters.deepspeed import Plugin
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.lineage import Torn
+from recycle_plugin.core.loop import LEAVE
 from recycle_plugin.core.protocol import Fatal
 from recycle_plugin.core.sources import Gone
 from recycle_plugin.planner import PlanError
@@ -51,7 +52,7 @@ def main(command: list[str]) -> int:
             plugin.finish()
         if session.coordinator_is_gone:
             print(f"recycle: the job ends: {end}", file=sys.stderr, flush=True)
-        session.leave(end.code)
+        session.leave(end.code, planned=str(end) == LEAVE)
         return end.code
     except CutOff as error:
         print(f"recycle: error: {error}", file=sys.stderr, flush=True)

@@ -198,7 +198,7 @@ class Course:
     def goodbye(self, message: Left, now: float, out: Output) -> None:
         """A worker has left: as planned, or since its script is through."""
         worker, member = message.worker, self.roster.member(message.worker)
-        early = worker in self.attendance.leaving and not self._through and not self.ending.finishing
+        early = message.planned and not self._through
         self.attendance.leave(worker)
         self.ending.goodbye(message.code, member is not None and not early)
         if self.attendance.started and not self.ending.failed:

@@ -153,9 +153,11 @@ class Leaving(OfWorker):
 
 @dataclass(frozen=True)
 class Left(OfWorker):
-    """The worker goes now, after everybody's commit, with exit code ``code``."""
+    """The worker goes now, after everybody's commit, with exit code ``code``.  ``planned``: since the step has come before which it was to leave; else its
+    script is through."""
 
     code: int = 0
+    planned: bool = False
 
 
 @dataclass(frozen=True)

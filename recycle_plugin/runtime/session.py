@@ -87,9 +87,9 @@ class Session(Line):
     def ask_to_leave(self, reason: str) -> None:
         self.send(Leaving(self.rank, reason))
 
-    def leave(self, code: int = 0) -> None:
-        """Say goodbye, so that the end of this process, with exit code ``code``, is not taken for a death."""
-        self.send(Left(self.rank, code))
+    def leave(self, code: int = 0, planned: bool = False) -> None:
+        """Say goodbye (core.protocol.Left), so that the end of this process, with exit code ``code``, is not taken for a death."""
+        self.send(Left(self.rank, code, planned))
         with self.changed:
             self._closed = True
 

@@ -9,6 +9,7 @@ from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.evaluation import Evaluations
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.line import JobEnded
+from recycle_plugin.core.loop import LEAVE
 from recycle_plugin.core.protocol import Fatal, Left
 from recycle_plugin.core.saving import save
 from recycle_plugin.core.sources import Gone
@@ -48,7 +49,7 @@ class Script:
             machine.send(Fatal(machine.rank, machine.reason))
         if machine.rude:
             raise Died
-        machine.send(Left(machine.rank))
+        machine.send(Left(machine.rank, planned=machine.reason == LEAVE))
 
     def _train(self) -> Iterator[Any]:
         yield from self._loop.start()
