@@ -39,17 +39,16 @@ def main(command: list[str]) -> int:
     leave = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_leave(session, leave))
     signal.signal(signal.SIGINT, lambda *_: _interrupt(session))
-    plugin = Plugin(session)
-    plugin.install()
+    Plugin(session).install()
     try:
         code = run_script(command)
         if code == 0:
-            plugin.finish()
+            session.at_end()
             session.leave()
         return code
     except JobEnded as end:
         if not end.failed:
-            plugin.finish()
+            session.at_end()
         if session.coordinator_is_gone:
             print(f"recycle: the job ends: {end}", file=sys.stderr, flush=True)
         session.leave(end.code, planned=str(end) == LEAVE)

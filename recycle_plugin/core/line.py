@@ -53,8 +53,8 @@ class Line:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker does what one does for all."""
-        return self.worker == self.roster.first.worker
+        """Whether this worker does what one does for all; before the start the one of rank 0 does."""
+        return self.rank == 0 if self.generation is None else self.worker == self.roster.first.worker
 
     @property
     def roster(self) -> Roster:

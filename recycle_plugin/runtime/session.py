@@ -26,6 +26,10 @@ from recycle_plugin.runtime.heart import Heart
 T = TypeVar("T")
 CONNECT_S = 60.0  # how long the coordinator may take to answer
 SEND_S = 60.0  # how long it may take nothing of what is said
+NOT_LAUNCHED = (
+    "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py …`, a script without DeepSpeed with "
+    "`python -m recycle_plugin.launch --workers 4 your_script.py …`"
+)
 LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something has a deadline of its own
 
 
@@ -34,7 +38,8 @@ class Session(Line):
 
     What the line says is read under :attr:`changed`.  ``between_steps`` recovers from a membership change that the training script
     meets outside a step, in a collective of its own.  ``work`` is what of a program is being carried out, None between steps, and ``trainer``
-    the thread that does so (runtime/callers.py); ``group_sums`` is the setting.  ``when_adopted`` is called with each membership (runtime/outcomes.py).
+    the thread that does so (runtime/callers.py); ``group_sums`` is the setting.  ``when_adopted`` is called with each membership (runtime/outcomes.py),
+    ``at_end`` when the script is through, to go when everybody's last step is committed.
 
     ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
     be blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without this
@@ -54,6 +59,7 @@ class Session(Line):
         self.work: object | None = None
         self.trainer: int | None = None
         self.when_adopted: Callable[[], None] = lambda: None
+        self.at_end: Callable[[], None] = lambda: None
         self.heart = Heart(rank, self.send)
         self.given_up: Callable[[str], None] | None = None
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user
@@ -207,11 +213,20 @@ class Session(Line):
 
 
 def connect_from_environment(environment: dict[str, str], ended_early: Callable[[Session], None] | None = None) -> Session:
-    """The session of the worker that a supervisor has started; RecycleError if none has."""
+    """The session of this process, a worker that a supervisor has started; RecycleError if none has."""
     address = environment.get("RECYCLE_COORDINATOR")
     if not address:
-        raise RecycleError(
-            "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py …`"
-        )
+        raise RecycleError(NOT_LAUNCHED)
     host, _, port = address.rpartition(":")
-    return Session(connect((host, int(port)), CONNECT_S), int(environment["RANK"]), ended_early=ended_early)
+    _made.append(Session(connect((host, int(port)), CONNECT_S), int(environment["RANK"]), ended_early=ended_early))
+    return _made[-1]
+
+
+def of_this_process() -> Session:
+    """The one that :func:`connect_from_environment` has made; RecycleError if it has not."""
+    if not _made:
+        raise RecycleError(NOT_LAUNCHED)
+    return _made[-1]
+
+
+_made: list[Session] = []

@@ -156,6 +156,14 @@ class StageState:
             raise RecycleError(f"{name} is no tensor of this worker's state: the other worker, or the checkpoint, is of another model, or has other layers")
         part.make(name, form)
 
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Each becomes what is handed over here, in place; those that are not there yet are made."""
+        for name, value in tensors.items():
+            if name not in self.tensors():
+                self.make(name, form_of(value))
+            self.tensors()[name].copy_(value)
+
     def rewritten(self) -> None:
         """To be called when tensors were written otherwise than by a step: copies follow, and whoever reads chunks reads all again."""
         self._rewritten += 1

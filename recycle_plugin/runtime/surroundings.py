@@ -13,6 +13,8 @@ from typing import Any, Callable, Iterator, MutableMapping
 
 import torch
 
+from recycle_plugin.runtime.errors import RecycleError
+
 Place = tuple[int, str]  # which owner, by number, and the name there
 PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
 
@@ -72,6 +74,22 @@ class Surroundings:
         finally:
             for part, training in modes:
                 part.training = training
+
+
+class AsStarted:
+    """Which parameters of a ``module`` are trained: what the sum of gradients was made for."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
+
+    def check(self) -> None:
+        """Raises RecycleError where a script has changed it."""
+        changed = next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
+        if changed is not None:
+            raise RecycleError(
+                f"requires_grad of {changed} has changed since training was set up: freeze and thaw parameters before that, "
+                "or set the learning rate of their group to 0 by a scheduler"
+            )
 
 
 def _plain(name: str, value: Any) -> bool:

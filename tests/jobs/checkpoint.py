@@ -58,10 +58,10 @@ def evaluate() -> None:
 def read_parameters() -> None:
     """On stage 1, which has returned from the step while stage 0 cannot have applied it."""
     if engine.stage_id == 1:
-        record["committed_before"] = engine._job.session.committed
+        record["committed_before"] = engine._trainer._session.committed
         (Path(plan["flags"]) / str(engine.seat)).touch()
         engine.module.state_dict()
-        record["committed_after"] = engine._job.session.committed
+        record["committed_after"] = engine._trainer._session.committed
 
 
 if plan.get("load"):

@@ -7,9 +7,11 @@ import os
 import runpy
 from pathlib import Path
 
+import deepspeed_wrappers
 import wrappers
 
 wraps = json.loads(os.environ["RECYCLE_TEST_WRAP"])
 for arguments in wraps if isinstance(wraps, list) else [wraps]:
-    getattr(wrappers, arguments.pop("name"))(**arguments)
+    name = arguments.pop("name")
+    (getattr(wrappers, name, None) or getattr(deepspeed_wrappers, name))(**arguments)
 runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "train_gpt.py"), run_name="__main__")

@@ -117,7 +117,7 @@ for step in range(1, job["steps"] + 1):
         engine.set_train_batch_size(2 * engine.train_batch_size())
     losses.append(engine.train_batch(data_iter=batches).item())
     if (job["case"], step) == ("leaving", 3):
-        session = engine._job.session
+        session = engine._trainer._session
         session.wait("the announcement of the leave", lambda: session.pending)
 rank = os.environ["RANK"]
 (rows,) = engine.module.state_dict().values()

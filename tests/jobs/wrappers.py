@@ -1,27 +1,19 @@
-"""Changes to a job from outside of it: what a broken recovery would do, and gates that fix an order of events."""
+"""Changes to a job from outside of it, whatever framework it uses: what a broken recovery would do, gates that fix an order of events, and deaths at odd moments."""
 
 from __future__ import annotations
 
 import inspect
-import io
 import json
 import os
 import signal
 import socket
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import torch
-from deepspeed.pipe import TiedLayerSpec
-from deepspeed.runtime.pipe import p2p, topology
 
-from recycle_plugin.adapters.deepspeed import checkpoint
-from recycle_plugin.adapters.deepspeed import engine as engine_module
-from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
-from recycle_plugin.compose import Job
 from recycle_plugin.core.instruction import COMPUTE, Op
 from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.core.worker import Worker
@@ -29,48 +21,30 @@ from recycle_plugin.runtime.gloo import GlooLink
 from recycle_plugin.runtime.heart import Heart
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.tied import TiedWeight
+from recycle_plugin.runtime.worker import trainer as trainer_module
 from recycle_plugin.runtime.worker.gradients import Gradients
 from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.worker.stage import Stage
+from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.runtime.world import TorchMachine
 
 DEADLINE_S = 150.0
 POLL_S = 0.002
 UNIT_S = 0.05  # more than an instruction of the tests' jobs takes
+TRAINERS: list[Trainer] = []  # of this process: one, once it is made
 
 
-# --- configuration ----------------------------------------------------------------------------------
+def _note_trainer() -> None:
+    make = Trainer.__init__
+
+    def changed(self: Trainer, *given: object) -> None:
+        TRAINERS.append(self)
+        make(self, *given)
+
+    Trainer.__init__ = changed
 
 
-def with_config(**sections: dict) -> None:
-    """The job's DeepSpeed config has ``sections`` besides."""
-    made = Job.deepspeed_config
-    Job.deepspeed_config = lambda self: made(self) | sections
-
-
-# --- the model --------------------------------------------------------------------------------------
-
-
-class Mixer(torch.nn.Linear):
-    """A linear layer beside the identity; its bias is not tied."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + super().forward(x)
-
-
-def mixers(after: list[int]) -> None:
-    """Behind each of these layers of the job's GPT stands another one, all with one weight."""
-    from recycle_plugin.adapters.megatron import gpt
-
-    made = gpt.gpt_layers
-
-    def changed(shape: gpt.GPTShape, *others: object, **named: object) -> list:
-        specs = made(shape, *others, **named)
-        for place in sorted(after, reverse=True):
-            specs.insert(place + 1, TiedLayerSpec("mixer", Mixer, shape.hidden, shape.hidden))
-        return specs
-
-    gpt.gpt_layers = changed
+_note_trainer()
 
 
 # --- ways through the code --------------------------------------------------------------------------
@@ -158,23 +132,17 @@ def keep_rejected(**gated: object) -> None:
     StepStore.arrive = lambda self, datum, *come: False if datum in self else arrive(self, datum, *come)
 
 
-def fp16_section(section: dict) -> None:
-    """The DeepSpeed config has this section besides."""
-    config = Job.deepspeed_config
-    Job.deepspeed_config = lambda self: {**config(self), "fp16": section}
-
-
 def masks_by_worker() -> None:
     """Random numbers are keyed by who runs a micro-batch: a peer that takes it over draws another mask."""
     rank = int(os.environ["RANK"])
     replicas = 2
-    key = engine_module.key
+    key = trainer_module.key
 
     def changed(seed: int, step: int, micro_batch, stage: int, half: str = "") -> int:
         own = rank == stage * replicas + micro_batch.replica
         return key(seed if own else seed + 1, step, micro_batch, stage, half)
 
-    engine_module.key = changed
+    trainer_module.key = changed
 
 
 # --- order of events --------------------------------------------------------------------------------
@@ -190,7 +158,7 @@ def gate(folder: str, before: str, until: str, by: list[str]) -> None:
         if (when, str(instruction)) == ("after", until):
             (flags / str(seat)).touch()
         if (when, str(instruction)) == ("before", before):
-            _wait(lambda: all((flags / name).exists() for name in by), f"{until} by {by}")
+            wait_until(lambda: all((flags / name).exists() for name in by), f"{until} by {by}")
         reach(self, when, seat, instruction)
 
     TorchMachine.reach = changed
@@ -205,9 +173,9 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
     collective = Gradients._sum
 
     def changed(self: Gradients, bucket, step: int, *of: object) -> torch.Tensor:
-        made, engine = collective(self, bucket, step, *of), self._buckets._engine
-        if str(engine.seat) in seats and f"{engine.stage_id}REDUCE@{step}" == reduce and not engine._worker.program.resumed:
-            engine._job.session.wait("a membership change", lambda: None)
+        made, (trainer,) = collective(self, bucket, step, *of), TRAINERS
+        if str(trainer.seat) in seats and f"{trainer.seat.stage}REDUCE@{step}" == reduce and not trainer.program.resumed:
+            trainer._session.wait("a membership change", lambda: None)
         return made
 
     Gradients._sum = changed
@@ -218,28 +186,17 @@ def lose_tied(seats: list[str], step: int) -> None:
     tie = Gradients.tie
 
     def changed(self: Gradients, of: int) -> dict[int, torch.Tensor]:
-        engine = self._buckets._engine
-        if str(engine.seat) in seats and of == step and not engine._worker.program.resumed:
+        (trainer,) = TRAINERS
+        if str(trainer.seat) in seats and of == step and not trainer.program.resumed:
             for place, weight in self._tied.items():
                 weight.total(self._whole(step)[place])
-            engine._job.session.wait("a membership change", lambda: None)
+            trainer._session.wait("a membership change", lambda: None)
         return tie(self, of)
 
     Gradients.tie = changed
 
 
-def hold_files(folder: str) -> None:
-    """Whoever has a checkpoint's file to write waits for the file ``folder``/go."""
-    save = checkpoint.Durable.save
-
-    def changed(self, state_dict, path: str) -> None:
-        _wait((Path(folder) / "go").exists, f"{folder}/go")
-        save(self, state_dict, path)
-
-    checkpoint.Durable.save = changed
-
-
-def _wait(ready, what: str) -> None:
+def wait_until(ready, what: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not ready():
         if time.monotonic() > deadline:
@@ -257,103 +214,6 @@ def flip_bit(seat: str, step: int) -> None:
         return execute(self, program)
 
     Worker.execute = changed
-
-
-def flip_loaded(seat: str) -> None:
-    """The lowest bit of one of the worker's parameters turns round while it loads a checkpoint."""
-    load = RecycleEngine._load_beside
-
-    def changed(self: RecycleEngine, path: Path, with_optimizer: bool) -> None:
-        load(self, path, with_optimizer)
-        if str(self.seat) == seat:
-            self._parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
-
-    RecycleEngine._load_beside = changed
-
-
-# --- what scripts do with weights between steps -------------------------------------------------------
-
-
-def _parameters_of(engine: RecycleEngine) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for _, parameter in engine.module.named_parameters()]
-
-
-def _saved(engine: RecycleEngine) -> list[torch.Tensor]:
-    file = io.BytesIO()
-    torch.save(list(engine.module.parameters()), file)
-    file.seek(0)
-    return [parameter.detach() for parameter in torch.load(file, weights_only=False)]
-
-
-def _evaluated(engine: RecycleEngine) -> list[torch.Tensor]:
-    """By hand, first in another precision; the smallest GPT's shapes."""
-    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
-    given = torch.arange(16)[None] if engine.is_first_stage() else torch.linspace(-1, 1, 256, dtype=dtype).view(16, 1, 16)
-    with torch.no_grad():
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            engine.module(given)
-        return [engine.module(given)]
-
-
-def _moments(engine: RecycleEngine) -> list[torch.Tensor]:
-    return [state["exp_avg"].clone() for state in engine.basic_optimizer.state.values()]
-
-
-def _averaged(engine: RecycleEngine) -> list[torch.Tensor]:
-    trained = list(engine.module.parameters())
-    averages = vars(engine).setdefault("averages", [torch.zeros_like(parameter, requires_grad=False) for parameter in trained])
-    with torch.no_grad():
-        torch._foreach_lerp_(averages, trained, 0.1)
-    return [average.clone() for average in averages]
-
-
-def _shrunk(engine: RecycleEngine) -> list[torch.Tensor]:
-    """A write."""
-    for parameter in engine.module.parameters():
-        parameter.data.mul_(0.999)
-    return _parameters_of(engine)
-
-
-def touch_weights(folder: str, alone: str, flag_at: int = 0) -> None:
-    """After each step a script reads and writes weights, each time in another order: what it found goes to folder/seat<replica.stage>.pt.  After every third
-    step only the seat ``alone`` reads, and nobody writes; every second time the others wait for it in a collective.  Before that of step ``flag_at`` folder/<seat> is made."""
-    train, ways, found = RecycleEngine.train_batch, [_parameters_of, _saved, _evaluated, _moments, _averaged, _shrunk], {}
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-
-    def changed(self: RecycleEngine, data_iter=None) -> torch.Tensor:
-        loss = train(self, data_iter)
-        step, together = self.global_steps, self.global_steps % 3 > 0
-        if step == flag_at:
-            (place / str(self.seat)).touch()
-        self.module.eval()
-        if together or str(self.seat) == alone:
-            mine = ways if together else ways[:-1]
-            first = step % len(mine)
-            found[step] = {way.__name__: way(self) for way in mine[first:] + mine[:first]}
-        if step % 6 == 3:
-            torch.distributed.barrier()
-        torch.save(found, place / f"seat{self.seat}.pt")
-        return loss
-
-    RecycleEngine.train_batch = changed
-
-
-def wait_for_reader(folder: str, alone: str) -> None:
-    """After each step the script's workers wait, where the plugin does not see it, until the one at ``alone`` has read its weights."""
-    train = RecycleEngine.train_batch
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-
-    def changed(self: RecycleEngine, data_iter=None) -> torch.Tensor:
-        loss, flag = train(self, data_iter), place / f"step{self.global_steps}"
-        if str(self.seat) == alone:
-            _parameters_of(self)
-            flag.touch()
-        _wait(flag.exists, str(flag))
-        return loss
-
-    RecycleEngine.train_batch = changed
 
 
 # --- slow and stuck workers --------------------------------------------------------------------------
@@ -450,53 +310,22 @@ def cut_line(seat: str, step: int) -> None:
 # --- several hosts -----------------------------------------------------------------------------------
 
 
-def a_replica_a_host() -> None:
-    """Ranks go through a replica's stages first: where a host has as many as there are stages, it has one replica."""
-    topology.PipeDataParallelTopology = lambda num_pp, num_dp: topology.ProcessTopology(axes=["data", "pipe"], dims=[num_dp, num_pp])
-
-
-def config_file() -> None:
-    """The script takes --deepspeed_config FILE, whose "recycle" section goes before what else the job says."""
-    place = sys.argv.index("--deepspeed_config")
-    section = json.loads(Path(sys.argv[place + 1]).read_text())["recycle"]
-    del sys.argv[place : place + 2]
-    made = Job.deepspeed_config
-    Job.deepspeed_config = lambda self: (config := made(self)) | {"recycle": config["recycle"] | section}
-
-
 def save_each(folder: str, steps: int) -> None:
     """A checkpoint every ``steps`` steps; who has saved one notes its step in folder/seat<replica.stage>.txt."""
-    train = RecycleEngine.train_batch
+    train = Trainer.train
 
-    def changed(self: RecycleEngine, data_iter=None) -> torch.Tensor:
-        loss = train(self, data_iter)
-        if (step := self._loop.machine.stepped) % steps == 0:
-            self.save_checkpoint(folder, tag=f"step{step}")
+    def changed(self: Trainer) -> float:
+        loss = train(self)
+        if self.step % steps == 0:
+            self.save(Path(folder), f"step{self.step}")
             with (Path(folder) / f"seat{self.seat}.txt").open("a") as file:
-                file.write(f"{step}\n")
+                file.write(f"{self.step}\n")
         return loss
 
-    RecycleEngine.train_batch = changed
+    Trainer.train = changed
 
 
 # --- what the engine knows --------------------------------------------------------------------------
-
-
-def record_norms(folder: str) -> None:
-    """At each clipping by a norm that is known, that norm, this stage's own sum of squares, and that of what other stages have too, go to folder/rank<r>.txt."""
-    clip = RecycleEngine.clip_fp32_gradients
-    path = Path(folder) / f"rank{os.environ['RANK']}.txt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-    def changed(self: RecycleEngine) -> None:
-        squares = sum(parameter.grad.double().pow(2).sum().item() for parameter in self._parameters)
-        tied = sum(weight.parameter.grad.double().pow(2).sum().item() for weight in self._ties.weights)
-        if self._stepping.norm() is not None:
-            with path.open("a") as file:
-                file.write(f"{self._stepping.norm().item()!r} {squares!r} {tied!r}\n")
-        clip(self)
-
-    RecycleEngine.clip_fp32_gradients = changed
 
 
 def record_states(folder: str) -> None:
@@ -508,7 +337,7 @@ def record_states(folder: str) -> None:
     def changed(self: Gradients, step: int, optimizer, *others) -> None:
         apply(self, step, optimizer, *others)
         with path.open("a") as file:
-            file.write(f"{step} {self._buckets._engine._stage_state.digest()}\n")
+            file.write(f"{step} {TRAINERS[0].state.digest()}\n")
 
     Gradients.apply = changed
 
@@ -517,9 +346,9 @@ def strike_at(moment: str, rank: int, flag: str = "") -> None:
     """At a moment before the first step or after the last one that worker is killed; or, where there is a ``flag``, it makes that file and waits."""
     owner, name, before = {
         "meeting": (torch.distributed, "init_process_group", True),
-        "initialize": (p2p, "init_process_groups", True),
-        "enrolling": (RecycleEngine, "_start", True),
-        "finishing": (RecycleEngine, "finish", True),
+        "initialize": (Trainer, "__init__", True),
+        "enrolling": (Trainer, "start", True),
+        "finishing": (Trainer, "finish", True),
         "left": (Session, "leave", False),
     }[moment]
     function = getattr(owner, name)
@@ -546,12 +375,12 @@ def strike_at(moment: str, rank: int, flag: str = "") -> None:
 
 def uneven_end(apart_s: float, steps: int) -> None:
     """Rank r's script ends r × ``apart_s`` later than the first one's."""
-    train = RecycleEngine.train_batch
+    train = Trainer.train
 
-    def changed(self: RecycleEngine, data_iter=None) -> torch.Tensor:
-        loss = train(self, data_iter)
-        if self._loop.machine.stepped == steps:
-            time.sleep(apart_s * self.global_rank)
+    def changed(self: Trainer) -> float:
+        loss = train(self)
+        if self.step == steps:
+            time.sleep(apart_s * self._session.rank)
         return loss
 
-    RecycleEngine.train_batch = changed
+    Trainer.train = changed

@@ -133,7 +133,7 @@ def test_what_is_asked_of_a_roster_is_no_search(source) -> None:
 def test_members_are_searched_in_one_module() -> None:
     """Who has a rank, seat, stage or address, and who comes first, a roster says; what else is found are no members."""
     found = {(path.relative_to(PACKAGE).as_posix(), each) for path in sorted(PACKAGE.rglob("*.py")) for each in searches(path.read_text())}
-    faults = {("adapters/deepspeed/engine.py", "fault.seat not in self.topology_.seats"), ("commands/failure.py", "fault.seat not in struck"), ("core/faults.py", "fault.seat == seat")}
+    faults = {("runtime/worker/trainer.py", "fault.seat not in topology.seats"), ("commands/failure.py", "fault.seat not in struck"), ("core/faults.py", "fault.seat == seat")}
     spans = {("render/perfetto.py", "source.seat == span.seat")}
     assert {each for each in found if each[0] != "core/roster.py"} == faults | spans
     assert any(name == "core/roster.py" for name, _ in found)

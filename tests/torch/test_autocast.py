@@ -13,14 +13,15 @@ from recycle_plugin.core.dataflow import provides
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.places import Places
-from recycle_plugin.runtime.worker.stage import Stage, StageModel
+from recycle_plugin.runtime.worker.ports import StageModel
+from recycle_plugin.runtime.worker.stage import Stage
 from recycle_plugin.settings import Settings
 from tests.support.stored_stage import StoredStage
 
 pytest.importorskip("deepspeed")
 
-from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockOptimizer  # noqa: E402
-from recycle_plugin.adapters.deepspeed.state import COUNTERS, stage_state  # noqa: E402
+from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockBuckets, StockOptimizer  # noqa: E402
+from recycle_plugin.runtime.worker.changed import stage_state  # noqa: E402
 from recycle_plugin.runtime.worker.clipping import Clipping, TrueNorm  # noqa: E402
 from recycle_plugin.runtime.worker.gradients import Gradients  # noqa: E402
 from recycle_plugin.runtime.worker.scaling import LossScale  # noqa: E402
@@ -37,20 +38,21 @@ class Worker:
         self.module = nn.Linear(WIDTH, WIDTH)
         parameters, optimizer = list(self.module.parameters()), torch.optim.SGD(self.module.parameters(), lr=1.0)
         engine = SimpleNamespace(
-            module=self.module, basic_optimizer=optimizer, optimizer=optimizer, lr_scheduler=None, masters=None, stage_id=0, num_stages=1, seat=Seat(0, 0),
-            grid=SimpleNamespace(data_parallel_size=1), mpu=SimpleNamespace(get_data_parallel_group=lambda: None), gradient_clipping=lambda: 0.0,
+            basic_optimizer=optimizer, optimizer=optimizer, mpu=SimpleNamespace(get_data_parallel_group=lambda: None),
             unflatten=torch._utils._unflatten_dense_tensors, gradient_average=True, allreduce_bucket=lambda gradients, group: torch._utils._flatten_dense_tensors(gradients),
             **dict.fromkeys(COUNTERS, 0),
         )  # fmt: skip
         model = StageModel(self.module, nn.functional.mse_loss, 1, first=True, last=True, device=torch.device("cpu"))
         stage, scale = Stage(model, None, lambda micro_batch, step, half: nullcontext()), LossScale(None)
         self._stage = StoredStage(stage)
-        state = stage_state(engine, stage, scale, Places(1), None)
+        applied = StockOptimizer(engine, optimizer.step)
+        framework = SimpleNamespace(seat=Seat(0, 0), model=model, optimizer=applied, masters=None, places=Places(1), state=())
+        state = stage_state(framework, stage, scale, None)
         session = SimpleNamespace(rank=0)
         gradients = Gradients(StockBuckets(engine), self._stage.store, parameters, None, [])
         clipping = Clipping(self._stage.store, parameters, TrueNorm(), 0.0)
         undo = undo_record(Settings().undo, state)
-        self._stepping = Stepping(StockOptimizer(engine, optimizer.step), stage, parameters, gradients, clipping, scale, undo, session)
+        self._stepping = Stepping(applied, stage, parameters, gradients, clipping, scale, undo, session)
 
     def forward(self, step: int) -> float:
         """The loss."""

@@ -202,11 +202,11 @@ def test_checkpointing_that_the_script_has_configured(deepspeed_alone, monkeypat
 
 
 def test_what_changes_once_training_has_begun():
-    from recycle_plugin.adapters.deepspeed.model import AsStarted
+    from recycle_plugin.runtime.surroundings import AsStarted
 
     module = nn.Sequential(linear(), linear())
     started = AsStarted(module)
     started.check()
     module[1].bias.requires_grad = False
-    with pytest.raises(RecycleError, match=r"requires_grad of 1\.bias has changed since deepspeed\.initialize: freeze and thaw parameters before it"):
+    with pytest.raises(RecycleError, match=r"requires_grad of 1\.bias has changed since training was set up: freeze and thaw parameters before that"):
         started.check()

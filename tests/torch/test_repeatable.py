@@ -15,7 +15,8 @@ from recycle_plugin.core.topology import Topology
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.randomness import keyed
-from recycle_plugin.runtime.worker.stage import Stage, StageModel
+from recycle_plugin.runtime.worker.ports import StageModel
+from recycle_plugin.runtime.worker.stage import Stage
 from tests.support.stored_stage import StoredStage
 
 KEY = 1, MicroBatch(0, 0)

@@ -17,7 +17,8 @@ from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.randomness import key as random_key
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.split_backward import DeferredWeights
-from recycle_plugin.runtime.worker.stage import Stage, StageModel
+from recycle_plugin.runtime.worker.ports import StageModel
+from recycle_plugin.runtime.worker.stage import Stage
 from tests.support.stored_stage import StoredStage
 
 WIDTH, MICRO_BATCHES, STEP = 6, 3, 2

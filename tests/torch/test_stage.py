@@ -21,7 +21,8 @@ from recycle_plugin.runtime.masters import Masters
 from recycle_plugin.runtime.randomness import key as random_key
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.split_backward import DeferredWeights
-from recycle_plugin.runtime.worker.stage import Key, Stage, StageModel
+from recycle_plugin.runtime.worker.ports import StageModel
+from recycle_plugin.runtime.worker.stage import Key, Stage
 from tests.support.stored_stage import StoredStage
 
 WIDTH, STEP = 8, 7

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 pytest.importorskip("deepspeed")
 
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer  # noqa: E402
-from recycle_plugin.adapters.deepspeed.ports import loss_scaler  # noqa: E402
-from recycle_plugin.adapters.deepspeed.state import COUNTERS, stage_state  # noqa: E402
+from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockOptimizer, counters_part, loss_scaler  # noqa: E402
 from recycle_plugin.core.places import Places  # noqa: E402
 from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
 from recycle_plugin.runtime.masters import Masters  # noqa: E402
 from recycle_plugin.runtime.state import Chunk, Filling, Form, OptimizerState, Part, StageState, of_parameters  # noqa: E402
 from recycle_plugin.runtime.undo import KINDS  # noqa: E402
+from recycle_plugin.runtime.worker.changed import scheduler_part, stage_state  # noqa: E402
 from recycle_plugin.runtime.worker.scaling import LossScale  # noqa: E402
 from tests.support.optimizers import Make, same  # noqa: E402
 from tests.support.optimizers import stage_state as of_list  # noqa: E402
@@ -57,10 +57,14 @@ class Worker:
         self.stock = MasterOptimizer(optimizer, masters, lambda: None) if bf16 else optimizer
         self.scale, self.places = LossScale(loss_scaler(SCALING)), Places(2)
         self.stage = SimpleNamespace(loss_scale=self.scale.value)
-        self.engine = SimpleNamespace(module=self.module, masters=masters, basic_optimizer=optimizer, seat=seat, **dict.fromkeys(COUNTERS, 0))
+        self.engine = SimpleNamespace(masters=masters, basic_optimizer=optimizer, **dict.fromkeys(COUNTERS, 0))
         self.engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         self.iterator = Standing()
-        self.state = stage_state(self.engine, self.stage, self.scale, self.places, self.iterator)
+        framework = SimpleNamespace(
+            seat=seat, model=SimpleNamespace(module=self.module), optimizer=StockOptimizer(self.engine, self.stock.step), masters=masters, places=self.places,
+            state=(scheduler_part(lambda: self.engine.lr_scheduler), counters_part(self.engine)),
+        )  # fmt: skip
+        self.state = stage_state(framework, self.stage, self.scale, self.iterator)
 
     def step(self, seed: int) -> None:
         """With random gradients, and what else comes with a step."""

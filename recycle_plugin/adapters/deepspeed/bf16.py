@@ -9,7 +9,6 @@ logical replica.  Whatever number of replicas there is puts them together again.
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Callable, Mapping
@@ -17,7 +16,6 @@ from typing import Any, Callable, Mapping
 import torch
 from deepspeed.checkpoint import constants as names
 from deepspeed.git_version_info import version
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import fragment_address
 
 from recycle_plugin.runtime.errors import RecycleError
@@ -116,6 +114,13 @@ class StateFiles:
 
     # --- and reading -------------------------------------------------------------------------------
 
+    def load(self, path: Path | None, load: Callable[[str], dict[str, Any]]) -> None:
+        """From the checkpoint at ``path``; None: from the weights, which have been loaded alone."""
+        if path is None:
+            self._masters.take_over()
+        else:
+            self.read(path, load)
+
     def read(self, folder: Path, load: Callable[[str], dict[str, Any]]) -> None:
         """Take masters and state from the parts in ``folder``, of whatever number of replicas.  RecycleError where they are not all there."""
         first = folder / self.name(0)
@@ -157,45 +162,9 @@ class StateFiles:
         self._optimizer.load_state_dict({"state": state, "param_groups": hyper})
 
 
-class WholeState(PipelineEngine):
-    """The part of :class:`~recycle_plugin.adapters.deepspeed.engine.RecycleEngine` that has the optimizer's state whole on every worker."""
-
-    masters: Masters | None = None  # in bf16
-
-    def zero_optimization(self) -> bool:
-        """Never: at ZeRO stage 1 with recycle.zero "replicate" stock code does what it does at stage 0."""
-        return False
-
-    def zero_optimization_stage(self) -> int:
-        return 0
-
-    def master_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
-        """``optimizer`` with masters of all that is trained; gradients are summed over the workers in fp32."""
-        if optimizer is None:
-            raise RecycleError("bf16.enabled needs an optimizer: name one in the optimizer section, or give deepspeed.initialize one")
-        self.communication_data_type = torch.float32
-        self.masters = Masters(trained(self.module))
-        return MasterOptimizer(optimizer, self.masters, lambda: self.clip_fp32_gradients())
-
-    def say_whole_state(self) -> None:
-        """What it costs to give ZeRO's shards up."""
-        whole = 12 * sum(parameter.numel() for parameter in trained(self.module)) / 2**20
-        self._job.session.note("zero", f"recycle.zero \"replicate\": each worker of a stage keeps the optimizer's state whole, of stage 0 {whole:.4g} MiB with Adam, "
-                               f"where shards would take {whole / self.topology_.replicas:.4g} MiB", mib=whole)  # fmt: skip
-
-    def state_files(self) -> StateFiles:
-        return StateFiles(self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping())
-
-    def load_masters(self, path: Path | None) -> None:
-        """With the optimizer's state, from the checkpoint at ``path``; None: from the weights, which have been loaded alone."""
-        if path is None:
-            self.masters.take_over()
-        else:
-            self.state_files().read(path, partial(self.checkpoint_engine.load, map_location="cpu"))
-
-
-def trained(module: torch.nn.Module) -> Parameters:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+def whole_state_mib(weights: Parameters) -> float:
+    """What it costs a worker to have the optimizer's state whole, with Adam."""
+    return 12 * sum(weight.numel() for weight in weights) / 2**20
 
 
 def _ends(group: Parameters) -> list[int]:

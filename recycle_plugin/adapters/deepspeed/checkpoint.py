@@ -10,21 +10,92 @@ does not read: the loss scale, and weights of tied layers that have a ``forward_
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import AbstractSet, Any, Callable, Iterator, Mapping
 
-import torch
 from deepspeed.checkpoint import constants as names
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from recycle_plugin.adapters.deepspeed.bf16 import StateFiles
+from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.protocol import Generation
+from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime import folders
 from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.state import StageState, form_of
+from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.state import StageState
+from recycle_plugin.runtime.worker.ports import Reach, Scaler
 
 STOCKS = frozenset(("optimizer", "scheduler", "counters"))  # small parts that stock's files have
 FOLLOWING = frozenset(("places",))  # small parts that the step and the batch size decide, once they are loaded
+
+
+@dataclass(frozen=True)
+class Files:
+    """What the worker of ``session`` writes and reads of a checkpoint (runtime/worker/ports.py): by stock code of ``engine``, and what that leaves out.
+
+    ``masters``: files of the optimizer's state in bf16; ``scaler``: whose state has to be in them; ``client_state``, ``exclude_frozen_parameters``: as scripts give
+    them to ``save_checkpoint``.
+    """
+
+    engine: PipelineEngine
+    session: Session
+    ties: Ties
+    masters: StateFiles | None
+    scaler: Scaler | None
+    client_state: Mapping[str, Any] = field(default_factory=dict)
+    exclude_frozen_parameters: bool = False
+
+    def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
+        self._write(state, Durable(self.engine.checkpoint_engine, reach), folder, tag)
+
+    def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
+        files = Copied(Durable(self.engine.checkpoint_engine, reach))
+        self._write(state, files, folder, tag)
+        return files.write
+
+    def _write(self, state: StageState, files: Durable | Copied, folder: Path, tag: str) -> None:
+        engine, seat, generation = self.engine, self.engine.seat, self.session.generation
+        inventory = Inventory(files, self.ties.place, list(state.optimizer.parameters()), self.ties.saved() | self._own(state))
+        with stand_in(engine, seat, generation, inventory), without_optimizer(engine):
+            PipelineEngine.save_checkpoint(engine, str(folder), tag, self.client_state, False, self.exclude_frozen_parameters)
+        if is_writer(seat, generation) and (left := inventory.left(state)):
+            files.save(left, str(file_beside(folder / tag, engine.stage_id)))
+        if self.masters is not None:
+            parts = engine.grid.data_parallel_size
+            for number in parts_of(seat, generation, parts):
+                files.save({**self.masters.part(number, parts), "ds_config": engine.config}, str(folder / tag / self.masters.name(number)))
+
+    def _own(self, state: StageState) -> set[str]:
+        """Tensors of the state that files of the plugin's own have (bf16.py)."""
+        return set() if self.masters is None else {name for name in state.tensors() if name.startswith(("masters/", "optimizer/"))}
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While stock code loads."""
+        with self.session.heart.at(ELSEWHERE, "a checkpoint"), without_optimizer(self.engine), self.ties.loading():
+            yield
+
+    def load_rest(self, state: StageState, path: Path, with_optimizer: bool) -> None:
+        """What stock code leaves to the plugin, of the checkpoint at ``path``."""
+        read = self.engine.checkpoint_engine.load
+        with self.session.heart.at(ELSEWHERE, "a checkpoint"):
+            self.ties.load(path, partial(read, map_location=self.engine.device))
+            self.load_beside(state, path, with_optimizer)
+            if self.masters is not None:
+                self.masters.load(path if with_optimizer else None, partial(read, map_location="cpu"))
+
+    def load_beside(self, state: StageState, path: Path, with_optimizer: bool) -> None:
+        """What stock's files have no place for."""
+        engine, read = self.engine, partial(self.engine.checkpoint_engine.load, map_location="cpu")
+        saved = beside(path, engine.stage_id, engine.global_steps if with_optimizer else None, read)
+        take_beside(state, saved, with_optimizer)
+        if self.scaler is not None and with_optimizer and "loss_scale" not in saved["small"] and self.session.is_first:
+            self.session.note("warning", f"{path} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at {self.scaler.loss_scale:g}")
 
 
 @contextmanager
@@ -112,16 +183,11 @@ def beside(folder: Path, stage: int, step: int | None, read: Callable[[str], dic
     return {"small": {}, "tensors": {}}
 
 
-@torch.no_grad()
 def take_beside(state: StageState, saved: Mapping[str, Any], optimizer: bool) -> None:
     """``saved``: what was left; without ``optimizer``, only the weights of it."""
     if optimizer:
         state.put(saved["small"])
-    for name, value in saved["tensors"].items():
-        if optimizer or name.startswith("weights/"):
-            if name not in state.tensors():
-                state.make(name, form_of(value))
-            state.tensors()[name].copy_(value)
+    state.fill({name: value for name, value in saved["tensors"].items() if optimizer or name.startswith("weights/")})
 
 
 def parts_of(seat: Seat, generation: Generation, parts: int) -> range:
@@ -142,7 +208,7 @@ def live_replicas(stage: int, generation: Generation) -> list[int]:
 class Durable:
     """DeepSpeed's own checkpoint engine, whose files are on the disk when they are said to be written."""
 
-    def __init__(self, stock: Any, reach: Callable[[str], None]) -> None:
+    def __init__(self, stock: Any, reach: Reach) -> None:
         self._stock, self._reach = stock, reach
 
     def save(self, state_dict: Any, path: str) -> None:

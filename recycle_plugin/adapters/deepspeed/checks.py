@@ -14,6 +14,7 @@ from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.engine import layer_specs
 from recycle_plugin.adapters.deepspeed.refusals import bf16, refusals
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.worker.fitness import check_layers
 from recycle_plugin.settings import SECTION
 
 
@@ -69,12 +70,6 @@ def _check_device() -> None:
 
 def _check_module(model: PipelineModule, parameters: Any) -> None:
     ties.check(layer_specs(model))
-    tracking = [name for name, module in model.named_modules() if getattr(module, "track_running_stats", False)]
-    if tracking:
-        raise RecycleError(
-            f"{tracking[0]} keeps running statistics, which a forward that is run again would count twice; "
-            "use a normalisation without them (LayerNorm, GroupNorm), or track_running_stats=False"
-        )
     grid = model.mpu()
     if grid.slice_parallel_size > 1:
         raise RecycleError("tensor parallelism above 1 is not supported yet: build the PipelineModule with a topology of the axes pipe and data only")
@@ -118,8 +113,4 @@ def _check_layers(model: PipelineModule) -> None:
             "deepspeed.checkpointing.configure with contiguous_checkpointing or partition_activations wants DeepSpeed's own schedule, or tensor parallelism; "
             "leave both out"
         )
-    for name, part in model.named_modules():
-        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
-            raise RecycleError(f"{name} has sparse gradients, which are not summed over replicas yet; build it with sparse=False")
-        if getattr(part, "_compiled_call_impl", None) is not None or type(part).__name__ == "OptimizedModule":
-            raise RecycleError(f"{name} is compiled: layers whose backward is split, and run again by peers, cannot be yet; leave torch.compile out")
+    check_layers(model)

@@ -1,71 +1,43 @@
-"""The DeepSpeed engine that runs plans: ``PipelineEngine`` with another schedule, which the worker runtime executes.
+"""The DeepSpeed engine that runs plans: ``PipelineEngine`` as scripts call it, in front of the worker runtime's trainer.
 
 No algorithm lives here.  It lends DeepSpeed's model, optimizer, gradient buckets and checkpoints to
-the runtime's loop, and keeps the signatures that user scripts call.  DeepSpeed's private names are
+the trainer (runtime/worker/trainer.py), and keeps the signatures that user scripts call.  DeepSpeed's private names are
 used in this module only.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable
 
 import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.constants import BFLOAT16
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from recycle_plugin import planner
 from recycle_plugin.adapters.deepspeed import ties
-from recycle_plugin.adapters.deepspeed.between import BetweenSteps
-from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, trained
+from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles, whole_state_mib
+from recycle_plugin.adapters.deepspeed.checkpoint import Files, check_loadable, chosen
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
-from recycle_plugin.adapters.deepspeed.model import AsStarted, keyed_forward, reentrant
-from recycle_plugin.adapters.deepspeed.monitors import FirstLive, Reporting
-from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockNorm, StockOptimizer, loss_scaler
+from recycle_plugin.adapters.deepspeed.model import keyed_forward, reentrant
+from recycle_plugin.adapters.deepspeed.monitors import Reporting
+from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockNorm, StockOptimizer, counters_part, loss_scaler
 from recycle_plugin.adapters.deepspeed.schedule import INSTRUCTION_MAP, PlanSchedule
-from recycle_plugin.adapters.deepspeed.state import stage_state
 from recycle_plugin.adapters.deepspeed.ties import Ties
-from recycle_plugin.core.blocks import Blocks
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.job import Job as JobRecord
-from recycle_plugin.core.line import JobEnded
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import TOO_SLOW, Fingerprint, Ready
-from recycle_plugin.core.roster import Member
-from recycle_plugin.core.step import StepMachine
-from recycle_plugin.core.stepstore import Retention, StepStore
-from recycle_plugin.core.stopwatch import Stopwatch
-from recycle_plugin.core.supply import Supply
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.places import Places
 from recycle_plugin.core.topology import Topology, tied
-from recycle_plugin.core.watch import ELSEWHERE, promise_s
-from recycle_plugin.core.worker import Judging, Worker
-from recycle_plugin.runtime.blocks import BlockSums
+from recycle_plugin.runtime.batches import packed
 from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.fingerprint import arithmetic, fingerprint
-from recycle_plugin.runtime.loop import Loop
-from recycle_plugin.runtime.randomness import key, keyed_torch
+from recycle_plugin.runtime.masters import Masters
 from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.split_backward import DeferredWeights
-from recycle_plugin.runtime.surroundings import Surroundings
-from recycle_plugin.runtime.tiers import Device, Host
-from recycle_plugin.runtime.touch import FirstTouch
-from recycle_plugin.runtime.trace import TraceFile
-from recycle_plugin.runtime.transport import Transport
-from recycle_plugin.runtime.worker.clipping import Clipping, TrueNorm
-from recycle_plugin.runtime.worker.data import DatasetSource, ScriptsIterator
-from recycle_plugin.runtime.worker.gradients import Gradients
-from recycle_plugin.runtime.worker.operations import Operations
-from recycle_plugin.runtime.worker.scaling import LossScale
-from recycle_plugin.runtime.worker.stage import Stage, StageModel
-from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
-from recycle_plugin.runtime.world import TorchMachine
+from recycle_plugin.runtime.worker.changed import scheduler_part
+from recycle_plugin.runtime.worker.data import DatasetSource
+from recycle_plugin.runtime.worker.ports import Framework, Scaler, Source, StageModel, trained
+from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings import Settings
 
 
@@ -77,7 +49,7 @@ class Job:
     settings: Settings
 
 
-class RecycleEngine(BetweenSteps, Feeding, Reporting):
+class RecycleEngine(PipelineEngine):
     """``train_batch``, ``eval_batch``, ``save_checkpoint`` as in DeepSpeed; they survive the loss of workers.
 
     Besides: ``set_data_source(source)`` gives batches by (step, micro-batch) instead of
@@ -85,37 +57,37 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
     """
 
     _job: Job  # of the class that engine_class makes: users' constructors need not know of it
+    _dataset: Source | None = None  # training_data
+    masters: Masters | None = None  # in bf16
+    seat: Seat
+    _trainer: Trainer
+    _files: Files
+    _feeding: Feeding
+    _reporting: Reporting
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.monitor = FirstLive(self.monitor, self._is_first, self._job.session.note)
         if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "state_dict"):
             raise RecycleError(f"the learning-rate scheduler {type(self.lr_scheduler).__name__} has no state_dict, so a step could not be taken back")
-        settings = self._job.settings
+        session, settings = self._job.session, self._job.settings
         self.seat = Seat(self.grid.data_parallel_id, self.stage_id)
+        self._reporting = Reporting(self, session)
+        if "megatron.core" in sys.modules:
+            import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers the converters of its layers
         specs = layer_specs(self.module)
         shared = ties.shared(self.module, specs)
-        self.topology_ = Topology(self.grid.data_parallel_size, self.num_stages, int(self.micro_batches), tied(shared.values()))
-        self._check_faults(settings)
-        self._deferred = _split(self.module) if settings.split_backward else None
-        self._parameters = trained(self.module) if self.masters is None else self.masters.parameters
-        self._as_started = AsStarted(self.module)
-        blocks = BlockSums(self._parameters, self._blocks()) if settings.exact else None
-        self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks, self.masters, self._say_fused, partial(self._job.session.note, "warning"))
-        self._transport = Transport(self._job.session)
-        retention = Retention(budget=settings.keep_bytes)
-        self._store = StepStore(self.seat, self.num_stages, bool(self.topology_.tie(self.stage_id)), retention, (Device(), Host()))
-        self._supply = Supply(self._store, ScriptsIterator(self._job.session, self._read_iterator), self._hand_on, self._say_dealt) if self._reads else None
-        scale = LossScale(loss_scaler(self._config.float16_config) if settings.loss_scaling else None)
-        self._stage_state = stage_state(self, self._stage, scale, self._places, self._supply)
-        self._ties = Ties(self.module, specs, shared, self._job.session, self.masters)
-        self._stepping = self._make_stepping(blocks, scale)
-        self._operations = Operations(self._job.session, self._stage, self._stepping, self._batch, self._applied)
-        self._touch = FirstTouch(self._changed, lambda: self._loop is None or self._loop.settled, self.settle)
-        os.register_at_fork(before=self._touch.now)
-        self._surroundings = Surroundings(self.module, self.device.type, lambda: self.basic_optimizer.param_groups)
-        self._loop: Loop | None = None
-        self._trace: TraceFile | None = None
+        tied_weights = Ties(self.module, specs, shared, session, self.masters)
+        scaler = loss_scaler(self._config.float16_config) if settings.loss_scaling else None
+        masters = StateFiles(self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping()) if self.masters is not None else None
+        self._files = Files(self, session, tied_weights, masters, scaler)
+        topology = Topology(self.grid.data_parallel_size, self.num_stages, int(self.micro_batches), tied(shared.values()))
+        self._trainer = Trainer(session, settings, self._framework(topology, tied_weights, scaler))
+        self._feeding = Feeding(self, self._trainer.feed, self._dataset, settings.exact, self._next_batch)
+        session.at_end = self.finish
+        if self._config.zero_enabled and session.rank == 0:
+            mib = whole_state_mib(trained(self.module))
+            session.note("zero", f"recycle.zero \"replicate\": each worker of a stage keeps the optimizer's state whole, of stage 0 {mib:.4g} MiB with Adam, where shards "
+                         f"would take {mib / topology.replicas:.4g} MiB", mib=mib)  # fmt: skip
 
     # --- what scripts call -------------------------------------------------------------------------
 
@@ -130,188 +102,159 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
 
         ``data_iter``: as in DeepSpeed, read by the first and the last stage; core/sources.py has what happens to it after a loss.
         """
-        with self._touch.lifted():
-            return self._train_batch(data_iter)
+        with self._trainer.lifted():
+            self._feeding.take_iterator(data_iter)
+            if not torch.is_grad_enabled():
+                raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
+            self._check_batch_size()
+            self.agg_train_loss = torch.tensor(self._trainer.train(), device=self.device)
+            self._reporting.step(self.agg_train_loss)
+            return self.agg_train_loss
 
-    def _train_batch(self, data_iter: Any) -> torch.Tensor:
-        self._take_iterator(data_iter)
-        if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
-        self._as_started.check()
-        self._check_batch_size()
-        self._start()
-        if not self._loop.settled and self._surroundings.changed():
-            self.settle()  # with what the script has changed for the next step as it was
-        self._begin_with_data()
-        self.module.train()
-        self._surroundings.remember()
-        try:
-            self._checkpoint_if_due()
-            losses = self._loop.train(self._loop.machine.stepped + 1)
-        except JobEnded as end:
-            if end.code == TOO_SLOW:
-                self._save_last()
-            raise
-        self.agg_train_loss = torch.tensor(sum(losses.values()) / len(losses), device=self.device)
-        self._report_step()
-        self._surroundings.leave()
-        return self.agg_train_loss
+    def set_data_source(self, source: Callable[[int, int, int], Any]) -> None:
+        """``source(step, replica, micro_batch)`` gives (inputs, labels); steps count from 1, the same on every worker.
 
-    def compile(self, *arguments: Any, **named: Any) -> None:
-        raise RecycleError("engine.compile(): layers whose backward is split, and run again by peers, cannot be compiled yet; leave the call out")
+        Iterators that ``train_batch`` is given are not read then.
+        """
+        self._feeding.set_source(source)
 
     def settle(self) -> None:
         """Return when every step that ``train_batch`` has returned for is committed, whoever dies meanwhile."""
-        if self._loop is not None:
-            with self._touch.lifted(), self._surroundings.restored():
-                self._loop.settle()
-
-    def _changed(self) -> Iterator[torch.Tensor]:
-        """What a step changes, and buffers, which what is left of a step reads."""
-        yield from self._stage_state.tensors().values()
-        yield from self.module.buffers()
+        self._trainer.settle()
 
     def finish(self) -> None:
         """Everybody's last step is committed and this worker may go."""
         self.settle()
-        self._report_commits()
-        store = self._store
-        let_go = f"; recycle.keep_bytes let {store.let_go} of them go before their step was committed" if store.let_go else ""
-        self._job.session.note(
-            "peak", f"seat {self.seat} held at most {store.peak} micro-batches, and {store.peak_weight} bytes of boundary tensors for its peers, "
-            f"sent or still to be sent{let_go}",
-            seat=str(self.seat), held=store.peak, kept_bytes=store.peak_weight, dropped=store.let_go,
-        )  # fmt: skip
-        if self._trace is not None:
-            self._trace.close()
-        self._transport.close()
+        self._reporting.commits()
+        self._trainer.finish()
 
-    # --- starting ----------------------------------------------------------------------------------
+    def eval_batch(
+        self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True, reduce_output: str | None = "avg",
+        bcast_loss: bool = True, num_micro_batches: int | None = None,
+    ) -> Any:  # fmt: skip
+        """The mean loss, on every worker, after all training steps so far are committed; whoever dies meanwhile.
 
-    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
-        """Where stock's has a part of the state each."""
-        return self.master_optimizer(optimizer)
+        Whatever else stock evaluation returns needs every worker.
+        """
+        self._trainer.start()
+        self.settle()
+        if return_logits or not compute_loss or reduce_output != "avg":
+            if missing := self._trainer.missing:
+                raise RecycleError(
+                    f"eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg' needs every worker, and seat "
+                    f"{', '.join(map(str, missing))} is lost; ask for the mean loss alone, or evaluate from a checkpoint"
+                )
+            return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
+        count = num_micro_batches or self.micro_batches
+        batches = [packed(batch) for batch in self._feeding.evaluated(data_iter, count)]
+        mean = torch.tensor(self._trainer.evaluate(batches, count), device=self.device)
+        self._reporting.evaluated(mean)
+        return mean
 
-    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str | None:
-        """Stock code sums bf16 pipelines' gradients in bf16 at ZeRO stage 0, and refuses to do so in fp32."""
-        return BFLOAT16 if self.bfloat16_enabled() else super()._do_optimizer_sanity_check(basic_optimizer)
-
-    def _start(self) -> None:
-        """At the first step: enrol, wait for everybody, make the plan.  (Checkpoints are loaded before.)"""
-        if self._loop is not None:
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As in DeepSpeed, another number of micro-batches from the next step on; every worker asks for the same there."""
+        if train_batch_size == self.train_batch_size():
             return
-        planner.warm()  # so that no failure has to wait for a compiler
-        session, settings = self._job.session, self._job.settings
-        machine = StepMachine(self.global_steps)
-        waits = settings.waits_for_norm(self.gradient_clipping())
-        self._run_dir = run_dir = settings.run_dir or f"runs/{session.job_id}"
-        self._store.rewind(machine.stepped, era=0)
-        if settings.trace:
-            self._trace = TraceFile(Path(run_dir) / "trace", self.seat)
-        record = {"record": self._trace.add} if self._trace is not None else {}
-        self._world = TorchMachine(session, self._transport, self._operations, settings.fault_script(self.seat), **record)
-        costs, policy = settings.cost_model(self.topology_, self.micro_batch_size), settings.policy(waits, self.num_stages)
-        judging = Judging(waits, settings.clip == "validate")
-        self._worker = Worker(self._world, self.topology_, self._store, machine, judging, self._supply, Stopwatch(costs))
-        loop = Loop(session, self._worker, self._world, self.topology_, costs, policy, machine, self._between_steps, settings.max_slowdown)
-        member = Member(self.global_rank, self.seat, self._transport.address, session.host, session.incarnation)
-        session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
-        if self._config.zero_enabled and session.rank == 0:
-            self.say_whole_state()
-        session.send(Ready(member, machine.stepped, self._job_record(run_dir, costs, policy)))
-        loop.start()
-        if self._from_checkpoint:
-            self._say_fingerprint(machine.stepped)
-        self._loop = loop
-        self._start_between_steps(run_dir)
-        session.between_steps = self._between_steps
+        self._trainer.agree("set_train_batch_size()", train_batch_size)
+        self._reporting.commits()  # whose samples were counted by the size so far
+        super().set_train_batch_size(train_batch_size)
+        self._trainer.resize(self.micro_batches)
 
-    def _job_record(self, run_dir: str, costs: CostModel, policy: Policy) -> JobRecord:
-        settings, shape = self._job.settings, self.topology_
-        same = ("regroup_timeout_s", "progress_timeout_s", "idle_timeout_s", "heartbeat_timeout_s", "strict_placement", "max_slowdown", "report", "rebalance",
-                "stagger_optimizer", "clip", "nonfinite", "loss_scaling", "undo", "keep_bytes", "rng", "seed", "exact")  # fmt: skip
-        return JobRecord(
-            shape.replicas, shape.stages, shape.micro_batches, shape.ties, run_dir, costs, policy, batch=int(self.train_batch_size()), norm=str(settings.norm),
-            clipping=float(self.gradient_clipping()), arithmetic=arithmetic() if settings.exact else None, **{name: getattr(settings, name) for name in same},
-        )  # fmt: skip
+    def save_checkpoint(
+        self, save_dir: str, tag: str | None = None, client_state: dict = {}, save_latest: bool = True, exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """DeepSpeed's own checkpoint of the last committed step, complete also while workers are missing, and in place at once."""
+        files = replace(self._files, client_state=client_state, exclude_frozen_parameters=exclude_frozen_parameters)
+        self._trainer.save(Path(save_dir), tag, save_latest, files)
+        return True
 
-    def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
-        settings, tied = self._job.settings, self._ties.weights
-        gradients = Gradients(StockBuckets(self), self._store, self._parameters, blocks, tied)
-        elsewhere = {weight.parameter for weight in tied if weight.stages[0] != self.stage_id}
-        norm = StockNorm(self.stage_id, self.grid.data_parallel_size) if settings.norm == "deepspeed" else TrueNorm(elsewhere)
-        clipping = Clipping(self._store, self._parameters, norm, self.gradient_clipping())
-        optimizer, undo = StockOptimizer(self, super()._exec_optimizer_step), undo_record(settings.undo, self._stage_state)
-        return Stepping(optimizer, self._stage, self._parameters, gradients, clipping, scale, undo, self._job.session)
+    def load_checkpoint(
+        self, load_dir: str, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Callable | None = None,
+    ) -> Any:  # fmt: skip
+        """Stock; while training, everybody goes on from the checkpoint's step, from which data and randomness are those of the first time.
 
-    def _stage_model(self) -> StageModel:
-        first, last, keyed = self.is_first_stage(), self.is_last_stage(), self._job.settings.rng == "keyed"
-        return StageModel(self.module, self.module.loss_fn, self.micro_batches, first, last, self.device, partial(reentrant, self.module), keyed)
+        But plain iterators go on where they stand, as in DeepSpeed.
+        """
+        path = chosen(Path(load_dir), tag)
+        if not load_module_only:
+            check_loadable(path, self.num_stages, self.masters is not None)
+        self._trainer.begin_loading(f"load_checkpoint({load_dir!r}, {tag!r})")
+        with self._files.loading():
+            found = super().load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+        if found[0] is not None:
+            with_optimizer = load_optimizer_states and not load_module_only
+            self._files.load_rest(self._trainer.state, Path(found[0]).parent, with_optimizer)
+            self._trainer.loaded(with_optimizer)
+        return found
 
-    def _blocks(self) -> Blocks:
-        return self._job.settings.policy(False, self.num_stages).blocks(self.topology_)
-
-    def _check_faults(self, settings: Settings) -> None:
-        for fault in settings.fault_list:
-            if fault.seat not in self.topology_.seats:
-                raise RecycleError(f"recycle.faults: '{fault}' names seat {fault.seat}, and the topology is "
-                                   f"{self.topology_.replicas} replicas of {self.topology_.stages} stages (seats are replica.stage, from 0)")
-
-    def _build_data_iter(self, dataset: Any) -> None:
-        if self._job.settings.rng == "stream":  # stock's loader draws from the worker's stream as well, at each start of an epoch
-            super()._build_data_iter(dataset)
-            self._source = lambda step, micro_batch: self.next_batch()
-            return
-        replicas, drops = self.grid.data_parallel_size, self._config.dataloader_drop_last
-        self._source = DatasetSource(dataset, replicas, self._places, self.micro_batch_size, drops, self.collate_fn)
-
-    # --- a step ------------------------------------------------------------------------------------
-
-    def _between_steps(self) -> None:
-        """A membership change has broken a collective of the user's script: recover, then it is tried again."""
-        with self._touch.lifted(), self._surroundings.restored():
-            self._loop.catch_up()
-
-    def next_batch(self) -> Any:
-        """The next micro-batch of the script's iterator, or of stock's loader."""
-        return self._next_batch()
-
-    def _say_fused(self, names: tuple[str, ...]) -> None:
-        self._job.session.note(
-            "fused", f"the backward of {', '.join(names)} on stage {self.stage_id} is not split any more: a forward differentiates by its parameters, or "
-            "twice through it, or they have hooks; the numbers are stock's, with less to overlap",
-            stage=self.stage_id, layers=names,
-        )  # fmt: skip
+    def compile(self, *arguments: Any, **named: Any) -> None:
+        raise RecycleError("engine.compile(): layers whose backward is split, and run again by peers, cannot be compiled yet; leave the call out")
 
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **INSTRUCTION_MAP}
 
     def plan_schedule(self) -> PlanSchedule | None:
         """What this worker runs, or has run last, as DeepSpeed's own schedules are looked at; None before the first step."""
-        return None if self._loop is None else PlanSchedule(self._worker.program, self.micro_batches, self.num_stages, self.stage_id)
+        program = self._trainer.program
+        return None if program is None else PlanSchedule(program, self.micro_batches, self.num_stages, self.stage_id)
+
+    # --- what stock code calls -----------------------------------------------------------------------
 
     def clip_fp32_gradients(self) -> None:
-        """Called inside the optimizer step, where clipping is on: by stock code, in bf16 by the optimizer."""
-        self._stepping.clip()
+        """Inside the optimizer step, where clipping is on; in bf16 the optimizer calls it."""
+        self._trainer.clip()
 
-    def _applied(self, step: int) -> None:
-        every = self._job.settings.check_replicas
-        if every and step % every == 0:
-            self._say_fingerprint(step)
+    def zero_optimization(self) -> bool:
+        """Never: at ZeRO stage 1 with recycle.zero "replicate" stock code does what it does at stage 0."""
+        return False
 
-    def _say_fingerprint(self, step: int) -> None:
-        """For the others to compare it with theirs."""
-        session = self._job.session
-        with session.heart.at(ELSEWHERE, "the hash of its state"):
-            copies = {weight.name: fingerprint(weight.parameter) for weight in self._ties.weights}
-            session.send(Fingerprint(session.rank, step, self._stage_state.digest(), copies))
+    def zero_optimization_stage(self) -> int:
+        return 0
 
-    # --- state beside the weights ------------------------------------------------------------------
+    def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
+        """Where stock's has a part of the state each: masters of all that is trained, and gradients are summed over the workers in fp32."""
+        if optimizer is None:
+            raise RecycleError("bf16.enabled needs an optimizer: name one in the optimizer section, or give deepspeed.initialize one")
+        self.communication_data_type = torch.float32
+        self.masters = Masters(trained(self.module))
+        return MasterOptimizer(optimizer, self.masters, lambda: self.clip_fp32_gradients())
 
-    def _randomness(self, micro_batch: MicroBatch, step: int, half: str) -> Any:
-        if self._job.settings.rng == "stream":
-            return nullcontext()
-        seed = key(self._job.settings.seed, step, micro_batch, self.stage_id, half)
-        return keyed_torch(seed) if half else keyed_forward(self.module, seed, self._places.before(step) + micro_batch.index)
+    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str | None:
+        """Stock code sums bf16 pipelines' gradients in bf16 at ZeRO stage 0, and refuses to do so in fp32."""
+        return BFLOAT16 if self.bfloat16_enabled() else super()._do_optimizer_sanity_check(basic_optimizer)
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        if self._job.settings.rng == "stream":  # stock's loader draws from the worker's stream as well, at each start of an epoch
+            super()._build_data_iter(dataset)
+            self._dataset = lambda step, micro_batch: self._next_batch()
+            return
+        replicas, drops = self.grid.data_parallel_size, self._config.dataloader_drop_last
+        self._dataset = DatasetSource(dataset, replicas, self._places, self.micro_batch_size, drops, self.collate_fn)
+
+    # --- what the trainer is lent --------------------------------------------------------------------
+
+    def _framework(self, topology: Topology, tied_weights: Ties, scaler: Scaler | None) -> Framework:
+        settings, module = self._job.settings, self.module
+        first, last, keyed = self.is_first_stage(), self.is_last_stage(), settings.rng == "keyed"
+        model = StageModel(module, module.loss_fn, self.micro_batches, first, last, self.device, partial(reentrant, module), keyed)
+        return Framework(
+            self.seat, topology, model, StockOptimizer(self, super()._exec_optimizer_step), StockBuckets(self), self._files, self._places,
+            self.micro_batch_size, lambda: int(self.train_batch_size()), lambda what: self._feeding.next_batch(what), partial(keyed_forward, module),
+            float(self.gradient_clipping()), (scheduler_part(lambda: self.lr_scheduler), counters_part(self)), self.masters, tied_weights.weights,
+            StockNorm(self.stage_id, topology.replicas) if settings.norm == "deepspeed" else None, scaler,
+        )  # fmt: skip
+
+    @cached_property
+    def _places(self) -> Places:
+        return Places(self.micro_batches)
+
+    def _check_batch_size(self) -> None:
+        """Before each step."""
+        planned = self._trainer.topology.micro_batches
+        if self.micro_batches != planned:
+            raise RecycleError(
+                f"engine.micro_batches is {self.micro_batches}, and steps are planned for {planned}: call engine.set_train_batch_size() on every worker instead"
+            )
 
 
 def engine_class(users: type, job: Job) -> type:
@@ -323,7 +266,7 @@ def engine_class(users: type, job: Job) -> type:
             f"{users.__name__}.{unheard[0]} overrides a part of DeepSpeed's schedule, which the plugin's own takes the place of, so it would not be "
             "called; override train_batch, eval_batch, save_checkpoint or load_checkpoint instead, or set recycle.enabled to false"
         )
-    taken = {name for part in RecycleEngine.__mro__ for name in vars(part) if not hasattr(PipelineEngine, name)}
+    taken = {name for name in {**vars(RecycleEngine), **RecycleEngine.__annotations__} if not hasattr(PipelineEngine, name)}
     if clash := sorted(mine & taken):
         raise RecycleError(f"{users.__name__}.{clash[0]} has the name of a part of the plugin's engine, which would call it instead of its own: give it another name")
     bases = (RecycleEngine,) if users is PipelineEngine else (users, RecycleEngine)
@@ -333,10 +276,3 @@ def engine_class(users: type, job: Job) -> type:
 def layer_specs(model: PipelineModule) -> list:
     """What the layers of all stages are built from."""
     return model._layer_specs
-
-
-def _split(module: torch.nn.Module) -> DeferredWeights:
-    """Convert ``module``'s layers, megatron-core's too where the script uses them."""
-    if "megatron.core" in sys.modules:
-        import recycle_plugin.adapters.megatron.layers  # noqa: F401  registers their converters
-    return DeferredWeights(module)

@@ -1,59 +1,46 @@
-"""Where a step's data comes from: the job's ``training_data``, a source that the script sets, or plain iterators (core/sources.py)."""
+"""DeepSpeed's rules of where data comes from: ``training_data``, a source that the script sets, or what it passes to ``train_batch``."""
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, Callable
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.places import Places
-from recycle_plugin.core.sources import Batches
-from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.core.supply import Supply
-from recycle_plugin.runtime.batches import Tensors
+from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.worker.data import DatasetSource
+from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.ports import Source
 
 
-class Feeding(PipelineEngine):
-    """The part of :class:`~recycle_plugin.adapters.deepspeed.engine.RecycleEngine` that gets micro-batches."""
+class Feeding:
+    """For ``feed`` of ``engine``, made with ``training_data`` in whose place ``dataset`` stands, if there was any.  ``next_batch()``: stock's, of ``engine.data_iterator``."""
 
-    _source: Source | None = None
-    _source_is_set = False  # by the script
-    _trained = False  # a step, so that where data comes from is settled
-    _store: StepStore
-    _supply: Supply | None  # of plain iterators, for whoever needs data; in use where there is no source
+    def __init__(self, engine: PipelineEngine, feed: Feed, dataset: Source | None, exact: bool, next_batch: Callable[[], Any]) -> None:
+        self._engine, self._feed, self._exact, self._next_batch = engine, feed, exact, next_batch
+        self._set_by_script = False
+        self._has_dataset = isinstance(dataset, DatasetSource)
+        feed.source = self._collated(dataset) if self._has_dataset else dataset
 
-    @cached_property
-    def _places(self) -> Places:
-        return Places(self.micro_batches)
-
-    def set_data_source(self, source: Callable[[int, int, int], Any]) -> None:
-        """``source(step, replica, micro_batch)`` gives (inputs, labels); steps count from 1, the same on every worker.
-
-        Iterators that ``train_batch`` is given are not read then.
-        """
-        if self._source is None and self._trained:
+    def set_source(self, source: Callable[[int, int, int], Any]) -> None:
+        if self._feed.source is None and self._feed.settled:
             raise RecycleError("set_data_source() was called after a step with data from an iterator: call it before the first train_batch()")
-        self._source, self._source_is_set = lambda step, micro_batch: source(step, *micro_batch), True
+        self._feed.source, self._set_by_script, self._has_dataset = lambda step, micro_batch: source(step, *micro_batch), True, False
 
-    def _take_iterator(self, data_iter: Any) -> None:
+    def take_iterator(self, data_iter: Any) -> None:
         """What the script passes stands above ``training_data``, as in DeepSpeed, and below a source that it has set."""
-        if not self._reads or self._source_is_set:
+        feed, engine = self._feed, self._engine
+        if not feed.reads or self._set_by_script:
             return
-        if data_iter is None and isinstance(self._source, DatasetSource):
-            data_iter = self.data_iterator  # which stays empty beside training_data, unless the script has called set_dataloader or set_dataiterator
+        if data_iter is None and self._has_dataset:
+            data_iter = engine.data_iterator  # which stays empty beside training_data, unless the script has called set_dataloader or set_dataiterator
         if data_iter is not None:
             self._read_from(data_iter)
-        if self._source is not None:
+        if feed.source is not None:
             return
-        if self.data_iterator is None:
+        if engine.data_iterator is None:
             raise RecycleError("train_batch() has no data: pass data_iter=, or training_data= to deepspeed.initialize, or call engine.set_data_source(source)")
-        if self._job.settings.exact:
+        if self._exact:
             raise RecycleError(
                 "recycle.exact with data from a plain iterator: after a loss the survivors' iterators give other batches than without one; "
                 "pass a map-style dataset as training_data= and call train_batch() without an iterator, or call engine.set_data_source(source)"
@@ -62,50 +49,36 @@ class Feeding(PipelineEngine):
     def _read_from(self, data_iter: Any) -> None:
         if not hasattr(data_iter, "__next__"):
             raise RecycleError(f"train_batch(data_iter=…) is a {type(data_iter).__name__}, which is no iterator: pass iter(…) of it, or deepspeed.utils.RepeatingLoader(…)")
-        if self._source is not None and self._trained:
+        if self._feed.source is not None and self._feed.settled:
             raise RecycleError("train_batch(data_iter=…) after steps with training_data: pass an iterator from the first step on, or never")
-        self._source = None
-        self.set_dataiterator(data_iter)
+        self._feed.source, self._has_dataset = None, False
+        self._engine.set_dataiterator(data_iter)
 
-    @property
-    def _reads(self) -> bool:
-        """Whether this worker's stage needs data."""
-        return self.is_first_stage() or self.is_last_stage()
-
-    def _hand_on(self, datum: Datum, batch: Tensors, taker: Seat) -> None:
-        self._world.transfer(datum, batch, taker, self._store.era)
-
-    def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:
-        names, by = ", ".join(map(str, sorted(retired))), ", ".join(map(str, sorted({draw.source for draw in dealt.values()})))
-        self._job.session.note(
-            "data", f"from step {step} on the share of replica {names}, {len(dealt)} micro-batches a step, is drawn from the iterators of replica {by}",
-            step=step, replicas=sorted(retired), drawn={str(one): str(draw) for one, draw in sorted(dealt.items())},
-        )  # fmt: skip
-
-    def _read_iterator(self, what: str) -> tuple[Any, Any]:
+    def next_batch(self, what: str) -> tuple[Any, Any]:
+        """Of the script's iterator (runtime/worker/ports.py)."""
         try:
-            batch = self.next_batch()
+            batch = self._next_batch()
         except StopIteration:
             raise RecycleError(
-                f"the data iterator of seat {self.seat} has ended in {what}: wrap its loader in deepspeed.utils.RepeatingLoader; "
+                f"the data iterator of seat {self._engine.seat} has ended in {what}: wrap its loader in deepspeed.utils.RepeatingLoader; "
                 "after a loss the survivors' iterators give the lost replica's share as well"
             ) from None
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise RecycleError(f"the data iterator gives a {type(batch).__name__}: the pipeline engine takes (inputs, labels); engine.set_batch_fn() makes them of anything")
         return batch[0], batch[1]
 
-    def _begin_with_data(self) -> None:
-        """Before each step."""
-        self._store.drawn = self._source is None
-        if self._store.drawn and self._reads and not self._trained and self._is_first():
-            self._job.session.note(
-                "data", "data comes from plain iterators: a step that a loss interrupts is finished with its own data, after that the survivors' iterators "
-                "give the lost replica's share; engine.set_data_source() would keep every step's data, and needs no replica with both ends alive",
-            )  # fmt: skip
-        self._trained = True
+    def evaluated(self, data_iter: Any, count: int) -> list[Any]:
+        """Batches to evaluate, as stock reads them: the first and the last stage's workers all of their replica's."""
+        engine = self._engine
+        training, engine.data_iterator = engine.data_iterator, data_iter
+        try:
+            return [self._next_batch() for _ in range(count)] if self._feed.reads else []
+        finally:
+            engine.data_iterator = training
 
-    def _batch(self, step: int, micro_batch: MicroBatch) -> Any:
-        """What is addressed by both (runtime.worker.ports.Source)."""
-        batch = self._source(step, micro_batch)
-        made = isinstance(self._source, DatasetSource) and self.batch_fn is not None
-        return self.batch_fn(batch) if made else batch
+    def _collated(self, dataset: DatasetSource) -> Source:
+        def batch(step: int, micro_batch: MicroBatch) -> Any:
+            made = dataset(step, micro_batch)
+            return made if self._engine.batch_fn is None else self._engine.batch_fn(made)
+
+        return batch

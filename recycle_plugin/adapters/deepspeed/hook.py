@@ -28,20 +28,15 @@ GLOO_NAMES = (None, "gloo", "cpu:gloo", "recycle")
 
 
 class Plugin:
-    """The plugin in this process; ``engine`` is the one that ``deepspeed.initialize`` has built, if it has."""
+    """The plugin in this process, for ``deepspeed.initialize``."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.engine: Any = None
+        self._built = False  # an engine
 
     def install(self) -> None:
         """Call before the training script runs."""
         AfterImport({"torch.distributed": self._wrap_torch, "deepspeed": self._wrap_deepspeed}).install()
-
-    def finish(self) -> None:
-        """The script is through: go when everybody's last step is committed."""
-        if self.engine is not None:
-            self.engine.finish()
 
     # --- torch -------------------------------------------------------------------------------------
 
@@ -84,7 +79,7 @@ class Plugin:
             given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
             with self._our_engine(module, config, settings, given):
                 built = stock(*arguments, **named)
-            self.engine = built[0]
+            self._built = True
             return built
 
         module.initialize = initialize
@@ -96,7 +91,7 @@ class Plugin:
         from recycle_plugin.adapters.deepspeed.checks import check_config, check_dataset, check_placement
         from recycle_plugin.adapters.deepspeed.engine import Job, engine_class
 
-        if self.engine is not None:
+        if self._built:
             raise RecycleError("deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet")
         check_config(config, given.get("model"), given.get("optimizer"), given.get("model_parameters"))
         check_dataset(given.get("training_data"))

@@ -1,4 +1,4 @@
-"""What a PipelineModule's forwards depend on besides their inputs, made the same whoever runs them; and what a script may not change of it."""
+"""What a PipelineModule's forwards depend on besides their inputs, made the same whoever runs them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
-from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.randomness import keyed
 
 
@@ -41,19 +40,3 @@ def keyed_forward(module: PipelineModule, seed: int, place: int) -> Iterator[Non
 def _state(seed: int) -> Any:
     get_accelerator().manual_seed(seed)
     return get_accelerator().get_rng_state()
-
-
-class AsStarted:
-    """Which parameters of a ``module`` are trained: what the sum of gradients was made for."""
-
-    def __init__(self, module: PipelineModule) -> None:
-        self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
-
-    def check(self) -> None:
-        """Raises RecycleError where a script has changed it."""
-        changed = next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
-        if changed is not None:
-            raise RecycleError(
-                f"requires_grad of {changed} has changed since deepspeed.initialize: freeze and thaw parameters before it, "
-                "or set the learning rate of their group to 0 by a scheduler"
-            )

@@ -14,10 +14,11 @@ from types import SimpleNamespace
 from typing import Any, Callable, Iterator
 
 import deepspeed.comm as dist
+import torch
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from recycle_plugin.core.protocol import Generation
+from recycle_plugin.runtime.session import Session
 
 Entry = tuple[str, float, int]  # name, value, samples trained on so far
 RANK_0 = SimpleNamespace(get_rank=lambda: 0)
@@ -58,33 +59,35 @@ class FirstLive:
         return True
 
 
-class Reporting(PipelineEngine):
-    """The part of :class:`~recycle_plugin.adapters.deepspeed.engine.RecycleEngine` that says how far training is."""
+class Reporting:
+    """Says how far the training of ``engine`` is, as stock does, from whichever worker is first alive."""
 
-    def _is_first(self) -> bool:
-        generation = self._job.session.generation
-        return self._is_first_in(generation) if generation is not None else self._job.session.rank == 0
+    def __init__(self, engine: PipelineEngine, session: Session) -> None:
+        self._engine, self._session = engine, session
+        engine.monitor = FirstLive(engine.monitor, lambda: session.is_first, session.note)
 
-    def _is_first_in(self, generation: Generation) -> bool:
-        return self._job.session.worker == generation.roster.first.worker
+    def step(self, loss: torch.Tensor) -> None:
+        """Stock's own line and monitor entries."""
+        engine, every = self._engine, self._engine.steps_per_print()
+        if self._session.is_first and every is not None and engine.global_steps % every == 0:
+            print(f"steps: {engine.global_steps} loss: {loss:0.4f}", flush=True)
+        if engine.monitor.enabled:
+            told = [("Train/Samples/train_loss", loss.item(), engine.global_samples)]
+            stock = self._session.rank == 0  # whose step has written the learning rate
+            engine.monitor.write_events(told if stock else [*told, ("Train/Samples/lr", engine.get_lr()[0], engine.global_samples)])
+        self.commits()
 
-    def _report_step(self) -> None:
-        """Stock's own line and monitor entries, from the lowest live rank."""
-        if self._is_first() and self.steps_per_print() is not None and self.global_steps % self.steps_per_print() == 0:
-            print(f"steps: {self.global_steps} loss: {self.agg_train_loss:0.4f}", flush=True)
-        if self.monitor.enabled:
-            told = [("Train/Samples/train_loss", self.agg_train_loss.item(), self.global_samples)]
-            stock = self._job.session.rank == 0  # whose step has written the learning rate
-            self.monitor.write_events(told if stock else [*told, ("Train/Samples/lr", self.get_lr()[0], self.global_samples)])
-        self._report_commits()
+    def evaluated(self, loss: torch.Tensor) -> None:
+        if self._session.is_first and self._engine.monitor.enabled:
+            self._engine.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self._engine.global_samples)])
 
-    def _report_commits(self) -> None:
+    def commits(self) -> None:
         """What is news of committed steps goes to the monitors; once, whoever was first when it came."""
-        batch = self.train_batch_size()
-        for generation, commit in self._job.session.take_news():
-            if self._is_first_in(generation):
-                samples = self.global_samples - (self.global_steps - commit.step) * batch
-                self.monitor.write_events(figures(commit.figures, generation.number, batch, samples))
+        engine, batch = self._engine, self._engine.train_batch_size()
+        for generation, commit in self._session.take_news():
+            if generation.roster.first.worker == self._session.worker:
+                samples = engine.global_samples - (engine.global_steps - commit.step) * batch
+                engine.monitor.write_events(figures(commit.figures, generation.number, batch, samples))
 
 
 def figures(known: dict, generation: int, batch: int, samples: int) -> list[Entry]:

@@ -10,6 +10,7 @@ from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
+from recycle_plugin.runtime.state import Part
 from recycle_plugin.runtime.worker.clipping import squared_norm
 from recycle_plugin.runtime.worker.ports import Parameters, Scaler
 
@@ -49,6 +50,10 @@ class StockOptimizer:
     @property
     def wrapped(self) -> torch.optim.Optimizer:
         return self._engine.basic_optimizer
+
+    @property
+    def steps(self) -> int:
+        return self._engine.global_steps
 
     def skip(self) -> None:
         optimizer = self._engine.optimizer
@@ -98,3 +103,16 @@ def loss_scaler(fp16: Any) -> Scaler:
         "init_scale": 2.0**fp16.initial_scale_power, "scale_window": fp16.loss_scale_window, "delayed_shift": fp16.hysteresis,
         "consecutive_hysteresis": fp16.consecutive_hysteresis, "min_scale": fp16.min_loss_scale,
     })  # fmt: skip
+
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+
+def counters_part(engine: Any) -> Part:
+    """What stock code counts in a step."""
+
+    def count(counts: Mapping[str, int]) -> None:
+        for name, value in counts.items():
+            setattr(engine, name, value)
+
+    return Part("counters", get=lambda: {name: getattr(engine, name) for name in COUNTERS}, set=count)

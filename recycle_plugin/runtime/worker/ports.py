@@ -1,19 +1,29 @@
-"""What a worker's step needs of the framework that built its model: how gradients are summed, how a step is applied and counted, by what norm it is judged.
+"""What a worker's trainer needs of the framework that built its model: how gradients are summed, how a step is applied and counted, by what norm it is judged,
+how a checkpoint is written.
 
-An adapter gives each of them.  They are functions of the framework's own, called where its own step would call them; whatever has to survive a failure is
+An adapter gives each of them, as one :class:`Framework`.  They are functions of the framework's own, called where its own step would call them; whatever has to survive a failure is
 decided around them.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable, Mapping, Protocol, Sequence
 
 import torch
 import torch.distributed as dist
 
-from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.places import Places
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.runtime.masters import Masters
+from recycle_plugin.runtime.state import Part, StageState
+from recycle_plugin.runtime.tied import TiedWeight
 
 Parameters = list[torch.nn.Parameter]
+Reach = Callable[[str], None]
 Source = Callable[[int, MicroBatch], Any]
 """Of (step, micro-batch): the batch of inputs and labels."""
 
@@ -24,6 +34,10 @@ class Optimizer(Protocol):
     @property
     def wrapped(self) -> torch.optim.Optimizer:
         """The one that changes the weights."""
+
+    @property
+    def steps(self) -> int:
+        """How many it has applied or skipped; those of a checkpoint's job included."""
 
     def apply(self) -> None:
         """... by what stands in ``parameter.grad``, clipped where the framework clips; schedulers and counters go on."""
@@ -71,3 +85,69 @@ class Scaler(Protocol):
 
     def update_scale(self, overflow: bool) -> None:
         """A step was applied, or, on ``overflow``, skipped.  Raises where the scale can't go down any more."""
+
+
+class Checkpoints(Protocol):
+    """A worker's share of a checkpoint of ``state``, as it is now, in the framework's own files.  ``reach(point)``: where injected faults strike, at ``checkpoint.file``
+    once a file is on the disk."""
+
+    def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
+        """To ``folder``/``tag``; on the disk when this returns."""
+
+    def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
+        """What writes it there in another thread, while training changes the state."""
+
+
+@dataclass(frozen=True)
+class StageModel:
+    """What the stage computes.  ``loss``: of (outputs, labels) on the last stage; ``scale``: the divisor of each
+    micro-batch's loss, the logical number of micro-batches of a replica; ``reentrant``: whether the first stage's data has to require
+    a gradient, as reentrant checkpointing of a layer wants it, which else would be cut off from the graph; ``keyed``: a forward that is run again
+    draws the same random numbers."""
+
+    module: torch.nn.Module
+    loss: Callable[[Any, Any], torch.Tensor] | None
+    scale: int
+    first: bool
+    last: bool
+    device: torch.device
+    reentrant: Callable[[], bool] = lambda: False
+    keyed: bool = True
+
+
+@dataclass(frozen=True)
+class Framework:
+    """All that a framework lends the trainer of the worker at ``seat`` (runtime/worker/trainer.py).
+
+    ``places``: where its micro-batches stand among all of its replica's; ``micro_batch_size``: samples of one; ``batch()``: those of a step, of all replicas;
+    ``next_batch(what)``: of the script's plain iterator, ``what`` names it in errors; ``forward(seed, place)``: a forward draws by ``seed`` in it, of the micro-batch
+    at that place.  ``clipping``: the largest norm of a step's gradients, 0: any.  ``state``: what else a step changes, schedulers and counters.
+    ``masters``: of a model in bf16, which the optimizer steps.  ``norm`` None: the true one over all stages; ``scaler`` None: losses are not scaled.
+    """
+
+    seat: Seat
+    topology: Topology
+    model: StageModel
+    optimizer: Optimizer
+    buckets: Buckets
+    checkpoints: Checkpoints
+    places: Places
+    micro_batch_size: int
+    batch: Callable[[], int]
+    next_batch: Callable[[str], tuple[Any, Any]]
+    forward: Callable[[int, int], AbstractContextManager]
+    clipping: float = 0.0
+    state: Sequence[Part] = ()
+    masters: Masters | None = None
+    tied: Sequence[TiedWeight] = ()
+    norm: Norm | None = None
+    scaler: Scaler | None = None
+
+    @property
+    def parameters(self) -> Parameters:
+        """Whose gradients are summed, and applied."""
+        return trained(self.model.module) if self.masters is None else self.masters.parameters
+
+
+def trained(module: torch.nn.Module) -> Parameters:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]

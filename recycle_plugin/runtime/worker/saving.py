@@ -11,9 +11,9 @@ from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime import folders
 from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.worker.ports import Reach
 
 UNFINISHED = ".incomplete-"
-Reach = Callable[[str], None]
 
 
 class Saving:

@@ -30,6 +30,7 @@ from recycle_plugin.runtime.inner_gradients import InnerGradients, engine_runs
 from recycle_plugin.runtime.masters import Masters
 from recycle_plugin.runtime.repeatable import Rehearsal, State, check_unchanged
 from recycle_plugin.runtime.split_backward import DeferredWeights, PendingWeights, resting_hooks
+from recycle_plugin.runtime.worker.ports import StageModel
 
 Key = tuple[int, MicroBatch]  # step, micro-batch
 
@@ -65,23 +66,6 @@ class Given:
 
     loaded: Loaded
     inputs: Tensors  # leaves of the graph
-
-
-@dataclass(frozen=True)
-class StageModel:
-    """What the stage computes.  ``loss``: of (outputs, labels) on the last stage; ``scale``: the divisor of each
-    micro-batch's loss, the logical number of micro-batches of a replica; ``reentrant``: whether the first stage's data has to require
-    a gradient, as reentrant checkpointing of a layer wants it, which else would be cut off from the graph; ``keyed``: a forward that is run again
-    draws the same random numbers."""
-
-    module: torch.nn.Module
-    loss: Callable[[Any, Any], torch.Tensor] | None
-    scale: int
-    first: bool
-    last: bool
-    device: torch.device
-    reentrant: Callable[[], bool] = lambda: False
-    keyed: bool = True
 
 
 class Stage:

@@ -21,7 +21,8 @@ from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.boundary import Tensors
 from recycle_plugin.runtime.randomness import key as random_key
 from recycle_plugin.runtime.split_backward import DeferredWeights
-from recycle_plugin.runtime.worker.stage import Stage, StageModel
+from recycle_plugin.runtime.worker.ports import StageModel
+from recycle_plugin.runtime.worker.stage import Stage
 from tests.support.stored_stage import StoredStage
 
 from .model import BATCH, MICRO_BATCHES, REPLICAS, SEED, Course, Journal, Model, Stretch, batches, build

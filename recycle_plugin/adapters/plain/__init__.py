@@ -1,0 +1,8 @@
+"""Pure torch: a list of layers, a loss, an optimizer and a data source, trained as a pipeline that survives the loss of workers.  Needs no DeepSpeed.
+
+Started by ``python -m recycle_plugin.launch --workers 4 train.py``.
+"""
+
+from recycle_plugin.adapters.plain.pipeline import Pipeline
+
+__all__ = ["Pipeline"]

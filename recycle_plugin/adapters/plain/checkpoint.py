@@ -1,0 +1,78 @@
+"""A pipeline's checkpoint: a folder with a file for each stage, which the stage's lowest live worker writes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.runtime import folders
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.state import StageState
+from recycle_plugin.runtime.worker.ports import Reach
+
+
+@dataclass(frozen=True)
+class StageFiles:
+    """Of the worker at ``seat``, whose ``module`` has its stage's layers, of ``stages`` (runtime/worker/ports.py)."""
+
+    session: Session
+    seat: Seat
+    stages: int
+    module: torch.nn.Module
+
+    def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
+        if self._writes:
+            self._save(self._contents(state), folder / tag, reach)
+
+    def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
+        if not self._writes:
+            return lambda: None
+        contents = copy.deepcopy(self._contents(state))
+        return lambda: self._save(contents, folder / tag, reach)
+
+    def read(self, state: StageState, folder: Path) -> None:
+        """Everything, from the checkpoint ``folder``.  RecycleError where it is none of this pipeline."""
+        file = folder / _name(self.seat.stage)
+        if not file.is_file():
+            raise RecycleError(f"load(): {file} is missing; name a folder that save() has written to, and load with as many stages")
+        contents = torch.load(file, map_location="cpu", weights_only=False)
+        if contents["stages"] != self.stages:
+            raise RecycleError(f"load(): {folder} is of {contents['stages']} stages, and this pipeline has {self.stages}; use as many")
+        self.module.load_state_dict(contents["layers"])
+        state.put(contents["small"])
+        state.fill(contents["tensors"])
+
+    @property
+    def _writes(self) -> bool:
+        """One worker does for its stage."""
+        return self.session.roster.first_of(self.seat.stage).worker == self.session.worker
+
+    def _contents(self, state: StageState) -> dict[str, Any]:
+        """``layers``: as the stage's module has them, buffers and frozen weights too; the rest is what else a step changes."""
+        rest = {name: tensor.detach() for name, tensor in state.tensors().items() if not name.startswith("weights/")}
+        return {"step": state.version.step, "stages": self.stages, "layers": self.module.state_dict(), "small": state.small(), "tensors": rest}
+
+    def _save(self, contents: dict[str, Any], folder: Path, reach: Reach) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / _name(self.seat.stage)
+        torch.save(contents, file)
+        folders.sync(file)
+        reach("checkpoint.file")
+
+
+def chosen(folder: Path, tag: str | None) -> Path:
+    """The checkpoint ``folder``/``tag``, or the one that was saved last."""
+    latest = folder / "latest"
+    if tag is None and not latest.is_file():
+        raise RecycleError(f"load(): there is no checkpoint in {folder}: {latest} is missing; name the folder that was given to save()")
+    return folder / (latest.read_text().strip() if tag is None else tag)
+
+
+def _name(stage: int) -> str:
+    return f"stage_{stage:02d}.pt"

@@ -1,0 +1,60 @@
+"""What plain torch lends the trainer (runtime/worker/ports.py): its sum of gradients, its optimizer's step."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from recycle_plugin.runtime.state import Part
+
+BUCKET = 500_000_000  # numbers
+
+
+class Buckets:
+    """The mean over ``group``, whose size is the logical number of replicas."""
+
+    limit = BUCKET
+    averages = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        flat = self.flatten(gradients)
+        dist.all_reduce(flat, group=self.group)
+        return flat.mul_(1.0 / self.group.size())
+
+    def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch._utils._flatten_dense_tensors(tensors)
+
+    def unflatten(self, flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return torch._utils._unflatten_dense_tensors(flat, like)
+
+
+class Steps:
+    """Of ``wrapped``, with its learning-rate ``scheduler``, if it has one.  ``clip()`` clips what stands in ``parameter.grad``."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer, scheduler: Any, clip: Callable[[], None]) -> None:
+        self.wrapped, self.scheduler, self._clip = wrapped, scheduler, clip
+        self.steps, self.skipped = 0, 0
+
+    def apply(self) -> None:
+        self._clip()
+        self.wrapped.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.steps += 1
+
+    def skip(self) -> None:
+        """The scheduler waits for a step that is applied."""
+        self.steps += 1
+        self.skipped += 1
+
+    @property
+    def counters(self) -> Part:
+        return Part("counters", get=lambda: {"steps": self.steps, "skipped": self.skipped}, set=self._count)
+
+    def _count(self, counts: Mapping[str, int]) -> None:
+        self.steps, self.skipped = counts["steps"], counts["skipped"]

@@ -1,0 +1,64 @@
+"""A running job's checkpoints: those that its script asks for, those that are made by themselves, and the one that a job leaves which has become too slow."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Callable
+
+from recycle_plugin.core.rhythm import Rhythm
+from recycle_plugin.runtime.loop import Loop
+from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.state import StageState
+from recycle_plugin.runtime.worker.background import Background
+from recycle_plugin.runtime.worker.ports import Checkpoints, Reach
+from recycle_plugin.runtime.worker.saving import Saving
+from recycle_plugin.settings import Settings
+
+
+class JobCheckpoints:
+    """Of ``state``, in ``files``.  ``reach(point)`` is where injected faults strike; ``recover()``: after a membership change between steps."""
+
+    def __init__(
+        self, session: Session, settings: Settings, loop: Loop, reach: Reach, files: Checkpoints, state: StageState, run_dir: str, recover: Callable[[], None]
+    ) -> None:  # fmt: skip
+        self._files, self._state, self._reach = files, state, reach
+        self._saving = Saving(session, loop, reach)
+        self._folder = Path(settings.checkpoint_dir) if settings.checkpoint_dir else None
+        self._saved_to = Path(run_dir) / "checkpoint"  # the last time; nothing yet
+        self._background: Background | None = None
+        if settings.checkpoint is not None:
+            rhythm = Rhythm(settings.checkpoint.overhead, loop.machine.stepped)
+            self._background = Background(session, loop, self._saving, rhythm, self.folder, settings.checkpoint.keep, partial(self._copy, self.folder), recover)
+
+    def save(self, folder: Path, tag: str, latest: bool, files: Checkpoints | None, step: int) -> None:
+        """As Trainer.save, of ``step``."""
+
+        def write(unfinished: str) -> None:
+            (files or self._files).write(self._state, folder, unfinished, self._reach)
+
+        self._saved_to = folder
+        self._saving.save(folder, tag, latest, write, f"checkpoint of step {step}")
+
+    def _copy(self, folder: Path, unfinished: str) -> Callable[[], None]:
+        return self._files.copy(self._state, folder, unfinished, self._reach)
+
+    @property
+    def folder(self) -> Path:
+        """Where one goes that nobody has named a folder for."""
+        return self._folder or self._saved_to
+
+    def make_if_due(self, step: int) -> None:
+        """Before ``step``."""
+        if self._background is not None:
+            self._background.before(step)
+
+    def conclude(self) -> None:
+        """Return when none is being written any more."""
+        if self._background is not None:
+            self._background.conclude()
+
+    def loaded(self, step: int) -> None:
+        """Everybody goes on from the checkpoint of ``step``."""
+        if self._background is not None:
+            self._background.loaded(step)

@@ -1,0 +1,53 @@
+"""Where a worker's micro-batches come from: a source that is addressed by step and micro-batch, or its script's plain iterator (core/sources.py)."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.sources import Batches
+from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.core.supply import Supply
+from recycle_plugin.runtime.batches import Tensors
+from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.worker.data import ScriptsIterator
+from recycle_plugin.runtime.worker.ports import Source
+
+
+class Feed:
+    """Of the worker whose ``store`` it is.  ``reads``: its stage needs data.  ``next_batch(what)``: of the iterator; ``hand_on(datum, batch, taker)`` gives a copy of what
+    it gave to a peer.
+
+    ``source`` None: the iterator is read.  ``settled``: a step was trained, so that where data comes from stays as it is.
+    """
+
+    def __init__(
+        self, session: Session, store: StepStore, reads: bool, next_batch: Callable[[str], Any], hand_on: Callable[[Datum, Tensors, Seat], None]
+    ) -> None:  # fmt: skip
+        self._session, self._store = session, store
+        self.reads = reads
+        self.supply = Supply(store, ScriptsIterator(session, next_batch), hand_on, self._say_dealt) if reads else None
+        self.source: Source | None = None
+        self.settled = False
+
+    def begin(self) -> None:
+        """Before each step."""
+        self._store.drawn = self.source is None
+        if self._store.drawn and self.reads and not self.settled and self._session.is_first:
+            self._session.note(
+                "data", "data comes from plain iterators: a step that a loss interrupts is finished with its own data, after that the survivors' iterators "
+                "give the lost replica's share; engine.set_data_source() would keep every step's data, and needs no replica with both ends alive",
+            )  # fmt: skip
+        self.settled = True
+
+    def batch(self, step: int, micro_batch: MicroBatch) -> Any:
+        """What the source has (ports.Source)."""
+        return self.source(step, micro_batch)
+
+    def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:
+        names, by = ", ".join(map(str, sorted(retired))), ", ".join(map(str, sorted({draw.source for draw in dealt.values()})))
+        self._session.note(
+            "data", f"from step {step} on the share of replica {names}, {len(dealt)} micro-batches a step, is drawn from the iterators of replica {by}",
+            step=step, replicas=sorted(retired), drawn={str(one): str(draw) for one, draw in sorted(dealt.items())},
+        )  # fmt: skip

@@ -1,0 +1,342 @@
+"""The trainer of one worker: its steps, what its script does between them, and recovery from the loss of others, whatever framework built the model.
+
+``train`` returns before its step is committed.  What it returned stays final: recovery finishes the step inside the next call.  Whatever of torch's
+touches parameters or the optimizer's state first, in the thread that trains, waits for the commit (runtime/touch.py).
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Iterator, Sequence
+
+import torch
+
+from recycle_plugin import planner
+from recycle_plugin.core.blocks import Blocks
+from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.job import Job
+from recycle_plugin.core.line import JobEnded
+from recycle_plugin.core.loop import Program
+from recycle_plugin.core.plan import Policy
+from recycle_plugin.core.protocol import TOO_SLOW, Fingerprint, Met, Ready
+from recycle_plugin.core.roster import Member
+from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.stepstore import Retention, StepStore
+from recycle_plugin.core.stopwatch import Stopwatch
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.watch import ELSEWHERE, promise_s
+from recycle_plugin.core.worker import Judging, Worker
+from recycle_plugin.runtime.batches import Tensors
+from recycle_plugin.runtime.blocks import BlockSums
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.fingerprint import arithmetic, fingerprint
+from recycle_plugin.runtime.loop import Loop
+from recycle_plugin.runtime.randomness import key, keyed_torch
+from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.split_backward import DeferredWeights
+from recycle_plugin.runtime.surroundings import AsStarted, Surroundings
+from recycle_plugin.runtime.tiers import Device, Host
+from recycle_plugin.runtime.touch import FirstTouch
+from recycle_plugin.runtime.trace import TraceFile
+from recycle_plugin.runtime.transport import Transport
+from recycle_plugin.runtime.worker.changed import stage_state
+from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
+from recycle_plugin.runtime.worker.clipping import Clipping, TrueNorm
+from recycle_plugin.runtime.worker.feed import Feed
+from recycle_plugin.runtime.worker.gradients import Gradients
+from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.ports import Checkpoints, Framework
+from recycle_plugin.runtime.worker.scaling import LossScale
+from recycle_plugin.runtime.worker.stage import Stage
+from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
+from recycle_plugin.runtime.world import TorchMachine
+from recycle_plugin.settings import Settings
+
+IN_RECORD = (
+    "regroup_timeout_s", "progress_timeout_s", "idle_timeout_s", "heartbeat_timeout_s", "strict_placement", "max_slowdown", "report", "rebalance",
+    "stagger_optimizer", "clip", "nonfinite", "loss_scaling", "undo", "keep_bytes", "rng", "seed", "exact",
+)  # settings that all workers have to have alike
+
+
+class Trainer:
+    """Of the worker of ``session``, whose stage ``framework`` has built.  All workers build theirs alike, before anybody trains.
+
+    ``feed``: where micro-batches come from; ``state``: all that a step changes.
+    """
+
+    def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
+        self._session, self._settings, self._framework = session, settings, framework
+        self.topology, self.seat = framework.topology, framework.seat
+        _check_faults(settings, self.topology)
+        model = framework.model
+        deferred = DeferredWeights(model.module) if settings.split_backward else None
+        self._as_started = AsStarted(model.module)
+        blocks = BlockSums(framework.parameters, self._blocks()) if settings.exact else None
+        self._stage = Stage(model, deferred, self._randomness, blocks, framework.masters, self._say_fused, partial(session.note, "warning"))
+        self._transport = Transport(session)
+        kept = Retention(budget=settings.keep_bytes), (Device(), Host())
+        self._store = StepStore(self.seat, self.topology.stages, bool(self.topology.tie(self.seat.stage)), *kept)
+        self.feed = Feed(session, self._store, model.first or model.last, framework.next_batch, self._hand_on)
+        scale = LossScale(framework.scaler)
+        self.state = stage_state(framework, self._stage, scale, self.feed.supply)
+        self._stepping = self._make_stepping(blocks, scale)
+        operations = Operations(session, self._stage, self._stepping, self.feed.batch, self._applied)
+        self.run_dir = settings.run_dir or f"runs/{session.job_id}"
+        self._trace = TraceFile(Path(self.run_dir) / "trace", self.seat) if settings.trace else None
+        record = {"record": self._trace.add} if self._trace is not None else {}
+        self._world = TorchMachine(session, self._transport, operations, settings.fault_script(self.seat), **record)
+        self._touch = FirstTouch(self._changed, lambda: self.settled, self.settle)
+        os.register_at_fork(before=self._touch.now)
+        self._surroundings = Surroundings(model.module, model.device.type, lambda: framework.optimizer.wrapped.param_groups)
+        self._loop: Loop | None = None
+        self._worker: Worker | None = None
+        self._checkpoints: JobCheckpoints | None = None
+        self._from_checkpoint = False  # from a checkpoint, before training
+
+    # --- what scripts call -------------------------------------------------------------------------
+
+    def lifted(self) -> AbstractContextManager:
+        """While something of the framework's is at work, which may touch parameters: by nested calls too."""
+        return self._touch.lifted()
+
+    def train(self) -> float:
+        """One step; the mean loss over all micro-batches of all replicas, on every worker."""
+        with self.lifted():
+            self._as_started.check()
+            self.start()
+            if not self._loop.settled and self._surroundings.changed():
+                self.settle()  # with what the script has changed for the next step as it was
+            self.feed.begin()
+            self._framework.model.module.train()
+            self._surroundings.remember()
+            try:
+                self._checkpoints.make_if_due(self.step + 1)
+                losses = self._loop.train(self.step + 1)
+            except JobEnded as end:
+                if end.code == TOO_SLOW:
+                    self.save(self._checkpoints.folder)
+                raise
+            self._surroundings.leave()
+            return sum(losses.values()) / len(losses)
+
+    @property
+    def step(self) -> int:
+        """The last one that was trained."""
+        return self._framework.optimizer.steps if self._loop is None else self._loop.machine.stepped
+
+    @property
+    def settled(self) -> bool:
+        """Whether all of them are committed."""
+        return self._loop is None or self._loop.settled
+
+    def settle(self) -> None:
+        """Return when every step that :meth:`train` has returned for is committed, whoever dies meanwhile."""
+        if self._loop is not None:
+            with self.lifted(), self._surroundings.restored():
+                self._loop.settle()
+
+    def evaluate(self, batches: Sequence[Tensors], count: int) -> float:
+        """The mean loss of ``count`` micro-batches of each replica, on every worker, after all steps so far; whoever dies meanwhile.
+
+        ``batches``: this worker's, packed (runtime/batches.py), where it is of the first or the last stage.
+        """
+        with self.lifted():
+            self.start()
+            self.settle()
+            self._framework.model.module.eval()
+            losses = self._loop.evaluate(batches, count)
+            return sum(losses.values()) / len(losses)
+
+    def finish(self) -> None:
+        """Everybody's last step is committed and this worker may go."""
+        self.settle()
+        store = self._store
+        let_go = f"; recycle.keep_bytes let {store.let_go} of them go before their step was committed" if store.let_go else ""
+        self._session.note(
+            "peak", f"seat {self.seat} held at most {store.peak} micro-batches, and {store.peak_weight} bytes of boundary tensors for its peers, "
+            f"sent or still to be sent{let_go}",
+            seat=str(self.seat), held=store.peak, kept_bytes=store.peak_weight, dropped=store.let_go,
+        )  # fmt: skip
+        if self._trace is not None:
+            self._trace.close()
+        self._transport.close()
+
+    # --- for the framework's own step ----------------------------------------------------------------
+
+    def clip(self) -> None:
+        """Clip ``parameter.grad`` as the step that is being applied wants it."""
+        self._stepping.clip()
+
+    @property
+    def program(self) -> Program | None:
+        """What this worker runs, or has run last; None before the first step."""
+        return None if self._worker is None else self._worker.program
+
+    @property
+    def missing(self) -> tuple[Seat, ...]:
+        """Seats whose worker is lost."""
+        return () if self._loop is None else tuple(seat for seat in self.topology.seats if seat not in self._session.roster.seats)
+
+    # --- starting ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Before the first step: enrol, wait for everybody, make the plan.  Checkpoints are loaded before; later calls do nothing."""
+        if self._loop is not None:
+            return
+        planner.warm()  # so that no failure has to wait for a compiler
+        session, settings, shape = self._session, self._settings, self.topology
+        machine = StepMachine(self.step)
+        self._store.rewind(machine.stepped, era=0)
+        waits = settings.waits_for_norm(self._framework.clipping)
+        costs, policy = settings.cost_model(shape, self._framework.micro_batch_size), settings.policy(waits, shape.stages)
+        judging = Judging(waits, settings.clip == "validate")
+        worker = Worker(self._world, shape, self._store, machine, judging, self.feed.supply, Stopwatch(costs))
+        loop = Loop(session, worker, self._world, shape, costs, policy, machine, self._between_steps, settings.max_slowdown)
+        member = Member(session.rank, self.seat, self._transport.address, session.host, session.incarnation)
+        session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
+        session.send(Ready(member, machine.stepped, self._job(costs, policy)))
+        loop.start()
+        if self._from_checkpoint:
+            self._say_fingerprint(machine.stepped)
+        self._loop, self._worker = loop, worker
+        files, reach = self._framework.checkpoints, self._world.reach
+        self._checkpoints = JobCheckpoints(session, settings, loop, reach, files, self.state, self.run_dir, self._between_steps)
+        session.between_steps = self._between_steps
+
+    def _job(self, costs: CostModel, policy: Policy) -> Job:
+        settings, shape, framework = self._settings, self.topology, self._framework
+        return Job(
+            shape.replicas, shape.stages, shape.micro_batches, shape.ties, self.run_dir, costs, policy, batch=framework.batch(), norm=str(settings.norm),
+            clipping=framework.clipping, arithmetic=arithmetic() if settings.exact else None, **{name: getattr(settings, name) for name in IN_RECORD},
+        )  # fmt: skip
+
+    def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
+        framework, parameters = self._framework, self._framework.parameters
+        gradients = Gradients(framework.buckets, self._store, parameters, blocks, framework.tied)
+        elsewhere = {weight.parameter for weight in framework.tied if weight.stages[0] != self.seat.stage}
+        clipping = Clipping(self._store, parameters, framework.norm or TrueNorm(elsewhere), framework.clipping)
+        undo = undo_record(self._settings.undo, self.state)
+        return Stepping(framework.optimizer, self._stage, parameters, gradients, clipping, scale, undo, self._session)
+
+    def _blocks(self) -> Blocks:
+        return self._settings.policy(False, self.topology.stages).blocks(self.topology)
+
+    # --- a step --------------------------------------------------------------------------------------
+
+    def _between_steps(self) -> None:
+        """A membership change has broken something that the script does outside a step: recover, then it is tried again."""
+        with self.lifted(), self._surroundings.restored():
+            self._loop.catch_up()
+
+    def _hand_on(self, datum: Datum, batch: Tensors, taker: Seat) -> None:
+        self._world.transfer(datum, batch, taker, self._store.era)
+
+    def _changed(self) -> Iterator[torch.Tensor]:
+        """What a step changes, and buffers, which what is left of a step reads."""
+        yield from self.state.tensors().values()
+        yield from self._framework.model.module.buffers()
+
+    def _randomness(self, micro_batch: MicroBatch, step: int, half: str) -> AbstractContextManager:
+        if self._settings.rng == "stream":
+            return nullcontext()
+        seed = key(self._settings.seed, step, micro_batch, self.seat.stage, half)
+        return keyed_torch(seed) if half else self._framework.forward(seed, self._framework.places.before(step) + micro_batch.index)
+
+    def _say_fused(self, names: tuple[str, ...]) -> None:
+        self._session.note(
+            "fused", f"the backward of {', '.join(names)} on stage {self.seat.stage} is not split any more: a forward differentiates by its parameters, or "
+            "twice through it, or they have hooks; the numbers are stock's, with less to overlap",
+            stage=self.seat.stage, layers=names,
+        )  # fmt: skip
+
+    def _applied(self, step: int) -> None:
+        every = self._settings.check_replicas
+        if every and step % every == 0:
+            self._say_fingerprint(step)
+
+    def _say_fingerprint(self, step: int) -> None:
+        """For the others to compare it with theirs."""
+        session = self._session
+        with session.heart.at(ELSEWHERE, "the hash of its state"):
+            copies = {weight.name: fingerprint(weight.parameter) for weight in self._framework.tied}
+            session.send(Fingerprint(session.rank, step, self.state.digest(), copies))
+
+    # --- between steps -------------------------------------------------------------------------------
+
+    def meet(self, place: str, values: dict[str, Any] | None = None) -> Met:
+        """Return when all live workers have come to ``place`` with all their steps committed."""
+        while True:
+            self.settle()
+            try:
+                return self._loop.meet(place, values or {})
+            except Interrupted:
+                self._between_steps()
+
+    def agree(self, place: str, value: int) -> None:
+        """All live workers have come to ``place``, a call of the script's, with the same ``value``; RecycleError where they have not.  Before the first step nobody asks."""
+        if self._loop is None:
+            return
+        self._checkpoints.conclude()
+        asked = self.meet(place, {str(self._session.rank): value}).values
+        if len(values := sorted(set(asked.values()))) > 1:
+            raise RecycleError(f"{place} was called with {', '.join(map(str, values))}: call it with the same number on every worker")
+
+    def resize(self, micro_batches: int) -> None:
+        """A replica has so many micro-batches from the next step on.  The framework knows of it already, and all have agreed on it."""
+        self._framework.places.change(self.step + 1, micro_batches)
+        self.topology = replace(self.topology, micro_batches=micro_batches)
+        self._stage.resize(micro_batches, self._blocks() if self._settings.exact else None)
+        if self._loop is not None:
+            self._world.reach("resize")
+            self._worker.resize(self.topology)
+            self._loop.resize(self.topology, self._framework.batch())
+
+    def save(self, folder: Path, tag: str | None = None, latest: bool = True, files: Checkpoints | None = None) -> None:
+        """The checkpoint ``folder``/``tag`` of the last step is in place when this returns, complete also while workers are missing.
+
+        ``tag`` None: by the step; ``latest``: a file of that name has the tag; ``files``: instead of the framework's, where the script adds to them.
+        """
+        with self.lifted():
+            self.start()
+            self._checkpoints.conclude()
+            self.settle()
+            self._checkpoints.save(folder, str(tag if tag is not None else f"global_step{self.step}"), latest, files, self.step)
+
+    def begin_loading(self, place: str) -> None:
+        """A script is about to load a checkpoint, at ``place``: where training has begun, everybody does so at the same step, and all steps so far are committed."""
+        if self._loop is not None:
+            self._checkpoints.conclude()
+            self.meet(place)
+            self._worker.forget_committed()
+            self._world.reach("load.start")
+
+    def loaded(self, whole: bool) -> None:
+        """It is loaded, and the framework counts from its step.  Everybody goes on from there, with the data and the random numbers of the first time.
+
+        ``whole``: the optimizer's state too.
+        """
+        framework, step = self._framework, self._framework.optimizer.steps
+        self.state.rewritten()
+        framework.places.change(step + 1, self.topology.micro_batches)
+        self._from_checkpoint = True
+        if self._loop is not None:
+            self._world.reach("load.end")
+            self._worker.rewind(step)
+            if whole or self._settings.undo != "inverse":  # whose roundings stay where not all is loaded
+                self._say_fingerprint(step)
+            self._loop.loaded(step)
+            self._checkpoints.loaded(step)
+
+
+def _check_faults(settings: Settings, topology: Topology) -> None:
+    for fault in settings.fault_list:
+        if fault.seat not in topology.seats:
+            raise RecycleError(f"recycle.faults: '{fault}' names seat {fault.seat}, and the topology is "
+                               f"{topology.replicas} replicas of {topology.stages} stages (seats are replica.stage, from 0)")
