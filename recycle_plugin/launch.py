@@ -106,7 +106,7 @@ def _port(text: str) -> int:
     try:
         socket.create_server(("", int(text))).close()
     except OSError as error:
-        raise BadCommand(f"port {text} cannot be used ({error.strerror}): write another --port, {advice}") from None
+        raise BadCommand(f"port {text} cannot be used ({os.strerror(error.errno)}): write another --port, {advice}") from None
     return int(text)
 
 

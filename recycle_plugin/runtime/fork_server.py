@@ -171,9 +171,14 @@ def _run(module: str, first: Callable[[], None]) -> int:
 
 
 def _seed() -> None:
-    """NumPy draws its state when it is imported, which has been once for all.  Python's own generator sees to itself, and torch's begin alike."""
+    """NumPy's and torch's generators take what they begin with from the system when they are imported, which has been once for all workers.
+
+    Python's own sees to itself.
+    """
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
 
 
 def unsafe() -> str:

@@ -10,7 +10,7 @@ import signal
 import sys
 from typing import Mapping
 
-from recycle_plugin.runtime.spawn import SERVER_VARIABLE, NoServer, ServerProcess, how_ended
+from recycle_plugin.runtime.spawn import SERVER_VARIABLE, NoServer, ServerProcess
 from recycle_plugin.runtime.supervisor import BadMaster, Hosted, Supervisor
 
 HERE = "127.0.0.1"
@@ -45,13 +45,12 @@ class Launcher:
         server = await self._server() if self._imports is not None and SERVER_VARIABLE not in self._environment else None
         if server is None:
             return await self._train()
-        watching = asyncio.create_task(self._watch(server))
         try:
             self._environment[SERVER_VARIABLE] = server.address
             return await self._train()
         finally:
-            watching.cancel()
-            await server.stop()
+            if died := await server.stop():
+                _say(f"error: the process that all workers were forked from {died}, and they with it")
 
     async def _server(self) -> ServerProcess | None:
         try:
@@ -83,11 +82,6 @@ class Launcher:
             self._told = True
             self._hosted.terminate(f"the launcher got {name}")
             asyncio.get_running_loop().call_later(END_S, self._running.cancel)
-
-    async def _watch(self, server: ServerProcess) -> None:
-        how = how_ended(await server.wait())
-        _say(f"error: the process that all workers were forked from {how}, and they end with it")
-        asyncio.get_running_loop().call_later(END_S, self._running.cancel)
 
 
 def _say(line: str) -> None:

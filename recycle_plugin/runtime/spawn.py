@@ -14,11 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Protocol
 
 SERVER_VARIABLE = "RECYCLE_FORK_SERVER"
 SERVER_S = 180.0  # how long a server may take to import what it is to have, and to compile on a machine's very first call
 PR_SET_PDEATHSIG = 1
+STOP = signal.SIGUSR1  # ends a server as nothing else does
+STOP_S = 10.0
 
 
 class Process(Protocol):
@@ -126,14 +129,16 @@ class ServerProcess:
             raise
         return cls(process, what)
 
-    async def wait(self) -> int:
-        """Its exit code; negative for a signal."""
-        return await self._process.wait()
-
-    async def stop(self) -> None:
-        if self._process.returncode is None:
+    async def stop(self) -> str:
+        """End it, and with it what it has forked; how it had ended before, if it had."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(STOP)
+        try:
+            code = await asyncio.wait_for(self._process.wait(), STOP_S)
+        except asyncio.TimeoutError:  # it was stopped
             self._process.kill()
-        await self._process.wait()
+            code = await self._process.wait()
+        return "" if code == -STOP else how_ended(code)
 
 
 def die_with_parent(parent: int | None = None) -> None:
