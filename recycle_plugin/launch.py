@@ -1,24 +1,44 @@
-"""``deepspeed … --module recycle_plugin.launch your_script.py …``: the launcher's per-rank process; or srun's task, ``python -m recycle_plugin.launch``.
+"""Starts a job, on one host by itself or as one process of DeepSpeed's launcher or of srun.
 
+``python -m recycle_plugin.launch --workers N [--port PORT] [--no-fork] your_script.py …``: all of a job on this host, without DeepSpeed
+(runtime/one_host.py).  ``--no-fork``: workers import everything themselves, instead of being forked from a process that has.
+
+``deepspeed … --module recycle_plugin.launch your_script.py …``: the launcher's per-rank process; or srun's task, ``python -m recycle_plugin.launch``.
 DeepSpeed's launcher puts ``--local_rank=N`` before the script's name; it goes behind it here.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from recycle_plugin.runtime.supervisor import main
 
 CONFIG, DEFAULT = "--deepspeed_config", "deepspeed"
+IMPORTED = [  # by the process that workers are forked from
+    "torch.distributed", "recycle_plugin.adapters.deepspeed", "recycle_plugin.settings", "recycle_plugin.runtime.group", "recycle_plugin.runtime.world",
+    "recycle_plugin.runtime.worker.stepping",
+]  # fmt: skip
+HERE = "python -m recycle_plugin.launch --workers 4 your_script.py"
+
+
+class BadCommand(ValueError):
+    """The command line can't be; the message says what to write instead."""
 
 
 def script_command(arguments: list[str]) -> list[str]:
     """The script with its arguments, from what the launcher passes to this module."""
-    ranks = [argument for argument in arguments if argument.startswith(("--local_rank", "--local-rank"))]
+    ranks = [argument for argument in arguments if _is_rank(argument)]
     script = [argument for argument in arguments if argument not in ranks]
     return script[:1] + ranks + script[1:]
+
+
+def _is_rank(argument: str) -> bool:
+    return argument.startswith(("--local_rank", "--local-rank"))
 
 
 def placement(command: list[str]) -> str:
@@ -39,8 +59,82 @@ def placement(command: list[str]) -> str:
         return DEFAULT
 
 
-if __name__ == "__main__":
-    command = script_command(sys.argv[1:])
+# --- on one host ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OneHost:
+    """What the command line asks for; ``port`` None: a free one."""
+
+    workers: int
+    command: list[str]
+    port: int | None = None
+    fork: bool = True
+
+    @classmethod
+    def asked_for(cls, arguments: list[str]) -> OneHost:
+        """From options and the script with its arguments.  Raises BadCommand."""
+        given, rest, fork = {"--workers": None, "--port": None}, list(arguments), True
+        while rest and rest[0].startswith("-"):
+            option, joined, value = rest.pop(0).partition("=")
+            if option == "--no-fork" and not joined:
+                fork = False
+            elif option not in given:
+                raise BadCommand(f"{option} is no option of the launcher: write those of your script behind it, and before it --workers, --port or --no-fork")
+            else:
+                given[option] = value if joined else rest.pop(0) if rest else ""
+        if given["--workers"] is None:
+            raise BadCommand(f"how many workers? Write {HERE}")
+        workers, port = _workers(given["--workers"]), None if given["--port"] is None else _port(given["--port"])
+        if not rest:
+            raise BadCommand(f"no training script given: write {HERE}")
+        if not Path(rest[0]).exists():
+            raise BadCommand(f"there is no {rest[0]}: write the path of your training script, {HERE}")
+        return cls(workers, rest, port, fork)
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise BadCommand(f"--workers {text}: write a whole number, 1 or more: {HERE}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    advice = "or no --port at all for a free one"
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise BadCommand(f"--port {text}: write a number from 1 to 65535, {advice}")
+    try:
+        socket.create_server(("", int(text))).close()
+    except OSError as error:
+        raise BadCommand(f"port {text} cannot be used ({os.strerror(error.errno)}): write another --port, {advice}") from None
+    return int(text)
+
+
+def launch_here(arguments: list[str]) -> int:
+    """A whole job; its exit code.  Raises BadCommand."""
+    from recycle_plugin.runs import free_port
+    from recycle_plugin.runtime import one_host
+
+    asked = OneHost.asked_for(arguments)
+    imports = IMPORTED if asked.fork else None
+    return one_host.main(one_host.Launcher(asked.command, asked.workers, asked.port or free_port(), placement(asked.command), os.environ, imports))
+
+
+def run(arguments: list[str]) -> int | str:
+    """What to exit with."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    try:
+        if arguments and arguments[0].startswith("-") and not _is_rank(arguments[0]):
+            return launch_here(arguments)
+    except BadCommand as error:
+        return f"recycle: error: {error}"
+    command = script_command(arguments)
     if not command or command[0].startswith("-"):
-        sys.exit("recycle: error: no training script given: deepspeed … --module recycle_plugin.launch your_script.py …")
-    sys.exit(main(command, placement(command)))
+        return f"recycle: error: no training script given: deepspeed … --module recycle_plugin.launch your_script.py …, or on one host {HERE}"
+    return main(command, placement(command))
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -7,7 +7,6 @@ by the coordinator once, for all workers.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import os
 import runpy
@@ -25,15 +24,15 @@ from recycle_plugin.core.sources import Gone
 from recycle_plugin.planner import PlanError
 from recycle_plugin.runtime.errors import CutOff, RecycleError
 from recycle_plugin.runtime.session import Session, connect_from_environment
+from recycle_plugin.runtime.spawn import die_with_parent
 from recycle_plugin.settings import SettingsError
 
-PR_SET_PDEATHSIG = 1
 GIVEN_UP = 3  # exit code
 
 
 def main(command: list[str]) -> int:
     """Run the script; returns the exit code."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody would watch an orphan
+    die_with_parent()  # nobody would watch an orphan
     session = connect_from_environment(dict(os.environ), _end_early)
     session.given_up = functools.partial(_end_given_up, session)
     leave = threading.Event()

@@ -18,7 +18,7 @@ from recycle_plugin.core.encoding import encode
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.placement import spread
-from recycle_plugin.core.protocol import Exited, Heard, Hello, Left, Over, Placed, Ready, Welcome
+from recycle_plugin.core.protocol import Exited, Heard, Hello, Left, Over, Placed, Ready, Terminate, Welcome
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import TICK_S
 from recycle_plugin.runtime import pulse
@@ -101,6 +101,10 @@ class Coordinator:
     def fail(self, text: str) -> None:
         """End the job for everybody, with this line."""
         self._act(self._membership.fail(text))
+
+    def terminate(self, reason: str) -> None:
+        """End the job as a supervisor's word would."""
+        self._act(self._membership.receive(Terminate(0, reason), time.time()))
 
     async def close(self) -> None:
         """Close every connection and wait for those that serve them: cancelled later, they would say so."""

@@ -21,7 +21,8 @@ def described(environment: Mapping[str, str]) -> dict[str, str]:
         return dict(environment)
     if "SLURM_PROCID" not in environment or "SLURM_STEP_NODELIST" not in environment:
         raise NoPlace(
-            "neither DeepSpeed's launcher nor srun has started this process: launch with deepspeed … --module recycle_plugin.launch your_script.py …"
+            "neither DeepSpeed's launcher nor srun has started this process: launch with deepspeed … --module recycle_plugin.launch your_script.py …, "
+            "or on one host with python -m recycle_plugin.launch --workers 4 your_script.py …"
         )
     return {
         "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),

@@ -17,6 +17,7 @@ import sys
 import time
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Callable
 
 from recycle_plugin.core.encoding import encode
 from recycle_plugin.core.output import Event
@@ -28,7 +29,7 @@ from recycle_plugin.runtime.control import InLoop, InProcess
 from recycle_plugin.runtime.coordinator import Coordinator
 from recycle_plugin.runtime.errors import CutOff
 from recycle_plugin.runtime.slurm import NoPlace, described
-from recycle_plugin.runtime.spawn import Process, spawn
+from recycle_plugin.runtime.spawn import Process, how_ended, spawn
 
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RESUME_S = 5.0  # the same once more, where the connection has broken
@@ -69,12 +70,24 @@ class Supervisor:
         if self._rank == 0:
             self._hosted = await self._host()
         try:
-            if self._placement == "spread":
-                self._rank = await self._placed()
-            return await self._supervise()
+            return await self._run(self._take_signals)
         finally:
             if self._hosted is not None:
                 await self._hosted.close()
+
+    async def run_at(self, hosted: Hosted) -> int:
+        """The same beside other supervisors in one process, whose signals are not for this one; ``hosted``: what rank 0 would run."""
+        self._hosted = hosted
+        return await self._run(lambda: None)
+
+    async def _run(self, started: Callable[[], None]) -> int:
+        if self._placement == "spread":
+            self._rank = await self._placed()
+        return await self._supervise(started)
+
+    def _take_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._tell, Terminate(self._rank, f"a supervisor got {number.name}"))
 
     async def _host(self) -> Hosted:
         """Workers tell each other the addresses at which they reach the coordinator: over a loopback that is none for other hosts."""
@@ -82,7 +95,7 @@ class Supervisor:
         several = ranks > int(self._environment.get("LOCAL_SIZE", ranks))
         if several and ip_address(found := _resolved(self._address[0])).is_loopback:
             raise BadMaster(f"master address {self._address[0]} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}")
-        return await Hosted.start(self._address, ranks)
+        return await Hosted.start(self._address, ranks, self._environment)
 
     async def _connect(self) -> InLoop:
         if self._hosted is not None:
@@ -106,7 +119,7 @@ class Supervisor:
     def _hello(self) -> Hello:
         return Hello(self._rank, "supervisor", os.getpid(), socket.gethostname())
 
-    async def _supervise(self) -> int:
+    async def _supervise(self, started: Callable[[], None]) -> int:
         self._control = await self._connect()
         self._tell(self._hello)
         welcome = await self._control.receive(CONNECT_S)
@@ -114,16 +127,18 @@ class Supervisor:
             why = f" ({self._control.broken})" if self._control.broken else ""
             raise ConnectionError("{}:{} answers, but is no coordinator{}: start the launcher with --master_port and a free one".format(*self._address, why))
         self._over = asyncio.get_running_loop().create_future()
-        listening = asyncio.create_task(self._listen())
-        self._worker = await spawn("recycle_plugin.worker", self._command, self._worker_environment(welcome.store_port))
-        pulsing = asyncio.create_task(self._pulse())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._tell, Terminate(self._rank, f"a supervisor got {number.name}"))
-        code = await self._until_both_ended(self._worker)
-        listening.cancel()
-        pulsing.cancel()
-        self._control.close()
-        return code
+        tasks = [asyncio.create_task(self._listen())]
+        try:
+            self._worker = await spawn("recycle_plugin.worker", self._command, self._worker_environment(welcome.store_port))
+            tasks.append(asyncio.create_task(self._pulse()))
+            started()
+            return await self._until_both_ended(self._worker)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._control.close()
+            if self._worker is not None:  # nobody waits for the job's end any more
+                self._fence()
 
     def _worker_environment(self, store_port: int) -> dict[str, str]:
         host, port = self._address
@@ -181,7 +196,7 @@ class Supervisor:
                 datagrams.close()
 
     def _fence(self) -> None:
-        """The others go on without the worker: it must not wake up."""
+        """Whoever goes on does so without the worker: it must not wake up."""
         try:
             if self._worker is not None:
                 self._worker.send_signal(signal.SIGKILL)
@@ -218,7 +233,7 @@ class Supervisor:
 
 
 class Hosted:
-    """What only rank 0's supervisor runs: the coordinator and the store's process."""
+    """What only rank 0's supervisor runs, or the launcher for one host: the coordinator and the store's process."""
 
     def __init__(self, coordinator: Coordinator, store: Process, announcer: Announcer) -> None:
         self._coordinator = coordinator
@@ -228,7 +243,7 @@ class Hosted:
         self._watching = asyncio.create_task(self._watch_store())
 
     @classmethod
-    async def start(cls, address: tuple[str, int], ranks: int) -> Hosted:
+    async def start(cls, address: tuple[str, int], ranks: int, environment: dict[str, str]) -> Hosted:
         listener = socket.create_server(("", 0), backlog=4096)
         announcer = Announcer()
         coordinator = Coordinator(ranks, listener.getsockname()[1], announcer.say)
@@ -239,13 +254,17 @@ class Hosted:
                 f"master port {address[1]} cannot be used ({error.strerror}): start the launcher with --master_port and a free one"
             ) from error
         os.set_inheritable(listener.fileno(), True)
-        store = await spawn("recycle_plugin.runtime.store", [str(listener.fileno())], dict(os.environ), keep_fd=listener.fileno())
+        store = await spawn("recycle_plugin.runtime.store", [str(listener.fileno())], environment, keep_fd=listener.fileno())
         listener.close()
         return cls(coordinator, store, announcer)
 
     def connect(self) -> InProcess:
         """To the coordinator."""
         return self._coordinator.connect()
+
+    def terminate(self, reason: str) -> None:
+        """End the job, at a commit if training has started."""
+        self._coordinator.terminate(reason)
 
     async def close(self) -> None:
         """Outlive the other supervisors, whose workers may train on without this one's."""
@@ -261,9 +280,8 @@ class Hosted:
 
     async def _watch_store(self) -> None:
         """Without the store workers could not even find each other, and would wait for it."""
-        code = await self._store.wait()
+        how = how_ended(await self._store.wait())
         if not self._closing:
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             self._coordinator.fail(f"the key-value store's process {how}; without it workers can't find each other")
 
 

@@ -30,6 +30,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     server.stop()
 
 
+@pytest.fixture(scope="session")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """For jobs of scripts without DeepSpeed."""
+    server = ForkServer(tmp_path_factory.mktemp("plain"), "plain")
+    yield server
+    server.stop()
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Hosts]:
     """Two hosts, alpha and beta, where this machine has network namespaces."""

@@ -1,14 +1,20 @@
-"""What the launch module knows before there is a worker: the script's command, and where ranks go."""
+"""What the launch module knows before there is a worker: the script's command, where ranks go, and the process that workers are forked from."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
+import socket
 
+import psutil
 import pytest
 
-from recycle_plugin.launch import placement, script_command
+from recycle_plugin.launch import OneHost, placement, run, script_command
 from recycle_plugin.runs import free_port
-from recycle_plugin.runtime import supervisor
+from recycle_plugin.runtime import fork_server, supervisor
+from recycle_plugin.runtime.spawn import ForkedProcess, NoServer, ServerProcess, ask
 
 ON = {"recycle": {"enabled": True, "placement": "spread"}}
 
@@ -48,3 +54,132 @@ def test_placement_waits_for_no_host_for_ever(monkeypatch, capsys):
     assert supervisor.main(["train.py"], "spread") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith('recycle: error: place 0 has got no rank within 0 s: with recycle.placement "spread" all supervisors have to be there first')
+
+
+# --- on one host ---------------------------------------------------------------------------------------
+
+
+def test_options_go_before_the_script_and_its_own_behind_it():
+    assert OneHost.asked_for(["--workers", "4", __file__, "--workers", "2", "x"]) == OneHost(4, [__file__, "--workers", "2", "x"])
+    port = free_port()
+    assert OneHost.asked_for(["--no-fork", f"--port={port}", "--workers=1", __file__]) == OneHost(1, [__file__], port, fork=False)
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["--workers", "0", __file__], "--workers 0: write a whole number, 1 or more: python -m recycle_plugin.launch --workers 4 your_script.py"),
+        (["--workers", "-1", __file__], "--workers -1: write a whole number"),
+        (["--workers", "four", __file__], "--workers four: write a whole number"),
+        (["--workers"], "--workers : write a whole number"),
+        (["--port", "4000", __file__], "how many workers? Write python -m recycle_plugin.launch --workers 4 your_script.py"),
+        (["--workers", "2"], "no training script given: write python -m recycle_plugin.launch"),
+        (["--workers", "2", "nowhere.py"], "there is no nowhere.py: write the path of your training script"),
+        (["--workers", "2", "--port", "65536", __file__], "--port 65536: write a number from 1 to 65535, or no --port at all for a free one"),
+        (["--workers", "2", "--port", "http", __file__], "--port http: write a number from 1 to 65535"),
+        (["--wrokers", "2", __file__], "--wrokers is no option of the launcher: write those of your script behind it"),
+        (["--local_rank=0"], "no training script given: deepspeed … --module recycle_plugin.launch your_script.py …, or on one host python -m"),
+        ([], "no training script given: deepspeed"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(arguments, line):
+    said = run(arguments)
+    assert isinstance(said, str) and said.startswith(f"recycle: error: {line}") and "\n" not in said
+
+
+def test_a_port_that_somebody_has():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = run(["--workers", "2", "--port", str(port), __file__])
+    assert said == f"recycle: error: port {port} cannot be used (Address already in use): write another --port, or no --port at all for a free one"
+
+
+# --- the process that workers are forked from ------------------------------------------------------------
+
+
+@pytest.fixture
+def imported(tmp_path, monkeypatch):
+    """``imported(text)`` is the name of a module of that text, which this process's children can import."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def write(text: str) -> str:
+        (tmp_path / "imported_first.py").write_text(text)
+        return "imported_first"
+
+    return write
+
+
+def children() -> list[int]:
+    return [child.pid for child in psutil.Process().children()]
+
+
+def started(module: str, timeout_s: float = 100.0) -> None:
+    """Start a server that imports it, and end it."""
+
+    async def play() -> None:
+        server = await ServerProcess.start([module], timeout_s)
+        assert await server.stop() == ""
+
+    before = children()
+    try:
+        asyncio.run(play())
+    finally:
+        assert set(children()) <= set(before)
+
+
+def test_what_an_import_prints_is_no_answer(imported, capfd):
+    started(imported("print('unsafe at any speed')"))
+    assert capfd.readouterr().err == "unsafe at any speed\n"
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", r"in the process to fork them from there are 2 threads \(.+, .+\)"),
+        ("import torch; torch.cuda.is_initialized = lambda: True", "in the process to fork them from a GPU is in use"),
+        ("import nothing_of_this_name", "the process to fork them from exited with code 1 before it had imported imported_first"),
+    ],
+)
+def test_a_process_that_should_not_be_forked_is_not(imported, text, why):
+    with pytest.raises(NoServer, match=f"^{why}$"):
+        started(imported(text))
+
+
+def test_an_import_that_does_not_end(imported):
+    with pytest.raises(NoServer, match="^the process to fork them from has not imported imported_first within 0.5 s$"):
+        started(imported("import signal; signal.pause()"), 0.5)
+
+
+def test_numpy_starts_no_threads_there():
+    """OpenBLAS does so when it is loaded, unless it is told not to."""
+    started("numpy")
+
+
+def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
+    """... and how it ended itself."""
+    async def play() -> None:
+        server = await ServerProcess.start(["json"])
+        address = server.address.replace("@", "\0")
+        with socket.socket(socket.AF_UNIX) as nothing, socket.socket(socket.AF_UNIX) as half:
+            nothing.connect(address)
+            half.connect(address)
+            half.sendall(b"\0\0\1\0{")
+        ask(server.address, {"module": 1}, [1, 2]).close()
+        worker = await ForkedProcess.start(server.address, imported("import os, sys; os._exit(int(sys.argv[1]))"), ["5"], dict(os.environ))
+        assert await worker.wait() == 5
+        lost = await ForkedProcess.start(server.address, imported("import signal; signal.pause()"), [], dict(os.environ))
+        for process in psutil.Process().children():
+            process.kill()
+        assert await lost.wait() == -signal.SIGKILL and await server.stop() == "was killed by signal 9"
+        with pytest.raises(ConnectionError, match="imported_first was not started: the process that it is to be forked from can't be reached"):
+            await ForkedProcess.start(server.address, "imported_first", [], dict(os.environ))
+
+    asyncio.run(play())
+
+
+def test_another_user_gets_no_process(monkeypatch):
+    near, far = socket.socketpair(socket.AF_UNIX)
+    with near, far:
+        monkeypatch.setattr(os, "getuid", lambda: -1)
+        with pytest.raises(ValueError, match="user"):
+            fork_server._received(far)

@@ -1,13 +1,12 @@
-"""Runs a job under the real ``deepspeed`` launcher, kills what is to be killed, and leaves nothing behind.
+"""Runs a job under a real launcher, DeepSpeed's or the plugin's own for one host, kills what is to be killed, and leaves nothing behind.
 
-Workers come from a fork server (tests/support/fork_server.py), and so does the launcher's process on
-this host, ``deepspeed.launcher.launch``; it starts the supervisors itself.  A *cold* run starts the
-``deepspeed`` command as a user does, which looks for hosts and then starts that same process.
+Workers come from a fork server (tests/support/fork_server.py), and so does the launcher's process on this host: ``deepspeed.launcher.launch``,
+which starts the supervisors itself, or ``recycle_plugin.launch --workers``, which has them all in it.  A *cold* run starts the command as a user
+does: ``deepspeed`` looks for hosts and then starts that same process, and the plain launcher starts a fork server of its own.
 """
 
 from __future__ import annotations
 
-import array
 import base64
 import json
 import os
@@ -26,21 +25,23 @@ from typing import Callable, TextIO
 import psutil
 
 from recycle_plugin.runs import MARK, environment, free_port, processes_with
+from recycle_plugin.runtime.spawn import ask
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.02
+DEEPSPEED, PLAIN = "deepspeed.launcher.launch", "recycle_plugin.launch"  # the launchers' modules
 
 
 class ForkServer:
-    """A warm fork server in its own process."""
+    """A warm fork server in its own process; ``kind`` "deepspeed", or "plain" without DeepSpeed and Megatron."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str = "deepspeed") -> None:
         self.path = str(folder / "fork.sock")
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "tests.support.fork_server", self.path],
-            cwd=ROOT, env=environment(), stdout=subprocess.PIPE, start_new_session=True,
+            [sys.executable, "-u", "-m", "tests.support.fork_server", self.path, kind],
+            cwd=ROOT, env=environment(), stdout=subprocess.PIPE, start_new_session=True, text=True,
         )  # fmt: skip
-        assert self._process.stdout.readline().strip() == b"ready"
+        assert (said := self._process.stdout.readline().strip()) == f"ready {self.path}", said
 
     def stop(self) -> None:
         self._process.kill()
@@ -62,17 +63,17 @@ def _runs(process: psutil.Process, module: str) -> bool:
         return False
 
 
-class WarmLauncher:
-    """``deepspeed.launcher.launch`` in a fork of the server.  As much of Popen as :class:`Run` needs."""
+def _started(command: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
+    return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
-    def __init__(self, server: ForkServer, arguments: list[str], variables: dict[str, str], output: TextIO) -> None:
-        self._connection = socket.socket(socket.AF_UNIX)
-        self._connection.connect(server.path)
-        request = {"module": "deepspeed.launcher.launch", "arguments": arguments, "environment": variables, "folder": str(ROOT)}
-        body = json.dumps(request | {"keep_fd": None}).encode()
-        streams = array.array("i", [output.fileno(), output.fileno()])
-        self._connection.sendmsg([len(body).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
-        self._connection.sendall(body)
+
+class WarmLauncher:
+    """``python -m module arguments`` in a fork of the server.  As much of Popen as :class:`Run` needs."""
+
+    def __init__(self, server: ForkServer, module: str, arguments: list[str], variables: dict[str, str], output: TextIO) -> None:
+        request = {"module": module, "arguments": arguments, "environment": variables, "folder": str(ROOT), "keep_fd": None}
+        self._module = module
+        self._connection = ask(server.path, request, [output.fileno(), output.fileno()])
         self._lines = self._connection.makefile("r")
         self.pid = int(self._lines.readline())
         self._code: int | None = None
@@ -83,7 +84,7 @@ class WarmLauncher:
     def wait(self, timeout: float | None = None) -> int:
         code = self._ended(timeout)
         if code is None:
-            raise subprocess.TimeoutExpired("deepspeed.launcher.launch", timeout)
+            raise subprocess.TimeoutExpired(self._module, timeout)
         return code
 
     def _ended(self, timeout: float | None) -> int | None:
@@ -140,13 +141,13 @@ class Result:
 class Run:
     """One job under the launcher.  ``finish`` waits for its end; ``clean`` ends whatever is left, and is called always.
 
-    ``cold``: everything is started as a user starts it, from the ``deepspeed`` command on, workers included.
-    ``plugin``: the module under which the script runs, None for the script alone.  ``more``: environment variables.
+    ``launcher`` "deepspeed", or "plain" for the plugin's own.  ``cold``: everything is started as a user starts it, from the command on, workers included.
+    ``plugin``: the module under which DeepSpeed's launcher runs the script, None for the script alone.  ``more``: environment variables.
     """
 
     def __init__(
         self, server: ForkServer, folder: Path, ranks: int, script: str, arguments: list[str],
-        plugin: str | None = "recycle_plugin.launch", cold: bool = False, port: int | None = None, **more: str,
+        plugin: str | None = "recycle_plugin.launch", cold: bool = False, port: int | None = None, launcher: str = "deepspeed", **more: str,
     ) -> None:  # fmt: skip
         self.folder = folder
         self.mark = uuid.uuid4().hex
@@ -158,18 +159,27 @@ class Run:
         self._events: list[dict] = []
         self._events_read = 0  # bytes
         variables = environment(**{MARK: self.mark} | ({} if cold else {"RECYCLE_FORK_SERVER": server.path}) | more)
-        program = [*(["--module", plugin] if plugin else []), script, *arguments]
+        program = [script, *arguments]
+        if launcher == "deepspeed":
+            start, program = self._cold if cold else self._warm, [*(["--module", plugin] if plugin else []), *program]
+        else:
+            start = self._cold_plain if cold else self._warm_plain
         with self._output.open("w") as output:
-            self.launcher = self._cold(ranks, program, variables, output) if cold else self._warm(ranks, program, variables, output)
+            self.launcher = start(ranks, program, variables, output)
 
     def _cold(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
-        command = ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(self.port), *program]
-        return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        return _started(["deepspeed", "--num_gpus", str(ranks), "--master_port", str(self.port), *program], variables, output)
 
     def _warm(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
         hosts = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
         arguments = [f"--world_info={hosts}", "--master_addr=127.0.0.1", f"--master_port={self.port}", *program]
-        return WarmLauncher(self._server, arguments, variables, output)
+        return WarmLauncher(self._server, DEEPSPEED, arguments, variables, output)
+
+    def _cold_plain(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
+        return _started([sys.executable, "-u", "-m", PLAIN, "--workers", str(ranks), "--port", str(self.port), *program], variables, output)
+
+    def _warm_plain(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
+        return WarmLauncher(self._server, PLAIN, ["--workers", str(ranks), "--port", str(self.port), *program], variables, output)
 
     @property
     def output(self) -> str:

@@ -20,7 +20,7 @@ import psutil
 
 import recycle_plugin.launch
 from recycle_plugin.runs import environment
-from tests.support.cluster import POLL_S, ROOT, ForkServer, Run, WarmLauncher
+from tests.support.cluster import DEEPSPEED, POLL_S, ROOT, ForkServer, Run, WarmLauncher
 from tests.support.launchers import install
 
 Launcher = TypeVar("Launcher", WarmLauncher, subprocess.Popen)
@@ -184,7 +184,7 @@ class HostsRun(Run):
 
         def launch(name: str, node: list[str], output: TextIO) -> WarmLauncher:
             here = variables | {"RECYCLE_TEST_HOST": str(self._hosts.pid(name))}
-            return WarmLauncher(self._server, [f"--world_info={world}", *node, *program], here, output)
+            return WarmLauncher(self._server, DEEPSPEED, [f"--world_info={world}", *node, *program], here, output)
 
         return self._on_all(launch, output)
 

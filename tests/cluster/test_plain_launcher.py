@@ -1,0 +1,146 @@
+"""``python -m recycle_plugin.launch --workers N script.py``: a job on one host, without DeepSpeed's launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recycle_plugin.runs import processes_with
+from tests.cluster.conftest import DEADLINE_S
+from tests.support.cluster import Run
+from tests.support.jobs import TRAIN, after_step, assert_one_line, assert_same_training, faults
+
+SCRIPT = "tests/jobs/launched.py"
+SERVER = "recycle_plugin.runtime.fork_server"
+# Of each process of a run, before anything else: nobody can import these, and who tries is found out although it may bear it.
+SITE = """
+import os, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        launcher = "recycle_plugin.launch" in sys.orig_argv
+        if name.partition(".")[0] in {"deepspeed", "megatron"} or launcher and name == "torch":
+            os.write(2, f"{sys.orig_argv} imports {name}\\n".encode())
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+@pytest.fixture
+def start(plain_server, tmp_path):
+    """``start(*then, …)`` runs SCRIPT on two workers; at the end nothing of it may be left."""
+    runs = []
+
+    def start(*then: str, options: list[str] = [], **more: object) -> Run:
+        program = [*options, SCRIPT, str(tmp_path), *then]
+        runs.append(Run(plain_server, tmp_path, 2, program[0], program[1:], launcher="plain", **more))
+        return runs[-1]
+
+    yield start
+    left = [thing for run in runs for thing in run.clean()]
+    assert not left and not plain_server.forked(), left
+
+
+def found(folder: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
+def both(run: Run) -> list[dict]:
+    """What the two have found, once both are there."""
+    return run.wait_for(lambda: len(records := found(run.folder)) == 2 and records, "record of both workers")
+
+
+def assert_gone(pids: list[int]) -> None:
+    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=DEADLINE_S / 10)
+    assert not alive
+
+
+def test_workers_find_what_a_launcher_tells_them(start, tmp_path):
+    result = start().finish()
+    assert result.code == 0, result.output
+    for rank, record in enumerate(found(tmp_path)):
+        assert record["environment"] == {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        }  # fmt: skip
+        assert f"worker {rank} is there" in result.output
+    assert len(found(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("options", ([], ["--no-fork"]))
+def test_nobody_needs_deepspeed_nor_the_launcher_torch(start, tmp_path, options):
+    """Its own server; a script that draws random numbers draws its own in each worker, as in a process of its own."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    result = start(options=options, cold=True, PYTHONPATH=str(tmp_path), RECYCLE_TRACEBACK="1").finish()
+    assert result.code == 0 and " imports " not in result.output, result.output
+    records = found(tmp_path)
+    assert [record["modules"] for record in records] == ([[], []] if options else [["torch"], ["torch"]])
+    assert len({record["threads"] for record in records}) == 1 and {record["omp"] for record in records} == {1}
+    assert all(len({record[generator] for record in records}) == 2 for generator in ("numpy", "torch", "random"))
+
+
+def test_the_code_of_a_worker_that_ends_badly_is_the_jobs(start):
+    result = start("exit", "1", "7").finish()
+    assert result.code == 7, result.output
+    assert_one_line(result, "before training started")
+
+
+def test_a_worker_that_is_killed_before_training_ends_the_job(start):
+    run = start("wait")
+    records = both(run)
+    os.kill(records[1]["pid"], signal.SIGKILL)
+    result = run.finish()
+    assert result.code == 1
+    assert_one_line(result, "the job ends: worker 1 ")
+    assert_gone([record["pid"] for record in records])
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
+def test_a_signal_before_training_ends_the_job(start, number):
+    run = start("wait")
+    records = both(run)
+    os.kill(run.launcher.pid, number)
+    assert_one_line(run.finish(), f"the job ends: the launcher got {number.name}")
+    assert_gone([record["pid"] for record in records])
+
+
+@pytest.mark.parametrize("options", ([], ["--no-fork"]))
+def test_nothing_outlives_the_launcher(start, options):
+    run = start("wait", options=options, cold=True)
+    records = both(run)
+    all_of_it = [process.pid for process in processes_with(run.mark)]
+    assert {record["pid"] for record in records} < set(all_of_it)
+    run.launcher.kill()
+    run.launcher.wait(10)
+    assert_gone(all_of_it)
+
+
+def test_the_death_of_the_process_that_workers_are_forked_from_ends_the_job(start):
+    """It is their parent: they are killed with it, whatever they wait for."""
+    run = start("wait", cold=True)
+    records = both(run)
+    (server,) = [process for process in psutil.Process(run.launcher.pid).children() if SERVER in process.cmdline()]
+    assert {record["parent"] for record in records} == {server.pid}
+    server.kill()
+    result = run.finish()
+    assert_one_line(result, "recycle: error: the process that all workers were forked from was killed by signal 9, and they with it")
+    assert_gone([record["pid"] for record in records])
+
+
+def test_a_script_of_deepspeeds_trains_on_after_a_loss(launch, reference):
+    result = launch(faults("kill 1.0 before 0F1.0@7"), launcher="plain").finish()
+    assert_same_training(result, reference(), {"1.0"})
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.all_kills)))
+def test_a_signal_ends_the_job_at_a_commit(launch, number):
+    run = launch("steps=100000", script=TRAIN, launcher="plain")
+    after_step(run, 4)
+    os.kill(run.launcher.pid, number)
+    result = run.finish()
+    assert result.code == 1 and len(result.of("finished")) == 1 and not result.of("lost"), result.output[-6000:]
+    (step,) = {event["text"].split("after step ")[1].split()[0] for event in result.of("left")}
+    assert len(result.of("left")) == 4 and int(step) == result.of("committed")[-1]["step"]
