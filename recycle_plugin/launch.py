@@ -20,8 +20,8 @@ from recycle_plugin.runtime.supervisor import main
 
 CONFIG, DEFAULT = "--deepspeed_config", "deepspeed"
 IMPORTED = [  # by the process that workers are forked from
-    "torch.distributed", "recycle_plugin.adapters.deepspeed", "recycle_plugin.settings", "recycle_plugin.runtime.group", "recycle_plugin.runtime.world",
-    "recycle_plugin.runtime.worker.stepping",
+    "recycle_plugin.adapters.deepspeed", "recycle_plugin.adapters.plain", "recycle_plugin.runtime.group",
+    "torch._dynamo",  # which every optimizer of torch's imports when the first one is made
 ]  # fmt: skip
 HERE = "python -m recycle_plugin.launch --workers 4 your_script.py"
 

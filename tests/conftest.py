@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-kills", action="store_true", help="the full matrix of kills, and 20 kills at random times")
+    parser.addoption("--kill-seed", type=int, metavar="S", help="chooses which kills run with DeepSpeed, under its launcher (default: another one each time)")
     parser.addoption("--real-seeds", type=int, default=1, metavar="N", help="real jobs with failures close together (default 1)")
     parser.addoption("--healthy-steps", type=int, default=40, metavar="N", help="steps of a job in which everybody is healthy, and uneven (default 40)")
     parser.addoption("--soak", type=float, default=0, metavar="MINUTES", help="go on losing workers for that long (default: one job)")
@@ -18,12 +21,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "all_kills: only with --all-kills")
+    config.addinivalue_line("markers", "all_kills: with DeepSpeed only with --all-kills")
+    config.addinivalue_line("markers", "plain_too: by jobs in plain torch, all of them, and with DeepSpeed one of each function, which --kill-seed chooses")
+    config.addinivalue_line("markers", "real_launcher: under DeepSpeed's own launcher")
+    if config.option.kill_seed is None:
+        config.option.kill_seed = random.randrange(1000)  # the workers of pytest-xdist get it from here
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"chosen to run with DeepSpeed, under its launcher: by --kill-seed {config.option.kill_seed}, or all with --all-kills"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--all-kills"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("all_kills")]
+    if not config.getoption("--all-kills"):
+        leave_out(config, items, [item for item in items if item.get_closest_marker("all_kills") and not item.get_closest_marker("plain_too")])
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    kept = set(items).difference(left_out)
+    items[:] = [item for item in items if item in kept]

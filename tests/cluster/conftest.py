@@ -4,23 +4,51 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Callable, Iterator
 
 import pytest
 
+from tests.conftest import leave_out
 from tests.support.cluster import ForkServer, Result, Run
 from tests.support.hosts import Hosts, NoHosts, hosts
-from tests.support.jobs import SQUARE, TRAIN, Shape, overrides
+from tests.support.jobs import DEEPSPEED, PLAIN, SQUARE, TRAIN, WRAPPED, Shape, Vehicle
 
 Launch = Callable[..., Run]
 DEADLINE_S = 600  # of a test; a run takes seconds, and minutes where others use the machine
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.processes)
-            item.add_marker(pytest.mark.timeout(DEADLINE_S))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "vehicle" in metafunc.fixturenames and metafunc.definition.get_closest_marker("plain_too"):
+        metafunc.parametrize("vehicle", (PLAIN, DEEPSPEED), ids=str, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests that run in plain torch too, one of each function runs with DeepSpeed, under its launcher; of each other file one test runs under that."""
+    mine = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in mine:
+        item.add_marker(pytest.mark.processes)
+        item.add_marker(pytest.mark.timeout(DEADLINE_S))
+    everything, seed = config.getoption("--all-kills"), config.getoption("--kill-seed")
+    features: dict[str, list[pytest.Item]] = {}
+    left_out = []
+    for item in mine:
+        plain = _vehicle(item) is PLAIN
+        if not plain and "vehicle" in getattr(item, "fixturenames", ()):
+            both = item.get_closest_marker("plain_too") is not None
+            features.setdefault(item.nodeid.partition("[")[0] if both else str(item.path), []).append(item)
+    for name, feature in features.items():
+        chosen = Random(f"{seed} {Path(name).name}").choice([item for item in feature if item.get_closest_marker("plain_too") or not item.get_closest_marker("all_kills")] or feature)
+        for item in feature:
+            if everything or item is chosen:
+                item.add_marker(pytest.mark.real_launcher)
+            elif item.get_closest_marker("plain_too"):
+                left_out.append(item)
+    leave_out(config, items, left_out)
+
+
+def _vehicle(item: pytest.Item) -> Vehicle | None:
+    return item.callspec.params.get("vehicle") if hasattr(item, "callspec") else None
 
 
 @pytest.fixture(scope="session")
@@ -48,14 +76,19 @@ def pair() -> Iterator[Hosts]:
         pytest.skip(f"no network namespaces here: {error}")
 
 
+def here(*arguments: object, **options: object) -> Run:
+    """A job under the launcher for one host, which costs half as much as DeepSpeed's; not where something is asked for that is only in that."""
+    return Run(*arguments, **{"launcher": "deepspeed" if options.keys() & {"plugin", "cold"} else "plain"} | options)
+
+
 @contextmanager
-def launching(server: ForkServer, folder: Path, start: Callable[..., Run] = Run) -> Iterator[Launch]:
+def launching(server: ForkServer, folder: Path, start: Callable[..., Run] = here, vehicle: Vehicle = DEEPSPEED) -> Iterator[Launch]:
     """``launch(*overrides, shape=, script=, …)`` starts a job; at the end nothing of any of them may be left."""
     runs: list[Run] = []
 
     def launch(*more: str, shape: Shape = SQUARE, script: str = TRAIN, **options: object) -> Run:
-        place = folder / f"run{len(runs)}"
-        runs.append(start(server, place, shape.ranks, script, overrides(shape, place, *more), **options))
+        place, script = folder / f"run{len(runs)}", {TRAIN: vehicle.script, WRAPPED: vehicle.wrapped}.get(script, script)
+        runs.append(start(server, place, shape.ranks, script, vehicle.arguments(shape, place, *more), **options))
         return runs[-1]
 
     try:
@@ -66,22 +99,39 @@ def launching(server: ForkServer, folder: Path, start: Callable[..., Run] = Run)
 
 
 @pytest.fixture
-def launch(server: ForkServer, tmp_path: Path) -> Iterator[Launch]:
-    with launching(server, tmp_path) as launch:
+def vehicle(request: pytest.FixtureRequest) -> Vehicle:
+    """Of the test's jobs; both in files that are marked ``plain_too``."""
+    return getattr(request, "param", DEEPSPEED)
+
+
+@pytest.fixture
+def launch(request: pytest.FixtureRequest, vehicle: Vehicle, tmp_path: Path) -> Iterator[Launch]:
+    start = Run if request.node.get_closest_marker("real_launcher") else here
+    with launching(request.getfixturevalue(vehicle.server), tmp_path, start, vehicle) as launch:
         yield launch
 
 
 @pytest.fixture(scope="session")
-def reference(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
-    """``reference(*overrides, shape=)``: the result of that job without a failure; each is run once."""
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
+    """``references(server, vehicle, shape, *overrides)``: the result of that job without a failure; each is run once."""
     results: dict[tuple, Result] = {}
 
-    def run(*more: str, shape: Shape = SQUARE) -> Result:
-        if (shape, more) not in results:
-            with launching(server, tmp_path_factory.mktemp("reference")) as launch:
+    def run(server: ForkServer, vehicle: Vehicle, shape: Shape, *more: str) -> Result:
+        if (key := (vehicle, shape, more)) not in results:
+            with launching(server, tmp_path_factory.mktemp("reference"), vehicle=vehicle) as launch:
                 result = launch(*more, shape=shape).finish()
             assert result.code == 0 and not result.of("lost"), result.output[-6000:]
-            results[shape, more] = result
-        return results[shape, more]
+            results[key] = result
+        return results[key]
+
+    return run
+
+
+@pytest.fixture
+def reference(request: pytest.FixtureRequest, vehicle: Vehicle, references: Callable[..., Result]) -> Callable[..., Result]:
+    """``reference(*overrides, shape=)``: the result of the test's job without a failure."""
+
+    def run(*more: str, shape: Shape = SQUARE) -> Result:
+        return references(request.getfixturevalue(vehicle.server), vehicle, shape, *more)
 
     return run

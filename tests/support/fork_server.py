@@ -12,7 +12,7 @@ import sys
 from recycle_plugin.launch import IMPORTED
 from recycle_plugin.runtime import fork_server
 
-LAUNCHER = ["rich.console", "rich.status", "psutil", "recycle_plugin.runs", "recycle_plugin.runtime.one_host"]  # what one imports
+LAUNCHER = ["rich.console", "rich.status", "psutil", "recycle_plugin.runs", "recycle_plugin.runtime.one_host", "omegaconf"]  # what one imports, and the tests' jobs
 FRAMEWORKS = ["deepspeed", "hydra", "recycle_plugin.adapters.deepspeed.engine", "recycle_plugin.adapters.megatron.gpt"]
 
 

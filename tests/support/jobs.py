@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Callable
 
 from tests.support.cluster import Result, Run
 
@@ -112,5 +113,31 @@ def assert_one_line(result: Result, text: str) -> None:
     assert "Traceback" not in result.output, result.output[-6000:]
 
 
-def overrides(shape: Shape, folder: Path, *more: str) -> list[str]:
-    return [*shape.overrides(), f"run_dir={folder}", *more]
+@dataclass(frozen=True)
+class Vehicle:
+    """What a test's jobs are made of: ``script``, ``wrapped`` where something is changed from outside, and the ``overrides`` that make it a shape's.
+
+    ``server``: the fixture of the fork server that has imported what it needs.
+    """
+
+    name: str
+    script: str
+    wrapped: str
+    overrides: Callable[[Shape], list[str]]
+    server: str = "server"
+
+    def arguments(self, shape: Shape, folder: Path, *more: str) -> list[str]:
+        return [*self.overrides(shape), f"run_dir={folder}", *more]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def plain_overrides(shape: Shape) -> list[str]:
+    """Of tests/jobs/plain.py: a step takes about 10 ms."""
+    topology = [f"topology.{name}={getattr(shape, name)}" for name in ("replicas", "stages", "micro_batches")]
+    return [*topology, f"model.layers={shape.layers}", f"steps={STEPS}", "recycle.report=false"]
+
+
+DEEPSPEED = Vehicle("deepspeed", TRAIN, WRAPPED, lambda shape: shape.overrides())
+PLAIN = Vehicle("plain", "tests/jobs/plain.py", "tests/jobs/plain.py", plain_overrides, "plain_server")
