@@ -1,7 +1,7 @@
 """A small pipeline in plain torch, with dropout and Adam, by the overrides of tests/support/jobs.py: ``topology.replicas=2 steps=20 recycle.undo=inverse …``.
 
-RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py.  ``save=N``: a checkpoint in run_dir/saved every N steps; ``load``: the folder to go on from;
-``evaluate=N``: every N steps.
+RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py.  ``save=N``: a checkpoint in run_dir/saved every N steps; ``load``: the folder to go on from; ``back_at=N``: behind step N, once, back to the first of them;
+``evaluate=N``: every N steps; ``data``, ``layer=norm``: what is refused.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import nn
 RANK, WIDTH, TOKENS = os.environ["RANK"], 16, 32
 DEFAULTS = {
     "topology": {"replicas": 2, "stages": 2, "micro_batches": 2}, "model": {"layers": 2}, "steps": 20, "gradient_clipping": 0.0, "optimizer": "adam",
-    "run_dir": "", "recycle": {}, "save": 0, "load": "", "evaluate": 0, "schedule": False,
+    "run_dir": "", "recycle": {}, "save": 0, "load": "", "back_at": 0, "evaluate": 0, "schedule": False, "parts": None, "data": None, "layer": "",
 }  # fmt: skip
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
 }
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -55,11 +56,14 @@ def main() -> None:
     from recycle_plugin.adapters.plain import Pipeline
 
     layers = [lambda: nn.Embedding(64, WIDTH), *[Block] * job.model.layers, lambda: nn.Linear(WIDTH, 64)]
+    if job.layer == "norm":
+        layers[1] = lambda: nn.BatchNorm1d(TOKENS)
     settings = OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir}
     scheduler = (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))) if job.schedule else None
     pipeline = Pipeline(
-        layers, loss, OPTIMIZERS[job.optimizer], batch, job.topology.stages, job.topology.micro_batches, clip=job.gradient_clipping, scheduler=scheduler, settings=settings
-    )
+        layers, loss, OPTIMIZERS[job.optimizer], job.data or batch, job.topology.stages, job.topology.micro_batches, parts=job.parts, scheduler=scheduler,
+        clip=job.gradient_clipping, settings=settings,
+    )  # fmt: skip
     record = {"rank": int(RANK), "pid": os.getpid(), "losses": [], "evaluated": [], "deepspeed": "deepspeed" in sys.modules}
     if job.load:
         pipeline.load(job.load)
@@ -67,6 +71,9 @@ def main() -> None:
         record["losses"].append(pipeline.step())
         if job.save and pipeline.steps % job.save == 0:
             pipeline.save(Path(job.run_dir) / "saved")
+        if pipeline.steps == job.back_at:
+            pipeline.load(Path(job.run_dir) / "saved", f"global_step{job.save}")
+            job.back_at = 0
         if job.evaluate and pipeline.steps % job.evaluate == 0:
             record["evaluated"].append(pipeline.evaluate(lambda replica, number: batch(0, replica, number)))
     for name, write in (("losses", lambda path: path.write_text(json.dumps(record))), ("parameters", lambda path: torch.save(pipeline.module.state_dict(), path))):
@@ -75,4 +82,5 @@ def main() -> None:
         write(path)
 
 
-main()
+if __name__ == "__main__":
+    main()

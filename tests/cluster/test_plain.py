@@ -1,0 +1,104 @@
+"""The plain adapter: what a pipeline in pure torch trains, saves, loads and refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from recycle_plugin.core.faults import Fault
+from tests.cluster.conftest import Launch
+from tests.support.jobs import PLAIN, Shape, assert_one_line, difference, faults
+
+SCRIPT = "tests/jobs/plain_against_torch.py"
+
+
+@pytest.fixture
+def vehicle():
+    return PLAIN
+
+
+@pytest.mark.parametrize(
+    "shape, more",
+    [
+        pytest.param(Shape(2, 2, 2), (), id="2 x 2"),
+        pytest.param(Shape(3, 2, 3), ("optimizer=sgd", "gradient_clipping=0.5", "schedule=true"), id="3 x 2, clipped, with a scheduler"),
+        pytest.param(Shape(2, 3, 2), ("parts=[1,2,2]", "recycle.split_backward=false", "dataset=true"), id="2 x 3, uneven parts, fused, a dataset"),
+        pytest.param(Shape(4, 1, 2), ("recycle.exact=true",), id="4 x 1, exact"),
+    ],
+)
+@pytest.mark.parametrize("kill", (None, "kill 1.0 before 0REDUCE@4"))
+def test_it_trains_what_one_process_trains_without_it(launch: Launch, tmp_path, shape: Shape, more, kill):
+    """All layers in one process, gradients of all micro-batches summed by torch: the same losses and weights, but for the order of sums."""
+    result = launch(*more, *([faults(kill)] if kill else []), shape=shape, script=SCRIPT).finish()
+    assert result.code == 0 and {event["seat"] for event in result.of("lost")} == ({str(Fault.parse(kill).seat)} if kill else set()), result.output[-6000:]
+    record = result.records[max(result.records)]
+    assert record["losses"] == pytest.approx(record["alone"]["losses"], abs=2e-6) and len(set(record["losses"])) > 3
+    for mine in result.records.values():
+        assert mine["weights_differ"] < 2e-6 < mine["weights_changed"]
+    assert not any(mine["deepspeed"] for mine in result.records.values())
+
+
+@pytest.mark.parametrize("kills", ((), ("kill 0.0 before 0F0.1@5",)))
+def test_a_checkpoint_goes_on_as_if_nothing_was(launch: Launch, reference, tmp_path, kills):
+    """Saved every four steps, also while a worker is missing; a job that begins with the last one trains what the first one would have."""
+    first = launch("steps=12", "save=4", "schedule=true", faults(*kills)).finish()
+    assert first.code == 0, first.output[-6000:]
+    saved = first.folder / "saved"
+    assert {path.name for path in saved.iterdir()} == {"global_step4", "global_step8", "global_step12", "latest"}
+    assert {path.name for path in (saved / "global_step8").iterdir()} == {"stage_00.pt", "stage_01.pt"}
+    second = launch(f"load={saved}", "schedule=true").finish()
+    whole = reference("schedule=true")
+    assert second.losses == pytest.approx(whole.losses[12:], abs=5e-6)
+    assert difference(second, whole.__class__(**{**vars(whole), "records": {rank: {**each, "losses": each["losses"][12:]} for rank, each in whole.records.items()}})).tolerated
+
+
+def test_a_checkpoint_is_loaded_while_training(launch: Launch):
+    """Everybody goes back to step 4, and trains steps 5 to 8 once more, to the bit; then on, though a worker is lost in the middle of that."""
+    result = launch("steps=12", "save=4", "back_at=8", faults("kill 1.1 before 1W1.0@11")).finish()
+    assert result.code == 0 and [event["seat"] for event in result.of("lost")] == ["1.1"], result.output[-6000:]
+    losses = result.losses
+    assert len(losses) == 16 and losses[4:8] == losses[8:12] and len(set(losses)) == 12
+
+
+@pytest.mark.parametrize("kills", ((), ("kill 0.1 before 1F0.1@-2",)))
+def test_evaluation_is_the_same_whoever_dies_in_it(launch: Launch, kills):
+    healthy, result = launch("evaluate=5").finish(), launch("evaluate=5", faults(*kills)).finish()
+    assert {event["seat"] for event in result.of("lost")} == {str(Fault.parse(kill).seat) for kill in kills}
+    (expected,), (found,) = ({tuple(record["evaluated"]) for record in each.records.values()} for each in (healthy, result))
+    assert found == pytest.approx(expected, abs=5e-6) and len(set(found)) == 4
+
+
+def test_checkpoints_by_themselves(launch: Launch, tmp_path):
+    """Checkpoints by themselves, written while training goes on."""
+    result = launch("recycle.checkpoint={overhead: 0.5, keep: 2}", f"recycle.checkpoint_dir={tmp_path / 'own'}", "steps=60").finish()
+    assert result.code == 0 and result.of("checkpoint"), result.output[-6000:]
+    latest = (tmp_path / "own" / "latest").read_text()
+    assert {path.name for path in (tmp_path / "own" / latest).iterdir()} == {"stage_00.pt", "stage_01.pt"}
+    files = [torch.load(path, weights_only=False) for path in (tmp_path / "own" / latest).iterdir()]
+    assert {file["step"] for file in files} == {int(latest.removeprefix("automatic_step"))}
+
+
+WRONG = {
+    "more stages than layers": ("topology.stages=9", "stages is 9, and there are 4 layers: write 1 to 4"),
+    "workers that don't fit": ("topology.stages=3", "4 workers for 3 stages: start a multiple of 3, and at least 6"),
+    "one replica": ("topology.stages=4", "4 workers for 4 stages: start a multiple of 4, and at least 8"),
+    "parts that don't add up": ("parts=[1,2]", "parts is [1, 2]: write 2 numbers of at least 1, 4 in all"),
+    "a setting": ("recycle.undo=yes", "recycle.undo"),
+    "a fault's seat": ('recycle.faults=["kill 7.0 before 0REDUCE@2"]', "recycle.faults: 'kill 7.0 before 0REDUCE@2' names seat 7.0, and the topology is 2 replicas"),
+    "no checkpoint": ("load=/nowhere", "load(): there is no checkpoint in /nowhere: /nowhere/latest is missing"),
+    "no data": ("data=3", "data is a int: give a function of (step, replica, micro_batch), or a map-style dataset"),
+    "batch normalisation": ("layer=norm", "keeps running statistics, which a forward that is run again would count twice"),
+}
+
+
+@pytest.mark.parametrize("given, said", [pytest.param(*each, id=name) for name, each in WRONG.items()])
+def test_what_is_wrong_is_one_line(launch: Launch, given: str, said: str):
+    assert_one_line(launch(given).finish(), said)
+
+
+def test_without_the_launcher_it_says_how_to_start(tmp_path):
+    done = subprocess.run([sys.executable, PLAIN.script, f"run_dir={tmp_path}"], env={"RANK": "0", "PATH": "/usr/bin"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "launch with" in done.stderr and "python -m recycle_plugin.launch --workers 4 your_script.py" in done.stderr
