@@ -25,7 +25,7 @@ def vehicle():
     [
         pytest.param(Shape(2, 2, 2), (), id="2 x 2"),
         pytest.param(Shape(3, 2, 3), ("optimizer=sgd", "gradient_clipping=0.5", "schedule=true"), id="3 x 2, clipped, with a scheduler"),
-        pytest.param(Shape(2, 3, 2), ("parts=[1,2,2]", "recycle.split_backward=false", "dataset=true"), id="2 x 3, uneven parts, fused, a dataset"),
+        pytest.param(Shape(2, 3, 2), ("optimizer=sgd", "parts=[1,2,2]", "recycle.split_backward=false", "dataset=true"), id="2 x 3, uneven parts, fused, a dataset"),
         pytest.param(Shape(4, 1, 2), ("recycle.exact=true",), id="4 x 1, exact"),
     ],
 )
