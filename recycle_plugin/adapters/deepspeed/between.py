@@ -18,6 +18,7 @@ from recycle_plugin.core.protocol import Met
 from recycle_plugin.core.rhythm import Rhythm
 from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime.batches import packed
+from recycle_plugin.runtime.device import HOST
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.worker.background import Background
 from recycle_plugin.runtime.worker.saving import Saving
@@ -187,7 +188,7 @@ class BetweenSteps(WholeState):
 
     def _load_beside(self, path: Path, with_optimizer: bool) -> None:
         """What stock's files have no place for."""
-        read, session = partial(self.checkpoint_engine.load, map_location="cpu"), self._job.session
+        read, session = partial(self.checkpoint_engine.load, map_location=HOST), self._job.session
         saved = beside(path, self.stage_id, self.global_steps if with_optimizer else None, read)
         take_beside(self._stage_state, saved, with_optimizer)
         if self._job.settings.loss_scaling and with_optimizer and "loss_scale" not in saved["small"] and self._is_first():

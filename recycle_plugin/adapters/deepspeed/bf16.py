@@ -20,6 +20,7 @@ from deepspeed.git_version_info import version
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import fragment_address
 
+from recycle_plugin.runtime.device import HOST
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.masters import Masters
 
@@ -191,7 +192,7 @@ class WholeState(PipelineEngine):
         if path is None:
             self.masters.take_over()
         else:
-            self.state_files().read(path, partial(self.checkpoint_engine.load, map_location="cpu"))
+            self.state_files().read(path, partial(self.checkpoint_engine.load, map_location=HOST))
 
 
 def trained(module: torch.nn.Module) -> Parameters:

@@ -15,11 +15,11 @@ from typing import AbstractSet, Any, Callable, Iterator, Mapping
 
 import torch
 from deepspeed.checkpoint import constants as names
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.protocol import Generation
 from recycle_plugin.runtime import folders
+from recycle_plugin.runtime.device import fetch
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.state import StageState, form_of
 
@@ -162,7 +162,7 @@ class Copied:
         self._copies: list[tuple[Any, str]] = []
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._copies.append((clone_tensors_for_torch_save(state_dict), path))
+        self._copies.append((_copied(state_dict, path), path))
 
     def preserves_storage_sharing(self) -> bool:
         return False  # so nobody else makes copies
@@ -173,6 +173,17 @@ class Copied:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._durable, name)
+
+
+def _copied(value: Any, path: str) -> Any:
+    """With tensors of its own, in host memory."""
+    if torch.is_tensor(value):
+        return fetch(value, f"a copy for {path}", shared=False)
+    if isinstance(value, dict):
+        return type(value)({key: _copied(each, path) for key, each in value.items()})
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(_copied(each, path) for each in value)
+    return value
 
 
 def chosen(folder: Path, tag: str | None) -> Path:

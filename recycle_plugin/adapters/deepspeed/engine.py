@@ -47,14 +47,15 @@ from recycle_plugin.core.topology import Topology, tied
 from recycle_plugin.core.watch import ELSEWHERE, promise_s
 from recycle_plugin.core.worker import Judging, Worker
 from recycle_plugin.runtime.blocks import BlockSums
+from recycle_plugin.runtime.device import device_of
 from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.fingerprint import arithmetic, fingerprint
+from recycle_plugin.runtime.fingerprint import fingerprint
 from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.randomness import key, keyed_torch
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.surroundings import Surroundings
-from recycle_plugin.runtime.tiers import Device, Host
+from recycle_plugin.runtime.tiers import AsMade, Host
 from recycle_plugin.runtime.touch import FirstTouch
 from recycle_plugin.runtime.trace import TraceFile
 from recycle_plugin.runtime.transport import Transport
@@ -102,9 +103,9 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         self._as_started = AsStarted(self.module)
         blocks = BlockSums(self._parameters, self._blocks()) if settings.exact else None
         self._stage = Stage(self._stage_model(), self._deferred, self._randomness, blocks, self.masters, self._say_fused, partial(self._job.session.note, "warning"))
-        self._transport = Transport(self._job.session)
+        self._transport = Transport(self._job.session, device_of(self.device))
         retention = Retention(budget=settings.keep_bytes)
-        self._store = StepStore(self.seat, self.num_stages, bool(self.topology_.tie(self.stage_id)), retention, (Device(), Host()))
+        self._store = StepStore(self.seat, self.num_stages, bool(self.topology_.tie(self.stage_id)), retention, (AsMade(), Host(device_of(self.device))))
         self._supply = Supply(self._store, ScriptsIterator(self._job.session, self._read_iterator), self._hand_on, self._say_dealt) if self._reads else None
         scale = LossScale(loss_scaler(self._config.float16_config) if settings.loss_scaling else None)
         self._stage_state = stage_state(self, self._stage, scale, self._places, self._supply)
@@ -113,7 +114,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         self._operations = Operations(self._job.session, self._stage, self._stepping, self._batch, self._applied)
         self._touch = FirstTouch(self._changed, lambda: self._loop is None or self._loop.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
-        self._surroundings = Surroundings(self.module, self.device.type, lambda: self.basic_optimizer.param_groups)
+        self._surroundings = Surroundings(self.module, device_of(self.device).kind, lambda: self.basic_optimizer.param_groups)
         self._loop: Loop | None = None
         self._trace: TraceFile | None = None
 
@@ -232,7 +233,8 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
                 "stagger_optimizer", "clip", "nonfinite", "loss_scaling", "undo", "keep_bytes", "rng", "seed", "exact")  # fmt: skip
         return JobRecord(
             shape.replicas, shape.stages, shape.micro_batches, shape.ties, run_dir, costs, policy, batch=int(self.train_batch_size()), norm=str(settings.norm),
-            clipping=float(self.gradient_clipping()), arithmetic=arithmetic() if settings.exact else None, **{name: getattr(settings, name) for name in same},
+            clipping=float(self.gradient_clipping()), arithmetic=device_of(self.device).arithmetic() if settings.exact else None,
+            **{name: getattr(settings, name) for name in same},
         )  # fmt: skip
 
     def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
@@ -246,7 +248,7 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
 
     def _stage_model(self) -> StageModel:
         first, last, keyed = self.is_first_stage(), self.is_last_stage(), self._job.settings.rng == "keyed"
-        return StageModel(self.module, self.module.loss_fn, self.micro_batches, first, last, self.device, partial(reentrant, self.module), keyed)
+        return StageModel(self.module, self.module.loss_fn, self.micro_batches, first, last, device_of(self.device), partial(reentrant, self.module), keyed)
 
     def _blocks(self) -> Blocks:
         return self._job.settings.policy(False, self.num_stages).blocks(self.topology_)
@@ -311,7 +313,8 @@ class RecycleEngine(BetweenSteps, Feeding, Reporting):
         if self._job.settings.rng == "stream":
             return nullcontext()
         seed = key(self._job.settings.seed, step, micro_batch, self.stage_id, half)
-        return keyed_torch(seed) if half else keyed_forward(self.module, seed, self._places.before(step) + micro_batch.index)
+        device = device_of(self.device)
+        return keyed_torch(seed, device) if half else keyed_forward(self.module, seed, self._places.before(step) + micro_batch.index, device)
 
 
 def engine_class(users: type, job: Job) -> type:
