@@ -94,6 +94,7 @@ def test_on_the_host_nothing_is_copied_that_may_be_shared(way):
     (found,) = getattr(CPU, way)([given], "", shared=True).wait(0)
     assert found.data_ptr() == given.data_ptr()
     assert fetch(given, "").data_ptr() == given.data_ptr() and raw(given).ctypes.data == given.data_ptr()
+    assert Host(CPU).keep((given,)).wait(0)[0].data_ptr() == given.data_ptr()
 
 
 def test_nothing_to_copy_is_a_copy_too(device):
@@ -271,9 +272,12 @@ def test_also_over_a_connection_that_stands_and_takes_all_at_once(pair, late):
     sender.wait_sent([receiver.address])
     copy = Host(late).keep((torch.arange(3.0),))
     sender.send(receiver.address, act(1), copy, 0)
+    sender.send(receiver.address, act(2), There((torch.zeros(1),)), 0)
     assert not copy.poll() and sender._outboxes[receiver.address].backlog
     copy.come()
     assert inbox.wait(act(1))[0].tolist() == [0, 1, 2]
+    inbox.wait(act(2))
+    assert list(inbox.here) == [act(0), act(1), act(2)]
 
 
 def test_others_get_theirs_while_one_waits_for_a_copy(pair, late, coordinator):
@@ -309,8 +313,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_copy_that_fails_is_an_error_of_the_senders_at_its_next_call(pair, late, call):
-    sender, receiver = pair
+def test_a_copy_that_fails_is_an_error_of_the_senders_at_its_next_call_and_no_peers_fault(pair, late, call, monkeypatch):
+    (sender, receiver), blamed = pair, []
+    monkeypatch.setattr(sender, "_broke", blamed.append)
     late.breaks = RuntimeError("an illegal memory access")
     copy = Host(late).keep((torch.ones(3),))
     sender.send(receiver.address, act(0), copy, 0)
@@ -319,7 +324,7 @@ def test_a_copy_that_fails_is_an_error_of_the_senders_at_its_next_call(pair, lat
         assert sender._session.changed.wait_for(lambda: sender._failure is not None, WAIT_S)
     with pytest.raises(RecycleError, match=r"act of stage 0, micro-batch 0\.0, step 1 could not be sent: an illegal memory access"):
         CALLS[call](sender, receiver.address)
-    assert not Inbox(receiver).take() and not sender._outboxes[receiver.address].backlog
+    assert not Inbox(receiver).take() and not sender._outboxes[receiver.address].backlog and not blamed
 
 
 def test_a_copy_that_does_not_come_in_time_is_one_too_and_says_what_it_was(pair, late):
