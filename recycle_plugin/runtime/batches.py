@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
+from recycle_plugin.runtime.device import Tensors, fetch
 from recycle_plugin.runtime.errors import RecycleError
-
-Tensors = tuple[torch.Tensor, ...]
 
 
 def packed(batch: Any, label: Any = None) -> Tensors:
-    """Copies of its tensors, which may stand in tuples and lists, or be None.  ``label``: JSON that goes with it.  Raises RecycleError."""
+    """Copies in host memory of its tensors, which may stand in tuples and lists, or be None.  ``label``: JSON that goes with it.  Raises RecycleError."""
     tensors: list[torch.Tensor] = []
     description = json.dumps([label, _describe(batch, tensors)]).encode()
     return (torch.frombuffer(bytearray(description), dtype=torch.uint8), *tensors)
@@ -38,7 +37,7 @@ def unpacked(tensors: Tensors) -> Any:
 def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
     """``value`` as JSON, with its tensors' numbers in place of them; their copies go to ``tensors``."""
     if torch.is_tensor(value):
-        tensors.append(value.detach().clone())
+        tensors.append(fetch(value, "a batch", shared=False))
         return len(tensors) - 1
     if isinstance(value, (tuple, list)):
         return [_describe(item, tensors) for item in value]

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
+from recycle_plugin.runtime.device import COPY_S, Device, Tensors
 from recycle_plugin.runtime.errors import RecycleError
 
-Tensors = tuple[torch.Tensor, ...]
 MARK = torch.empty(0, 0, dtype=torch.bool)
 
 
-def batch_part(value: Any, device: torch.device) -> Any:
+def batch_part(value: Any, device: Device) -> Any:
     """The inputs, or the labels, of a batch as stock DeepSpeed hands them on: lists have become tuples.  Copies: a layer may change them."""
     if torch.is_tensor(value):
-        return value.detach().to(device, copy=True)
+        return device.from_host((value,), "a batch", shared=False).wait(COPY_S)[0]
     return tuple(batch_part(item, device) for item in value) if isinstance(value, (tuple, list)) else value
 
 

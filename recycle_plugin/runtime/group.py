@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from recycle_plugin.runtime.average import BACKEND
 from recycle_plugin.runtime.callers import Callers, calling_line, named
+from recycle_plugin.runtime.device import DEVICES
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.flight import ALL, EACH, SCRIPT, SUMS, Asked, Flight, Way, Work
 from recycle_plugin.runtime.link import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Gather, Operation, Receive, Reduce, ReduceScatter, Scatter, Send
@@ -22,6 +23,7 @@ from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.touch import touch
 
 Tensors = list[torch.Tensor]
+ASKED = (None, "gloo", *(f"{kind}:gloo" for kind in DEVICES), BACKEND)  # names of backends that this one takes the place of
 OF_THE_LIVE = (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR)  # nobody divides these by the group's size
 
 
@@ -33,7 +35,7 @@ def register(session: Session) -> None:
         outcomes.meet_at(options.store)
         return MemberGroup(session, callers, outcomes, options)
 
-    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[*DEVICES])
 
 
 class MemberGroup(dist.ProcessGroup):

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 from typing import Iterable, Iterator, Protocol
 
-import torch
-
 from recycle_plugin.core.dataflow import Datum
-
-Tensors = tuple[torch.Tensor, ...]
+from recycle_plugin.runtime.device import Copy, Tensors
 
 
 class Mover(Protocol):
@@ -24,9 +21,10 @@ class Mover(Protocol):
 
     address: str
 
-    def send(self, address: str, datum: Datum, tensors: Tensors, era: int) -> None:
-        """Send ``tensors``, which stand in host memory (runtime/tiers.py) and may not be changed in place afterwards.  It never blocks, so that programs need no
-        matching order of sends and receives; what is for a peer that can't be reached is dropped."""
+    def send(self, address: str, datum: Datum, tensors: Copy, era: int) -> None:
+        """Send ``tensors``, which are in host memory or on their way there (runtime/tiers.py), and may not be changed in place afterwards.  It never blocks, so
+        that programs need no matching order of sends and receives; what is for a peer that can't be reached is dropped.  A copy that fails, or is not
+        over in time, is an error of this worker's, which its next call raises."""
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
         """What has come since this was asked last, with its sender's era."""

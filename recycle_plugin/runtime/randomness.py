@@ -12,9 +12,8 @@ import sys
 from contextlib import contextmanager
 from typing import Iterator
 
-import torch
-
 from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.runtime.device import Device
 
 
 def key(seed: int, step: int, micro_batch: MicroBatch, stage: int, half: str = "") -> int:
@@ -24,8 +23,8 @@ def key(seed: int, step: int, micro_batch: MicroBatch, stage: int, half: str = "
 
 
 @contextmanager
-def keyed(seed: int) -> Iterator[None]:
-    """All default generators start from ``seed`` inside, Python's and numpy's too (layers that are left out at random draw from these);
+def keyed(seed: int, device: Device) -> Iterator[None]:
+    """All default generators of ``device`` start from ``seed`` inside, Python's and numpy's too (layers that are left out at random draw from these);
     outside, the worker's own streams go on as if nothing was."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     array = numpy.random.get_state() if numpy else None
@@ -33,7 +32,7 @@ def keyed(seed: int) -> Iterator[None]:
     if numpy:
         numpy.random.seed(seed % 2**32)
     try:
-        with keyed_torch(seed):
+        with keyed_torch(seed, device):
             yield
     finally:
         random.setstate(python)
@@ -42,16 +41,13 @@ def keyed(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def keyed_torch(seed: int) -> Iterator[None]:
+def keyed_torch(seed: int, device: Device) -> Iterator[None]:
     """The same of torch's generators alone, for a backward: the others take ten times as long."""
-    host = torch.get_rng_state()
-    device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for other devices each time, which takes longer than all of this
-    if device is not None:
-        torch.cuda.manual_seed(seed)
+    states = [(generator, generator.get_state()) for generator in device.generators]
+    for generator, _ in states:
+        generator.manual_seed(seed)  # torch.manual_seed looks for other devices each time, which takes longer than all of this
     try:
         yield
     finally:
-        torch.set_rng_state(host)
-        if device is not None:
-            torch.cuda.set_rng_state(device)
+        for generator, state in states:
+            generator.set_state(state)

@@ -222,7 +222,7 @@ def _run_seam(deferral: _Deferral, module: nn.Module, converter: Converter, *arg
 
 def _plain_autograd() -> bool:
     """Without grad there is nothing to split; under autocast the casts belong to the graph; and torch.func and forward mode need the stock functions."""
-    if not torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+    if not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
 

@@ -20,6 +20,7 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
 
 import torch
 
+from recycle_plugin.runtime.device import HOST, fetch, on_host
 from recycle_plugin.runtime.errors import RecycleError
 
 CHUNK_BYTES = 1 << 20
@@ -337,7 +338,7 @@ class OptimizerState:
         if parameter is None:
             raise RecycleError(f"{name}: the optimizer has no parameter {called or name} here; the other worker, or the checkpoint, is of another model")
         like = parameter if parameter.shape == form.shape else torch.empty(form.shape, device=parameter.device)
-        self.optimizer.state[parameter][kind] = torch.empty_like(like, dtype=form.dtype, device="cpu" if form.on_host else None, requires_grad=False)
+        self.optimizer.state[parameter][kind] = torch.empty_like(like, dtype=form.dtype, device=HOST if form.on_host else None, requires_grad=False)
 
 
 def of_parameters(name: str, parameters: Mapping[str, torch.nn.Parameter], follow: Callable[[], None] | None = None) -> Part:
@@ -353,7 +354,7 @@ def raw(tensor: torch.Tensor, offset: int = 0, length: int | None = None) -> Any
     flat, size = tensor.detach().reshape(-1), tensor.element_size()
     if length is not None and length < flat.nbytes:
         flat = flat[offset // size : (offset + length) // size]
-    return flat.cpu().view(torch.uint8).numpy()
+    return fetch(flat, "the bytes of a tensor").view(torch.uint8).numpy()
 
 
 def write(tensor: torch.Tensor, offset: int, data: bytes) -> None:
@@ -366,7 +367,7 @@ def write(tensor: torch.Tensor, offset: int, data: bytes) -> None:
 
 
 def form_of(tensor: torch.Tensor) -> Form:
-    return Form(tensor.dtype, tuple(tensor.shape), tensor.device.type == "cpu")
+    return Form(tensor.dtype, tuple(tensor.shape), on_host(tensor))
 
 
 def _written(form: Form) -> str:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from recycle_plugin.runtime.device import Copy, Device, Tensors
 
 
-class Device:
+class AsMade:
     """Where they are made."""
 
     def keep(self, value: Any) -> Any:
         return value
 
-    def weigh(self, kept: tuple[torch.Tensor, ...]) -> int:
+    def weigh(self, kept: Tensors) -> int:
         """In bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
 
-class Host(Device):
-    """Memory from which they can be sent: keeping them there costs an accelerator nothing."""
+class Host:
+    """Memory from which they can be sent, or on their way there: keeping them costs an accelerator nothing.  Shared: what is in a store is not changed in place."""
 
-    def keep(self, value: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor.detach().contiguous().cpu() for tensor in value)
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def keep(self, value: Tensors | Copy) -> Copy:
+        return self._device.to_host(value, "what goes to a peer", shared=True) if type(value) is tuple else value
+
+    def weigh(self, kept: Copy) -> int:
+        """In bytes."""
+        return kept.nbytes

@@ -1,6 +1,7 @@
 """The mover between hosts (runtime/mover.py): tagged messages over TCP.
 
-Shapes and dtypes travel with the tensors, so they may change from step to step.  Tensors of an accelerator pass through host memory.
+Shapes and dtypes travel with the tensors, so they may change from step to step.  Tensors of an accelerator pass through host memory: whoever sends
+has started the copy, and the thread that writes waits for it.
 
 On a machine whose cores are busy every change of thread costs milliseconds, so there are as few as
 can be: the worker itself writes to the socket what that takes at once (a thread has the rest), and
@@ -14,14 +15,15 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 import torch
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.protocol import Missing
-from recycle_plugin.runtime.mover import Tensors
+from recycle_plugin.runtime.device import Copy, Device, Tensors
+from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.session import Session
 
 HEADER_BYTES = 4  # before the header, its length
@@ -32,10 +34,12 @@ LINGER_S = 1.0  # how long what live peers still have to get may take
 
 
 class Transport:
-    """As runtime.mover.Mover: one inbox of this worker and one outbox per peer.  Each connection begins with the sender's address."""
+    """As runtime.mover.Mover: one inbox of this worker and one outbox per peer.  Each connection begins with the sender's address.
+    ``device``: for which what arrives is."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, device: Device) -> None:
+        self._session, self._device = session, device
+        self._failure: RecycleError | None = None  # of a copy
         self._arrived: deque[tuple[Datum, Tensors, int]] = deque()
         self._outboxes: dict[str, Outbox] = {}
         self._listener = socket.create_server(("", 0), backlog=1024)
@@ -48,21 +52,24 @@ class Transport:
         self._accepting = threading.Thread(target=self._accept, name="recycle: transport", daemon=True)
         self._accepting.start()
 
-    def send(self, address: str, datum: Datum, tensors: Tensors, era: int) -> None:
-        shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-        header = _header([datum.kind, datum.stage, *datum.micro_batch, datum.step, era, shapes])
-        frames = [_bytes(tensor) for tensor in tensors if tensor.numel()]
+    def send(self, address: str, datum: Datum, tensors: Copy, era: int) -> None:
+        self._check()
         if address not in self._outboxes:
-            self._outboxes[address] = Outbox(address, self.address, self._broke, self._emptied)
-        self._outboxes[address].send([memoryview(header), *frames])
+            self._outboxes[address] = Outbox(address, self.address, self._broke, self._emptied, self._failed)
+        self._outboxes[address].send(Message(datum, era, tensors, self._session.wait_timeout_s))
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
+        self._check()
         while self._arrived:
             yield self._arrived.popleft()
 
     def wait_sent(self, addresses: Iterable[str]) -> None:
+        def taken() -> bool | None:
+            self._check()
+            return None if any(outbox.backlog for outbox in outboxes) else True
+
         outboxes = [self._outboxes[address] for address in addresses if address in self._outboxes]
-        self._session.wait("a peer to take what is sent to it", lambda: None if any(outbox.backlog for outbox in outboxes) else True)
+        self._session.wait("a peer to take what is sent to it", taken)
 
     def hear_out(self, peers: set[str]) -> None:
         self._knock()
@@ -97,6 +104,16 @@ class Transport:
         peer = session.roster.at(address)
         if peer is not None and not self._closed and session.number == generation and session.interruption() is None:
             session.send(Missing(session.rank, generation, "a connection", str(peer.seat)))
+
+    def _failed(self, error: RecycleError) -> None:
+        """A copy of what was to be sent has: the thread that trains has to know."""
+        with self._session.changed:
+            self._failure = error
+            self._session.changed.notify_all()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         deadline = time.monotonic() + LINGER_S
@@ -137,7 +154,7 @@ class Transport:
                 self._session.changed.notify_all()
             while True:
                 kind, stage, replica, index, step, era, shapes = _receive_header(connection)
-                tensors = tuple(_receive_tensor(connection, dtype, shape) for dtype, shape in shapes)
+                tensors = tuple(self._receive_tensor(connection, dtype, shape) for dtype, shape in shapes)
                 self._deliver(sender, Datum(kind, stage, MicroBatch(replica, index), step), era, tensors)
         except (OSError, EOFError, ValueError, TypeError):
             pass
@@ -146,6 +163,12 @@ class Transport:
         with self._session.changed:
             del self._readers[reader]
             self._session.changed.notify_all()
+
+    def _receive_tensor(self, connection: socket.socket, dtype: str, shape: list[int]) -> torch.Tensor:
+        tensor = self._device.room(shape, getattr(torch, dtype))
+        if tensor.numel():
+            _fill(connection, _bytes(tensor))
+        return tensor
 
     def _deliver(self, sender: str, datum: Datum, era: int, tensors: Tensors) -> None:
         with self._session.changed:
@@ -158,19 +181,36 @@ class Transport:
             self._session.changed.notify_all()
 
 
+class Message(NamedTuple):
+    """``tensors`` may be on their way still; they get there within ``timeout_s``."""
+
+    datum: Datum
+    era: int
+    tensors: Copy
+    timeout_s: float
+
+    def parts(self) -> list[memoryview]:
+        """What is written to the socket."""
+        datum, tensors = self.datum, self.tensors.wait(self.timeout_s)
+        shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+        header = _header([datum.kind, datum.stage, *datum.micro_batch, datum.step, self.era, shapes])
+        return [memoryview(header), *(_bytes(tensor) for tensor in tensors if tensor.numel())]
+
+
 class Outbox:
-    """To one peer.  What the socket does not take at once waits for a thread, so that no sender ever does.
+    """To one peer.  What the socket does not take at once, or is not in host memory yet, waits for a thread, so that no sender ever does.
 
     A peer that cannot be reached any more is the coordinator's business: what was for it is dropped, and ``tell(address)``
-    is called, once.  ``emptied`` is called when nothing waits any more.  ``own``: the sender's address.
+    is called, once.  ``emptied`` is called when nothing waits any more; ``failed`` with the error where something can't be sent.  ``own``: the
+    sender's address.
     """
 
-    def __init__(self, address: str, own: str, tell: Callable[[str], None], emptied: Callable[[], None]) -> None:
-        self._address, self._own, self._tell, self._emptied = address, own, tell, emptied
+    def __init__(self, address: str, own: str, tell: Callable[[str], None], emptied: Callable[[], None], failed: Callable[[RecycleError], None]) -> None:
+        self._address, self._own, self._tell, self._emptied, self._failed = address, own, tell, emptied, failed
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self._peer = (host, int(port))
         self._changed = threading.Condition()
-        self._waiting: deque[memoryview] = deque()
+        self._waiting: deque[Message | list[memoryview]] = deque()  # the latter, of one: what is left of it
         self._connection: socket.socket | None = None
         self.broken = False
         self._closing = False
@@ -182,12 +222,13 @@ class Outbox:
         """Whether something waits, for a peer that may still take it."""
         return bool(self._waiting) and not self.broken
 
-    def send(self, parts: list[memoryview]) -> None:
+    def send(self, message: Message) -> None:
         with self._changed:
-            if self._connection is not None and not self._waiting:
-                parts = self._send_now(parts)
-            if parts and not self.broken:
-                self._waiting.extend(parts)
+            rest: Message | list[memoryview] = message
+            if self._connection is not None and not self._waiting and message.tensors.poll():
+                rest = self._send_now(self._parts(message))
+            if rest and not self.broken:
+                self._waiting.append(rest)
                 self._changed.notify()
 
     def close(self, linger_s: float) -> None:
@@ -229,19 +270,31 @@ class Outbox:
         with connection:
             with self._changed:
                 self._connection = connection
-            while (part := self._next()) is not None:
+            while (waiting := self._next()) is not None:
                 try:
-                    connection.sendall(part)
+                    for part in self._parts(waiting):
+                        connection.sendall(part)
                 except OSError:
-                    part = None
+                    waiting = None
                 with self._changed:
-                    self._waiting.popleft() if part is not None and self._waiting else self._break_off()
+                    self._waiting.popleft() if waiting is not None and self._waiting else self._break_off()
                     self._changed.notify_all()
                 if not self._waiting:
                     self._emptied()
 
-    def _next(self) -> memoryview | None:
-        """The part to be sent next; it stays in the queue meanwhile, so that nothing overtakes it."""
+    def _parts(self, waiting: Message | list[memoryview]) -> list[memoryview]:
+        """Once it is on the host.  Where it does not get there, nothing comes behind it, and nobody is told that the peer is at fault."""
+        try:
+            return waiting.parts() if isinstance(waiting, Message) else waiting
+        except Exception as error:  # handed to the thread that trains, whatever it is
+            with self._changed:
+                self._closing = True
+                self._break_off()
+            self._failed(RecycleError(f"{waiting.datum} could not be sent: {error}"))
+            return []
+
+    def _next(self) -> Message | list[memoryview] | None:
+        """What is to be sent next; it stays in the queue meanwhile, so that nothing overtakes it."""
         with self._changed:
             self._changed.wait_for(lambda: self.broken or self._waiting)
             return None if self.broken else self._waiting[0]
@@ -276,13 +329,6 @@ def _receive(connection: socket.socket, length: int) -> bytearray:
     received = bytearray(length)
     _fill(connection, memoryview(received))
     return received
-
-
-def _receive_tensor(connection: socket.socket, dtype: str, shape: list[int]) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-    if tensor.numel():
-        _fill(connection, _bytes(tensor))
-    return tensor
 
 
 def _fill(connection: socket.socket, target: memoryview) -> None:

@@ -20,6 +20,7 @@ from recycle_plugin.core.loop import Program
 from recycle_plugin.core.protocol import Missing
 from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.core.watch import COMPUTES, ELSEWHERE
+from recycle_plugin.runtime.device import There, fetch
 from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.mover import Mover
 from recycle_plugin.runtime.session import Session
@@ -66,6 +67,7 @@ class TorchMachine:
         address = self._session.roster.holder(target).address
         if datum.kind == "drawn":
             self._takers.add(address)
+            value = There(value)  # what is packed (runtime/batches.py) is on the host
         self._mover.send(address, datum, value, era)
 
     def hear_out(self) -> None:
@@ -105,7 +107,7 @@ class TorchMachine:
         yield
 
     def number(self, loss: Any) -> float:
-        return loss.item()
+        return fetch(loss, "a loss").item()
 
     def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
         """A named point (one argument; core/faults.py), or before and after an instruction."""

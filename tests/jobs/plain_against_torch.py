@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from recycle_plugin.adapters.plain import Pipeline
+from recycle_plugin.runtime.device import CPU
 from recycle_plugin.runtime.randomness import keyed
 
 WIDTH, STEPS, SEED = 8, 6, 3
@@ -44,7 +45,7 @@ def batch(step: int, replica: int, micro_batch: int) -> tuple[torch.Tensor, torc
 def alone() -> tuple[list[float], list[nn.Module]]:
     built = []
     for number, layer in enumerate(LAYERS):
-        with keyed(SEED + number):
+        with keyed(SEED + number, CPU):
             built.append(layer())
     model = nn.Sequential(*built)
     optimizer = make_optimizer(model.parameters())

@@ -1,8 +1,9 @@
-"""What is written once stays so: who holds, voids, drops, lowers, and searches the members."""
+"""What is written once stays so: who holds, voids, drops, lowers, searches the members, and names a device."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 from typing import Iterator
@@ -137,6 +138,58 @@ def test_members_are_searched_in_one_module() -> None:
     spans = {("render/perfetto.py", "source.seat == span.seat")}
     assert {each for each in found if each[0] != "core/roster.py"} == faults | spans
     assert any(name == "core/roster.py" for name, _ in found)
+
+
+# --- devices -----------------------------------------------------------------------------------------------
+
+KINDS = {"cpu", "cuda"}
+ASKS = {"get_accelerator", "is_cpu", "is_cuda"}
+DEVICES = "runtime/device.py"
+NAMED = {  # elsewhere, and why
+    "adapters/deepspeed/checks.py": {"get_accelerator"},  # asks what DeepSpeed has found, for that module to judge
+    "commands/doctor.py": {"cpu"},  # what DeepSpeed's variable has to be, said without torch
+    "runs.py": {"cpu"},  # sets it for the jobs that it starts
+    "commands/profile.py": {"cpu", "cuda"},  # the choices of a measurement, also of devices that nothing trains on yet
+    "commands/measure_gpt.py": {"cpu", "cuda", "torch.cuda"},  # the measurement
+}
+
+
+def device_names(source: str) -> Iterator[str]:
+    """Where code names a kind of device, asks for one, or moves a tensor to one by its name."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Constant(value=str(text)) if re.fullmatch(r"(cpu|cuda)(:\S*)?", text):
+                yield text
+            case ast.Attribute(attr=name) if name in KINDS | ASKS:
+                yield ast.unparse(node)
+            case ast.Name(id=name) if name in ASKS:
+                yield name
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                of = getattr(node, "module", None) or ""
+                yield from (f"{of}.{one.name}".lstrip(".") for one in names if KINDS & {*of.split("."), *one.name.split(".")})
+
+
+NAMING = (
+    'torch.zeros(1, device="cpu")', 'torch.device("cuda:0")', 'backend == "cpu:gloo"', "tensor.cpu()", "tensor.detach().cuda()", "torch.cuda.synchronize()",
+    "torch.backends.cpu.get_cpu_capability()", "get_accelerator().name()", "accelerator.get_accelerator()", "tensor.is_cuda", "move = torch.Tensor.cpu",
+    "from torch import cuda", "from torch.cuda import amp", "import torch.cuda",
+)  # fmt: skip
+NOT_NAMING = ('"""Of the cpu."""', 'raise ValueError("cpu: no")', "tensor.to(device)", "cpu = 1", "run(cuda_graph_scope=[])", "tracker.get_cuda_rng_tracker()", "device.kind")
+
+
+@pytest.mark.parametrize("source", NAMING)
+def test_a_kind_of_device_is_found(source) -> None:
+    assert list(device_names(source))
+
+
+@pytest.mark.parametrize("source", NOT_NAMING)
+def test_what_names_no_kind_of_device_is_none(source) -> None:
+    assert not list(device_names(source))
+
+
+def test_a_kind_of_device_is_named_in_one_module() -> None:
+    found = {path.relative_to(PACKAGE).as_posix(): names for path in sorted(PACKAGE.rglob("*.py")) if (names := set(device_names(path.read_text())))}
+    assert "cpu" in found.pop(DEVICES) and found == NAMED
 
 
 def test_the_campaign_runs_what_trains() -> None:

@@ -7,13 +7,17 @@ import pytest
 import torch
 
 from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.runtime.device import CPU, Cpu
+from recycle_plugin.runtime.tiers import Host
 from recycle_plugin.runtime.transport import Transport
+from tests.support.late_device import LateDevice
 from tests.support.moved import Inbox, act
 from tests.support.thread_mover import ThreadMover
 
 from .conftest import generation
 
-MOVERS = {"between hosts": lambda session, hub: Transport(session), "between threads": ThreadMover}
+MOVERS = {"between hosts": lambda session, hub: Transport(session, CPU), "between threads": ThreadMover}
+DEVICES = {"from the host": Cpu, "from one whose copies are late": LateDevice}
 
 
 @pytest.fixture(params=MOVERS)
@@ -26,35 +30,42 @@ def pair(request, coordinator):
         end.close()
 
 
+@pytest.fixture(params=DEVICES)
+def on_host(request):
+    """Tensors as a worker keeps those that it sends."""
+    host = Host(DEVICES[request.param]())
+    return lambda *tensors: host.keep(tensors)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
-def test_every_dtype_and_shape_travels_bit_for_bit(pair, dtype):
+def test_every_dtype_and_shape_travels_bit_for_bit(pair, dtype, on_host):
     sender, receiver = pair
     tensors = tuple(torch.randint(0, 2, shape).to(dtype) for shape in [(2, 3, 4), (1,), (0, 5), ()])
-    sender.send(receiver.address, act(0), tensors, 0)
+    sender.send(receiver.address, act(0), on_host(*tensors), 0)
     received = Inbox(receiver).wait(act(0))
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(received, tensors, strict=True))
 
 
-def test_order_of_arrival_does_not_matter(pair):
+def test_order_of_arrival_does_not_matter(pair, on_host):
     sender, receiver = pair
     for index in (2, 0, 1):
-        sender.send(receiver.address, act(index), (torch.tensor([index]),), 0)
+        sender.send(receiver.address, act(index), on_host(torch.tensor([index])), 0)
     inbox = Inbox(receiver)
     assert [inbox.wait(act(index))[0].item() for index in range(3)] == [0, 1, 2]
 
 
-def test_the_same_micro_batch_of_another_step_is_another_datum(pair):
+def test_the_same_micro_batch_of_another_step_is_another_datum(pair, on_host):
     sender, receiver = pair
     for step in (1, 2):
-        sender.send(receiver.address, act(0, step), (torch.tensor([step]),), 0)
+        sender.send(receiver.address, act(0, step), on_host(torch.tensor([step])), 0)
     inbox = Inbox(receiver)
     assert [inbox.wait(act(0, step))[0].item() for step in (2, 1)] == [2, 1]
 
 
-def test_what_has_arrived_is_handed_over_once_with_its_senders_era_also_when_that_is_gone(pair):
+def test_what_has_arrived_is_handed_over_once_with_its_senders_era_also_when_that_is_gone(pair, on_host):
     sender, receiver = pair
     for index, era in ((0, 3), (0, 3), (1, 4)):
-        sender.send(receiver.address, act(index), (torch.tensor([index]),), era)
+        sender.send(receiver.address, act(index), on_host(torch.tensor([index])), era)
     sender.wait_sent([receiver.address])
     sender.leave(set())
     receiver.hear_out(set())
@@ -68,36 +79,36 @@ def test_a_membership_change_breaks_the_wait(pair, coordinator):
         Inbox(pair[1]).wait(act(0))
 
 
-def test_sends_to_a_peer_that_is_gone_do_not_block(pair):
+def test_sends_to_a_peer_that_is_gone_do_not_block(pair, on_host):
     alive, gone = pair
     address = gone.address
     gone.close()
     for index in range(50):
-        alive.send(address, act(index), (torch.zeros(1 << 16),), 0)
+        alive.send(address, act(index), on_host(torch.zeros(1 << 16)), 0)
     alive.leave(set())
 
 
-def test_what_somebody_sent_before_it_went_is_heard_and_nothing_of_it_after(pair):
+def test_what_somebody_sent_before_it_went_is_heard_and_nothing_of_it_after(pair, on_host):
     sender, receiver = pair
     big = torch.zeros(1 << 20)
     for index in range(8):
-        sender.send(receiver.address, act(index), (big,), 0)
+        sender.send(receiver.address, act(index), on_host(big), 0)
     sender.wait_sent([receiver.address])
     sender.leave(set())  # its connection ends, as that of a process that is killed
     receiver.hear_out({"somebody://else"})
     inbox = Inbox(receiver)
     assert inbox.take().keys() == {act(index) for index in range(8)}
-    sender.send(receiver.address, act(9), (big,), 0)
+    sender.send(receiver.address, act(9), on_host(big), 0)
     sender.wait_sent([receiver.address])
     sender.leave(set())
     receiver.hear_out({"somebody://else"})
     assert inbox.take().keys() == {act(index) for index in range(8)}
 
 
-def test_what_was_for_one_that_is_left_is_not_for_the_others(pair):
+def test_what_was_for_one_that_is_left_is_not_for_the_others(pair, on_host):
     sender, receiver = pair
-    sender.send("tcp://127.0.0.1:1", act(0), (torch.tensor([1]),), 0)
-    sender.send(receiver.address, act(1), (torch.tensor([2]),), 0)
+    sender.send("tcp://127.0.0.1:1", act(0), on_host(torch.tensor([1])), 0)
+    sender.send(receiver.address, act(1), on_host(torch.tensor([2])), 0)
     sender.leave({receiver.address})
     inbox = Inbox(receiver)
     assert inbox.wait(act(1))[0].item() == 2 and inbox.take().keys() == {act(1)}

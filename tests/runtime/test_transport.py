@@ -13,6 +13,7 @@ from recycle_plugin.core.faults import FaultScript
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.protocol import Generation, Missing
 from recycle_plugin.core.roster import Member
+from recycle_plugin.runtime.device import CPU, There
 from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.tiers import Host
 from recycle_plugin.runtime.transport import Transport, _header
@@ -26,7 +27,7 @@ from .conftest import generation
 
 @pytest.fixture
 def pair(coordinator):
-    ends = [Transport(coordinator.session(rank, wait_timeout_s=5.0)) for rank in (0, 1)]
+    ends = [Transport(coordinator.session(rank, wait_timeout_s=5.0), CPU) for rank in (0, 1)]
     yield ends
     for end in ends:
         end.close()
@@ -35,7 +36,7 @@ def pair(coordinator):
 def test_non_contiguous_tensors_that_need_a_graph_travel_from_host_memory(pair):
     sender, receiver = pair
     tensor = torch.arange(12.0).reshape(3, 4).t().requires_grad_()
-    sender.send(receiver.address, act(0), Host().keep((tensor * 1,)), 0)
+    sender.send(receiver.address, act(0), Host(CPU).keep((tensor * 1,)), 0)
     assert torch.equal(Inbox(receiver).wait(act(0))[0], tensor)
 
 
@@ -55,14 +56,14 @@ def test_what_a_lost_peer_has_sent_is_heard_though_nobody_has_opened_to_it_yet(c
             return getattr(self._listener, name)
 
     sessions = [coordinator.session(rank, wait_timeout_s=5.0) for rank in (0, 1)]
-    sender = Transport(sessions[0])
+    sender = Transport(sessions[0], CPU)
     with monkeypatch.context() as patched:
         patched.setattr(socket, "create_server", Late)
-        receiver = Transport(sessions[1])
+        receiver = Transport(sessions[1], CPU)
     wait_for = sessions[1].changed.wait_for
     monkeypatch.setattr(sessions[1].changed, "wait_for", lambda *given: opened.set() or wait_for(*given))
     try:
-        sender.send(receiver.address, act(0), (torch.tensor([1]),), 0)
+        sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
         sender.wait_sent([receiver.address])
         sender.leave(set())
         receiver.hear_out(set())
@@ -75,9 +76,9 @@ def test_what_a_lost_peer_has_sent_is_heard_though_nobody_has_opened_to_it_yet(c
 
 def test_who_cannot_come_to_its_own_door_hears_out_who_is_in(pair, monkeypatch):
     sender, receiver = pair
-    sender.send(receiver.address, act(0), (torch.tensor([1]),), 0)
+    sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
     Inbox(receiver).wait(act(0))
-    sender.send(receiver.address, act(1), (torch.tensor([1]),), 0)
+    sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
     sender.wait_sent([receiver.address])
     sender.leave(set())
     monkeypatch.setattr(type(receiver._session), "own_address", "192.0.2.1")  # an address that no machine has
@@ -105,14 +106,14 @@ def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after
     sender, receiver = pair
     members = (Member(0, Seat(0, 0), sender.address, "h"), Member(1, Seat(0, 1), receiver.address, "h"))
     sender._session.adopt(Generation(3, members, 0, "start", 0.0))
-    sender.send(receiver.address, act(0), (torch.tensor([1]),), 0)
+    sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
     inbox = Inbox(receiver)
     inbox.wait(act(0))
     sender._outboxes[receiver.address]._connection.shutdown(socket.SHUT_RDWR)
-    sender.send(receiver.address, act(1), (torch.tensor([1]),), 0)
+    sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
     assert Missing(0, 3, "a connection", "0.1") in coordinator.hear(Missing)
     sender.leave({receiver.address})
-    sender.send(receiver.address, act(1), (torch.tensor([7]),), 0)
+    sender.send(receiver.address, act(1), There((torch.tensor([7]),)), 0)
     assert inbox.wait(act(1))[0].item() == 7
 
 
@@ -120,7 +121,7 @@ def test_who_waits_until_its_peer_has_taken_everything_hears_of_a_membership_cha
     sender, receiver = pair
     silent = socket.create_server(("127.0.0.1", 0))  # takes what its buffers hold, and reads nothing
     address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
-    sender.send(address, act(0), (torch.zeros(1 << 24),), 0)
+    sender.send(address, act(0), There((torch.zeros(1 << 24),)), 0)
     coordinator.tell(generation(1, [0]))
     with silent, pytest.raises(Interrupted):
         sender.wait_sent([address])
@@ -132,7 +133,7 @@ def test_half_a_tensor_of_a_peer_that_dies_in_it_is_none(pair):
     host, _, port = receiver.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port))) as dying:
         dying.sendall(_header("tcp://dying:1") + _header(["act", 0, 0, 0, 1, 0, [["float32", [4]]]]) + b"12345678")
-    sender.send(receiver.address, act(1), (torch.tensor([1]),), 0)
+    sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
     inbox = Inbox(receiver)
     inbox.wait(act(1))
     receiver.hear_out({sender.address})

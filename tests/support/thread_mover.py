@@ -6,7 +6,7 @@ from collections import deque
 from typing import Iterable, Iterator
 
 from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.runtime.mover import Tensors
+from recycle_plugin.runtime.device import COPY_S, Copy, Tensors
 from recycle_plugin.runtime.session import Session
 
 Hub = dict[str, "ThreadMover"]
@@ -18,17 +18,17 @@ class ThreadMover:
 
     def __init__(self, session: Session, hub: Hub) -> None:
         self._session, self._hub = session, hub
-        self._arrived: deque[tuple[Datum, Tensors, int]] = deque()
+        self._arrived: deque[tuple[Datum, Copy, int]] = deque()
         self._heard: set[str] | None = None
         self.address = f"thread://{session.rank}"
         hub[self.address] = self
 
-    def send(self, address: str, datum: Datum, tensors: Tensors, era: int) -> None:
+    def send(self, address: str, datum: Datum, tensors: Copy, era: int) -> None:
         peer = self._hub.get(address)
         if peer is not None:
             peer._deliver(self.address, (datum, tensors, era))
 
-    def _deliver(self, sender: str, arrived: tuple[Datum, Tensors, int]) -> None:
+    def _deliver(self, sender: str, arrived: tuple[Datum, Copy, int]) -> None:
         with self._session.changed:
             if self._heard is None or sender in self._heard:
                 self._arrived.append(arrived)
@@ -36,7 +36,8 @@ class ThreadMover:
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
         while self._arrived:
-            yield self._arrived.popleft()
+            datum, tensors, era = self._arrived.popleft()
+            yield datum, tensors.wait(COPY_S), era
 
     def wait_sent(self, addresses: Iterable[str]) -> None:
         self._session.check()

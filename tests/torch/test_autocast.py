@@ -13,6 +13,7 @@ from recycle_plugin.core.dataflow import provides
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.places import Places
+from recycle_plugin.runtime.device import CPU
 from recycle_plugin.runtime.worker.ports import StageModel
 from recycle_plugin.runtime.worker.stage import Stage
 from recycle_plugin.settings import Settings
@@ -42,7 +43,7 @@ class Worker:
             unflatten=torch._utils._unflatten_dense_tensors, gradient_average=True, allreduce_bucket=lambda gradients, group: torch._utils._flatten_dense_tensors(gradients),
             **dict.fromkeys(COUNTERS, 0),
         )  # fmt: skip
-        model = StageModel(self.module, nn.functional.mse_loss, 1, first=True, last=True, device=torch.device("cpu"))
+        model = StageModel(self.module, nn.functional.mse_loss, 1, first=True, last=True, device=CPU)
         stage, scale = Stage(model, None, lambda micro_batch, step, half: nullcontext()), LossScale(None)
         self._stage = StoredStage(stage)
         applied = StockOptimizer(engine, optimizer.step)

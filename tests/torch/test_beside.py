@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
 
 pytest.importorskip("deepspeed")
 
-from recycle_plugin.adapters.deepspeed.checkpoint import Inventory, beside, file_beside, take_beside  # noqa: E402
+from recycle_plugin.adapters.deepspeed.checkpoint import Copied, Inventory, beside, file_beside, take_beside  # noqa: E402
 from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
 from recycle_plugin.runtime.state import Part  # noqa: E402
 from tests.support.optimizers import same  # noqa: E402
@@ -22,6 +23,20 @@ class Files:
 
     def save(self, state_dict: object, path: str) -> None:
         self.paths.append(path)
+
+
+def test_what_is_written_later_is_what_was_to_be_saved_whatever_becomes_of_it_meanwhile():
+    written, weight, moment = [], torch.nn.Parameter(torch.arange(3.0)), torch.arange(4.0).reshape(2, 2).t()
+    copied = Copied(type("Durable", (), {"save": lambda self, state_dict, path: written.append((state_dict, path))})())
+    copied.save(OrderedDict(module={"weight": weight}, state=[{"moments": (moment, 3)}, None], name="x"), "saved/tag/file.pt")
+    with torch.no_grad():
+        weight.fill_(7), moment.fill_(7)
+    assert not written
+    copied.write()
+    ((found, path),) = written
+    assert path == "saved/tag/file.pt" and type(found) is OrderedDict and list(found) == ["module", "state", "name"] and found["name"] == "x"
+    assert found["module"]["weight"].tolist() == [0, 1, 2] and not found["module"]["weight"].requires_grad
+    assert found["state"][0]["moments"][0].tolist() == [[0, 2], [1, 3]] and found["state"][0]["moments"][1:] == (3,) and found["state"][1] is None
 
 
 def left(worker: Worker, layers: dict[int, torch.nn.Module], optimizer: dict | None) -> dict:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.runtime.device import CPU
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.randomness import key as random_key
 from recycle_plugin.runtime.randomness import keyed
@@ -140,9 +141,9 @@ class Trained:
     def __init__(self, layer: nn.Module, split: bool, ops: str) -> None:
         self.told: list[tuple[str, ...]] = []
         self.layer, self.ops = layer, ops
-        model = StageModel(layer, nn.functional.mse_loss, MICRO_BATCHES, True, True, torch.device("cpu"))
+        model = StageModel(layer, nn.functional.mse_loss, MICRO_BATCHES, True, True, CPU)
         deferred = DeferredWeights(layer) if split else None
-        stage = Stage(model, deferred, lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, 0, half)), fused=self.told.append)
+        stage = Stage(model, deferred, lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, 0, half), CPU), fused=self.told.append)
         self.stage = StoredStage(stage)
 
     def run(self) -> list[float]:
@@ -174,7 +175,7 @@ class Trained:
 def stock(layer: nn.Module) -> tuple[list[float], list[torch.Tensor | None]]:
     losses = []
     for index in range(MICRO_BATCHES):
-        with keyed(random_key(1, 1, MicroBatch(0, index), 0)):
+        with keyed(random_key(1, 1, MicroBatch(0, index), 0), CPU):
             loss = nn.functional.mse_loss(layer(data(index)), data(100 + index))
         (loss / MICRO_BATCHES).backward()
         losses.append(loss.item())

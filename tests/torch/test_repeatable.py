@@ -13,6 +13,7 @@ from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.runtime.blocks import BlockSums
+from recycle_plugin.runtime.device import CPU
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.worker.ports import StageModel
@@ -37,9 +38,9 @@ class Counted(nn.Module):
 def run(module: nn.Module, keys=(KEY,), draws_alike: bool = True, exact: bool = False) -> list[str]:
     """The warnings."""
     warnings: list[str] = []
-    model = StageModel(module, None, 1, True, False, torch.device("cpu"), keyed=draws_alike)
+    model = StageModel(module, None, 1, True, False, CPU, keyed=draws_alike)
     blocks = BlockSums(list(module.parameters()), Policy(block=1).blocks(Topology(2, 2, 2))) if exact else None
-    stage = StoredStage(Stage(model, None, lambda *_: keyed(1) if draws_alike else nullcontext(), blocks, warn=warnings.append), 0, 2)
+    stage = StoredStage(Stage(model, None, lambda *_: keyed(1, CPU) if draws_alike else nullcontext(), blocks, warn=warnings.append), 0, 2)
     for key in keys:
         stage.load(key, (torch.ones(3), None))
         stage.forward(key)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.runtime.device import CPU
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.randomness import key as random_key
 from recycle_plugin.runtime.randomness import keyed
@@ -48,7 +49,7 @@ class Pipeline:
         self._received: dict[tuple[int, Any], tuple[torch.Tensor, ...]] = {}
         self.stages = [
             StoredStage(Stage(
-                StageModel(module, mean_square, MICRO_BATCHES, number == 0, number == last, torch.device("cpu"), lambda: reentrant),
+                StageModel(module, mean_square, MICRO_BATCHES, number == 0, number == last, CPU, lambda: reentrant),
                 DeferredWeights(module) if split else None, lambda micro_batch, step, half, number=number: randomness(number, micro_batch.index),
             ), number, len(modules))
             for number, module in enumerate(modules)
@@ -98,7 +99,7 @@ class Pipeline:
 
 
 def randomness(stage: int, index: int):
-    return keyed(random_key(7, STEP, MicroBatch(0, index), stage))
+    return keyed(random_key(7, STEP, MicroBatch(0, index), stage), CPU)
 
 
 def same(ones: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
@@ -286,7 +287,7 @@ def test_the_gradients_of_the_uncut_model(name, split):
 
 def test_a_travelling_weight_is_not_changed_by_the_step():
     modules = passed_on()
-    stage = StoredStage(Stage(StageModel(modules[0], None, 1, True, False, torch.device("cpu")), None, lambda *_: randomness(0, 0)), 0, 2)
+    stage = StoredStage(Stage(StageModel(modules[0], None, 1, True, False, CPU), None, lambda *_: randomness(0, 0)), 0, 2)
     key = STEP, MicroBatch(0, 0)
     stage.load(key, (vectors(0), None))
     sent = stage.forward(key)
@@ -300,7 +301,7 @@ def test_a_travelling_weight_is_not_changed_by_the_step():
 
 
 def one_forward(module: nn.Module, first: bool = True, last: bool = False, loss: Callable[..., Any] | None = None) -> StoredStage:
-    stage = StoredStage(Stage(StageModel(module, loss, 1, first, last, torch.device("cpu")), None, lambda *_: randomness(0, 0)), 0, 1 if last else 2)
+    stage = StoredStage(Stage(StageModel(module, loss, 1, first, last, CPU), None, lambda *_: randomness(0, 0)), 0, 1 if last else 2)
     stage.load((STEP, MicroBatch(0, 0)), (vectors(0), torch.ones(2)))
     stage.forward((STEP, MicroBatch(0, 0)))
     return stage
@@ -363,9 +364,9 @@ def test_what_is_drawn_in_a_forward_leaves_the_scripts_own_streams_alone(draw):
     expected = [draw(), draw()]
     random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
     found = [draw()]
-    with keyed(5):
+    with keyed(5, CPU):
         inside = draw()
-    with keyed(5):
+    with keyed(5, CPU):
         assert draw() == inside
     assert [*found, draw()] == expected
 
@@ -384,13 +385,13 @@ def test_what_is_drawn_through_deepspeeds_tracker_is_the_same_whoever_draws():
 
     try:
         before, streams = tracker.get_states(), torch.get_rng_state()
-        with keyed_forward(module, 5, 3):
+        with keyed_forward(module, 5, 3, CPU):
             own, first, second = torch.rand(()).item(), draw("tensor parallel"), draw("other")
         assert tracker.get_states() == before and torch.equal(torch.get_rng_state(), streams) and module.micro_offset == 3
         draw("tensor parallel")
-        with keyed_forward(module, 5, 3):
+        with keyed_forward(module, 5, 3, CPU):
             assert [torch.rand(()).item(), draw("tensor parallel"), draw("other")] == [own, first, second]
-        with keyed_forward(module, 6, 3):
+        with keyed_forward(module, 6, 3, CPU):
             assert draw("tensor parallel") != first
         assert len({own, first, second}) == 3
     finally:

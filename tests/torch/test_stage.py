@@ -16,6 +16,7 @@ from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.runtime.blocks import BlockSums
+from recycle_plugin.runtime.device import CPU, Device
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.masters import Masters
 from recycle_plugin.runtime.randomness import key as random_key
@@ -23,6 +24,7 @@ from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.worker.ports import StageModel
 from recycle_plugin.runtime.worker.stage import Key, Stage
+from tests.support.late_device import Asked, LateDevice
 from tests.support.stored_stage import StoredStage
 
 WIDTH, STEP = 8, 7
@@ -38,7 +40,7 @@ class Checkpointed(nn.Sequential):
 
 
 def stage_at(
-    stages: int, stage: int, split: bool, reentrant: bool | None, block: int | None = None, bf16: bool = False
+    stages: int, stage: int, split: bool, reentrant: bool | None, block: int | None = None, bf16: bool = False, device: Device = CPU
 ) -> tuple[Stage, nn.Module, list[nn.Parameter]]:
     """Linears, which are converted, with a LayerNorm, which is not, and dropout between them.  ``reentrant``: checkpointed, that way.
     ``block``: exact, with blocks of so many of 2 x 4 micro-batches.  The parameters are those whose gradients are summed."""
@@ -49,9 +51,10 @@ def stage_at(
     masters = Masters(module.bfloat16().parameters()) if bf16 else None
     parameters = list(module.parameters()) if masters is None else masters.parameters
     blocks = None if block is None else BlockSums(parameters, Policy(block=block).blocks(Topology(2, 3, 4)))
-    model = StageModel(module, nn.functional.mse_loss, 2, stage == 0, stage == stages - 1, torch.device("cpu"))
+    model = StageModel(module, nn.functional.mse_loss, 2, stage == 0, stage == stages - 1, device)
     deferred = DeferredWeights(module) if split else None
-    return Stage(model, deferred, lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, stage, half)), blocks, masters), module, parameters
+    draws = lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, stage, half), device)  # noqa: E731
+    return Stage(model, deferred, draws, blocks, masters), module, parameters
 
 
 def tensor(seed: int, dtype: torch.dtype) -> torch.Tensor:
@@ -74,9 +77,11 @@ def feed(stage: StoredStage, key: Key, wanted: Iterable[Datum]) -> None:
 class Runner:
     """A stage at one of PLACES that gets the inputs of each instruction when that runs."""
 
-    def __init__(self, place: str, split: bool = True, reentrant: bool | None = None, block: int | None = None, bf16: bool = False) -> None:
+    def __init__(
+        self, place: str, split: bool = True, reentrant: bool | None = None, block: int | None = None, bf16: bool = False, device: Device = CPU
+    ) -> None:
         self.stages, self.number = PLACES[place]
-        stage, self.module, self.parameters = stage_at(self.stages, self.number, split, reentrant, block, bf16)
+        stage, self.module, self.parameters = stage_at(self.stages, self.number, split, reentrant, block, bf16, device)
         self.stage, self.blocks = StoredStage(stage, self.number, self.stages), stage._blocks
 
     def instruction(self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP) -> Instruction:
@@ -238,6 +243,38 @@ def test_a_micro_batch_that_is_counted_twice_is_refused(ops):
         runner.run(op)
     with pytest.raises(AssertionError, match=r"micro-batch 0\.0, step 7 would be counted twice"):
         runner.run(ops[-1])
+
+
+# --- on a device of which nothing is there before it is waited for ----------------------------------
+
+BATCHES, RECEIVED = Asked("device", "a batch", False), Asked("device", "what goes into a forward", True)
+GRADIENT = Asked("device", "what goes into a backward", True)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("ops", (SPLIT, FUSED), ids=("F, I, W", "F, B"))
+@pytest.mark.parametrize("bf16", (False, True), ids=("fp32", "bf16"))
+def test_a_stage_waits_for_all_that_it_computes_with(place, ops, bf16):
+    late = LateDevice()
+    here, there = Runner(place, bf16=bf16), Runner(place, bf16=bf16, device=late)
+    for micro_batch in (FIRST, SECOND):
+        for op in ops:
+            mine, theirs = here.run(op, micro_batch), there.run(op, micro_batch)
+            assert mine is theirs is None or same(mine, theirs)
+    assert same(here.gradients(), there.gradients()) and not late.under_way
+    assert all(torch.equal(loss, there.stage.losses[key]) and loss.isfinite() for key, loss in here.stage.losses.items())
+    first, last = here.number == 0, here.number == here.stages - 1
+    assert set(late.asked) == {RECEIVED, *[BATCHES] * (first or last), *[GRADIENT] * (not last)}
+
+
+def test_what_a_stage_has_received_stays_as_it_came_for_whoever_runs_it_once_more():
+    late = LateDevice()
+    runner = Runner("middle", device=late)
+    given = tensor(200, torch.float32)
+    runner.stage.receive_activation((STEP, FIRST), (given,))
+    before, made = given.clone(), runner.perform(Op.F, (STEP, FIRST), bare=True)
+    runner.stage.receive_activation((STEP, FIRST), (given,))
+    assert same(made, runner.perform(Op.F, (STEP, FIRST))) and torch.equal(given, before) and not given.requires_grad
 
 
 # --- bf16: fp32 sums --------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import AbstractSet, Any, Callable, Iterator, Mapping
 
+import torch
 from deepspeed.checkpoint import constants as names
-from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin.adapters.deepspeed.bf16 import StateFiles
@@ -25,6 +25,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.protocol import Generation
 from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime import folders
+from recycle_plugin.runtime.device import HOST, fetch
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.state import StageState
@@ -87,11 +88,11 @@ class Files:
             self.ties.load(path, partial(read, map_location=self.engine.device))
             self.load_beside(state, path, with_optimizer)
             if self.masters is not None:
-                self.masters.load(path if with_optimizer else None, partial(read, map_location="cpu"))
+                self.masters.load(path if with_optimizer else None, partial(read, map_location=HOST))
 
     def load_beside(self, state: StageState, path: Path, with_optimizer: bool) -> None:
         """What stock's files have no place for."""
-        engine, read = self.engine, partial(self.engine.checkpoint_engine.load, map_location="cpu")
+        engine, read = self.engine, partial(self.engine.checkpoint_engine.load, map_location=HOST)
         saved = beside(path, engine.stage_id, engine.global_steps if with_optimizer else None, read)
         take_beside(state, saved, with_optimizer)
         if self.scaler is not None and with_optimizer and "loss_scale" not in saved["small"] and self.session.is_first:
@@ -228,7 +229,7 @@ class Copied:
         self._copies: list[tuple[Any, str]] = []
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._copies.append((clone_tensors_for_torch_save(state_dict), path))
+        self._copies.append((_copied(state_dict, path), path))
 
     def preserves_storage_sharing(self) -> bool:
         return False  # so nobody else makes copies
@@ -239,6 +240,17 @@ class Copied:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._durable, name)
+
+
+def _copied(value: Any, path: str) -> Any:
+    """With tensors of its own, in host memory."""
+    if torch.is_tensor(value):
+        return fetch(value, f"a copy for {path}", shared=False)
+    if isinstance(value, dict):
+        return type(value)({key: _copied(each, path) for key, each in value.items()})
+    if isinstance(value, (list, tuple)):
+        return (list if isinstance(value, list) else tuple)(_copied(each, path) for each in value)
+    return value
 
 
 def chosen(folder: Path, tag: str | None) -> Path:

@@ -13,6 +13,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.engine import layer_specs
 from recycle_plugin.adapters.deepspeed.refusals import bf16, refusals
+from recycle_plugin.runtime import device
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.worker.fitness import check_layers
 from recycle_plugin.settings import SECTION
@@ -60,12 +61,10 @@ def check_dataset(dataset: Any) -> None:
 
 
 def _check_device() -> None:
-    device = get_accelerator().device_name()
-    if device != "cpu":
-        raise RecycleError(
-            f"the accelerator is {device}: process groups that lose members work over Gloo on the CPU only yet (NCCL comes later); "
-            "set the environment variable DS_ACCELERATOR=cpu, or recycle.enabled to false"
-        )
+    try:
+        device.check(get_accelerator().device_name())
+    except RecycleError as error:
+        raise RecycleError(f"{error}; set the environment variable DS_ACCELERATOR={device.HOST.type}, or recycle.enabled to false") from None
 
 
 def _check_module(model: PipelineModule, parameters: Any) -> None:

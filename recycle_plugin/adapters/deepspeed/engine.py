@@ -31,6 +31,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.places import Places
 from recycle_plugin.core.topology import Topology, tied
 from recycle_plugin.runtime.batches import packed
+from recycle_plugin.runtime.device import device_of
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.masters import Masters
 from recycle_plugin.runtime.session import Session
@@ -235,11 +236,12 @@ class RecycleEngine(PipelineEngine):
 
     def _framework(self, topology: Topology, tied_weights: Ties, scaler: Scaler | None) -> Framework:
         settings, module = self._job.settings, self.module
+        device = device_of(self.device)
         first, last, keyed = self.is_first_stage(), self.is_last_stage(), settings.rng == "keyed"
-        model = StageModel(module, module.loss_fn, self.micro_batches, first, last, self.device, partial(reentrant, module), keyed)
+        model = StageModel(module, module.loss_fn, self.micro_batches, first, last, device, partial(reentrant, module), keyed)
         return Framework(
             self.seat, topology, model, StockOptimizer(self, super()._exec_optimizer_step), StockBuckets(self), self._files, self._places,
-            self.micro_batch_size, lambda: int(self.train_batch_size()), lambda what: self._feeding.next_batch(what), partial(keyed_forward, module),
+            self.micro_batch_size, lambda: int(self.train_batch_size()), lambda what: self._feeding.next_batch(what), partial(keyed_forward, module, device=device),
             float(self.gradient_clipping()), (scheduler_part(lambda: self.lr_scheduler), counters_part(self)), self.masters, tied_weights.weights,
             StockNorm(self.stage_id, topology.replicas) if settings.norm == "deepspeed" else None, scaler,
         )  # fmt: skip

@@ -24,8 +24,6 @@ from recycle_plugin.runtime.session import Session
 from recycle_plugin.settings import SECTION, Settings
 from recycle_plugin.versions import RANGES, releases
 
-GLOO_NAMES = (None, "gloo", "cpu:gloo", "recycle")
-
 
 class Plugin:
     """The plugin in this process, for ``deepspeed.initialize``."""
@@ -45,9 +43,9 @@ class Plugin:
 
         @functools.wraps(stock)
         def init_process_group(backend: str | None = None, *arguments: Any, **named: Any) -> Any:
-            from recycle_plugin.runtime import group
+            from recycle_plugin.runtime import device, group
 
-            if backend in GLOO_NAMES and not _has_cuda():
+            if backend in group.ASKED and device.supports(os.environ.get("DS_ACCELERATOR")):  # the job may have been told not to use what this machine has
                 group.register(self.session)
                 backend = group.BACKEND
             return stock(backend, *arguments, **named)
@@ -56,8 +54,10 @@ class Plugin:
 
         @functools.wraps(stock_new_group)
         def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *arguments: Any, **named: Any) -> Any:
-            follows = module.get_backend() == "recycle"  # whoever asks for Gloo by name has a group that can't lose members otherwise
-            return stock_new_group(ranks, timeout, None if follows and backend in GLOO_NAMES else backend, *arguments, **named)
+            from recycle_plugin.runtime import group
+
+            follows = module.get_backend() == group.BACKEND  # whoever asks for Gloo by name has a group that can't lose members otherwise
+            return stock_new_group(ranks, timeout, None if follows and backend in group.ASKED else backend, *arguments, **named)
 
         module.init_process_group = init_process_group
         module.new_group = module.distributed_c10d.new_group = new_group
@@ -123,13 +123,6 @@ def check_versions() -> None:
     if wrong is not None:
         raise RecycleError(f"{wrong.name} {wrong.installed} is installed, and the plugin needs {wrong.needs}: pip install '{wrong.name}{wrong.needs}', "
                            "or set recycle.enabled to false")
-
-
-def _has_cuda() -> bool:
-    """Whether the job runs on GPUs: it may have been told not to, on a machine that has some."""
-    import torch
-
-    return os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
 
 
 class AfterImport(importlib.abc.MetaPathFinder):

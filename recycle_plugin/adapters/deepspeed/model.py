@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any, Iterator
+from typing import Iterator
 
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
+from recycle_plugin.runtime.device import Device
 from recycle_plugin.runtime.randomness import keyed
 
 
@@ -18,25 +18,20 @@ def reentrant(module: PipelineModule) -> bool:
 
 
 @contextmanager
-def keyed_forward(module: PipelineModule, seed: int, place: int) -> Iterator[None]:
-    """A forward draws by ``seed``, through DeepSpeed's tracker of random states too.
+def keyed_forward(module: PipelineModule, seed: int, place: int, device: Device) -> Iterator[None]:
+    """A forward on ``device`` draws by ``seed``, through DeepSpeed's tracker of random states too.
 
     ``place``: that of the micro-batch among its replica's.  ``seed_layers`` seeds each layer by how many forwards its worker has run:
     by ``place``, which is that number without a failure, and the same whoever runs it.
     """
     module.micro_offset = place
-    tracker = checkpointing.get_cuda_rng_tracker()
+    tracker, own = checkpointing.get_cuda_rng_tracker(), device.generators[-1]
     states = tracker.get_states()
-    with keyed(seed):
+    with keyed(seed, device):
         if states:
-            tracker.set_states({name: _state(seed + number) for number, name in enumerate(sorted(states), 1)})
-            get_accelerator().manual_seed(seed)
+            tracker.set_states({name: own.manual_seed(seed + number).get_state() for number, name in enumerate(sorted(states), 1)})
+            own.manual_seed(seed)
         try:
             yield
         finally:
             tracker.set_states(states)
-
-
-def _state(seed: int) -> Any:
-    get_accelerator().manual_seed(seed)
-    return get_accelerator().get_rng_state()

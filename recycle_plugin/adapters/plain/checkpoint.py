@@ -11,6 +11,7 @@ import torch
 
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.runtime import folders
+from recycle_plugin.runtime.device import HOST
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.state import StageState
@@ -41,7 +42,7 @@ class StageFiles:
         file = folder / _name(self.seat.stage)
         if not file.is_file():
             raise RecycleError(f"load(): {file} is missing; name a folder that save() has written to, and load with as many stages")
-        contents = torch.load(file, map_location="cpu", weights_only=False)
+        contents = torch.load(file, map_location=HOST, weights_only=False)
         if contents["stages"] != self.stages:
             raise RecycleError(f"load(): {folder} is of {contents['stages']} stages, and this pipeline has {self.stages}; use as many")
         self.module.load_state_dict(contents["layers"])

@@ -20,6 +20,7 @@ from recycle_plugin.core.topology import Topology
 from recycle_plugin.runtime import session
 from recycle_plugin.runtime.average import BACKEND
 from recycle_plugin.runtime.batches import packed
+from recycle_plugin.runtime.device import HOST, device_of
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.worker.changed import scheduler_part
@@ -70,7 +71,7 @@ class Pipeline:
         self.scheduler = None if scheduler is None else scheduler(self.optimizer)
         steps, places = Steps(self.optimizer, self.scheduler, lambda: self._trainer.clip()), Places(micro_batches)
         self._files = StageFiles(line, self.seat, stages, self.module)
-        model = StageModel(self.module, loss, micro_batches, stage == 0, stage == stages - 1, torch.device("cpu"), keyed=chosen_settings.rng == "keyed")
+        model = StageModel(self.module, loss, micro_batches, stage == 0, stage == stages - 1, device_of(HOST), keyed=chosen_settings.rng == "keyed")
         batch = topology.replicas * micro_batches * micro_batch_size
         framework = Framework(
             self.seat, topology, model, steps, Buckets(peers), self._files, places, micro_batch_size, lambda: batch, _no_iterator, _forward, clip,
@@ -135,7 +136,7 @@ def _built(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
     """Each layer draws its weights by its number, whichever stage has it."""
     made = OrderedDict()
     for number in numbers:
-        with keyed(seed + number):
+        with keyed(seed + number, device_of(HOST)):
             made[str(number)] = layers[number] if isinstance(layers[number], nn.Module) else layers[number]()
     module = nn.Sequential(made)
     if not any(parameter.requires_grad for parameter in module.parameters()):
@@ -171,7 +172,7 @@ def _source(data: Any, topology: Topology, places: Places, size: int) -> Source:
 
 
 def _forward(seed: int, place: int) -> AbstractContextManager:
-    return keyed(seed)
+    return keyed(seed, device_of(HOST))
 
 
 def _no_iterator(what: str) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.runtime.device import fetch
 from recycle_plugin.runtime.worker.ports import Norm, Parameters
 
 
@@ -64,7 +65,7 @@ def squared_norm(parameters: Parameters) -> float:
     """Sum of the squared elements of all gradients, in the arithmetic of DeepSpeed's clip_grad_norm_ (which forgets imaginary parts)."""
     gradients = (parameter.grad.detach() for parameter in parameters if parameter.grad is not None)
     norms = [(torch.view_as_real(each) if each.is_complex() else each).float().norm(2.0) for each in gradients]
-    return torch.stack(norms).pow(2.0).sum().float().item() if norms else 0.0
+    return fetch(torch.stack(norms).pow(2.0).sum().float(), "a norm").item() if norms else 0.0
 
 
 def clip(parameters: Parameters, norm: torch.Tensor, limit: float) -> None:

@@ -28,8 +28,10 @@ class Operations:
         self._sums: Mapping[Op, Callable[[int, Seat | None], Any]] = {Op.REDUCE: self._reduce, Op.TIE: self._tie}
 
     def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> Mapping[Datum, Any]:
-        """What LOAD, F, I, W, B or STEP makes."""
-        return self._table[instruction.op](instruction, have, bare)
+        """What LOAD, F, I, W, B or STEP makes, once the device is done with it."""
+        made = self._table[instruction.op](instruction, have, bare)
+        self._stage.device.event(instruction).wait(self._session.wait_timeout_s)
+        return made
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
         """What REDUCE or TIE makes, with all that take part in it."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.places import Places
 from recycle_plugin.core.topology import Topology
+from recycle_plugin.runtime.device import Device
 from recycle_plugin.runtime.masters import Masters
 from recycle_plugin.runtime.state import Part, StageState
 from recycle_plugin.runtime.tied import TiedWeight
@@ -110,7 +111,7 @@ class StageModel:
     scale: int
     first: bool
     last: bool
-    device: torch.device
+    device: Device
     reentrant: Callable[[], bool] = lambda: False
     keyed: bool = True
 

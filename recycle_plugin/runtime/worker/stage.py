@@ -25,6 +25,7 @@ from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.runtime.blocks import BlockSums, Gradients, in_place_of
 from recycle_plugin.runtime.boundary import Tensors, batch_part, differentiable, gradients, incoming, outgoing, packed, with_gradients
+from recycle_plugin.runtime.device import COPY_S, Device
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.inner_gradients import InnerGradients, engine_runs
 from recycle_plugin.runtime.masters import Masters
@@ -100,6 +101,10 @@ class Stage:
 
     # --- compute -----------------------------------------------------------------------------------
 
+    @property
+    def device(self) -> Device:
+        return self._model.device
+
     def load(self, batch: tuple[Any, Any]) -> Loaded:
         """The inputs (first stage) and labels (last stage) of a micro-batch."""
         model = self._model
@@ -130,7 +135,7 @@ class Stage:
     def forward(self, key: Key, loaded: Loaded, received: Tensors) -> tuple[Tensors, Stash, torch.Tensor | None]:
         """What goes to the next stage, what the backward needs, and on the last stage the loss."""
         model = self._model
-        moved = (tensor.to(model.device) for tensor in received)
+        moved = model.device.from_host(received, "what goes into a forward", shared=True).wait(COPY_S)
         given = Given(loaded, tuple(tensor.requires_grad_(differentiable(tensor)) for tensor in moved))
         outputs, loss = self._watched_forward(key, given) if "forward" not in self._watched and key[0] > 0 else self._computed(key, given)
         if model.last:
@@ -256,7 +261,7 @@ class Stage:
     def _run_graph(self, outputs: Tensors, grads: Tensors) -> None:
         if any(output.requires_grad for output in outputs):
             self._trains = True
-            found = with_gradients(outputs, tuple(grad.to(self._model.device) for grad in grads))
+            found = with_gradients(outputs, self._model.device.from_host(grads, "what goes into a backward", shared=True).wait(COPY_S))
             if found:
                 torch.autograd.backward(*zip(*found))
         elif self._trains is None:

@@ -36,13 +36,13 @@ from recycle_plugin.core.worker import Judging, Worker
 from recycle_plugin.runtime.batches import Tensors
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.fingerprint import arithmetic, fingerprint
+from recycle_plugin.runtime.fingerprint import fingerprint
 from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.randomness import key, keyed_torch
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.surroundings import AsStarted, Surroundings
-from recycle_plugin.runtime.tiers import Device, Host
+from recycle_plugin.runtime.tiers import AsMade, Host
 from recycle_plugin.runtime.touch import FirstTouch
 from recycle_plugin.runtime.trace import TraceFile
 from recycle_plugin.runtime.transport import Transport
@@ -80,8 +80,8 @@ class Trainer:
         self._as_started = AsStarted(model.module)
         blocks = BlockSums(framework.parameters, self._blocks()) if settings.exact else None
         self._stage = Stage(model, deferred, self._randomness, blocks, framework.masters, self._say_fused, partial(session.note, "warning"))
-        self._transport = Transport(session)
-        kept = Retention(budget=settings.keep_bytes), (Device(), Host())
+        self._transport = Transport(session, model.device)
+        kept = Retention(budget=settings.keep_bytes), (AsMade(), Host(model.device))
         self._store = StepStore(self.seat, self.topology.stages, bool(self.topology.tie(self.seat.stage)), *kept)
         self.feed = Feed(session, self._store, model.first or model.last, framework.next_batch, self._hand_on)
         scale = LossScale(framework.scaler)
@@ -94,7 +94,7 @@ class Trainer:
         self._world = TorchMachine(session, self._transport, operations, settings.fault_script(self.seat), **record)
         self._touch = FirstTouch(self._changed, lambda: self.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
-        self._surroundings = Surroundings(model.module, model.device.type, lambda: framework.optimizer.wrapped.param_groups)
+        self._surroundings = Surroundings(model.module, model.device.kind, lambda: framework.optimizer.wrapped.param_groups)
         self._loop: Loop | None = None
         self._worker: Worker | None = None
         self._checkpoints: JobCheckpoints | None = None
@@ -214,7 +214,7 @@ class Trainer:
         settings, shape, framework = self._settings, self.topology, self._framework
         return Job(
             shape.replicas, shape.stages, shape.micro_batches, shape.ties, self.run_dir, costs, policy, batch=framework.batch(), norm=str(settings.norm),
-            clipping=framework.clipping, arithmetic=arithmetic() if settings.exact else None, **{name: getattr(settings, name) for name in IN_RECORD},
+            clipping=framework.clipping, arithmetic=framework.model.device.arithmetic() if settings.exact else None, **{name: getattr(settings, name) for name in IN_RECORD},
         )  # fmt: skip
 
     def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
@@ -247,7 +247,7 @@ class Trainer:
         if self._settings.rng == "stream":
             return nullcontext()
         seed = key(self._settings.seed, step, micro_batch, self.seat.stage, half)
-        return keyed_torch(seed) if half else self._framework.forward(seed, self._framework.places.before(step) + micro_batch.index)
+        return keyed_torch(seed, self._framework.model.device) if half else self._framework.forward(seed, self._framework.places.before(step) + micro_batch.index)
 
     def _say_fused(self, names: tuple[str, ...]) -> None:
         self._session.note(

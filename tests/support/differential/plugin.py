@@ -19,6 +19,7 @@ from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.runtime.blocks import BlockSums
 from recycle_plugin.runtime.boundary import Tensors
+from recycle_plugin.runtime.device import CPU
 from recycle_plugin.runtime.randomness import key as random_key
 from recycle_plugin.runtime.split_backward import DeferredWeights
 from recycle_plugin.runtime.worker.ports import StageModel
@@ -51,14 +52,14 @@ class Seat:
         self.deferred = DeferredWeights(self.module) if course.mode != "fused" else None
         blocks = Policy(block=course.block).blocks(Topology(REPLICAS, len(model.stages), MICRO_BATCHES)) if course.block else None
         self.sums = BlockSums(self.trained.parameters, blocks) if blocks else None
-        described = StageModel(self.module, self.module.loss, MICRO_BATCHES, first, last, torch.device("cpu"))
+        described = StageModel(self.module, self.module.loss, MICRO_BATCHES, first, last, CPU)
         self.stage = StoredStage(Stage(described, self.deferred, self._randomness, self.sums, self.trained.masters), number, len(model.stages))
         self.order: list[MicroBatch] = []  # of this step's sums
         self.waiting: list[MicroBatch] = []  # between I and W
         self.begins = True  # has run no forward yet
 
     def _randomness(self, micro_batch: MicroBatch, step: int, half: str = "") -> Any:
-        return keyed_forward(self.module, random_key(SEED, step, micro_batch, self.number, half), micro_batch.index)
+        return keyed_forward(self.module, random_key(SEED, step, micro_batch, self.number, half), micro_batch.index, CPU)
 
     def contributions(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.trained.parameters]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.runtime.boundary import MARK, packed
+from recycle_plugin.runtime.device import CPU
 from recycle_plugin.runtime.randomness import key as random_key
 from recycle_plugin.runtime.randomness import keyed
 
@@ -87,7 +88,7 @@ class Uncut:
         self.journal.now = step, one, True
         given = cloned(batch[0])
         for stage, module in enumerate(self.modules):
-            with keyed(random_key(SEED, step, one, stage)):
+            with keyed(random_key(SEED, step, one, stage), CPU):
                 given = module(given)
                 if module.loss is not None:
                     given = module.loss(given, batch[1].clone())

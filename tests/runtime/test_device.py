@@ -1,0 +1,397 @@
+"""What everything that tensors are computed on does (runtime/device.py), and what waits for one whose copies are late."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import weakref
+
+import pytest
+import torch
+
+from recycle_plugin.core.faults import FaultScript
+from recycle_plugin.core.ids import MicroBatch, Seat
+from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.runtime import device as ours
+from recycle_plugin.runtime.batches import packed, unpacked
+from recycle_plugin.runtime.device import CPU, Cpu, There, device_of, fetch
+from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
+from recycle_plugin.runtime.randomness import keyed, keyed_torch
+from recycle_plugin.runtime.state import raw
+from recycle_plugin.runtime.tiers import AsMade, Host
+from recycle_plugin.runtime.transport import Transport
+from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.world import TorchMachine
+from tests.support.late_device import LateDevice
+from tests.support.moved import Inbox, act
+
+from .conftest import generation
+
+DEVICES = {"the host": Cpu, "one whose copies are late": LateDevice}
+WAIT_S = 30.0
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.complex64]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return DEVICES[request.param]()
+
+
+@pytest.fixture
+def late():
+    """Nothing comes about before the test says so."""
+    device = LateDevice(held=True)
+    yield device
+    device.let()
+
+
+def there(device, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Copies of ``tensors`` on it."""
+    return device.from_host(tensors, "of a test", shared=False).wait(WAIT_S)
+
+
+# --- copies -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_there_and_back_every_dtype_and_shape_is_the_same_bit_for_bit(device, dtype):
+    tensors = tuple(torch.randint(0, 2, shape).to(dtype) for shape in [(2, 3, 4), (1,), (0, 5), ()])
+    for shared in (True, False):
+        copy = device.to_host(device.from_host(tensors, "", shared=shared).wait(WAIT_S), "", shared=shared)
+        found = copy.wait(WAIT_S)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, tensors, strict=True))
+        assert copy.poll() and copy.nbytes == sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("shared", (True, False))
+def test_what_comes_to_the_host_is_contiguous_there_and_has_no_graph(device, shared):
+    (made,) = there(device, torch.arange(12.0).reshape(3, 4))
+    (found,) = device.to_host([made.t().requires_grad_() * 1], "", shared=shared).wait(WAIT_S)
+    assert found.is_contiguous() and ours.on_host(found) and not found.requires_grad and torch.equal(found, torch.arange(12.0).reshape(3, 4).t())
+
+
+def test_what_comes_to_the_device_is_a_leaf_without_a_graph(device):
+    (found,) = device.from_host([torch.ones(3, requires_grad=True) * 2], "", shared=True).wait(WAIT_S)
+    assert found.is_leaf and not found.requires_grad and found.device == device.where
+
+
+@pytest.mark.parametrize("way", ("to_host", "from_host"))
+def test_what_is_not_shared_may_be_changed_right_afterwards_and_what_comes_of_it_too(device, way):
+    given = torch.arange(4.0) if way == "from_host" else there(device, torch.arange(4.0))[0]
+    copy = getattr(device, way)([given], "", shared=False)
+    given.fill_(7)
+    (found,) = copy.wait(WAIT_S)
+    assert found.tolist() == [0, 1, 2, 3]
+    found.fill_(5)
+    assert given.tolist() == [7, 7, 7, 7]
+
+
+@pytest.mark.parametrize("way", ("to_host", "from_host"))
+def test_on_the_host_nothing_is_copied_that_may_be_shared(way):
+    given = torch.arange(4.0)
+    (found,) = getattr(CPU, way)([given], "", shared=True).wait(0)
+    assert found.data_ptr() == given.data_ptr()
+    assert fetch(given, "").data_ptr() == given.data_ptr() and raw(given).ctypes.data == given.data_ptr()
+    assert Host(CPU).keep((given,)).wait(0)[0].data_ptr() == given.data_ptr()
+
+
+def test_nothing_to_copy_is_a_copy_too(device):
+    assert device.to_host((), "", shared=True).wait(WAIT_S) == device.from_host((), "", shared=True).wait(WAIT_S) == ()
+
+
+def test_a_copy_can_be_waited_for_by_several_threads_and_again(device):
+    copy, found = device.to_host(there(device, torch.arange(1000.0)), "", shared=True), []
+    threads = [threading.Thread(target=lambda: found.append(copy.wait(WAIT_S)[0])) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(found) == 4 and all(torch.equal(each, torch.arange(1000.0)) for each in (*found, *copy.wait(WAIT_S)))
+
+
+def test_room_is_in_host_memory_to_be_written_to(device):
+    made = device.room([2, 3], torch.bfloat16)
+    made.fill_(3)
+    assert ours.on_host(made) and made.shape == (2, 3) and made.dtype is torch.bfloat16 and made.is_contiguous()
+    assert torch.equal(there(device, made)[0], torch.full((2, 3), 3.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("start", ("to_host", "from_host", "event"))
+def test_a_wait_has_a_deadline_and_names_what_it_waited_for_which_goes_on(late, start):
+    begun = late.event("2F1.3") if start == "event" else getattr(late, start)([torch.ones(3)], "2F1.3", shared=True)
+    assert not begun.poll()
+    with pytest.raises(WaitTimeout, match=r"waited 0\.01 s for 2F1\.3"):
+        begun.wait(0.01)
+    late.let()
+    begun.wait(WAIT_S)
+    assert begun.poll()
+
+
+def test_what_fails_is_over_and_raises_its_error_at_each_wait(late):
+    late.breaks = RuntimeError("an illegal memory access")
+    for begun in (late.to_host([torch.ones(3)], "", shared=True), late.event("")):
+        begun.come()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="an illegal memory access"):
+                begun.wait(WAIT_S)
+        assert begun.poll()
+
+
+# --- events, random numbers, memory, kinds ------------------------------------------------------------
+
+
+def test_events_happen_in_their_order(device):
+    first = device.event("")
+    first.wait(WAIT_S)
+    second = device.event("")
+    second.wait(WAIT_S)
+    assert first.poll() and second.poll() and second.since(first) > 0 and first.since(second) == -second.since(first) and first.since(first) == 0
+
+
+@pytest.mark.parametrize("draws", (keyed, keyed_torch))
+def test_keyed_draws_are_the_same_for_the_same_seed_and_leave_the_streams_alone(device, draws):
+    def draw() -> list[float]:
+        return [torch.rand(1, device=device.where).item(), *(torch.rand(1, generator=each, device=each.device).item() for each in device.generators)]
+
+    torch.manual_seed(3)
+    before = draw()
+    torch.manual_seed(3)
+    with draws(5, device):
+        inside = draw()
+    assert draw() == before != inside
+    with draws(5, device):
+        assert draw() == inside
+    with draws(6, device):
+        assert draw() != inside
+
+
+def test_the_last_generator_is_the_devices_own_and_all_are_default_ones(device):
+    torch.manual_seed(11)
+    assert device.generators[-1].device.type == device.where.type and all(generator.initial_seed() == 11 for generator in device.generators)
+
+
+def test_memory_is_what_is_used_and_what_there_is(device):
+    used, total = device.memory()
+    assert 1 << 20 < used < total
+
+
+def test_its_kind_is_one_that_autocast_knows(device):
+    weight = there(device, torch.ones(2, 2))[0]
+    with torch.autocast(device.kind, torch.bfloat16):
+        assert (weight @ weight).dtype is torch.bfloat16
+
+
+def test_a_device_is_found_by_where_its_tensors_are_and_another_kind_is_refused_in_one_line():
+    assert device_of(torch.ones(1).device) is CPU and device_of(torch.device(f"{CPU.kind}:0")) is CPU
+    with pytest.raises(RecycleError, match=r"^the accelerator is meta: .*\(NCCL comes later\)$") as refused:
+        device_of(torch.device("meta"))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("asked, found, supported", [(None, None, True), ("cuda", None, False), ("cpu", "cuda", True), (None, "cuda", False)])
+def test_a_job_runs_on_what_it_was_asked_to_or_else_on_what_torch_finds(monkeypatch, asked, found, supported):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: found is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(found))
+    assert ours.supports(asked) is supported
+
+
+# --- the store, and what is read --------------------------------------------------------------------
+
+
+def test_a_store_starts_the_copy_of_what_is_sent_once_and_lets_the_original_go(device):
+    store = StepStore(Seat(0, 0), 2, tiers=(AsMade(), Host(device)))
+    (made,) = there(device, torch.arange(6.0))
+    store.put(act(0), (made,))
+    size, copy = store.weight, store.move(act(0), -1)
+    assert store.move(act(0), -1) is copy is store[act(0)], "a second one is not needed for a peer that lacks it"
+    assert Host(device).weigh(copy) == size == made.nbytes
+    (kept,) = copy.wait(WAIT_S)
+    assert torch.equal(kept, torch.arange(6.0))
+
+
+def test_the_original_lives_until_it_is_copied(late):
+    store, made = StepStore(Seat(0, 0), 2, tiers=(AsMade(), Host(late))), torch.arange(6.0)
+    store.put(act(0), (made,))
+    copy = store.move(act(0), -1)
+    seen = weakref.ref(made)
+    del made
+    gc.collect()
+    late.let()
+    assert copy.wait(WAIT_S)[0].tolist() == [0, 1, 2, 3, 4, 5]
+    assert seen() is None
+
+
+def test_a_scripts_batch_is_kept_as_it_was_given():
+    inputs, labels = torch.arange(4.0), torch.arange(8).reshape(2, 4).t()
+    kept = packed((inputs, labels))
+    inputs.fill_(7), labels.fill_(7)
+    found = unpacked(kept)
+    assert found[0].tolist() == [0, 1, 2, 3] and torch.equal(found[1], torch.arange(8).reshape(2, 4).t())
+
+
+def test_a_sparse_batch_is_kept_too():
+    given = torch.eye(3).to_sparse()
+    assert torch.equal(unpacked(packed(given)).to_dense(), torch.eye(3))
+
+
+# --- the transport waits, and its caller does not -----------------------------------------------------
+
+
+@pytest.fixture
+def pair(coordinator, late):
+    """Those of two workers, the first of which sends from ``late``."""
+    ends = [Transport(coordinator.session(rank, wait_timeout_s=WAIT_S), each) for rank, each in ((0, late), (1, CPU))]
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_a_sender_goes_on_while_what_it_sends_is_on_its_way_to_the_host_and_nothing_overtakes_that(pair, late):
+    sender, receiver = pair
+    kept = [Host(late).keep((torch.full((3,), float(index)),)) for index in range(3)]
+    for index in (0, 1):
+        sender.send(receiver.address, act(index), kept[index], 0)
+    sender.send(receiver.address, act(2), There((torch.full((3,), 2.0),)), 0)
+    assert not any(copy.poll() for copy in kept), "its caller has waited"
+    assert sender._outboxes[receiver.address].backlog and not Inbox(receiver).take()
+    kept[1].come()
+    kept[0].come()
+    sender.wait_sent([receiver.address])
+    inbox = Inbox(receiver)
+    assert [inbox.wait(act(index))[0].tolist() for index in range(3)] == [[float(index)] * 3 for index in range(3)]
+    assert list(inbox.here) == [act(0), act(1), act(2)]
+
+
+def test_also_over_a_connection_that_stands_and_takes_all_at_once(pair, late):
+    sender, receiver = pair
+    inbox = Inbox(receiver)
+    sender.send(receiver.address, act(0), There((torch.zeros(1),)), 0)
+    inbox.wait(act(0))
+    sender.wait_sent([receiver.address])
+    copy = Host(late).keep((torch.arange(3.0),))
+    sender.send(receiver.address, act(1), copy, 0)
+    sender.send(receiver.address, act(2), There((torch.zeros(1),)), 0)
+    assert not copy.poll() and sender._outboxes[receiver.address].backlog
+    copy.come()
+    assert inbox.wait(act(1))[0].tolist() == [0, 1, 2]
+    inbox.wait(act(2))
+    assert list(inbox.here) == [act(0), act(1), act(2)]
+
+
+def test_others_get_theirs_while_one_waits_for_a_copy(pair, late, coordinator):
+    sender, receiver = pair
+    other = Transport(coordinator.session(2, wait_timeout_s=WAIT_S), CPU)
+    try:
+        sender.send(other.address, act(0), Host(late).keep((torch.ones(3),)), 0)
+        sender.send(receiver.address, act(1), There((torch.ones(3),)), 0)
+        assert Inbox(receiver).wait(act(1))[0].tolist() == [1, 1, 1] and not Inbox(other).take()
+    finally:
+        other.close()
+
+
+def test_what_is_not_on_the_host_would_not_survive_its_sender(pair, late):
+    sender, receiver = pair
+    copy = Host(late).keep((torch.ones(3),))
+    sender.send(receiver.address, act(0), copy, 0)
+    sender._session.wait_timeout_s = 0.05
+    with pytest.raises(WaitTimeout, match="a peer to take what is sent to it"):
+        sender.wait_sent([receiver.address])
+    copy.come()
+    sender._session.wait_timeout_s = WAIT_S
+    sender.wait_sent([receiver.address])
+    assert Inbox(receiver).wait(act(0))[0].tolist() == [1, 1, 1]
+
+
+CALLS = {
+    "asks what has come": lambda sender, address: list(sender.arrivals()),
+    "sends": lambda sender, address: sender.send(address, act(1), There((torch.ones(1),)), 0),
+    "waits until all is taken": lambda sender, address: sender.wait_sent([address]),
+    "waits for something else": lambda sender, address: Inbox(sender).wait(act(5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_copy_that_fails_is_an_error_of_the_senders_at_its_next_call_and_no_peers_fault(pair, late, call, monkeypatch):
+    (sender, receiver), blamed = pair, []
+    monkeypatch.setattr(sender, "_broke", blamed.append)
+    late.breaks = RuntimeError("an illegal memory access")
+    copy = Host(late).keep((torch.ones(3),))
+    sender.send(receiver.address, act(0), copy, 0)
+    copy.come()
+    with sender._session.changed:
+        assert sender._session.changed.wait_for(lambda: sender._failure is not None, WAIT_S)
+    with pytest.raises(RecycleError, match=r"act of stage 0, micro-batch 0\.0, step 1 could not be sent: an illegal memory access"):
+        CALLS[call](sender, receiver.address)
+    assert not Inbox(receiver).take() and not sender._outboxes[receiver.address].backlog and not blamed
+
+
+def test_a_copy_that_does_not_come_in_time_is_one_too_and_says_what_it_was(pair, late):
+    sender, receiver = pair
+    sender._session.wait_timeout_s = 0.05
+    sender.send(receiver.address, act(0), Host(late).keep((torch.ones(3),)), 0)
+    sender._session.wait_timeout_s = WAIT_S
+    with pytest.raises(RecycleError, match=r"micro-batch 0\.0, step 1 could not be sent: waited 0\.05 s for what goes to a peer"):
+        Inbox(sender).wait(act(5))
+
+
+def test_what_arrives_is_read_into_room_of_the_devices(pair, late, coordinator, monkeypatch):
+    made, receiver = [], pair[0]
+    monkeypatch.setattr(receiver._device, "room", lambda shape, dtype: made.append(CPU.room(shape, dtype)) or made[-1])
+    pair[1].send(receiver.address, act(0), There((torch.arange(3.0),)), 0)
+    (found,) = Inbox(receiver).wait(act(0))
+    assert found is made[0] and found.tolist() == [0, 1, 2]
+
+
+def test_what_is_drawn_for_a_peer_travels_as_it_is_packed(pair, coordinator):
+    sender, receiver = pair
+    sender._session.adopt(generation(1, [0, 1], addresses={0: sender.address, 1: receiver.address}))
+    machine = TorchMachine(sender._session, sender, Nothing(), FaultScript((), Seat(0, 0)))
+    drawn = act(0)._replace(kind="drawn")
+    machine.transfer(drawn, packed((torch.arange(3.0), None)), Seat(1, 0), 0)
+    assert unpacked(Inbox(receiver).wait(drawn))[0].tolist() == [0, 1, 2]
+
+
+# --- an instruction is over when the device is done with it ---------------------------------------------
+
+
+class Nothing:
+    """Operations that are not asked anything."""
+
+    compute = share = norm = undo = forget_sums = None
+
+
+class Computing:
+    """A stage that starts something on ``device``."""
+
+    def __init__(self, device) -> None:
+        self.device = device
+
+    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict:
+        return {}
+
+
+def test_an_instruction_that_computes_is_over_when_the_device_is_done(coordinator, late):
+    session = coordinator.session(0, wait_timeout_s=0.05)
+    operations = Operations(session, Computing(late), None, None, None)
+    one, ran = Instruction(Op.F, 0, MicroBatch(0, 1), 3), []
+    with pytest.raises(WaitTimeout, match=re.escape(f"waited 0.05 s for {one}")):
+        operations.compute(one, None, False)
+    session.wait_timeout_s = WAIT_S
+    thread = threading.Thread(target=lambda: ran.append(operations.compute(one, None, False)))
+    before = len(late.under_way)
+    thread.start()
+    while len(late.under_way) == before and thread.is_alive():
+        thread.join(0.001)
+    assert len(late.under_way) == before + 1 and not ran
+    late.let()
+    thread.join(WAIT_S)
+    assert ran == [{}]
+
+
+def test_what_a_device_fails_with_is_raised_by_the_instruction(coordinator):
+    device = LateDevice()
+    device.breaks = RuntimeError("an illegal memory access")
+    with pytest.raises(RuntimeError, match="an illegal memory access"):
+        Operations(coordinator.session(0), Computing(device), None, None, None).compute(Instruction(Op.W, 0, MicroBatch(0, 1), 3), None, False)
