@@ -164,7 +164,7 @@ def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
             nothing.connect(address)
             half.connect(address)
             half.sendall(b"\0\0\1\0{")
-        ask(server.address, {"module": 1}, [1, 2]).close()
+        ask(server.address, {"module": "none"}, [1, 2]).close()
         worker = await ForkedProcess.start(server.address, imported("import os, sys; os._exit(int(sys.argv[1]))"), ["5"], dict(os.environ))
         assert await worker.wait() == 5
         lost = await ForkedProcess.start(server.address, imported("import signal; signal.pause()"), [], dict(os.environ))
