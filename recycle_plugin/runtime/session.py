@@ -211,7 +211,8 @@ def connect_from_environment(environment: dict[str, str], ended_early: Callable[
     address = environment.get("RECYCLE_COORDINATOR")
     if not address:
         raise RecycleError(
-            "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py …`"
+            "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py …`, "
+            "or on one host with `python -m recycle_plugin.launch --workers 4 your_script.py …`"
         )
     host, _, port = address.rpartition(":")
     return Session(connect((host, int(port)), CONNECT_S), int(environment["RANK"]), ended_early=ended_early)
