@@ -21,7 +21,7 @@ class Launcher:
     """Runs ``command``, the training script with its arguments, ``workers`` times; ``placement`` as in the script's config.
 
     ``imports``: the modules that workers are to have when they begin, None to start them as children that import everything themselves.
-    A process to fork from that the environment names is used as it is.
+    Where the environment names a process to fork from, that one is used, and not ended.
     """
 
     def __init__(self, command: list[str], workers: int, port: int, placement: str, environment: Mapping[str, str], imports: list[str] | None) -> None:
@@ -42,6 +42,8 @@ class Launcher:
         self._running = asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number.name)
+        if self._imports is None:
+            self._environment.pop(SERVER_VARIABLE, None)
         server = await self._server() if self._imports is not None and SERVER_VARIABLE not in self._environment else None
         if server is None:
             return await self._train()

@@ -27,7 +27,7 @@ T = TypeVar("T")
 CONNECT_S = 60.0  # how long the coordinator may take to answer
 SEND_S = 60.0  # how long it may take nothing of what is said
 NOT_LAUNCHED = (
-    "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py …`, a script without DeepSpeed with "
+    "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py …`, or on one host with "
     "`python -m recycle_plugin.launch --workers 4 your_script.py …`"
 )
 LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something has a deadline of its own

@@ -132,7 +132,7 @@ class ServerProcess:
     async def stop(self) -> str:
         """End it, and with it what it has forked; how it had ended before, if it had."""
         with suppress(ProcessLookupError):
-            self._process.send_signal(STOP)
+            os.kill(self._process.pid, STOP)  # asyncio's send_signal would take the code of one that has just ended, and nobody could tell it any more
         try:
             code = await asyncio.wait_for(self._process.wait(), STOP_S)
         except asyncio.TimeoutError:  # it was stopped

@@ -54,6 +54,10 @@ def both(run: Run) -> list[dict]:
     return run.wait_for(lambda: len(records := found(run.folder)) == 2 and records, "record of both workers")
 
 
+def forked_from(run: Run) -> list[psutil.Process]:
+    return [process for process in psutil.Process(run.launcher.pid).children() if SERVER in process.cmdline()]
+
+
 def assert_gone(pids: list[int]) -> None:
     gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=DEADLINE_S / 10)
     assert not alive
@@ -107,8 +111,39 @@ def test_a_signal_before_training_ends_the_job(start, number):
     assert_gone([record["pid"] for record in records])
 
 
+def test_a_second_signal_ends_who_does_not_listen(start):
+    run = start("wait")
+    records = both(run)
+    for record in records:
+        os.kill(record["pid"], signal.SIGSTOP)
+    os.kill(run.launcher.pid, signal.SIGTERM)
+    run.wait_for(lambda: "the job ends" in run.output, "word of the end")
+    os.kill(run.launcher.pid, signal.SIGTERM)
+    assert_one_line(run.finish(), "the job ends: the launcher got SIGTERM")
+    assert_gone([record["pid"] for record in records])
+
+
+def test_a_signal_before_there_are_workers(start, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(f"import signal, sys\nif {SERVER!r} in sys.orig_argv:\n    signal.pause()\n")
+    run = start("wait", cold=True, PYTHONPATH=str(tmp_path))
+    run.wait_for(lambda: forked_from(run), "process to fork from")
+    os.kill(run.launcher.pid, signal.SIGTERM)
+    result = run.finish()
+    assert result.code == 1 and not result.output and not found(run.folder)
+
+
+def test_where_a_fork_is_unsafe_workers_are_children(start, tmp_path):
+    thread = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    (tmp_path / "sitecustomize.py").write_text(f"import sys, threading\nif {SERVER!r} in sys.orig_argv:\n    {thread}\n")
+    run = start(cold=True, PYTHONPATH=str(tmp_path))
+    result = run.finish()
+    warning = "recycle: warning: workers are not forked, and each imports everything itself: in the process to fork them from there are 2 threads (python"
+    assert result.code == 0 and result.output.startswith(warning), result.output
+    assert [record["parent"] for record in found(tmp_path)] == 2 * [run.launcher.pid]
+
+
 @pytest.mark.parametrize("options", ([], ["--no-fork"]))
-def test_nothing_outlives_the_launcher(start, options):
+def test_nothing_outlives_a_killed_launcher(start, options):
     run = start("wait", options=options, cold=True)
     records = both(run)
     all_of_it = [process.pid for process in processes_with(run.mark)]
@@ -122,7 +157,7 @@ def test_the_death_of_the_process_that_workers_are_forked_from_ends_the_job(star
     """It is their parent: they are killed with it, whatever they wait for."""
     run = start("wait", cold=True)
     records = both(run)
-    (server,) = [process for process in psutil.Process(run.launcher.pid).children() if SERVER in process.cmdline()]
+    (server,) = forked_from(run)
     assert {record["parent"] for record in records} == {server.pid}
     server.kill()
     result = run.finish()

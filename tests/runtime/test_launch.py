@@ -157,6 +157,8 @@ def test_numpy_starts_no_threads_there():
 
 def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
     """... and how it ended itself."""
+    before = set(children())
+
     async def play() -> None:
         server = await ServerProcess.start(["json"])
         address = server.address.replace("@", "\0")
@@ -164,12 +166,12 @@ def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
             nothing.connect(address)
             half.connect(address)
             half.sendall(b"\0\0\1\0{")
-        ask(server.address, {"module": 1}, [1, 2]).close()
+        ask(server.address, {"module": "none"}, [1, 2]).close()
         worker = await ForkedProcess.start(server.address, imported("import os, sys; os._exit(int(sys.argv[1]))"), ["5"], dict(os.environ))
         assert await worker.wait() == 5
         lost = await ForkedProcess.start(server.address, imported("import signal; signal.pause()"), [], dict(os.environ))
-        for process in psutil.Process().children():
-            process.kill()
+        for child in set(children()) - before:
+            os.kill(child, signal.SIGKILL)
         assert await lost.wait() == -signal.SIGKILL and await server.stop() == "was killed by signal 9"
         with pytest.raises(ConnectionError, match="imported_first was not started: the process that it is to be forked from can't be reached"):
             await ForkedProcess.start(server.address, "imported_first", [], dict(os.environ))
