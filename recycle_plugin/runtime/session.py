@@ -39,7 +39,7 @@ class Session(Line):
     What the line says is read under :attr:`changed`.  ``between_steps`` recovers from a membership change that the training script
     meets outside a step, in a collective of its own.  ``work`` is what of a program is being carried out, None between steps, and ``trainer``
     the thread that does so (runtime/callers.py); ``group_sums`` is the setting.  ``when_adopted`` is called with each membership (runtime/outcomes.py),
-    ``at_end`` when the script is through, to go when everybody's last step is committed.
+    ``at_end`` when the script is through, to go when everybody's last step is committed; ``trains``: this process has its trainer.
 
     ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
     be blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without this
@@ -60,6 +60,7 @@ class Session(Line):
         self.trainer: int | None = None
         self.when_adopted: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
+        self.trains = False
         self.heart = Heart(rank, self.send)
         self.given_up: Callable[[str], None] | None = None
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user

@@ -102,3 +102,35 @@ def test_what_is_wrong_is_one_line(launch: Launch, given: str, said: str):
 def test_without_the_launcher_it_says_how_to_start(tmp_path):
     done = subprocess.run([sys.executable, PLAIN.script, f"run_dir={tmp_path}"], env={"RANK": "0", "PATH": "/usr/bin"}, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0 and "launch with" in done.stderr and "python -m recycle_plugin.launch --workers 4 your_script.py" in done.stderr
+
+
+# --- scripts that call backward() themselves ---------------------------------------------------------
+
+LOOP = "tests/jobs/replicas_against_torch.py"
+OF_A_REPLICA = ("kill 1.0 before 0F1.1@3", "kill 1.0 after 0B1.0@3", "kill 1.0 before 0REDUCE@3", "kill 1.0 after 0REDUCE@3", "kill 1.0 after 0STEP@3", "kill 1.0 at step.end@3")
+
+
+@pytest.mark.parametrize("kill", (None, *OF_A_REPLICA))
+@pytest.mark.parametrize("more", ((), ("gradient_clipping=0.3", "recycle.undo=inverse")))
+def test_a_scripts_own_backward_survives_its_peers(launch: Launch, kill, more):
+    """Three replicas, no pipeline: the same losses and weights as in one process, and each micro-batch is computed, though its replica is gone."""
+    result = launch(*more, *([faults(kill)] if kill else []), shape=Shape(3, 1, 2), script=LOOP).finish()
+    assert result.code == 0 and {event["seat"] for event in result.of("lost")} == ({"1.0"} if kill else set()), result.output[-6000:]
+    for record in result.records.values():
+        assert record["losses"] == pytest.approx(record["alone"]["losses"], abs=2e-6) and record["weights_differ"] < 2e-6
+    everything = {(step, replica, number) for step in range(4, 7) for replica in range(3) for number in range(2)}
+    assert everything <= {tuple(each) for record in result.records.values() for each in record["computed"]}
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ("wrong=backward", "has left no gradient: call backward() on the loss before you return it"),
+        ("wrong=loss", "return the micro-batch's loss, one number, after its backward()"),
+        ("wrong=second", "a second engine, pipeline or set of replicas in this process"),
+        ("recycle.exact=true", "recycle.exact with a backward that the script calls"),
+        ("recycle.split_backward=true", "recycle.split_backward: a backward that the script calls is not split"),
+    ],
+)
+def test_what_a_loop_does_wrong_is_one_line(launch: Launch, wrong: str, said: str):
+    assert_one_line(launch(wrong, shape=Shape(2, 1, 1), script=LOOP).finish(), said)

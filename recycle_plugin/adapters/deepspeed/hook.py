@@ -30,7 +30,6 @@ class Plugin:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._built = False  # an engine
 
     def install(self) -> None:
         """Call before the training script runs."""
@@ -78,9 +77,7 @@ class Plugin:
                 return stock(*arguments, **named)
             given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
             with self._our_engine(module, config, settings, given):
-                built = stock(*arguments, **named)
-            self._built = True
-            return built
+                return stock(*arguments, **named)
 
         module.initialize = initialize
 
@@ -91,7 +88,7 @@ class Plugin:
         from recycle_plugin.adapters.deepspeed.checks import check_config, check_dataset, check_placement
         from recycle_plugin.adapters.deepspeed.engine import Job, engine_class
 
-        if self._built:
+        if self.session.trains:
             raise RecycleError("deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet")
         check_config(config, given.get("model"), given.get("optimizer"), given.get("model_parameters"))
         check_dataset(given.get("training_data"))

@@ -25,6 +25,8 @@ from recycle_plugin.runtime.tied import TiedWeight
 
 Parameters = list[torch.nn.Parameter]
 Reach = Callable[[str], None]
+Compute = Callable[[int, int, int], torch.Tensor]
+"""Of (step, replica, micro-batch): its loss, after the script has called ``backward()`` on it."""
 Source = Callable[[int, MicroBatch], Any]
 """Of (step, micro-batch): the batch of inputs and labels."""
 
@@ -124,6 +126,7 @@ class Framework:
     ``next_batch(what)``: of the script's plain iterator, ``what`` names it in errors; ``forward(seed, place)``: a forward draws by ``seed`` in it, of the micro-batch
     at that place.  ``clipping``: the largest norm of a step's gradients, 0: any.  ``state``: what else a step changes, schedulers and counters.
     ``masters``: of a model in bf16, which the optimizer steps.  ``norm`` None: the true one over all stages; ``scaler`` None: losses are not scaled.
+    ``compute``: the script's own forward and backward of a model that is one stage (scripted.py).
     """
 
     seat: Seat
@@ -143,6 +146,7 @@ class Framework:
     tied: Sequence[TiedWeight] = ()
     norm: Norm | None = None
     scaler: Scaler | None = None
+    compute: Compute | None = None
 
     @property
     def parameters(self) -> Parameters:

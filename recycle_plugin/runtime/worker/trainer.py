@@ -54,6 +54,7 @@ from recycle_plugin.runtime.worker.gradients import Gradients
 from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.worker.ports import Checkpoints, Framework
 from recycle_plugin.runtime.worker.scaling import LossScale
+from recycle_plugin.runtime.worker.scripted import ScriptedStage
 from recycle_plugin.runtime.worker.stage import Stage
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
 from recycle_plugin.runtime.world import TorchMachine
@@ -72,14 +73,16 @@ class Trainer:
     """
 
     def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
+        if session.trains:
+            raise RecycleError("a second engine, pipeline or set of replicas in this process: one for each process is supported yet; make one, and give it all layers")
+        session.trains = True
         self._session, self._settings, self._framework = session, settings, framework
         self.topology, self.seat = framework.topology, framework.seat
         _check_faults(settings, self.topology)
         model = framework.model
-        deferred = DeferredWeights(model.module) if settings.split_backward else None
         self._as_started = AsStarted(model.module)
         blocks = BlockSums(framework.parameters, self._blocks()) if settings.exact else None
-        self._stage = Stage(model, deferred, self._randomness, blocks, framework.masters, self._say_fused, partial(session.note, "warning"))
+        self._stage = self._make_stage(blocks)
         self._transport = Transport(session, model.device)
         kept = Retention(budget=settings.keep_bytes), (AsMade(), Host(model.device))
         self._store = StepStore(self.seat, self.topology.stages, bool(self.topology.tie(self.seat.stage)), *kept)
@@ -216,6 +219,15 @@ class Trainer:
             shape.replicas, shape.stages, shape.micro_batches, shape.ties, self.run_dir, costs, policy, batch=framework.batch(), norm=str(settings.norm),
             clipping=framework.clipping, arithmetic=framework.model.device.arithmetic() if settings.exact else None, **{name: getattr(settings, name) for name in IN_RECORD},
         )  # fmt: skip
+
+    def _make_stage(self, blocks: BlockSums | None) -> Stage | ScriptedStage:
+        framework, model = self._framework, self._framework.model
+        if framework.compute is not None:
+            if blocks is not None:
+                raise RecycleError("recycle.exact with a backward that the script calls: its sums are not cut into blocks yet; leave recycle.exact out")
+            return ScriptedStage(model, framework.compute, self._randomness)
+        deferred = DeferredWeights(model.module) if self._settings.split_backward else None
+        return Stage(model, deferred, self._randomness, blocks, framework.masters, self._say_fused, partial(self._session.note, "warning"))
 
     def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
         framework, parameters = self._framework, self._framework.parameters

@@ -1,0 +1,109 @@
+"""What all jobs in plain torch have: steps, commits, checkpoints."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recycle_plugin.adapters.plain.checkpoint import StageFiles, chosen
+from recycle_plugin.adapters.plain.ports import Buckets, Steps
+from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.places import Places
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.runtime.average import BACKEND
+from recycle_plugin.runtime.device import HOST, Device, device_of
+from recycle_plugin.runtime.randomness import keyed
+from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.worker.changed import scheduler_part
+from recycle_plugin.runtime.worker.fitness import check_layers
+from recycle_plugin.runtime.worker.ports import Compute, Framework, StageModel
+from recycle_plugin.runtime.worker.trainer import Trainer
+from recycle_plugin.settings import Settings
+
+
+def device() -> Device:
+    """What plain jobs compute on."""
+    return device_of(HOST)
+
+
+class PlainJob:
+    """Of the worker of ``line``, whose stage is ``module``, stepped by ``optimizer``."""
+
+    def __init__(
+        self, line: Session, settings: Settings, topology: Topology, module: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any,
+        loss: Callable[[Any, Any], torch.Tensor] | None, clip: float, micro_batch_size: int = 1, compute: Compute | None = None,
+    ) -> None:  # fmt: skip
+        stage, replica = divmod(line.rank, topology.replicas)
+        self.seat, self.module, self.optimizer, self.scheduler = Seat(replica, stage), module, optimizer, scheduler
+        check_layers(module)
+        peers = _meet(topology, stage)
+        _alike(module, peers)
+        self._files = StageFiles(line, self.seat, topology.stages, module)
+        first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
+        model = StageModel(module, loss, topology.micro_batches, first, last, device(), keyed=keyed_forwards)
+        steps = Steps(optimizer, scheduler, lambda: self._trainer.clip())
+        self._places = Places(topology.micro_batches)
+        batch = len(topology.batch) * micro_batch_size
+        framework = Framework(
+            self.seat, topology, model, steps, Buckets(peers), self._files, self._places, micro_batch_size, lambda: batch, _no_iterator, _forward, clip,
+            (scheduler_part(lambda: scheduler), steps.counters), compute=compute,
+        )  # fmt: skip
+        self._trainer = Trainer(line, settings, framework)
+        line.at_end = self._trainer.finish
+
+    def step(self) -> float:
+        """One optimizer step; the mean loss over all micro-batches of all replicas, on every worker.
+
+        It may return before the step is committed; what it returned stays final.  Whoever reads parameters or the optimizer's state with torch in the thread
+        that trains waits for the commit; call :meth:`settle` before something else does.
+        """
+        return self._trainer.train()
+
+    @property
+    def steps(self) -> int:
+        """How many were done, by the job of a loaded checkpoint too."""
+        return self._trainer.step
+
+    def settle(self) -> None:
+        """Return when all of them are committed, whoever dies meanwhile."""
+        self._trainer.settle()
+
+    def save(self, folder: str | Path, tag: str | None = None) -> None:
+        """A checkpoint of all steps so far is in ``folder``/``tag`` when this returns, complete whoever is missing.  ``tag`` None: by the step."""
+        self._trainer.save(Path(folder), tag)
+
+    def load(self, folder: str | Path, tag: str | None = None) -> None:
+        """Everybody goes on from that checkpoint, by default the one saved last, with the data and the random numbers of its next step."""
+        path = chosen(Path(folder), tag)
+        self._trainer.begin_loading(f"load({str(folder)!r}, {tag!r})")
+        with self._trainer.lifted():
+            self._files.read(self._trainer.state, path)
+            self._trainer.loaded(whole=True)
+
+
+def _meet(topology: Topology, stage: int) -> dist.ProcessGroup:
+    """The group of this stage's workers, of those that all workers make."""
+    if not dist.is_initialized():
+        dist.init_process_group(BACKEND)
+    replicas = topology.replicas
+    return [dist.new_group(range(number * replicas, (number + 1) * replicas)) for number in range(topology.stages)][stage]
+
+
+@torch.no_grad()
+def _alike(module: nn.Module, peers: dist.ProcessGroup) -> None:
+    """All begin with what the first of them has: layers may have been made outside, from whatever seed."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor, src=dist.get_global_rank(peers, 0), group=peers)
+
+
+def _forward(seed: int, place: int) -> AbstractContextManager:
+    return keyed(seed, device())
+
+
+def _no_iterator(what: str) -> Any:
+    raise AssertionError(f"{what}: a plain pipeline's data comes from its source")

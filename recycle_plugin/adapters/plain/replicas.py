@@ -1,0 +1,39 @@
+"""Data parallel training of a model whose script runs forward and backward itself: replicas that survive each other's loss, without a pipeline."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from recycle_plugin.adapters.plain.job import PlainJob
+from recycle_plugin.core.topology import Topology
+from recycle_plugin.runtime import session
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.worker.ports import Compute
+from recycle_plugin.settings import Settings
+
+
+class Replicas(PlainJob):
+    """A replica of ``module`` on each worker, all of which are stepped alike by ``optimizer``, with its ``scheduler``, if there is one.
+
+    ``compute(step, replica, micro_batch)`` does what a script's loop does with a micro-batch: forward, loss, ``loss.backward()``; and returns the loss.  It gets all
+    that it needs from its arguments, since the micro-batches of a lost replica are computed by the others.  Steps count from 1; each replica has ``micro_batches``.
+    ``clip``, ``settings``: as for a Pipeline; the loss that is trained is the mean over all micro-batches.
+    Raises RecycleError where something does not fit, and SettingsError.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, micro_batches: int = 1, *, scheduler: Any = None, clip: float = 0.0,
+        settings: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        chosen = Settings.from_section({"enabled": True, "split_backward": False, **(settings or {})})
+        if chosen.split_backward:
+            raise RecycleError("recycle.split_backward: a backward that the script calls is not split; leave it out, or set it to false")
+        line, workers = session.of_this_process(), int(os.environ["WORLD_SIZE"])
+        if workers < 2:
+            raise RecycleError("one worker: start at least 2, since a lost one needs another to take its micro-batches: python -m recycle_plugin.launch --workers 2")
+        super().__init__(line, chosen, Topology(workers, 1, micro_batches), module, optimizer, scheduler, None, clip, compute=compute)
+        self._trainer.feed.source = lambda step, micro_batch: None

@@ -1,0 +1,69 @@
+"""A model whose script runs the forward and the backward of a micro-batch itself: no pipeline, but the same commit, exchange of gradients, undo and rerouting.
+
+The script's one call is F, and leaves the gradients that it has made as what B needs; B adds them to the worker's sum.  So a micro-batch that a loss
+interrupts between the two counts once, whoever does it again.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Callable
+
+import torch
+
+from recycle_plugin.core.blocks import Blocks
+from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.instruction import Instruction, Op
+from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.runtime.blocks import in_place_of
+from recycle_plugin.runtime.device import Device
+from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.worker.ports import Compute, StageModel
+
+
+class ScriptedStage:
+    """In a Stage's place (stage.py), for the only stage of its model.  ``randomness``: what a micro-batch of a step draws."""
+
+    loss_scale = 1.0
+
+    def __init__(self, model: StageModel, compute: Compute, randomness: Callable[[MicroBatch, int, str], AbstractContextManager]) -> None:
+        self._compute, self._randomness = compute, randomness
+        self._parameters, self._scale = list(model.module.parameters()), model.scale
+        self.device: Device = model.device
+
+    def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
+        self._scale = micro_batches
+
+    def load(self, batch: Any) -> None:
+        """The script has its data."""
+
+    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+        """What F or B makes."""
+        stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
+        act, stash, loss, grad, wgrad = (Datum(kind, stage, one, step) for kind in ("act", "stash", "loss", "grad", "wgrad"))
+        if instruction.op is Op.F:
+            gradients, value = self._forward(step, one)
+            return {act: (), stash: gradients, loss: value}
+        for parameter, gradient in zip(self._parameters, have[stash], strict=True):
+            if gradient is not None:
+                gradient.div_(self._scale)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        return {grad: (), wgrad: None}
+
+    def _forward(self, step: int, one: MicroBatch) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+        made: list[torch.Tensor | None] = [None] * len(self._parameters)
+        with self._randomness(one, step, ""), torch.enable_grad(), in_place_of(self._parameters, made):
+            loss = self._compute(step, *one)
+        if not torch.is_tensor(loss) or loss.numel() != 1:
+            raise RecycleError(f"compute({step}, {one.replica}, {one.index}) gives {type(loss).__name__ if not torch.is_tensor(loss) else f'a tensor of {tuple(loss.shape)}'}: "
+                               "return the micro-batch's loss, one number, after its backward()")  # fmt: skip
+        if all(gradient is None for gradient in made):
+            raise RecycleError(f"compute({step}, {one.replica}, {one.index}) has left no gradient: call backward() on the loss before you return it")
+        return made, loss.detach()
+
+    def summed(self) -> None:
+        """What was counted is in a sum over all workers now."""
+
+    def forget_sums(self) -> None:
+        """There are no sums but ``parameter.grad``."""
