@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from recycle_plugin.core.faults import Fault
 from tests.cluster.conftest import Launch
+from tests.support.cluster import Run
 from tests.support.jobs import PLAIN, Shape, assert_one_line, difference, faults
 
 SCRIPT = "tests/jobs/plain_against_torch.py"
@@ -90,6 +94,7 @@ WRONG = {
     "a fault's seat": ('recycle.faults=["kill 7.0 before 0REDUCE@2"]', "recycle.faults: 'kill 7.0 before 0REDUCE@2' names seat 7.0, and the topology is 2 replicas"),
     "no checkpoint": ("load=/nowhere", "load(): there is no checkpoint in /nowhere: /nowhere/latest is missing"),
     "no data": ("data=3", "data is a int: give a function of (step, replica, micro_batch), or a map-style dataset"),
+    "a weight on two stages": ("layer=shared", "layers 1 and 2 share a weight, and are in stages 0 and 1: weights that stages share are not supported here yet"),
     "batch normalisation": ("layer=norm", "keeps running statistics, which a forward that is run again would count twice"),
 }
 
@@ -134,3 +139,24 @@ def test_a_scripts_own_backward_survives_its_peers(launch: Launch, kill, more):
 )
 def test_what_a_loop_does_wrong_is_one_line(launch: Launch, wrong: str, said: str):
     assert_one_line(launch(wrong, shape=Shape(2, 1, 1), script=LOOP).finish(), said)
+
+
+# --- what the README shows ---------------------------------------------------------------------------
+
+
+def test_the_readmes_scripts_run_as_they_stand(plain_server, tmp_path):
+    """Both, though a worker is lost; only the number of steps is smaller."""
+    pipeline, replicas = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)[:2]
+    settings = f'{{"run_dir": {str(tmp_path / "run")!r}, "report": False, "faults": ["kill 1.0 before 0REDUCE@3"]}}'
+    first = pipeline.replace("settings={}", f"settings={settings}").replace("200", "6").replace('"checkpoint"', repr(str(tmp_path / "saved")))
+    data, model = pipeline[: pipeline.index("pipeline = ")], "model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))\n"
+    second = data + model + replicas.replace("200", "6").replace("micro_batches=4", f"micro_batches=4, settings={settings}")
+    for number, (text, workers) in enumerate(((first, 4), (second, 2))):
+        script = tmp_path / f"train{number}.py"
+        script.write_text(text)
+        run = Run(plain_server, tmp_path / "run", workers, str(script), [], launcher="plain")
+        result = run.finish()
+        assert not run.clean()
+        assert result.code == 0 and [event["seat"] for event in result.of("lost")] == ["1.0"] and result.of("finished")[0]["step"] == 6, result.output[-6000:]
+        shutil.rmtree(tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "saved" / "global_step6").iterdir()) == ["stage_00.pt", "stage_01.pt"]

@@ -1,7 +1,7 @@
 """A small pipeline in plain torch, with dropout and Adam, by the overrides of tests/support/jobs.py: ``topology.replicas=2 steps=20 recycle.undo=inverse …``.
 
 RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py.  ``save=N``: a checkpoint in run_dir/saved every N steps; ``load``: the folder to go on from; ``back_at=N``: behind step N, once, back to the first of them;
-``evaluate=N``: every N steps; ``data``, ``layer=norm``: what is refused.
+``evaluate=N``: every N steps; ``data``, ``layer``: what is refused.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def main() -> None:
     layers = [lambda: nn.Embedding(64, WIDTH), *[Block] * job.model.layers, lambda: nn.Linear(WIDTH, 64)]
     if job.layer == "norm":
         layers[1] = lambda: nn.BatchNorm1d(TOKENS)
+    if job.layer == "shared":
+        layers[1] = layers[2] = Block()
     settings = OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir}
     scheduler = (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))) if job.schedule else None
     pipeline = Pipeline(

@@ -51,6 +51,7 @@ class Pipeline(PlainJob):
         line = session.of_this_process()
         workers = int(os.environ["WORLD_SIZE"])
         cut = _cut(len(layers), stages, workers, parts)
+        _refuse_shared(layers, cut)
         topology = Topology(workers // stages, stages, micro_batches)
         module = _built(layers, range(*cut[line.rank // topology.replicas]), seed)
         made = optimizer(module.parameters())
@@ -76,6 +77,18 @@ def _cut(layers: int, stages: int, workers: int, parts: Sequence[int] | None) ->
         raise RecycleError(f"parts is {each}: write {stages} numbers of at least 1, {layers} in all")
     ends = [sum(each[: stage + 1]) for stage in range(stages)]
     return list(zip([0, *ends], ends))
+
+
+def _refuse_shared(layers: Sequence[Layer], cut: list[tuple[int, int]]) -> None:
+    """Each stage would train a copy of its own."""
+    owner: dict[nn.Parameter, tuple[int, int]] = {}
+    for stage, numbers in enumerate(cut):
+        for number in range(*numbers):
+            for parameter in layers[number].parameters() if isinstance(layers[number], nn.Module) else ():
+                other, its_stage = owner.setdefault(parameter, (number, stage))
+                if its_stage != stage:
+                    raise RecycleError(f"layers {other} and {number} share a weight, and are in stages {its_stage} and {stage}: weights that stages share are not supported "
+                                       "here yet; give parts= that puts them into one stage, or use DeepSpeed's TiedLayerSpec")
 
 
 def _built(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
