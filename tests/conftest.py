@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
+
+KILL_SEED = "RECYCLE_TEST_KILL_SEED"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,12 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "all_kills: with DeepSpeed only with --all-kills")
     config.addinivalue_line("markers", "plain_too: by jobs in plain torch, all of them, and with DeepSpeed one of each function, which --kill-seed chooses")
     config.addinivalue_line("markers", "real_launcher: under DeepSpeed's own launcher")
-    if config.option.kill_seed is None:
-        config.option.kill_seed = random.randrange(1000)  # the workers of pytest-xdist get it from here
+    if config.option.kill_seed is None:  # one for all workers of pytest-xdist, which inherit the environment
+        config.option.kill_seed = int(os.environ.setdefault(KILL_SEED, str(random.randrange(1000))))
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"chosen to run with DeepSpeed, under its launcher: by --kill-seed {config.option.kill_seed}, or all with --all-kills"
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    chosen = "all" if config.option.all_kills else f"some, by --kill-seed {config.option.kill_seed}"
+    terminalreporter.write_line(f"kills with DeepSpeed, under its launcher: {chosen}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

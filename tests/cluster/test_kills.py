@@ -85,6 +85,17 @@ def struck(result) -> set[str]:
     return {str(Fault.parse(event["fault"])) for event in result.of("fault")}
 
 
+@pytest.mark.parametrize("seat", ("0.0", "1.0", "0.1", "1.1"))
+@pytest.mark.parametrize("after", (0, 1, 3))
+def test_killed_within_an_instruction(launch, reference, tmp_path, seat, after):
+    """In the middle of a sum of several buckets: its peer, which is at the same instruction, has parts of the sum then, and all that counts as it was before."""
+    wrap = {"name": "die_within_sum", "seat": seat, "step": 6, "after": after, "folder": str(tmp_path / "found")}
+    result = launch(script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(wrap)).finish()
+    assert_same_training(result, reference(), {seat})
+    replica, stage = seat.split(".")
+    assert (tmp_path / "found" / f"{1 - int(replica)}.{stage}").read_text() == f"{after + 1} True"
+
+
 # --- between two stages' steps, and during recovery -------------------------------------------------
 
 
