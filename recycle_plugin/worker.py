@@ -22,6 +22,7 @@ from recycle_plugin.core.loop import LEAVE
 from recycle_plugin.core.protocol import Fatal
 from recycle_plugin.core.sources import Gone
 from recycle_plugin.planner import PlanError
+from recycle_plugin.runtime import forked
 from recycle_plugin.runtime.errors import CutOff, RecycleError
 from recycle_plugin.runtime.session import Session, connect_from_environment
 from recycle_plugin.runtime.spawn import die_with_parent
@@ -38,10 +39,11 @@ def main(command: list[str]) -> int:
     leave = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_leave(session, leave))
     signal.signal(signal.SIGINT, lambda *_: _interrupt(session))
+    forked.register(session.cut_off)
     Plugin(session).install()
     try:
         code = run_script(command)
-        if code == 0:
+        if code == 0 and not session.forked:
             session.at_end()
             session.leave()
         return code
@@ -58,7 +60,10 @@ def main(command: list[str]) -> int:
     except (RecycleError, SettingsError, PlanError, Torn, Gone) as error:
         if os.environ.get("RECYCLE_TRACEBACK"):
             traceback.print_exc()
-        session.send(Fatal(session.rank, str(error)))
+        if session.forked:
+            print(f"recycle: error: {error}", file=sys.stderr, flush=True)
+        else:
+            session.send(Fatal(session.rank, str(error)))
         return 1
 
 

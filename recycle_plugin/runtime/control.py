@@ -18,6 +18,7 @@ from typing import Callable, Protocol
 
 from recycle_plugin.core.encoding import LIMIT, Frames, encode
 from recycle_plugin.core.typed import Unreadable
+from recycle_plugin.runtime import forked
 
 RETRY_S = 0.05  # between two attempts to connect
 ATTEMPT_S = 5.0  # one of them
@@ -251,8 +252,7 @@ def _connected(address: tuple[str, int], timeout_s: float) -> socket.socket:
             if time.monotonic() + RETRY_S >= deadline:
                 raise
             time.sleep(RETRY_S)
-    os.register_at_fork(after_in_child=connection.close)  # a data loader's process must not keep it open after a death
-    return connection
+    return forked.own(connection)
 
 
 # --- within a process ----------------------------------------------------------------------------------

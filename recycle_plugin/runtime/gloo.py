@@ -12,6 +12,7 @@ from typing import Any, Callable
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
+from recycle_plugin.runtime import forked
 from recycle_plugin.runtime.link import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Broken, Gather, Handle, Operation, Receive, Reduce, ReduceScatter, Scatter, Send
 
 NOT_GLOOS = ("Cannot use", "Invalid scalar type", "nsupported", "nhandled")  # what it says of an operation, a dtype or a device that it does not know
@@ -49,6 +50,7 @@ class GlooLink:
         self._waiting: list[tuple[Operation, Handle]] = []  # for the connections
         self._running: set[Handle] = set()
         self._opened: set[int] = set()
+        self._inodes = forked.Inodes(lambda: self._opened)
         self._ports: set[str] = set()
         self._end: Broken | None = None  # nothing will be started any more
 

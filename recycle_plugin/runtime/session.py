@@ -39,7 +39,8 @@ class Session(Line):
     What the line says is read under :attr:`changed`.  ``between_steps`` recovers from a membership change that the training script
     meets outside a step, in a collective of its own.  ``work`` is what of a program is being carried out, None between steps, and ``trainer``
     the thread that does so (runtime/callers.py); ``group_sums`` is the setting.  ``when_adopted`` is called with each membership (runtime/outcomes.py),
-    ``at_end`` when the script is through, to go when everybody's last step is committed; ``trains``: this process has its trainer.
+    ``at_end`` when the script is through, to go when everybody's last step is committed; ``trains``: this process has its trainer; ``forked``: it is not the
+    worker, but was forked from it.
 
     ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
     be blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without this
@@ -64,6 +65,7 @@ class Session(Line):
         self.heart = Heart(rank, self.send)
         self.given_up: Callable[[str], None] | None = None
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user
+        self.forked = False
         self._closed = False
         self._ended_early = ended_early
         self._control = control
@@ -83,6 +85,7 @@ class Session(Line):
 
     def send(self, message: object) -> None:
         """As this worker: who says something of itself need not know which incarnation it is."""
+        self._refuse_forks()
         if isinstance(message, OfWorker):
             message = replace(message, incarnation=self.incarnation)
         self._control.send(message, SEND_S)
@@ -99,6 +102,17 @@ class Session(Line):
         self.send(Left(self.rank, code, planned))
         with self.changed:
             self._closed = True
+
+    # --- forks of this process -----------------------------------------------------------------------
+
+    def cut_off(self) -> None:
+        """In a process that was forked from the worker (runtime/forked.py): nothing is said, awaited or waited for in its name."""
+        self.forked, self.changed = True, threading.Condition()
+
+    def _refuse_forks(self) -> None:
+        if self.forked:
+            raise RecycleError(f"process {os.getpid()} was forked from worker {self.rank}, and is not that worker: it can't train, settle or take part in the job's "
+                               "collectives; do that in the script's own process")  # fmt: skip
 
     # --- listening ---------------------------------------------------------------------------------
 
@@ -142,6 +156,7 @@ class Session(Line):
         raises :class:`JobEnded`.  Past the deadline (``timeout_s``, by default ``wait_timeout_s``):
         :class:`WaitTimeout` with ``what``.  :class:`CutOff` when the coordinator is not heard any more.
         """
+        self._refuse_forks()
         timeout_s = timeout_s or self.wait_timeout_s
         deadline = time.monotonic() + timeout_s
         with self.heart.at(WAITS, ""), self.changed:

@@ -22,6 +22,7 @@ import torch
 from recycle_plugin.core.dataflow import Datum
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.protocol import Missing
+from recycle_plugin.runtime import forked
 from recycle_plugin.runtime.device import Copy, Device, Tensors
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.session import Session
@@ -42,7 +43,7 @@ class Transport:
         self._failure: RecycleError | None = None  # of a copy
         self._arrived: deque[tuple[Datum, Tensors, int]] = deque()
         self._outboxes: dict[str, Outbox] = {}
-        self._listener = socket.create_server(("", 0), backlog=1024)
+        self._listener = forked.own(socket.create_server(("", 0), backlog=1024))
         self._accepted: set[socket.socket] = set()
         self._closed = False
         self._readers: dict[threading.Thread, str] = {}  # with the address of whose messages each reads, once that is said
@@ -137,7 +138,7 @@ class Transport:
                 connection, peer = self._listener.accept()
             except OSError:  # closed
                 return
-            self._accepted.add(connection)
+            self._accepted.add(forked.own(connection))
             reader = threading.Thread(target=self._read, args=(connection,), name="recycle: transport", daemon=True)
             with self._session.changed:
                 self._readers[reader] = ""
@@ -258,7 +259,7 @@ class Outbox:
     def _work(self) -> None:
         """Connect, then send what could not go at once."""
         try:
-            connection = socket.create_connection(self._peer, CONNECT_S)
+            connection = forked.own(socket.create_connection(self._peer, CONNECT_S))
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(_header(self._own))
