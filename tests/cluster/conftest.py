@@ -80,7 +80,7 @@ def pair() -> Iterator[Hosts]:
 
 def here(*arguments: object, **options: object) -> Run:
     """A job under the launcher for one host, which costs half as much as DeepSpeed's; not where something is asked for that is only in that."""
-    return Run(*arguments, **{"launcher": "deepspeed" if options.keys() & {"plugin", "cold"} else "plain"} | options)
+    return Run(*arguments, **{"launcher": "deepspeed" if "cold" in options or options.get("plugin", "") is None else "plain"} | options)
 
 
 @contextmanager
@@ -107,9 +107,16 @@ def vehicle(request: pytest.FixtureRequest) -> Vehicle:
 
 
 @pytest.fixture
-def launch(request: pytest.FixtureRequest, vehicle: Vehicle, tmp_path: Path) -> Iterator[Launch]:
-    start = Run if request.node.get_closest_marker("real_launcher") else here
-    with launching(request.getfixturevalue(vehicle.server), tmp_path, start, vehicle) as launch:
+def starts(request: pytest.FixtureRequest, vehicle: Vehicle) -> tuple[ForkServer, Callable[..., Run]]:
+    """What starts the test's jobs: plain ones too under DeepSpeed's launcher, and from its server, where the test is marked so."""
+    real = request.node.get_closest_marker("real_launcher") is not None
+    return request.getfixturevalue("server" if real else vehicle.server), Run if real else here
+
+
+@pytest.fixture
+def launch(starts: tuple[ForkServer, Callable[..., Run]], vehicle: Vehicle, tmp_path: Path) -> Iterator[Launch]:
+    server, start = starts
+    with launching(server, tmp_path, start, vehicle) as launch:
         yield launch
 
 
