@@ -15,7 +15,9 @@ import pytest
 from recycle_plugin.runs import MARK, environment
 from recycle_plugin.runtime.trace import read_traces
 from tests.support.cluster import ROOT
-from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, faults, held
+from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, assert_one_line, assert_same_training, faults, held
+
+PAIR = Shape(stages=1)
 
 
 @pytest.mark.plain_too(deepspeed=False)
@@ -49,7 +51,7 @@ def assert_ended_together(result) -> None:
     """Everybody left after the same commit, and nobody was lost."""
     assert not result.of("lost") and len(result.of("finished")) == 1, result.output[-6000:]
     (step,) = {event["text"].split("after step ")[1].split()[0] for event in result.of("left")}
-    assert len(result.of("left")) == 4 and int(step) == result.of("committed")[-1]["step"]
+    assert len(result.of("left")) == len(result.pids) and int(step) == result.of("committed")[-1]["step"]
 
 
 def assert_same_losses(result, reference) -> None:
@@ -92,15 +94,18 @@ def test_sigterm_at_a_supervisor_ends_the_job(launch, reference, rank):
 
 
 @pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.real_launcher
 def test_sigterm_at_the_launcher_ends_the_job(launch, reference):
-    """DeepSpeed's, in a cold run: its workers are the launcher's own descendants, and get the launcher's SIGTERM too."""
-    run = launch("steps=100000", cold=True)
+    """Workers are not forked, as a user's: they are the launcher's own descendants, and get the launcher's SIGTERM too."""
+    run = launch("steps=100000", shape=PAIR, RECYCLE_FORK_SERVER="")
     after_step(run, 4)
-    (launcher,) = psutil.Process(run.launcher.pid).children()
+    launcher = psutil.Process(run.launcher.pid)
+    assert set(run.pids().values()) < {process.pid for process in launcher.children(recursive=True)}
     launcher.terminate()
     result = run.finish()
+    assert len(result.pids) == PAIR.ranks
     assert_ended_together(result)
-    assert_same_losses(result, reference())
+    assert_same_losses(result, reference(shape=PAIR))
 
 
 @pytest.mark.plain_too(deepspeed=False)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.jobs import STEPS, WRAPPED, assert_same_training, difference, faults
 
+MORE = pytest.mark.all_kills
 CLIPPED = "gradient_clipping=1.25"
 OVERFLOW = {"name": "overflow", "at": ["1W0.1@4", "0W1.0@9"]}
 SCALING = {"initial_scale_power": 8, "loss_scale_window": 4, "hysteresis": 1}
@@ -42,7 +43,7 @@ def test_a_scaled_loss_changes_nothing_but_what_overflows(launch, reference):
     assert {(event["step"], event["scale"]) for event in result.of("loss_scale")} == set(scales(set()))
 
 
-@pytest.mark.parametrize("kill", (pytest.param(None, marks=pytest.mark.all_kills), "kill 0.1 after 1STEP@4", pytest.param("kill 1.0 before 0STEP@9", marks=pytest.mark.all_kills)))
+@pytest.mark.parametrize("kill", (pytest.param(None, marks=MORE), "kill 0.1 after 1STEP@4", pytest.param("kill 1.0 before 0STEP@9", marks=MORE)))
 def test_an_overflow_takes_the_scale_down_on_all_stages_and_what_had_the_old_one_is_void(launch, kill):
     result = scaled(launch, *([faults(kill)] if kill else []), also=(OVERFLOW,))
     waited = launch("recycle.nonfinite=skip", CLIPPED, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(OVERFLOW)).finish()

@@ -11,6 +11,7 @@ from recycle_plugin.runtime.trace import read_traces
 from tests.support.jobs import WRAPPED, assert_same_training
 
 pytestmark = pytest.mark.plain_too(deepspeed=False)
+
 FIRST, LAST = 3, 12  # steps in which it is three times as slow
 
 
