@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "all_kills: with DeepSpeed only with --all-kills")
-    config.addinivalue_line("markers", "plain_too: by jobs in plain torch, all of them, and with DeepSpeed one of each function, which --kill-seed chooses")
+    config.addinivalue_line("markers", "plain_too: by jobs in plain torch, all of them, and with DeepSpeed one of each function, which --kill-seed chooses; with deepspeed=False none, but with --all-kills")
     config.addinivalue_line("markers", "real_launcher: under DeepSpeed's own launcher")
     if config.option.kill_seed is None:  # one for all workers of pytest-xdist, which inherit the environment
         config.option.kill_seed = int(os.environ.setdefault(KILL_SEED, str(random.randrange(1000))))

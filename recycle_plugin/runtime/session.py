@@ -76,6 +76,10 @@ class Session(Line):
         self.job_id, self.incarnation = welcome.job_id, welcome.incarnation
         threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
 
+    def configure(self, wait_timeout_s: float, regroup_timeout_s: float, group_sums: str) -> None:
+        """By the settings of these names, which are known once the script has come to them."""
+        self.wait_timeout_s, self.regroup_timeout_s, self.group_sums = wait_timeout_s, regroup_timeout_s, group_sums
+
     @property
     def own_address(self) -> str:
         """This worker's address on the interface that reaches the coordinator."""

@@ -19,8 +19,10 @@ DEADLINE_S = 600  # of a test; a run takes seconds, and minutes where others use
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "vehicle" in metafunc.fixturenames and metafunc.definition.get_closest_marker("plain_too"):
-        metafunc.parametrize("vehicle", (PLAIN, DEEPSPEED), ids=str, indirect=True)
+    marker = metafunc.definition.get_closest_marker("plain_too")
+    if "vehicle" in metafunc.fixturenames and marker:
+        both = marker.kwargs.get("deepspeed", True) or metafunc.config.getoption("--all-kills")
+        metafunc.parametrize("vehicle", (PLAIN, DEEPSPEED) if both else (PLAIN,), ids=str, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,7 +80,7 @@ def pair() -> Iterator[Hosts]:
 
 def here(*arguments: object, **options: object) -> Run:
     """A job under the launcher for one host, which costs half as much as DeepSpeed's; not where something is asked for that is only in that."""
-    return Run(*arguments, **{"launcher": "deepspeed" if options.keys() & {"plugin", "cold"} else "plain"} | options)
+    return Run(*arguments, **{"launcher": "deepspeed" if "cold" in options or options.get("plugin", "") is None else "plain"} | options)
 
 
 @contextmanager
@@ -105,9 +107,16 @@ def vehicle(request: pytest.FixtureRequest) -> Vehicle:
 
 
 @pytest.fixture
-def launch(request: pytest.FixtureRequest, vehicle: Vehicle, tmp_path: Path) -> Iterator[Launch]:
-    start = Run if request.node.get_closest_marker("real_launcher") else here
-    with launching(request.getfixturevalue(vehicle.server), tmp_path, start, vehicle) as launch:
+def starts(request: pytest.FixtureRequest, vehicle: Vehicle) -> tuple[ForkServer, Callable[..., Run]]:
+    """What starts the test's jobs: plain ones too under DeepSpeed's launcher, and from its server, where the test is marked so."""
+    real = request.node.get_closest_marker("real_launcher") is not None
+    return request.getfixturevalue("server" if real else vehicle.server), Run if real else here
+
+
+@pytest.fixture
+def launch(starts: tuple[ForkServer, Callable[..., Run]], vehicle: Vehicle, tmp_path: Path) -> Iterator[Launch]:
+    server, start = starts
+    with launching(server, tmp_path, start, vehicle) as launch:
         yield launch
 
 

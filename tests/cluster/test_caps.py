@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from recycle_plugin.core import profile
 from recycle_plugin.simulator import analytic
 from tests.support.jobs import assert_one_line, assert_same_training, faults
+
+pytestmark = pytest.mark.plain_too
 
 
 def test_room_for_one_micro_batch(launch, reference, tmp_path):
@@ -22,6 +26,7 @@ def test_room_for_one_micro_batch(launch, reference, tmp_path):
     assert max(event["held"] for event in reference().of("peak") if event["seat"].endswith(f".{tight}")) == 2
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_what_a_profile_does_not_fit_is_refused(launch, tmp_path):
     path = tmp_path / "profile.json"
     profile.write(analytic.profile(analytic.Shape("tiny", layers=2, hidden=16), micro_batch=3), path)

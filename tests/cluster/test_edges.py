@@ -17,10 +17,8 @@ def strike_at(moment: str, rank: int, flag: str = "") -> dict:
     return {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps({"name": "strike_at", "moment": moment, "rank": rank, "flag": flag})}
 
 
-BEFORE = [pytest.param("meeting", 0, marks=pytest.mark.all_kills), ("initialize", 2), pytest.param("enrolling", 3, marks=pytest.mark.all_kills)]
-
-
-@pytest.mark.parametrize("moment, rank", BEFORE)
+@pytest.mark.plain_too
+@pytest.mark.parametrize("moment, rank", (("meeting", 0), ("initialize", 2), ("enrolling", 3)))
 def test_a_death_before_the_first_step_ends_the_job(launch, moment, rank):
     """There is nothing to go on with: others may be in the middle of what DeepSpeed does with all of them."""
     result = launch(**strike_at(moment, rank)).finish()
@@ -28,6 +26,7 @@ def test_a_death_before_the_first_step_ends_the_job(launch, moment, rank):
     assert "before training started" in result.output and not result.records
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_deaths_in_the_first_step(launch, reference):
     """One before anybody has run anything."""
     kills = "kill 0.1 at recovery.report", "kill 1.0 after 0STEP@1"
@@ -36,13 +35,14 @@ def test_deaths_in_the_first_step(launch, reference):
     assert {event["fault"] for event in result.of("fault")} == set(kills)
 
 
-@pytest.mark.all_kills
+@pytest.mark.plain_too(deepspeed=False)
 def test_a_death_in_the_last_step(launch, reference):
     result = launch(faults(f"kill 0.1 after 1STEP@{STEPS}")).finish()
     assert_same_training(result, reference(), {"0.1"})
 
 
-@pytest.mark.parametrize("moment, lost", (("finishing", {"1.0"}), pytest.param("left", set(), marks=pytest.mark.all_kills)))
+@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.parametrize("moment, lost", (("finishing", {"1.0"}), ("left", set())))
 def test_a_death_after_the_last_step(launch, reference, moment, lost):
     """Rank 1's script is through; what the others still commit, they commit without it.  Once it has said goodbye, nobody misses it."""
     result = launch(**strike_at(moment, 1)).finish()
@@ -65,6 +65,8 @@ def terminate(pids: set[int]) -> None:
             os.kill(pid, signal.SIGTERM)
 
 
+@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.real_launcher
 def test_sigterm_to_everything_while_training(launch, server):
     run = launch("steps=100000")
     after_step(run, 4)
@@ -75,6 +77,7 @@ def test_sigterm_to_everything_while_training(launch, server):
     assert len(result.of("left")) == 4 and int(step) == result.of("committed")[-1]["step"]
 
 
+@pytest.mark.real_launcher
 def test_sigterm_to_everything_while_initialising(launch, server, tmp_path):
     """Others wait for rank 2, in what is deaf to signals."""
     flag = tmp_path / "there"

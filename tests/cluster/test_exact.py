@@ -6,7 +6,7 @@ Dropout is on; the control at the end shows that without exact mode the same fai
 from __future__ import annotations
 
 import json
-from typing import Callable, Iterator
+from typing import Callable
 
 import pytest
 import torch
@@ -14,26 +14,26 @@ import torch
 from tests.cluster import test_double_faults as double_faults
 from tests.cluster.conftest import launching
 from tests.cluster.test_kills import FIRST, SECOND, Kill, matrix
-from tests.cluster.test_random_kills import kill_at, schedules
+from tests.cluster.test_random_kills import kill_all, named, schedules
 from tests.support.cluster import Result
-from tests.support.jobs import BF16, SQUARE, STEPS, WRAPPED, Shape, faults
+from tests.support.jobs import BF16, DEEPSPEED, PLAIN, SQUARE, STEPS, WRAPPED, Shape, faults
 
 EXACT = "recycle.exact=true"
-CLIPPED, FUSED, SGD = "gradient_clipping=0.5", "recycle.split_backward=false", ("optimizer=sgd", "optimizer.params.momentum=0.9")
-MORE = pytest.mark.all_kills
+CLIPPED, FUSED = "gradient_clipping=0.5", "recycle.split_backward=false"
+SGD = {DEEPSPEED: ("optimizer=sgd", "optimizer.params.momentum=0.9"), PLAIN: ("optimizer=sgd",)}  # with momentum
 WIDE = Shape(replicas=4)
 
 
-def wraps(folder, *others: dict) -> dict[str, str]:
-    return {"RECYCLE_TEST_WRAP": json.dumps([{"name": "record_states", "folder": str(folder)}, *others])}
+def recorded(folder) -> dict:
+    return {"name": "record_states", "folder": str(folder / "run0" / "states")}
 
 
 @pytest.fixture
 def train(launch, tmp_path) -> Callable[..., Result]:
-    """``train(*overrides, shape=, others=)``: a job that records its states."""
+    """``train(*overrides, shape=)``: a job that records its states."""
 
-    def run(*more: str, shape: Shape = SQUARE, others: tuple[dict, ...] = ()) -> Result:
-        result = launch(*more, shape=shape, script=WRAPPED, **wraps(tmp_path / "run0" / "states", *others)).finish()
+    def run(*more: str, shape: Shape = SQUARE) -> Result:
+        result = launch(*more, shape=shape, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(recorded(tmp_path))).finish()
         assert result.code == 0, result.output[-6000:]
         return result
 
@@ -41,19 +41,24 @@ def train(launch, tmp_path) -> Callable[..., Result]:
 
 
 @pytest.fixture(scope="module")
-def calm(server, tmp_path_factory) -> Iterator[Callable[..., Result]]:
+def calm_results() -> dict[tuple, Result]:
+    return {}
+
+
+@pytest.fixture
+def calm(request, vehicle, tmp_path_factory, calm_results) -> Callable[..., Result]:
     """``calm(*overrides, shape=)``: that job without a failure; each is run once."""
-    results: dict[tuple, Result] = {}
 
     def run(*more: str, shape: Shape = SQUARE) -> Result:
-        if (shape, more) not in results:
+        if (key := (vehicle, shape, more)) not in calm_results:
             folder = tmp_path_factory.mktemp("calm")
-            with launching(server, folder) as launch:
-                results[shape, more] = launch(*more, shape=shape, script=WRAPPED, **wraps(folder / "run0" / "states")).finish()
-            assert results[shape, more].code == 0 and not results[shape, more].of("lost"), results[shape, more].output[-6000:]
-        return results[shape, more]
+            with launching(request.getfixturevalue(vehicle.server), folder, vehicle=vehicle) as launch:
+                result = launch(*more, shape=shape, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(recorded(folder))).finish()
+            assert result.code == 0 and not result.of("lost"), result.output[-6000:]
+            calm_results[key] = result
+        return calm_results[key]
 
-    yield run
+    return run
 
 
 def states(result: Result, rank: int) -> dict[int, str]:
@@ -82,53 +87,64 @@ def assert_exact(result: Result, reference: Result, lost: set[str], struck: tupl
 
 # --- every seat, every kind of instruction ------------------------------------------------------------
 
-DEFAULT = (3, 26)
-
-
-@pytest.mark.all_kills
-@pytest.mark.parametrize(
-    "first, second",
-    [pytest.param(*pair, id=f"{pair[0]}, {pair[1]}", marks=() if number in DEFAULT else MORE) for number, pair in enumerate(matrix())],
-)
+@pytest.mark.plain_too
+@pytest.mark.parametrize("first, second", [pytest.param(*pair, id=f"{pair[0]}, {pair[1]}") for pair in matrix()])
 def test_each_rank_at_named_instructions(train, calm, first: Kill, second: Kill):
     kills = first.at(FIRST), second.at(SECOND)
     assert_exact(train(EXACT, faults(*kills)), calm(EXACT), {first.seat, second.seat}, kills)
 
 
-@pytest.mark.all_kills
+@pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize(
     "settings, kills",
     [
-        pytest.param(SGD, ("kill 1.1 after 1W1.0@5", "kill 0.0 before 0I0.1@9"), id="SGD with momentum", marks=MORE),
-        pytest.param((CLIPPED,), ("kill 0.1 before 1VALIDATE@5", "kill 1.0 after 0VALIDATE@9"), id="clipped", marks=MORE),
-        pytest.param((CLIPPED, "recycle.clip=validate"), ("kill 0.1 before 1REDUCE@5", "kill 1.0 after 0STEP@9"), id="validated", marks=MORE),
-        pytest.param((FUSED,), ("kill 0.0 after 0B0.0@5", "kill 1.1 before 1B1.1@9"), id="fused", marks=MORE),
-        pytest.param(("recycle.exact_block=1",), ("kill 1.0 after 0W1.0@5", "kill 1.1 before 1W1.1@9"), id="blocks of one", marks=MORE),
-        pytest.param((BF16,), ("kill 0.1 before 1I0.1@5", "kill 1.0 after 0REDUCE@9"), id="bf16"),
-        pytest.param((BF16, CLIPPED, "recycle.clip=validate"), ("kill 0.1 after 1STEP@5", "kill 1.0 before 0W1.0@9"), id="bf16, validated", marks=MORE),
-        pytest.param((BF16, FUSED), ("kill 1.1 after 1B1.0@5", "kill 0.0 before 0STEP@9"), id="bf16, fused", marks=MORE),
-        pytest.param(("recycle.keep_bytes=1",), ("kill 0.1 before 1W0.1@6",), id="nothing is kept", marks=MORE),
+        pytest.param((CLIPPED,), ("kill 0.1 before 1VALIDATE@5", "kill 1.0 after 0VALIDATE@9"), id="clipped"),
+        pytest.param((CLIPPED, "recycle.clip=validate"), ("kill 0.1 before 1REDUCE@5", "kill 1.0 after 0STEP@9"), id="validated"),
+        pytest.param((FUSED,), ("kill 0.0 after 0B0.0@5", "kill 1.1 before 1B1.1@9"), id="fused"),
+        pytest.param(("recycle.exact_block=1",), ("kill 1.0 after 0W1.0@5", "kill 1.1 before 1W1.1@9"), id="blocks of one"),
+        pytest.param(("recycle.keep_bytes=1",), ("kill 0.1 before 1W0.1@6",), id="nothing is kept"),
     ],
 )
 def test_other_settings(train, calm, settings, kills):
     assert_exact(train(EXACT, *settings, faults(*kills)), calm(EXACT, *settings), {kill.split()[1] for kill in kills}, kills)
 
 
-# --- several at once, and stops -----------------------------------------------------------------------
+@pytest.mark.plain_too(deepspeed=False)
+def test_sgd_with_momentum(train, calm, vehicle):
+    kills = "kill 1.1 after 1W1.0@5", "kill 0.0 before 0I0.1@9"
+    assert_exact(train(EXACT, *SGD[vehicle], faults(*kills)), calm(EXACT, *SGD[vehicle]), {"1.1", "0.0"}, kills)
 
 
 @pytest.mark.parametrize(
     "settings, kills",
     [
-        pytest.param(("recycle.exact_block=2", "topology.micro_batches=4"), ("kill 0.1 before 1W0.2@6", "kill 2.1 after 1W2.1@6"), marks=MORE),
-        pytest.param((), ("kill 3.0 before 0REDUCE@6", "kill 1.1 after 1REDUCE@6"), marks=MORE),
-        pytest.param((), ("kill 1.0 before 0I1.0@5", "kill 3.0 at recovery.report:2"), marks=MORE),
+        pytest.param((), ("kill 0.1 before 1I0.1@5", "kill 1.0 after 0REDUCE@9"), id="bf16"),
+        pytest.param((CLIPPED, "recycle.clip=validate"), ("kill 0.1 after 1STEP@5", "kill 1.0 before 0W1.0@9"), id="validated", marks=pytest.mark.all_kills),
+        pytest.param((FUSED,), ("kill 1.1 after 1B1.0@5", "kill 0.0 before 0STEP@9"), id="fused", marks=pytest.mark.all_kills),
+    ],
+)
+def test_bf16(train, calm, settings, kills):
+    """DeepSpeed's."""
+    assert_exact(train(EXACT, BF16, *settings, faults(*kills)), calm(EXACT, BF16, *settings), {kill.split()[1] for kill in kills}, kills)
+
+
+# --- several at once, and stops -----------------------------------------------------------------------
+
+
+@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.parametrize(
+    "settings, kills",
+    [
+        (("recycle.exact_block=2", "topology.micro_batches=4"), ("kill 0.1 before 1W0.2@6", "kill 2.1 after 1W2.1@6")),
+        ((), ("kill 3.0 before 0REDUCE@6", "kill 1.1 after 1REDUCE@6")),
+        ((), ("kill 1.0 before 0I1.0@5", "kill 3.0 at recovery.report:2")),
     ],
 )
 def test_two_of_eight(train, calm, settings, kills):
     assert_exact(train(EXACT, *settings, faults(*kills), shape=WIDE), calm(EXACT, *settings, shape=WIDE), {kill.split()[1] for kill in kills}, kills)
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_a_worker_that_is_stopped(train, calm):
     fault = "stop 0.1 before 1F0.1@6"
     assert_exact(train(EXACT, "recycle.progress_timeout_s=2", faults(fault)), calm(EXACT), {"0.1"}, (fault,))
@@ -137,40 +153,39 @@ def test_a_worker_that_is_stopped(train, calm):
 # --- from outside, and seeded ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [pytest.param(number, marks=MORE) for number in range(4)])
-def test_kills_from_outside(launch, calm, tmp_path, number):
-    run = launch(EXACT, script=WRAPPED, **wraps(tmp_path / "run0" / "states"))
-    for when, seats in schedules()[number]:
-        kill_at(run, seats, when)
-    result = run.finish()
+@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.parametrize("kills", [pytest.param(kills, id=named(kills)) for kills in schedules()[:4]])
+def test_kills_from_outside(launch, calm, tmp_path, kills):
+    result = kill_all(launch, tmp_path / "gate", kills, EXACT, others=(recorded(tmp_path),))
     assert result.code == 0, result.output[-6000:]
-    assert_exact(result, calm(EXACT), {seat for _, seats in schedules()[number] for seat in seats})
+    assert_exact(result, calm(EXACT), {seat for _, seats in kills for seat in seats})
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=MORE) for seed in range(12)])
+@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.parametrize("seed", range(12))
 def test_kills_close_together(launch, calm, tmp_path, seed):
     """Those of tests/cluster/test_double_faults.py, on 4 x 2 and 3 x 3."""
     given = double_faults.scenario(seed)
     settings = tuple(each for each in given.variant if each != "recycle.undo=inverse")
-    run = launch(EXACT, faults(*given.named), *settings, shape=given.shape, script=WRAPPED, **wraps(tmp_path / "run0" / "states"))
-    if given.outside is not None:
-        double_faults.kill_from_outside(run, *given.outside)
-    result = run.finish()
+    result = double_faults.kill_all(launch, tmp_path / "gate", given, EXACT, *settings, others=(recorded(tmp_path),))
     assert result.code == 0, result.output[-6000:]
     struck = {event["fault"].split()[1] for event in result.of("fault")}
+    assert struck
     alike = [each for each in settings if "keep_bytes" not in each]
-    assert_exact(result, calm(EXACT, *alike, shape=given.shape), struck | ({given.outside[0]} if given.outside else set()), given.named[:1])
+    assert_exact(result, calm(EXACT, *alike, shape=given.shape), struck | ({given.outside[0]} if given.outside else set()))
 
 
 # --- controls -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_without_exact_mode_the_same_failure_changes_bits(train, calm):
     result = train(faults("kill 1.1 after 1W1.0@5"))
     found = differing(result, calm())
     assert "loss of step 5" not in found and any(f"after step {STEPS}" in each for each in found), found
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_the_exact_run_trains_what_the_other_does(calm):
     """Only roundings are others."""
     exact, other = calm(EXACT), calm()

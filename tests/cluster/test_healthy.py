@@ -12,7 +12,9 @@ from statistics import median
 
 import pytest
 
-from tests.support.jobs import WRAPPED, Emulated, after_step
+from tests.support.jobs import WRAPPED, Emulated, after_step, held
+
+pytestmark = pytest.mark.plain_too(deepspeed=False)
 
 DEADLINE_S = 2.0  # for instructions, and for hosts
 UNIT_S, TIMES = 0.003, 5.0
@@ -30,7 +32,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_nobody_who_is_healthy_is_given_up(launch, tmp_path, steps):
     uneven = {"name": "restless", "unit_s": UNIT_S, "times": TIMES, "first_s": 2 * DEADLINE_S}
     uneven |= {"pauses": list(range(steps // 2, steps, EACH)), "pause_s": 1.5 * DEADLINE_S}
-    wraps = [uneven, {"name": "save_each", "folder": str(tmp_path / "saved"), "steps": max(steps // 4, 1)}]
+    wraps = [uneven, {"name": "save_each", "folder": str(tmp_path / "saved"), "steps": max(steps // 4, 1)}, held(tmp_path, steps, "stopped")]
     deadlines = f"recycle.progress_timeout_s={DEADLINE_S}", f"recycle.heartbeat_timeout_s={DEADLINE_S}"
     run = launch(f"steps={steps}", *deadlines, shape=SHAPE, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(wraps))
     stops = 0
@@ -38,6 +40,7 @@ def test_nobody_who_is_healthy_is_given_up(launch, tmp_path, steps):
         after_step(run, step)
         stop_for_half_a_step(run, Random(step))
         stops += 1
+    (tmp_path / "stopped").touch()
     result = run.finish(120 + steps)
     lengths = intervals(result.events)
     print(f"{steps} steps, {stops} stops, {len(result.of('checkpoint'))} checkpoints; steps of {min(lengths):.3f} to {max(lengths):.3f} s, median {median(lengths):.3f} s")

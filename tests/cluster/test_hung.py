@@ -11,15 +11,8 @@ from tests.support.jobs import STEPS, WRAPPED, after_step, assert_same_training,
 SOON = "recycle.progress_timeout_s=2"
 
 
-@pytest.mark.parametrize(
-    "fault",
-    (
-        "stop 0.1 before 1F0.1@6",
-        pytest.param("stop 1.0 after 0REDUCE@6", marks=pytest.mark.all_kills),
-        pytest.param("stop 0.0 before 0STEP@6", marks=pytest.mark.all_kills),
-        pytest.param("stop 1.1 after 1I1.0@6", marks=pytest.mark.all_kills),
-    ),
-)
+@pytest.mark.plain_too
+@pytest.mark.parametrize("fault", ("stop 0.1 before 1F0.1@6", "stop 1.0 after 0REDUCE@6", "stop 0.0 before 0STEP@6", "stop 1.1 after 1I1.0@6"))
 def test_a_stopped_worker_is_given_up(launch, reference, fault):
     """Its supervisor kills it: at the end of every test nothing is left."""
     result = launch(SOON, faults(fault)).finish()
@@ -28,13 +21,14 @@ def test_a_stopped_worker_is_given_up(launch, reference, fault):
     assert "its process is stopped for" in lost["how"] and confirmed["code"] == -9
 
 
-@pytest.mark.all_kills
+@pytest.mark.plain_too(deepspeed=False)
 def test_a_worker_that_stops_while_it_recovers(launch, reference):
     result = launch(SOON, faults("kill 0.1 before 1F0.1@6", "stop 1.0 at recovery.report:2")).finish()
     assert_same_training(result, reference(), {"0.1", "1.0"})
 
 
-@pytest.mark.parametrize("fault", (pytest.param("stop 0.1 before 1F0.1@6", marks=pytest.mark.all_kills), "stop 0.1 before 1REDUCE@6"))
+@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.parametrize("fault", ("stop 0.1 before 1F0.1@6", "stop 0.1 before 1REDUCE@6"))
 def test_a_worker_that_wakes_up_later_changes_nothing_and_ends(launch, reference, fault):
     """Its supervisor fails to kill it, and wakes it up instead."""
     result = launch(SOON, faults(fault), plugin="tests.jobs.unfenced").finish()
@@ -44,6 +38,7 @@ def test_a_worker_that_wakes_up_later_changes_nothing_and_ends(launch, reference
 
 
 @pytest.mark.all_kills
+@pytest.mark.real_launcher
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "woken up"])
 def test_a_worker_that_is_stopped_for_30_s_with_the_default_deadlines(launch, reference, tmp_path, killed):
     """The others go on after 5 s; woken up 27 s later, while they still train, it ends without having changed anything."""
@@ -61,6 +56,7 @@ def test_a_worker_that_is_stopped_for_30_s_with_the_default_deadlines(launch, re
     assert killed or confirmed["time"] > fault["struck_at"] + 30
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_a_worker_that_is_stuck_in_an_instruction_is_given_up(launch, reference):
     wrap = json.dumps({"name": "linger", "seat": "1.1", "seconds": 1000, "step": 6, "only": "1I1.0@6"})
     result = launch(SOON, script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
@@ -69,6 +65,7 @@ def test_a_worker_that_is_stuck_in_an_instruction_is_given_up(launch, reference)
     assert "it computes 1I1.0@6 for" in lost["how"]
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_a_long_step_of_many_instructions_is_progress_and_who_waits_for_it_is_not_to_blame(launch, reference):
     """Each instruction takes half of the deadline, the step three times as long."""
     wrap = json.dumps({"name": "linger", "seat": "0.0", "seconds": 1.0, "step": 6})

@@ -15,23 +15,30 @@ import pytest
 from recycle_plugin.runs import MARK, environment
 from recycle_plugin.runtime.trace import read_traces
 from tests.support.cluster import ROOT
-from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, faults
+from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, assert_one_line, assert_same_training, faults, held
+
+PAIR = Shape(stages=1)
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_ends_at_different_times_are_no_deaths(launch, reference):
-    wrap = json.dumps({"name": "uneven_end", "apart_s": 0.3, "steps": STEPS})
+    wrap = json.dumps({"name": "uneven_end", "apart_s": 0.1, "steps": STEPS})
     result = launch(script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
     assert_same_training(result, reference())
     assert len(result.of("left")) == 4 and len(result.of("resume")) == len(result.of("finished")) == 1
 
 
-@pytest.mark.parametrize("seat", ("0.0", pytest.param("1.1", marks=pytest.mark.all_kills)))
-def test_sigterm_at_a_worker_is_a_planned_leave(launch, reference, seat):
+@pytest.mark.plain_too
+@pytest.mark.parametrize("seat", ("0.0", "1.1"))
+def test_sigterm_at_a_worker_is_a_planned_leave(launch, reference, tmp_path, seat):
     """No step is undone, and nothing is run twice."""
-    run = launch("recycle.trace=true")
+    wrap = json.dumps(held(tmp_path / "gate", STEPS - 1, "leaves"))
+    run = launch("recycle.trace=true", script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
     after_step(run, 4)
     (start,) = [event for event in run.events() if event["event"] == "start"]
     os.kill(run.pids()[start["seats"][seat]], signal.SIGTERM)
+    run.wait_for(lambda: any(event["event"] == "leaving" for event in run.events()), "word that it is to leave")
+    (tmp_path / "gate" / "leaves").touch()
     result = run.finish()
     assert_same_training(result, reference(), left={seat})
     assert [event["ahead"] for event in result.of("resume")] == [0, 0] and not result.of("rest")
@@ -44,7 +51,7 @@ def assert_ended_together(result) -> None:
     """Everybody left after the same commit, and nobody was lost."""
     assert not result.of("lost") and len(result.of("finished")) == 1, result.output[-6000:]
     (step,) = {event["text"].split("after step ")[1].split()[0] for event in result.of("left")}
-    assert len(result.of("left")) == 4 and int(step) == result.of("committed")[-1]["step"]
+    assert len(result.of("left")) == len(result.pids) and int(step) == result.of("committed")[-1]["step"]
 
 
 def assert_same_losses(result, reference) -> None:
@@ -53,12 +60,13 @@ def assert_same_losses(result, reference) -> None:
         assert step not in said or said[step] == pytest.approx(loss, abs=LOSS_TOLERANCE)
 
 
-def test_a_second_process_of_a_rank_hears_at_once_that_it_cannot_take_part(launch, reference):
+@pytest.mark.plain_too(deepspeed=False)
+def test_a_second_process_of_a_rank_hears_at_once_that_it_cannot_take_part(launch, reference, vehicle):
     """Started by hand beside the job, as the supervisor starts it: the job does not notice."""
     run = launch("steps=100000")
     after_step(run, 2)
     variables = environment(**{MARK: run.mark}, RECYCLE_COORDINATOR=f"127.0.0.1:{run.port}", RANK="2")
-    command = [sys.executable, "-m", "recycle_plugin.worker", str(ROOT / "scripts" / "train_gpt.py")]
+    command = [sys.executable, "-m", "recycle_plugin.worker", str(ROOT / vehicle.script)]
     second = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
     assert second.returncode == 1 and "Traceback" not in second.stderr
     assert re.search(r"^recycle: error: the job has started, and is at step \d+; nobody can join as rank 2 yet$", second.stderr, re.MULTILINE), second.stderr
@@ -71,7 +79,9 @@ def test_a_second_process_of_a_rank_hears_at_once_that_it_cannot_take_part(launc
     assert (late["rank"], late["incarnation"]) == (2, 1) and len(result.of("worker")) == 4
 
 
-@pytest.mark.parametrize("rank", (0, pytest.param(3, marks=pytest.mark.all_kills)))
+@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.real_launcher
+@pytest.mark.parametrize("rank", (0, 3))
 def test_sigterm_at_a_supervisor_ends_the_job(launch, reference, rank):
     run = launch("steps=100000")
     after_step(run, 4)
@@ -83,17 +93,22 @@ def test_sigterm_at_a_supervisor_ends_the_job(launch, reference, rank):
     assert_same_losses(result, reference())
 
 
+@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.real_launcher
 def test_sigterm_at_the_launcher_ends_the_job(launch, reference):
-    """A cold run: its workers are the launcher's own descendants, and get the launcher's SIGTERM too."""
-    run = launch("steps=100000", cold=True)
+    """Workers are not forked, as a user's: they are the launcher's own descendants, and get the launcher's SIGTERM too."""
+    run = launch("steps=100000", shape=PAIR, RECYCLE_FORK_SERVER="")
     after_step(run, 4)
-    (launcher,) = psutil.Process(run.launcher.pid).children()
+    launcher = psutil.Process(run.launcher.pid)
+    assert set(run.pids().values()) < {process.pid for process in launcher.children(recursive=True)}
     launcher.terminate()
     result = run.finish()
+    assert len(result.pids) == PAIR.ranks
     assert_ended_together(result)
-    assert_same_losses(result, reference())
+    assert_same_losses(result, reference(shape=PAIR))
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_a_stage_without_a_worker_ends_the_job(launch):
     result = launch(faults("kill 0.0 before 0F0.0@4", "kill 1.0 before 0F1.0@7")).finish()
     assert_one_line(result, "the job ends: stage 0 has no live worker left. No checkpoint was saved")

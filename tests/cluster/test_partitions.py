@@ -6,6 +6,7 @@ import json
 import signal
 
 import psutil
+import pytest
 
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.runtime.trace import read_traces
@@ -25,6 +26,7 @@ def supervisor(run, rank: int) -> psutil.Process:
     return found
 
 
+@pytest.mark.plain_too
 def test_one_that_is_cut_off_stops_and_the_others_go_on(launch, reference):
     """What was trained is the same; the losses that it could not tell any more are missing in that step's."""
     wrap = json.dumps({"name": "cut_line", "seat": "0.1", "step": 7})
@@ -38,6 +40,7 @@ def test_one_that_is_cut_off_stops_and_the_others_go_on(launch, reference):
     assert "worker 2 " in line
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_a_sum_whose_connections_break_is_tried_again_over_new_ones(launch, reference):
     """... twice, and nobody is lost."""
     wrap = json.dumps({"name": "break_sum", "seat": "1.0", "step": 7, "times": 2})
@@ -47,6 +50,8 @@ def test_a_sum_whose_connections_break_is_tried_again_over_new_ones(launch, refe
     assert len(said) == 2 and all("all_reduce among ranks 0, 1" in text for text in said)
 
 
+@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.real_launcher
 def test_without_the_coordinator_nobody_commits_and_all_stop(launch):
     """Its process is stopped, as if its host were cut off from all others."""
     run = launch("steps=100000", "recycle.trace=true", *SOON)
@@ -63,6 +68,8 @@ def test_without_the_coordinator_nobody_commits_and_all_stop(launch):
     assert max(stepped) <= committed + 2  # one that it had committed and not yet said so, and the one after
 
 
+@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.real_launcher
 def test_the_coordinator_stops_where_most_are_silent(launch):
     """Three of four hosts send nothing any more, and nobody knows whether they are dead."""
     run = launch("steps=100000", *SOON, shape=Shape(4, 1, 2))

@@ -1,15 +1,19 @@
-"""SIGKILL from outside of the process at uniformly random times of the training; seeded."""
+"""SIGKILL from outside of the process at uniformly random times of the training; seeded.  The job does not end before the last of them."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import STEPS, assert_same_training
+from tests.support.jobs import STEPS, WRAPPED, assert_same_training, held
+
+pytestmark = pytest.mark.plain_too
 
 SEATS = [("0.0", "1.0"), ("0.1", "1.1")]  # of a stage, one at most may die
 
@@ -30,7 +34,7 @@ def kill_at(run, seats: list[str], when: float) -> None:
 
 
 def schedules() -> list:
-    """Ten runs with two kills each, the first one's both at the same instant; by default that one and half of the next."""
+    """Ten runs with two kills each, the first one's both at the same instant; of the second one each by itself."""
     rng = random.Random(20260)
     runs = []
     for number in range(10):
@@ -47,19 +51,19 @@ def named(kills: list[tuple[float, list[str]]]) -> str:
     return "; ".join(f"{'+'.join(seats)} at {when:.2f}" for when, seats in kills)
 
 
-@pytest.mark.parametrize(
-    "kills",
-    [
-        pytest.param(kills, id=named(kills), marks=() if number < 1 else pytest.mark.all_kills)
-        for number, kills in enumerate(schedules())
-    ],
-)
-def test_kills_from_outside(launch, reference, kills):
-    run = launch()
+def kill_all(launch, folder: Path, kills: list[tuple[float, list[str]]], *more: str, others: tuple[dict, ...] = ()):
+    """The job's result."""
+    run = launch(*more, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps([held(folder, STEPS - 1, "killed"), *others]))
     for when, seats in kills:
         kill_at(run, seats, when)
+    (folder / "killed").touch()
+    return run.finish()
+
+
+@pytest.mark.parametrize("kills", [pytest.param(kills, id=named(kills)) for kills in schedules()])
+def test_kills_from_outside(launch, reference, tmp_path, kills):
+    result = kill_all(launch, tmp_path / "gate", kills)
     lost = {seat for _, seats in kills for seat in seats}
-    result = run.finish()
     assert_same_training(result, reference(), lost)
 
 

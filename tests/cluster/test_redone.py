@@ -1,4 +1,4 @@
-"""What a loss costs: instructions that are executed twice, counted in the traces of real jobs of emulated layers.
+"""What a loss costs: instructions that are executed twice, counted in the traces of real jobs; those with DeepSpeed have emulated layers.
 
 One worker is killed from outside at a uniformly random instant.  Expected is that nothing runs twice but what the lost worker had
 finished: half of its share of the step on average, 4.2% with 3 replicas of 4 stages, 5.6% with 3 of 3.
@@ -6,6 +6,7 @@ finished: half of its share of the step on average, 4.2% with 3 replicas of 4 st
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -16,7 +17,9 @@ import pytest
 from recycle_plugin.core.executor import run_again
 from recycle_plugin.core.instruction import COMPUTE
 from recycle_plugin.runtime.trace import read_traces
-from tests.support.jobs import Emulated, after_step
+from tests.support.jobs import WRAPPED, Emulated, after_step, held
+
+pytestmark = pytest.mark.plain_too(deepspeed=False)
 
 STEPS, BEGIN, WITHIN = 14, 4, 4  # of the job; the kill falls into the WITHIN steps after step BEGIN
 SHAPE = Emulated(3, 3, 4, each_ms=20)
@@ -28,15 +31,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed", range(metafunc.config.getoption("--real-seeds")))
 
 
-def test_only_what_the_lost_worker_had_finished_is_run_twice(launch, seed):
+def test_only_what_the_lost_worker_had_finished_is_run_twice(launch, tmp_path, seed):
     random = Random(seed)
     seat = f"{random.randrange(SHAPE.replicas)}.{random.randrange(SHAPE.stages)}"
-    run = launch(f"steps={STEPS}", "recycle.trace=true", shape=SHAPE)
+    wrap = json.dumps(held(tmp_path / "gate", STEPS, "killed"))
+    run = launch(f"steps={STEPS}", "recycle.trace=true", shape=SHAPE, script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
     after_step(run, BEGIN)
     commits = [event["time"] for event in run.events() if event["event"] == "committed"]
     time.sleep(random.uniform(0, WITHIN) * (commits[-1] - commits[-2]))
     (start,) = [event for event in run.events() if event["event"] == "start"]
     os.kill(run.pids()[start["seats"][seat]], signal.SIGKILL)
+    (tmp_path / "gate" / "killed").touch()
     result = run.finish()
     assert result.code == 0 and [event["seat"] for event in result.of("lost")] == [seat], result.output[-6000:]
 

@@ -17,8 +17,9 @@ from tests.support.jobs import WRAPPED, Shape, assert_same_training, faults
 
 THREE, FOUR = Shape(replicas=3), Shape(replicas=4)
 CLIPPED = "gradient_clipping=0.5"
-MORE = pytest.mark.all_kills
 STEP = 7
+
+pytestmark = pytest.mark.plain_too
 
 
 def cut_off(launch, folder, shape: Shape, stage: int, late: list[str], *more: str, also: tuple[str, ...] = ()):
@@ -43,7 +44,8 @@ def computed_twice(result, stage: int) -> set[str]:
     return {one for one, count in counts.items() if count > 1}
 
 
-@pytest.mark.parametrize("stage, setting", ((0, ()), pytest.param(1, (), marks=MORE), pytest.param(0, (CLIPPED,), marks=MORE), pytest.param(1, (CLIPPED,), marks=MORE)))
+@pytest.mark.parametrize("setting", ((), (CLIPPED,)))
+@pytest.mark.parametrize("stage", (0, 1))
 def test_who_has_the_reduced_gradient_gives_it_to_who_has_not(launch, reference, tmp_path, stage, setting):
     """The dead worker's contributions are in it, so nothing of that stage is computed again."""
     holder, late = f"1.{stage}", f"2.{stage}"
@@ -55,9 +57,9 @@ def test_who_has_the_reduced_gradient_gives_it_to_who_has_not(launch, reference,
     assert [runs(result, seat, Op.STEP) for seat in (holder, late)] == [1, 1]
 
 
-@pytest.mark.all_kills
-@pytest.mark.parametrize("when", (pytest.param("at recovery.report:2", marks=MORE), pytest.param("at recovery.resume:2", marks=MORE), "before {}REDUCE@7:2", pytest.param("after {}REDUCE@7:2", marks=MORE)))
-@pytest.mark.parametrize("stage", (pytest.param(0, marks=MORE), 1))
+@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.parametrize("when", ("at recovery.report:2", "at recovery.resume:2", "before {}REDUCE@7:2", "after {}REDUCE@7:2"))
+@pytest.mark.parametrize("stage", (0, 1))
 def test_who_has_the_reduced_gradient_dies_as_well(launch, reference, tmp_path, stage, when):
     """Then the contributions of those that are left count, and the dead ones' are made again, or it was handed over just before."""
     holder, late = f"1.{stage}", [f"2.{stage}", f"3.{stage}"]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from recycle_plugin.core.instruction import Op
 from recycle_plugin.runtime.trace import read_traces
 from tests.support.jobs import WRAPPED, assert_same_training
+
+pytestmark = pytest.mark.plain_too(deepspeed=False)
 
 FIRST, LAST = 3, 12  # steps in which it is three times as slow
 

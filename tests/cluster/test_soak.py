@@ -3,9 +3,11 @@ memory, and nothing is left running (the fixture ``launch`` looks).  ``--soak MI
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
@@ -15,11 +17,13 @@ import pytest
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.topology import Topology
 from tests.cluster.conftest import launching
-from tests.support.jobs import Shape, after_step
+from tests.support.jobs import WRAPPED, Shape, after_step, held
+
+pytestmark = pytest.mark.plain_too
 
 SHORT, LONG = Shape(replicas=3), Shape(replicas=4)
 SETTLED = 8  # commits after a failure until its traces have to be gone
-EACH = 30  # steps for each death: more than SETTLED by what looking takes
+EACH = SETTLED + 4  # steps until the job waits for the next death, or for being let go
 GROWTH_BYTES = 24 << 20  # of a survivor, from before the first death to the end: less than torch's heap varies by
 
 
@@ -41,30 +45,34 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("minutes", [pytest.param(minutes, marks=pytest.mark.timeout(600 + 60 * minutes))])
 
 
-def test_survivors_gather_nothing(server, tmp_path, minutes):
+def test_survivors_gather_nothing(starts, vehicle, tmp_path, minutes):
+    server, start = starts
     started, jobs, forked = time.monotonic(), 0, None
     while not jobs or time.monotonic() < started + 60 * minutes:
-        with launching(server, tmp_path / str(jobs)) as launch:
-            lose_all(launch, LONG if minutes else SHORT, Random(jobs))
-        held = psutil.Process(server._process.pid).num_fds()
-        assert forked is None or held <= forked, "descriptors of the fork server"
-        jobs, forked = jobs + 1, held
+        with launching(server, tmp_path / str(jobs), start, vehicle) as launch:
+            lose_all(launch, LONG if minutes else SHORT, Random(jobs), tmp_path / f"gate{jobs}")
+        descriptors = psutil.Process(server._process.pid).num_fds()
+        assert forked is None or descriptors <= forked, "descriptors of the fork server"
+        jobs, forked = jobs + 1, descriptors
 
 
-def lose_all(launch, shape: Shape, random: Random) -> None:
+def lose_all(launch, shape: Shape, random: Random, folder: Path) -> None:
     doomed = deaths(shape, random)
-    run = launch(f"steps={EACH * (len(doomed) + 1)}", shape=shape)
+    holds = [held(folder, EACH * number, str(number)) for number in range(1, len(doomed) + 2)]
+    run = launch(f"steps={EACH * (len(doomed) + 1)}", shape=shape, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(holds))
     after_step(run, SETTLED)
     (start,) = [event for event in run.events() if event["event"] == "start"]
     pids = {seat: run.pids()[rank] for seat, rank in start["seats"].items()}
     first = {seat: Used.by(pid) for seat, pid in pids.items()}
     for number, seat in enumerate(doomed, 1):
         os.kill(pids.pop(seat), signal.SIGKILL)
+        (folder / str(number)).touch()
         run.wait_for(lambda: len(resumes(run)) > number, f"word that it goes on without seat {seat}")
         after_step(run, resumes(run)[-1]["committed"] + SETTLED)
         for survivor, pid in pids.items():
             run.wait_for(lambda: fits(Used.by(pid), first[survivor], more_peers(survivor, pids)), f"end of what seat {survivor} held for {seat}", 20)
     last = {seat: Used.by(pid) for seat, pid in pids.items()}
+    (folder / str(len(doomed) + 1)).touch()
     result = run.finish()
     print(f"{', '.join(doomed)} lost; " + "; ".join(f"{seat}: {tuple(first[seat])} to {tuple(last[seat])}" for seat in last))
     assert result.code == 0 and not result.restarted and len(result.losses) == EACH * (len(doomed) + 1), result.output[-6000:]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 
-from tests.support.jobs import after_step, assert_one_line, faults
+import pytest
+
+from tests.support.jobs import WRAPPED, after_step, assert_one_line, faults
+
+pytestmark = pytest.mark.plain_too
 
 LINE = "the job ends: the key-value store's process was killed by signal 9"
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_while_training(launch):
     run = launch("steps=100000")
     after_step(run, 4)
@@ -29,10 +35,15 @@ def test_while_training_goes_on_without_a_worker(launch):
     assert [event["seat"] for event in result.of("lost")] == ["0.1"] and not result.records
 
 
-def test_before_the_workers_have_met(launch):
-    """A cold run, whose workers are still importing."""
-    run = launch(cold=True)
-    os.kill(run.wait_for(run.store_pid, "process of the store"), signal.SIGKILL)
+@pytest.mark.plain_too(deepspeed=False)
+def test_before_the_workers_have_met(launch, tmp_path):
+    """They are about to."""
+    flags = [tmp_path / f"rank{rank}" for rank in range(4)]
+    wraps = [{"name": "strike_at", "moment": "meeting", "rank": rank, "flag": str(flag)} for rank, flag in enumerate(flags)]
+    run = launch(script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(wraps))
+    run.wait_for(lambda: all(flag.exists() and flag.read_text() for flag in flags), "workers")
+    (store,) = run.forked() - {int(flag.read_text()) for flag in flags}
+    os.kill(store, signal.SIGKILL)
     result = run.finish()
     assert_one_line(result, LINE)
     assert not result.of("start") and not result.records

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.runtime.trace import read_traces
 from tests.support.jobs import LOSS_TOLERANCE, STEPS, assert_one_line, assert_same_training, faults
+
+pytestmark = pytest.mark.plain_too(deepspeed=False)
 
 
 def test_no_stage_steps_before_all_have_their_gradients(launch, reference):

@@ -47,7 +47,8 @@ def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    job = OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist(sys.argv[1:]))
+    overrides = [text.lstrip("+") for text in sys.argv[1:]]  # Hydra, which reads those of DeepSpeed jobs, asks for a + where there is no default
+    job = OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist(overrides))
     if wraps := json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]")):
         import wrappers
 

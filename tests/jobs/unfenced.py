@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from recycle_plugin.launch import script_command
+from recycle_plugin.launch import run
 from recycle_plugin.runtime import supervisor
 
 
@@ -16,4 +16,4 @@ def wake_up(self: supervisor.Supervisor) -> None:
 
 
 supervisor.Supervisor._fence = wake_up
-sys.exit(supervisor.main(script_command(sys.argv[1:])))
+sys.exit(run(sys.argv[1:]))

@@ -31,7 +31,6 @@ from recycle_plugin.runtime.world import TorchMachine
 
 DEADLINE_S = 150.0
 POLL_S = 0.002
-UNIT_S = 0.05  # more than an instruction of the tests' jobs takes
 TRAINERS: list[Trainer] = []  # of this process: one, once it is made
 
 
@@ -221,18 +220,17 @@ def flip_bit(seat: str, step: int) -> None:
 
 
 def slow(seat: str, times: float, steps: list[int]) -> None:
-    """From the first to the last of ``steps`` the worker at ``seat`` needs ``times`` as long to compute, all others as long as they do."""
-    compute = Operations.compute
+    """From the first to the last of ``steps`` the worker at ``seat`` needs ``times`` as long to compute, all others as long as they do: by the clock
+    of each worker, which nothing else moves."""
+    compute, now = Operations.compute, [0]
 
     def changed(self: Operations, instruction, have, *given) -> dict:
-        start = time.monotonic()
-        made = compute(self, instruction, have, *given)
         if instruction.op in COMPUTE:
             slowly = str(have.seat) == seat and steps[0] <= instruction.step <= steps[1]
-            time.sleep(UNIT_S * (times if slowly else 1) - min(time.monotonic() - start, UNIT_S))
-        return made
+            now[0] += round(1000 * (times if slowly else 1))
+        return compute(self, instruction, have, *given)
 
-    Operations.compute = changed
+    Operations.compute, TorchMachine.now_us = changed, lambda self: now[0]
 
 
 def linger(seat: str, seconds: float, step: int, only: str = "") -> None:
@@ -376,7 +374,7 @@ def record_states(folder: str) -> None:
 
 
 def strike_at(moment: str, rank: int, flag: str = "") -> None:
-    """At a moment before the first step or after the last one that worker is killed; or, where there is a ``flag``, it makes that file and waits."""
+    """At a moment before the first step or after the last one that worker is killed; or, where there is a ``flag``, its number is in that file, and it waits."""
     owner, name, before = {
         "meeting": (torch.distributed, "init_process_group", True),
         "initialize": (Trainer, "__init__", True),
@@ -389,7 +387,7 @@ def strike_at(moment: str, rank: int, flag: str = "") -> None:
     def strike() -> None:
         if not flag:
             os.kill(os.getpid(), signal.SIGKILL)
-        Path(flag).touch()
+        Path(flag).write_text(str(os.getpid()))
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             time.sleep(POLL_S)

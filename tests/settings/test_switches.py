@@ -22,7 +22,7 @@ SEEN = {
     "norm": "cluster/test_as_stock.py::test_the_true_norm",
     "clip": "cluster/test_validate.py::test_without_a_failure_it_is_bit_for_bit_what_waiting_gives",
     "nonfinite": "cluster/test_validate.py::test_the_job_ends_where_they_are_not_to_be_skipped",
-    "loss_scaling": "cluster/test_validate.py::test_an_overflow_takes_the_scale_down_on_all_stages_and_what_had_the_old_one_is_void",
+    "loss_scaling": "cluster/test_loss_scale.py::test_an_overflow_takes_the_scale_down_on_all_stages_and_what_had_the_old_one_is_void",
     "undo": "runtime/test_undo_deepspeed.py::test_the_engine_keeps_the_gradient_that_is_applied_the_clipped_one",
     "exact": "cluster/test_exact.py::test_without_exact_mode_the_same_failure_changes_bits",
     "exact_block": "cluster/test_exact.py::test_other_settings",

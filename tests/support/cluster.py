@@ -29,7 +29,7 @@ from recycle_plugin.runtime.spawn import ask
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.02
-DEEPSPEED, PLAIN = "deepspeed.launcher.launch", "recycle_plugin.launch"  # the launchers' modules
+DEEPSPEED = "deepspeed.launcher.launch"  # its launcher's module on a host
 
 
 class ForkServer:
@@ -54,13 +54,6 @@ class ForkServer:
     def sockets(self) -> list[str]:
         """TCP sockets that it has kept from a job: there should be none."""
         return [f"socket {each.laddr} of the fork server" for each in psutil.Process(self._process.pid).net_connections("tcp")]
-
-
-def _runs(process: psutil.Process, module: str) -> bool:
-    try:
-        return module in process.cmdline()
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _started(command: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
@@ -142,7 +135,8 @@ class Run:
     """One job under the launcher.  ``finish`` waits for its end; ``clean`` ends whatever is left, and is called always.
 
     ``launcher`` "deepspeed", or "plain" for the plugin's own.  ``cold``: everything is started as a user starts it, from the command on, workers included.
-    ``plugin``: the module under which DeepSpeed's launcher runs the script, None for the script alone.  ``more``: environment variables.
+    ``plugin``: the module under which DeepSpeed's launcher runs the script, None for the script alone, or that is the plugin's own.  ``more``: environment
+    variables.
     """
 
     def __init__(
@@ -154,7 +148,6 @@ class Run:
         self.port = port or free_port()
         folder.mkdir(parents=True, exist_ok=True)
         self._server = server
-        self._cold_run = cold
         self._output = folder / "output.txt"
         self._events: list[dict] = []
         self._events_read = 0  # bytes
@@ -163,7 +156,7 @@ class Run:
         if launcher == "deepspeed":
             start, program = self._cold if cold else self._warm, [*(["--module", plugin] if plugin else []), *program]
         else:
-            start = self._cold_plain if cold else self._warm_plain
+            start, program = self._cold_plain if cold else self._warm_plain, [plugin, *program]
         with self._output.open("w") as output:
             self.launcher = start(ranks, program, variables, output)
 
@@ -176,10 +169,12 @@ class Run:
         return WarmLauncher(self._server, DEEPSPEED, arguments, variables, output)
 
     def _cold_plain(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
-        return _started([sys.executable, "-u", "-m", PLAIN, "--workers", str(ranks), "--port", str(self.port), *program], variables, output)
+        module, *script = program
+        return _started([sys.executable, "-u", "-m", module, "--workers", str(ranks), "--port", str(self.port), *script], variables, output)
 
     def _warm_plain(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
-        return WarmLauncher(self._server, PLAIN, ["--workers", str(ranks), "--port", str(self.port), *program], variables, output)
+        module, *script = program
+        return WarmLauncher(self._server, module, ["--workers", str(ranks), "--port", str(self.port), *script], variables, output)
 
     @property
     def output(self) -> str:
@@ -199,11 +194,13 @@ class Run:
     def pids(self) -> dict[int, int]:
         return {event["rank"]: event["pid"] for event in self.events() if event["event"] == "worker"}
 
-    def store_pid(self) -> int | None:
-        """The process of the job's key-value store, once it runs; of a warm run, once all workers have said who they are."""
-        if self._cold_run:
-            return next((process.pid for process in processes_with(self.mark) if _runs(process, "recycle_plugin.runtime.store")), None)
-        (pid,) = self._server.forked() - {self.launcher.pid, *self.pids().values()}
+    def forked(self) -> set[int]:
+        """Of a warm run, the processes of the store and of workers."""
+        return self._server.forked() - {self.launcher.pid}
+
+    def store_pid(self) -> int:
+        """The process of the job's key-value store, once all workers have said who they are."""
+        (pid,) = self.forked() - set(self.pids().values())
         return pid
 
     def wait_for(self, found: Callable[[], object], what: str, timeout_s: float = 150.0) -> object:

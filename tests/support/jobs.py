@@ -59,6 +59,11 @@ def faults(*texts: str) -> str:
     return "recycle.faults=[" + ",".join(f'"{text}"' for text in texts) + "]"
 
 
+def held(folder: Path, step: int, until: str) -> dict:
+    """The change to a job (tests/jobs/wrappers.py) by which nobody begins ``step`` before the test has made the file ``until`` in ``folder``."""
+    return {"name": "gate", "folder": str(folder), "before": f"0F0.0@{step}", "until": "", "by": [until]}
+
+
 def after_step(run: Run, step: int) -> None:
     """Return when ``step`` is committed."""
     run.wait_for(lambda: any(event["event"] == "committed" and event["step"] >= step for event in run.events()), f"commit of step {step}")

@@ -93,8 +93,7 @@ class Plugin:
         check_config(config, given.get("model"), given.get("optimizer"), given.get("model_parameters"))
         check_dataset(given.get("training_data"))
         check_placement(settings.placement, given.get("model"), os.environ["RECYCLE_PLACEMENT"])
-        self.session.wait_timeout_s, self.session.regroup_timeout_s = settings.wait_timeout_s, settings.regroup_timeout_s
-        self.session.group_sums = settings.group_sums
+        self.session.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)
         stock, module.PipelineEngine = module.PipelineEngine, engine_class(module.PipelineEngine, Job(self.session, settings))
         try:
             yield

@@ -49,6 +49,7 @@ class Pipeline(PlainJob):
     ) -> None:  # fmt: skip
         chosen_settings = Settings.from_section({"enabled": True, **(settings or {})})
         line = session.of_this_process()
+        line.configure(chosen_settings.wait_timeout_s, chosen_settings.regroup_timeout_s, chosen_settings.group_sums)
         workers = int(os.environ["WORLD_SIZE"])
         cut = _cut(len(layers), stages, workers, parts)
         _refuse_shared(layers, cut)
