@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "all_kills: with DeepSpeed only with --all-kills")
-    config.addinivalue_line("markers", "plain_too: by jobs in plain torch, all of them, and with DeepSpeed one of each function, which --kill-seed chooses")
+    config.addinivalue_line("markers", "plain_too: by jobs in plain torch, all of them, and with DeepSpeed one of each function, which --kill-seed chooses; with deepspeed=False none, but with --all-kills")
     config.addinivalue_line("markers", "real_launcher: under DeepSpeed's own launcher")
     if config.option.kill_seed is None:
         config.option.kill_seed = random.randrange(1000)  # the workers of pytest-xdist get it from here

@@ -19,8 +19,10 @@ DEADLINE_S = 600  # of a test; a run takes seconds, and minutes where others use
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "vehicle" in metafunc.fixturenames and metafunc.definition.get_closest_marker("plain_too"):
-        metafunc.parametrize("vehicle", (PLAIN, DEEPSPEED), ids=str, indirect=True)
+    marker = metafunc.definition.get_closest_marker("plain_too")
+    if "vehicle" in metafunc.fixturenames and marker:
+        both = marker.kwargs.get("deepspeed", True) or metafunc.config.getoption("--all-kills")
+        metafunc.parametrize("vehicle", (PLAIN, DEEPSPEED) if both else (PLAIN,), ids=str, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
