@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
+
+os.environ["RES_OPTIONS"] = "attempts:0"  # of all processes that tests start: torch asks the name server for the name of each address that a store's client connects to, and waits 5 s where no answer comes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
