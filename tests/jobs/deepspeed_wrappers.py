@@ -12,7 +12,6 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import topology
 
-from recycle_plugin.adapters.deepspeed import checkpoint
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
 from recycle_plugin.compose import Job
 from wrappers import TRAINERS, wait_until
@@ -59,32 +58,6 @@ def fp16_section(section: dict) -> None:
     """The DeepSpeed config has this section besides."""
     config = Job.deepspeed_config
     Job.deepspeed_config = lambda self: {**config(self), "fp16": section}
-
-
-# --- order of events --------------------------------------------------------------------------------
-
-
-def hold_files(folder: str) -> None:
-    """Whoever has a checkpoint's file to write waits for the file ``folder``/go."""
-    save = checkpoint.Durable.save
-
-    def changed(self, state_dict, path: str) -> None:
-        wait_until((Path(folder) / "go").exists, f"{folder}/go")
-        save(self, state_dict, path)
-
-    checkpoint.Durable.save = changed
-
-
-def flip_loaded(seat: str) -> None:
-    """The lowest bit of one of the worker's parameters turns round while it loads a checkpoint."""
-    load = checkpoint.Files.load_beside
-
-    def changed(self: checkpoint.Files, state, path: Path, with_optimizer: bool) -> None:
-        load(self, state, path, with_optimizer)
-        if str(self.engine.seat) == seat:
-            TRAINERS[0]._framework.parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
-
-    checkpoint.Files.load_beside = changed
 
 
 # --- what scripts do with weights between steps -------------------------------------------------------

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Mapping
 
 from tests.support.cluster import Result, Run
 
 TRAIN = "scripts/train_gpt.py"
 WRAPPED = "tests/jobs/gpt.py"  # the same, changed from outside: see tests/jobs/wrappers.py
+CHECKPOINT = "tests/jobs/checkpoint.py"  # the same, with checkpoints and evaluations on the way
 STEPS = 20
 LOSS_TOLERANCE = 5e-6
 PARAMETER_TOLERANCE = 1e-5
@@ -117,7 +118,7 @@ def assert_one_line(result: Result, text: str) -> None:
 class Vehicle:
     """What a test's jobs are made of: ``script``, ``wrapped`` where something is changed from outside, and the ``overrides`` that make it a shape's.
 
-    ``server``: the fixture of the fork server that has imported what it needs.
+    ``server``: the fixture of the fork server that has imported what it needs; ``others``: its scripts in place of others.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Vehicle:
     wrapped: str
     overrides: Callable[[Shape], list[str]]
     server: str = "server"
+    others: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def arguments(self, shape: Shape, folder: Path, *more: str) -> list[str]:
         return [*self.overrides(shape), f"run_dir={folder}", *more]
@@ -140,4 +142,4 @@ def plain_overrides(shape: Shape) -> list[str]:
 
 
 DEEPSPEED = Vehicle("deepspeed", TRAIN, WRAPPED, lambda shape: shape.overrides())
-PLAIN = Vehicle("plain", "tests/jobs/plain.py", "tests/jobs/plain.py", plain_overrides, "plain_server")
+PLAIN = Vehicle("plain", "tests/jobs/plain.py", "tests/jobs/plain.py", plain_overrides, "plain_server", {CHECKPOINT: "tests/jobs/plain.py"})
