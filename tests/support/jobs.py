@@ -11,6 +11,7 @@ from tests.support.cluster import Result, Run
 TRAIN = "scripts/train_gpt.py"
 WRAPPED = "tests/jobs/gpt.py"  # the same, changed from outside: see tests/jobs/wrappers.py
 CHECKPOINT = "tests/jobs/checkpoint.py"  # the same, with checkpoints and evaluations on the way
+COUNT = "tests/jobs/count.py"  # counts by the weights how often each sample is used
 STEPS = 20
 LOSS_TOLERANCE = 5e-6
 PARAMETER_TOLERANCE = 1e-5
@@ -142,4 +143,4 @@ def plain_overrides(shape: Shape) -> list[str]:
 
 
 DEEPSPEED = Vehicle("deepspeed", TRAIN, WRAPPED, lambda shape: shape.overrides())
-PLAIN = Vehicle("plain", "tests/jobs/plain.py", "tests/jobs/plain.py", plain_overrides, "plain_server", {CHECKPOINT: "tests/jobs/plain.py"})
+PLAIN = Vehicle("plain", "tests/jobs/plain.py", "tests/jobs/plain.py", plain_overrides, "plain_server", {CHECKPOINT: "tests/jobs/plain.py", COUNT: "tests/jobs/plain_count.py"})
