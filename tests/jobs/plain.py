@@ -1,6 +1,6 @@
 """A small pipeline in plain torch, with dropout and Adam, by the overrides of tests/support/jobs.py: ``topology.replicas=2 steps=20 recycle.undo=inverse …``.
 
-RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for checkpoint.py, but for ``module_only``.
+RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for checkpoint.py, but for ``module_only``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+import plain_wrappers
 import wrappers
+from recycle_plugin.adapters.plain import Pipeline
 
 RANK, WIDTH, TOKENS = os.environ["RANK"], 16, 32
 DEFAULTS = {
@@ -72,10 +74,9 @@ def main() -> None:
     job = OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist(sys.argv[1:]))
     wraps = json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]"))
     for arguments in wraps if isinstance(wraps, list) else [wraps]:
-        getattr(wrappers, arguments.pop("name"))(**arguments)
+        name = arguments.pop("name")
+        (getattr(wrappers, name, None) or getattr(plain_wrappers, name))(**arguments)
     wrappers.follow(plan)
-    from recycle_plugin.adapters.plain import Pipeline
-
     layers = [lambda: nn.Embedding(64, WIDTH), *[Block] * job.model.layers, lambda: nn.Linear(WIDTH, 64)]
     settings = OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir}
     scheduler = (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))) if job.schedule else None
