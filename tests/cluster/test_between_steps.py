@@ -116,7 +116,7 @@ def test_a_loss_while_scripts_evaluate(launch, waited, clipped, tmp_path, valida
     assert max(found.values()) <= PARAMETER_TOLERANCE, max(found.items(), key=lambda item: item[1])
 
 
-@pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.all_kills
 def test_a_reader_for_whom_all_others_wait_elsewhere(launch, clipped, tmp_path):
     """It needs them where a step is rejected, and only then, and a deadline names who does not come."""
     wrap = json.dumps({"name": "wait_for_reader", "folder": str(tmp_path / "flags"), "alone": ALONE})

@@ -11,4 +11,3 @@ from recycle_plugin.adapters.plain import Pipeline
 
 SCRIPT = touching.Script(Pipeline, "step", lambda pipeline: pipeline.steps, lambda pipeline: pipeline.optimizer, lambda pipeline: torch.float32)
 touch_weights = partial(touching.touch_weights, SCRIPT)
-wait_for_reader = partial(touching.wait_for_reader, SCRIPT)

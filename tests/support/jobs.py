@@ -66,6 +66,11 @@ def after_step(run: Run, step: int) -> None:
     run.wait_for(lambda: any(event["event"] == "committed" and event["step"] >= step for event in run.events()), f"commit of step {step}")
 
 
+def hold(folder: Path) -> dict[str, object]:
+    """The change (tests/jobs/wrappers.py) by which the job does not end before there is the file ``folder``/go."""
+    return {"name": "gate", "folder": str(folder), "before": f"0F0.0@{STEPS - 2}", "until": "", "by": ["go"]}
+
+
 @dataclass(frozen=True)
 class Difference:
     """Of two trainings: the largest difference of a step's loss, and ‖Δ‖/‖p‖ over all parameters."""
