@@ -8,6 +8,9 @@ import random
 import pytest
 
 KILL_SEED = "RECYCLE_TEST_KILL_SEED"
+# Of all processes that tests start: torch asks the name server for the name of each address that a store's client connects to, and waits 5 s where no answer comes; or
+# else it warns each time that nobody tells.
+os.environ |= {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

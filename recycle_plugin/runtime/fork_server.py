@@ -161,7 +161,10 @@ def _run(module: str, first: Callable[[], None]) -> int:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         return 0
     except SystemExit as ending:
-        return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        if ending.code is None or isinstance(ending.code, int):
+            return ending.code or 0
+        print(ending.code, file=sys.stderr)
+        return 1
     except BaseException:
         traceback.print_exc()
         return 1

@@ -89,7 +89,7 @@ def launching(server: ForkServer, folder: Path, start: Callable[..., Run] = here
     runs: list[Run] = []
 
     def launch(*more: str, shape: Shape = SQUARE, script: str = TRAIN, **options: object) -> Run:
-        place, script = folder / f"run{len(runs)}", {TRAIN: vehicle.script, WRAPPED: vehicle.wrapped}.get(script, script)
+        place, script = folder / f"run{len(runs)}", {TRAIN: vehicle.script, WRAPPED: vehicle.wrapped, **vehicle.others}.get(script, script)
         runs.append(start(server, place, shape.ranks, script, vehicle.arguments(shape, place, *more), **options))
         return runs[-1]
 

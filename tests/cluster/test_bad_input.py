@@ -66,6 +66,7 @@ def test_stale_extension_lock(launch, tmp_path):
     assert_one_line(result, f"{lock} is the lock of a DeepSpeed extension whose build died")
 
 
+@pytest.mark.real_launcher
 def test_busy_port(launch):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         run = launch(port=busy.getsockname()[1])

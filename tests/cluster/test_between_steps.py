@@ -16,9 +16,8 @@ from tests.cluster.conftest import launching
 from tests.support.cluster import Result
 from tests.support.jobs import BF16, PARAMETER_TOLERANCE, STEPS, WRAPPED, assert_one_line, assert_same_training, faults
 
-CLIPPED = "gradient_clipping=1.25"
-VALIDATE = (CLIPPED, "recycle.clip=validate")
-MORE = pytest.mark.all_kills
+PLAIN_TOO = pytest.mark.plain_too
+CLIPPED = {"deepspeed": "gradient_clipping=1.25", "plain": "gradient_clipping=0.54"}  # some steps, and not all
 ALONE = "1.1"
 EVALUATED_FIRST = 8  # a step after which an evaluation by hand comes first, with the model in evaluation mode
 
@@ -31,20 +30,33 @@ def run(launch: Callable, folder: Path, *settings: str, **gate: object) -> Resul
 
 
 @pytest.fixture(scope="module")
-def waited(server, tmp_path_factory) -> Callable[..., tuple[Result, Path]]:
-    """The job with these settings in which nobody is lost, nor any step rejected; each is run once."""
-    known: dict[tuple[str, ...], tuple[Result, Path]] = {}
+def known() -> dict[tuple, tuple[Result, Path]]:
+    """By vehicle and settings what ``waited`` gives: each is run once."""
+    return {}
+
+
+@pytest.fixture
+def waited(request, vehicle, known, tmp_path_factory) -> Callable[..., tuple[Result, Path]]:
+    """The job with these settings in which nobody is lost, nor any step rejected."""
 
     def made(*settings: str) -> tuple[Result, Path]:
-        if settings not in known:
+        if (vehicle, settings) not in known:
             folder = tmp_path_factory.mktemp("waited")
-            with launching(server, folder) as launch:
+            with launching(request.getfixturevalue(vehicle.server), folder, vehicle=vehicle) as launch:
                 result = run(launch, folder / "touched", *settings)
             assert result.code == 0, result.output[-6000:]
-            known[settings] = result, folder / "touched"
-        return known[settings]
+            known[vehicle, settings] = result, folder / "touched"
+        return known[vehicle, settings]
 
     return made
+
+
+@pytest.fixture
+def clipped(vehicle) -> str:
+    return CLIPPED[vehicle.name]
+
+
+VALIDATED = "recycle.clip=validate"
 
 
 def touched(folder: Path, seat: str) -> dict[int, dict[str, list[torch.Tensor]]]:
@@ -67,29 +79,33 @@ def distances(folder: Path, reference: Path, seats: list[str]) -> dict[tuple[str
 SEATS = ["0.0", "0.1", "1.0", "1.1"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    (
-        (),
-        pytest.param(("recycle.split_backward=false",), marks=MORE),
-        pytest.param((BF16,), marks=MORE),
-        pytest.param(("recycle.undo=inverse",), marks=MORE),
-    ),
-)
-def test_what_is_touched_is_committed(launch, waited, tmp_path, settings):
-    reference, there = waited(CLIPPED, *settings)
-    result = run(launch, tmp_path / "touched", *VALIDATE, *settings)
+@PLAIN_TOO
+@pytest.mark.parametrize("settings", ((), ("recycle.split_backward=false",), ("recycle.undo=inverse",)))
+def test_what_is_touched_is_committed(launch, waited, clipped, tmp_path, settings):
+    assert_committed(launch, waited, clipped, tmp_path / "touched", settings)
+
+
+@pytest.mark.all_kills
+def test_what_is_touched_is_committed_in_bf16(launch, waited, clipped, tmp_path):
+    assert_committed(launch, waited, clipped, tmp_path / "touched", (BF16,))
+
+
+def assert_committed(launch, waited, clipped: str, folder: Path, settings: tuple[str, ...]) -> None:
+    reference, there = waited(clipped, *settings)
+    result = run(launch, folder, clipped, VALIDATED, *settings)
     rejected = [event["step"] for event in result.of("rejected")]
     assert result.code == 0 and 0 < len(rejected) < STEPS, result.output[-6000:]
-    found, exact = distances(tmp_path / "touched", there, SEATS), "recycle.undo=inverse" not in settings
+    found, exact = distances(folder, there, SEATS), "recycle.undo=inverse" not in settings
     assert max(found.values()) <= (0 if exact else PARAMETER_TOLERANCE), max(found.items(), key=lambda item: item[1])
     assert not exact or result.losses == reference.losses
     assert assert_same_training(result, reference).parameters == 0 or not exact
 
 
-@pytest.mark.parametrize("clipping", (VALIDATE, pytest.param((), marks=MORE)), ids=("validated", "not clipped"))
-def test_a_loss_while_scripts_evaluate(launch, waited, tmp_path, clipping):
+@PLAIN_TOO
+@pytest.mark.parametrize("validated", (True, False), ids=("validated", "not clipped"))
+def test_a_loss_while_scripts_evaluate(launch, waited, clipped, tmp_path, validated):
     """The last stage's workers are at it, and have to run forwards of their last step again: nothing is kept."""
+    clipping = (clipped, VALIDATED) if validated else ()
     reference, there = waited(*clipping[:1])
     gate = {"before": f"0REDUCE@{EVALUATED_FIRST}", "by": ["0.1", "1.1"]}
     result = run(launch, tmp_path / "touched", *clipping, faults(f"kill 0.0 before 0REDUCE@{EVALUATED_FIRST}"), "recycle.keep_bytes=1", **gate)
@@ -100,10 +116,10 @@ def test_a_loss_while_scripts_evaluate(launch, waited, tmp_path, clipping):
     assert max(found.values()) <= PARAMETER_TOLERANCE, max(found.items(), key=lambda item: item[1])
 
 
-@MORE
-def test_a_reader_for_whom_all_others_wait_elsewhere(launch, tmp_path):
+@pytest.mark.all_kills
+def test_a_reader_for_whom_all_others_wait_elsewhere(launch, clipped, tmp_path):
     """It needs them where a step is rejected, and only then, and a deadline names who does not come."""
     wrap = json.dumps({"name": "wait_for_reader", "folder": str(tmp_path / "flags"), "alone": ALONE})
-    result = launch(*VALIDATE, "recycle.regroup_timeout_s=5", script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
+    result = launch(clipped, VALIDATED, "recycle.regroup_timeout_s=5", script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
     assert_one_line(result, f"the job ends: regrouping to generation {len(result.of('rejected'))} waited 5 s for the report of seat")
     assert len(list((tmp_path / "flags").iterdir())) == result.of("rejected")[-1]["step"] - 1

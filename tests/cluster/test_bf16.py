@@ -14,7 +14,7 @@ import torch
 from tests.cluster.test_as_stock import OFF
 from tests.cluster.test_kills import CONTROLS, FIRST, SECOND, one_stage_ahead, replica_lost, matrix, struck
 from tests.support.cluster import Result
-from tests.support.jobs import BF16, LOSS_TOLERANCE, PARAMETER_TOLERANCE, SQUARE, STEPS, WRAPPED, Difference, Shape, assert_same_training, difference, faults
+from tests.support.jobs import BF16, DEEPSPEED, LOSS_TOLERANCE, PARAMETER_TOLERANCE, SQUARE, STEPS, WRAPPED, Difference, Shape, assert_same_training, difference, faults
 
 ZERO_1 = "deepspeed={bf16: {enabled: true}, zero_optimization: {stage: 1}, data_types: {grad_accum_dtype: fp32}, communication_data_type: fp32}"
 STOCK = "recycle.enabled=false", ZERO_1
@@ -39,10 +39,10 @@ def test_bit_for_bit_as_stock(launch, shape, config):
 
 
 @pytest.fixture(scope="module")
-def tolerated(reference) -> Difference:
+def tolerated(server, references) -> Difference:
     """Twice the spread of two runs without a failure that add the same gradients in another order; or what a weight makes that rounds to its
     neighbour: in fp32 most sums of a few bf16 numbers are exact, so that the spread may be nothing."""
-    spread = difference(reference(BF16, "recycle.exact=true", "recycle.exact_block=1"), reference(BF16))
+    spread = difference(*(references(server, DEEPSPEED, SQUARE, BF16, *more) for more in (("recycle.exact=true", "recycle.exact_block=1"), ())))
     print(f"spread: losses {spread.loss:.2g}, parameters {spread.parameters:.2g}")
     return Difference(max(2 * spread.loss, 10 * LOSS_TOLERANCE), max(2 * spread.parameters, 10 * PARAMETER_TOLERANCE))
 

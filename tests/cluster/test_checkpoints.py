@@ -6,10 +6,9 @@ import json
 
 import pytest
 
-from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, STEPS, assert_same_training, faults
+from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, PARAMETER_TOLERANCE, STEPS, assert_same_training, faults
 
 HALF = STEPS // 2
-SCRIPT = "tests/jobs/checkpoint.py"
 
 
 @pytest.fixture
@@ -18,7 +17,7 @@ def train(launch, tmp_path):
 
     def run(*overrides: str, **plan: object):
         plan = {"folder": str(tmp_path / "saved"), "flags": str(tmp_path / "flags")} | plan
-        result = launch("model.dropout=0.0", *overrides, script=SCRIPT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)).finish()
+        result = launch("model.dropout=0.0", *overrides, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)).finish()
         assert result.code == 0, result.output[-6000:]
         return result
 
@@ -50,6 +49,20 @@ def test_stock_goes_on_from_a_degraded_checkpoint(train, tied):
         assert parameter_difference(stock.parameters(rank), whole.parameters(rank)) <= PARAMETER_TOLERANCE
 
 
+@pytest.mark.plain_too(deepspeed=False)
+def test_a_job_goes_on_from_a_degraded_checkpoint(train):
+    whole = train(evaluate_at=HALF)
+    degraded = train(faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF], evaluate_at=HALF)
+    again = train(load=True)
+    assert_same_training(degraded, whole, {"0.0", "1.1"})
+    assert again.losses == pytest.approx(whole.losses[HALF:], abs=LOSS_TOLERANCE) and len(again.losses) == STEPS - HALF
+    ((evaluated,),) = {tuple(record["evaluated"]) for record in whole.records.values()}
+    assert all(record["evaluated"] == pytest.approx([evaluated], abs=LOSS_TOLERANCE) for result in (degraded, again) for record in result.records.values())
+    for rank in again.records:
+        assert parameter_difference(again.parameters(rank), whole.parameters(rank)) <= PARAMETER_TOLERANCE
+
+
+@pytest.mark.plain_too
 def test_reading_parameters_waits_for_the_commit(train):
     records = train("recycle.trace=true", read_at=6).records
     for rank in (2, 3):

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from tests.support.jobs import LOSS_TOLERANCE, Shape, faults
+from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, Shape, faults
 
-SCRIPT = "tests/jobs/checkpoint.py"
 DEEP = Shape(replicas=2, stages=3)
 
 
@@ -18,7 +17,7 @@ def evaluate(launch):
 
     def run(times: int, lost: int, *texts: str, shape: Shape = Shape()):
         plan = json.dumps({"evaluate_at": 3, "times": times})
-        result = launch("steps=5", "recycle.trace=true", faults(*texts), shape=shape, script=SCRIPT, RECYCLE_TEST_CHECKPOINT=plan).finish()
+        result = launch("steps=5", "recycle.trace=true", faults(*texts), shape=shape, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=plan).finish()
         assert result.code == 0 and len(result.of("lost")) == lost, result.output[-6000:]
         (evaluated,) = {tuple(record["evaluated"]) for record in result.records.values()}
         return evaluated, result
@@ -32,6 +31,7 @@ KILLS = {
 }
 
 
+@pytest.mark.plain_too
 @pytest.mark.parametrize("case", KILLS)
 def test_whoever_dies_the_mean_is_the_same(evaluate, case):
     """Whole, with a death in it, with another, and without both."""
@@ -42,6 +42,7 @@ def test_whoever_dies_the_mean_is_the_same(evaluate, case):
     assert len(result.losses) == 5
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_a_replica_without_ends_is_left_out(evaluate):
     (whole, without), result = evaluate(2, 2, "kill 0.0 before 0LOAD0.0@-2", "kill 0.1 before 1F0.0@-2")
     (warning,) = [event for event in result.of("warning") if "evaluation" in event["text"]]

@@ -16,7 +16,7 @@ from recycle_plugin.runs import environment, free_port
 from recycle_plugin.runtime.trace import read_traces
 from tests.cluster.conftest import launching
 from tests.support.hosts import HostsRun
-from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training
+from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, hold
 
 SILENT = "nothing was heard of it or its supervisor for"
 BREAK_S = 1.2  # less than the default deadline, which is 3 s, and more than an exponential back-off leaves of it
@@ -35,12 +35,13 @@ def wraps(*more: dict) -> dict:
     return {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps([{"name": "a_replica_a_host"}, *more])}
 
 
-def test_a_job_over_two_hosts_is_the_same_training_whatever_the_network_does_for_a_moment(launch, reference, pair):
-    run = launch(**wraps())
+def test_a_job_over_two_hosts_is_the_same_training_whatever_the_network_does_for_a_moment(launch, reference, pair, tmp_path):
+    run = launch(**wraps(hold(tmp_path)))
     after_step(run, 5)
     pair.cut("beta")
     time.sleep(BREAK_S)
     pair.mend("beta")
+    (tmp_path / "go").touch()
     assert_same_training(run.finish(), reference())
     assert run.others["beta"].wait(60) == 0
 
@@ -60,11 +61,12 @@ def test_deepspeeds_own_command_starts_it_on_each_host(launch):
     assert result.code == run.others["beta"].wait(60) == 0 and len(result.losses) == 5, result.output[-6000:]
 
 
-def test_the_silence_of_a_host_is_its_death_to_the_others_and_its_own_end(launch, reference, pair):
+def test_the_silence_of_a_host_is_its_death_to_the_others_and_its_own_end(launch, reference, pair, tmp_path):
     """It stays cut off: what it says, it says on its own."""
-    run = launch("recycle.regroup_timeout_s=4", **wraps())
+    run = launch("recycle.regroup_timeout_s=4", **wraps(hold(tmp_path)))
     after_step(run, 5)
     pair.cut("beta")
+    (tmp_path / "go").touch()
     result = run.finish()
     assert_same_training(result, reference(), LOST)
     assert all(SILENT in event["how"] for event in result.of("lost")) and not result.of("confirmed")
@@ -75,9 +77,8 @@ def test_the_silence_of_a_host_is_its_death_to_the_others_and_its_own_end(launch
 
 def test_a_partition_that_heals_leaves_one_side(launch, reference, pair, tmp_path):
     """Both sides save checkpoints as long as they train; the smaller one has trained and saved nothing that the other doesn't know of."""
-    saved, flags = tmp_path / "saved", tmp_path / "flags"
-    hold = {"name": "gate", "folder": str(flags), "before": f"0F0.0@{STEPS - 2}", "until": "", "by": ["healed"]}
-    run = launch("recycle.trace=true", **wraps(hold, {"name": "save_each", "folder": str(saved), "steps": 2}))
+    saved = tmp_path / "saved"
+    run = launch("recycle.trace=true", **wraps(hold(tmp_path), {"name": "save_each", "folder": str(saved), "steps": 2}))
     after_step(run, 5)
     pair.cut("beta")
     run.wait_for(lambda: len(of(run, "lost")) == 2, "loss of both workers on beta")
@@ -85,7 +86,7 @@ def test_a_partition_that_heals_leaves_one_side(launch, reference, pair, tmp_pat
     assert run.others["beta"].poll() is None and not of(run, "confirmed")
     pair.mend("beta")
     run.wait_for(lambda: len(of(run, "confirmed")) == 2, "word of beta's supervisors")
-    (flags / "healed").touch()
+    (tmp_path / "go").touch()
     result = run.finish()
     assert_same_training(result, reference(), LOST)
     assert run.others["beta"].wait(60) == 0 and "Traceback" not in run.said_on("beta")
@@ -95,6 +96,14 @@ def test_a_partition_that_heals_leaves_one_side(launch, reference, pair, tmp_pat
     assert all(max(steps) <= together + 1 for steps in stepped.values()), "one step ahead of the commits, at most"
     assert all(max(steps_saved(saved, seat)) <= together for seat in LOST)
     assert steps_saved(saved, "0.0") == steps_saved(saved, "0.1") == list(range(2, STEPS + 1, 2))
+
+
+def crash_beta(run, pair, tmp_path: Path):
+    """In the middle of the job; its result."""
+    after_step(run, 5)
+    pair.crash("beta")
+    (tmp_path / "go").touch()
+    return run.finish()
 
 
 def by_file(tmp_path: Path, placement: str) -> tuple[str, str]:
@@ -107,10 +116,8 @@ def by_file(tmp_path: Path, placement: str) -> tuple[str, str]:
 @pytest.mark.parametrize("strict", (pytest.param(False, marks=pytest.mark.all_kills), True))
 def test_a_host_goes_and_every_stage_has_a_replica_elsewhere(launch, reference, pair, tmp_path, strict):
     """The ranks' seats are DeepSpeed's, and so is the training; only which of them beta has is not."""
-    run = launch(*by_file(tmp_path, "spread"), f"recycle.strict_placement={str(strict).lower()}", script=WRAPPED, RECYCLE_TEST_WRAP='{"name": "config_file"}')
-    after_step(run, 5)
-    pair.crash("beta")
-    result = run.finish()
+    run = launch(*by_file(tmp_path, "spread"), f"recycle.strict_placement={str(strict).lower()}", script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps([{"name": "config_file"}, hold(tmp_path)]))
+    result = crash_beta(run, pair, tmp_path)
     assert_same_training(result, reference(), LOST)
     (start,) = result.of("start")
     assert start["seats"] == {"0.0": 0, "1.0": 1, "0.1": 2, "1.1": 3}
@@ -118,10 +125,8 @@ def test_a_host_goes_and_every_stage_has_a_replica_elsewhere(launch, reference, 
 
 
 def test_as_deepspeed_places_them_the_loss_of_a_host_is_that_of_a_stage(launch, pair, tmp_path):
-    run = launch(*by_file(tmp_path, "deepspeed"), script=WRAPPED, RECYCLE_TEST_WRAP='{"name": "config_file"}')
-    after_step(run, 5)
-    pair.crash("beta")
-    result = run.finish()
+    run = launch(*by_file(tmp_path, "deepspeed"), script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps([{"name": "config_file"}, hold(tmp_path)]))
+    result = crash_beta(run, pair, tmp_path)
     assert_one_line(result, "the job ends: stage 1 has no live worker left")
     (warning,) = [event for event in result.of("warning") if "beta holds every replica of stage 1" in event["text"]]
     assert 'set recycle.placement to "spread"' in warning["text"]

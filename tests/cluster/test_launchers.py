@@ -17,10 +17,15 @@ import pytest
 from recycle_plugin.runs import processes_with
 from tests.cluster.conftest import launching
 from tests.support.hosts import ProgramRun
-from tests.support.jobs import WRAPPED, after_step, assert_same_training
+from tests.support.jobs import WRAPPED, after_step, assert_same_training, hold
 
 LOST = {"1.0", "1.1"}  # beta's replica
 WRAP = {"script": WRAPPED, "RECYCLE_TEST_WRAP": '{"name": "config_file"}'}
+
+
+def held(tmp_path) -> dict[str, str]:
+    """As WRAP, and the job waits for tmp_path/go."""
+    return WRAP | {"RECYCLE_TEST_WRAP": json.dumps([{"name": "config_file"}, hold(tmp_path)])}
 
 
 @pytest.fixture
@@ -49,24 +54,25 @@ def test_pdsh(launch, reference, config):
     assert result.output.count("alpha: ") > 10 and len(result.of("left")) == 4
 
 
-def assert_the_others_finish(run, reference, code: int, said: str) -> None:
+def assert_the_others_finish(run, reference, tmp_path, code: int, said: str) -> None:
     """... without beta, and the launcher's command ends with ``code`` although the job is through."""
     after_step(run, 5)
     run.crash("beta")
+    (tmp_path / "go").touch()
     result = run.finish()
     assert result.code == code and said in result.output
     assert_same_training(replace(result, code=0), reference(), LOST)
     assert result.of("finished")
 
 
-def test_a_host_dies_under_pdsh(launch, reference, config):
+def test_a_host_dies_under_pdsh(launch, reference, config, tmp_path):
     """They end without a goodbye from it.  DeepSpeed's command returns ssh's 255."""
-    assert_the_others_finish(launch(*config, **WRAP, command=PDSH), reference, 255, "beta: ssh exited with exit code 255")
+    assert_the_others_finish(launch(*config, **held(tmp_path), command=PDSH), reference, tmp_path, 255, "beta: ssh exited with exit code 255")
 
 
-def test_a_node_fails_under_srun_with_no_kill(launch, reference, config):
+def test_a_node_fails_under_srun_with_no_kill(launch, reference, config, tmp_path):
     """srun's code is that of the killed tasks."""
-    assert_the_others_finish(launch(*config, **WRAP, command=[*SLURM, NO_KILL], as_file=True), reference, 137, "Node failure on beta")
+    assert_the_others_finish(launch(*config, **held(tmp_path), command=[*SLURM, NO_KILL], as_file=True), reference, tmp_path, 137, "Node failure on beta")
 
 
 @pytest.mark.all_kills

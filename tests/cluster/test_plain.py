@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,34 +47,41 @@ def test_it_trains_what_one_process_trains_without_it(launch: Launch, tmp_path, 
     assert not any(mine["deepspeed"] for mine in result.records.values())
 
 
+def plan(folder: Path, **what: object) -> dict[str, str]:
+    """What a job's script does between steps (tests/jobs/checkpoint.py)."""
+    return {"RECYCLE_TEST_CHECKPOINT": json.dumps({"folder": str(folder), **what})}
+
+
 @pytest.mark.parametrize("kills", ((), ("kill 0.0 before 0F0.1@5",)))
 def test_a_checkpoint_goes_on_as_if_nothing_was(launch: Launch, reference, tmp_path, kills):
     """Saved every four steps, also while a worker is missing; a job that begins with the last one trains what the first one would have."""
-    first = launch("steps=12", "save=4", "schedule=true", faults(*kills)).finish()
+    saved = tmp_path / "saved"
+    first = launch("steps=12", "schedule=true", faults(*kills), **plan(saved, save_at=[4, 8, 12])).finish()
     assert first.code == 0, first.output[-6000:]
-    saved = first.folder / "saved"
     assert {path.name for path in saved.iterdir()} == {"global_step4", "global_step8", "global_step12", "latest"}
     assert {path.name for path in (saved / "global_step8").iterdir()} == {"stage_00.pt", "stage_01.pt"}
-    second = launch(f"load={saved}", "schedule=true").finish()
-    whole = reference("schedule=true")
-    assert second.losses == pytest.approx(whole.losses[12:], abs=5e-6)
-    assert difference(second, whole.__class__(**{**vars(whole), "records": {rank: {**each, "losses": each["losses"][12:]} for rank, each in whole.records.items()}})).tolerated
+    second, whole = launch("schedule=true", **plan(saved, load=True)).finish(), reference("schedule=true")
+    later = {rank: {**each, "losses": each["losses"][12:]} for rank, each in whole.records.items()}
+    assert second.losses == pytest.approx(whole.losses[12:], abs=5e-6) and len(second.losses) == 8
+    assert difference(second, replace(whole, records=later)).tolerated
 
 
-def test_a_checkpoint_is_loaded_while_training(launch: Launch):
+def test_a_checkpoint_is_loaded_while_training(launch: Launch, tmp_path):
     """Everybody goes back to step 4, and trains steps 5 to 8 once more, to the bit; then on, though a worker is lost in the middle of that."""
-    result = launch("steps=12", "save=4", "back_at=8", faults("kill 1.1 before 1W1.0@11")).finish()
+    result = launch("steps=12", faults("kill 1.1 before 1W1.0@11"), **plan(tmp_path / "saved", save_at=[4], load_at=8, load_step=4)).finish()
     assert result.code == 0 and [event["seat"] for event in result.of("lost")] == ["1.1"], result.output[-6000:]
     losses = result.losses
     assert len(losses) == 16 and losses[4:8] == losses[8:12] and len(set(losses)) == 12
 
 
 @pytest.mark.parametrize("kills", ((), ("kill 0.1 before 1F0.1@-2",)))
-def test_evaluation_is_the_same_whoever_dies_in_it(launch: Launch, kills):
-    healthy, result = launch("evaluate=5").finish(), launch("evaluate=5", faults(*kills)).finish()
+def test_evaluation_is_the_same_whoever_dies_in_it(launch: Launch, tmp_path, kills):
+    twice = plan(tmp_path, evaluate_at=5, times=2)
+    healthy, result = launch(**twice).finish(), launch(faults(*kills), **twice).finish()
     assert {event["seat"] for event in result.of("lost")} == {str(Fault.parse(kill).seat) for kill in kills}
     (expected,), (found,) = ({tuple(record["evaluated"]) for record in each.records.values()} for each in (healthy, result))
-    assert found == pytest.approx(expected, abs=5e-6) and len(set(found)) == 4
+    assert found == pytest.approx(expected, abs=5e-6) and len(found) == 2
+    assert result.losses == pytest.approx(healthy.losses, abs=5e-6)
 
 
 def test_checkpoints_by_themselves(launch: Launch, tmp_path):
@@ -92,7 +101,7 @@ WRONG = {
     "parts that don't add up": ("parts=[1,2]", "parts is [1, 2]: write 2 numbers of at least 1, 4 in all"),
     "a setting": ("recycle.undo=yes", "recycle.undo"),
     "a fault's seat": ('recycle.faults=["kill 7.0 before 0REDUCE@2"]', "recycle.faults: 'kill 7.0 before 0REDUCE@2' names seat 7.0, and the topology is 2 replicas"),
-    "no checkpoint": ("load=/nowhere", "load(): there is no checkpoint in /nowhere: /nowhere/latest is missing"),
+    "no checkpoint": ("nowhere", "load(): there is no checkpoint in /nowhere: /nowhere/latest is missing"),
     "no data": ("data=3", "data is a int: give a function of (step, replica, micro_batch), or a map-style dataset"),
     "a weight on two stages": ("layer=shared", "layers 1 and 2 share a weight, and are in stages 0 and 1: weights that stages share are not supported here yet"),
     "batch normalisation": ("layer=norm", "keeps running statistics, which a forward that is run again would count twice"),
@@ -101,7 +110,8 @@ WRONG = {
 
 @pytest.mark.parametrize("given, said", [pytest.param(*each, id=name) for name, each in WRONG.items()])
 def test_what_is_wrong_is_one_line(launch: Launch, given: str, said: str):
-    assert_one_line(launch(given).finish(), said)
+    more = plan("/nowhere", load=True) if given == "nowhere" else {}
+    assert_one_line(launch(*([] if more else [given]), **more).finish(), said)
 
 
 def test_without_the_launcher_it_says_how_to_start(tmp_path):

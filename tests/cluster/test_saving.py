@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from recycle_plugin.runs import processes_with
-from tests.support.jobs import LOSS_TOLERANCE, Shape, assert_one_line, faults
+from tests.cluster.conftest import launching
+from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, Shape, assert_one_line, faults
 
-SCRIPT = "tests/jobs/checkpoint.py"
+PLAIN_TOO, PLAIN = pytest.mark.plain_too, pytest.mark.plain_too(deepspeed=False)
 SAVES = [3, 6, 9]
 STEPS = 12
-FILES = 3  # of a stage: two layers, and the optimizer's state
+FILES = {"deepspeed": 3, "plain": 1}  # of a stage: two layers, and the optimizer's state, or all in one
 
 
 @pytest.fixture
@@ -25,22 +26,28 @@ def start(launch, tmp_path):
 
     def run(*overrides: str, shape: Shape = Shape(), **plan: object):
         plan = {"folder": str(tmp_path / "saved"), "flags": str(tmp_path / "flags")} | plan
-        return launch(f"steps={STEPS}", *overrides, shape=shape, script=SCRIPT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan))
+        return launch(f"steps={STEPS}", *overrides, shape=shape, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan))
 
     return run
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server, tmp_path_factory):
-    """(losses, folder) of a job that saves after each of SAVES and loses nobody."""
-    from tests.cluster.conftest import launching
+def known() -> dict[str, tuple[list[float], Path]]:
+    """By vehicle what ``undisturbed`` gives: each is run once."""
+    return {}
 
-    folder = tmp_path_factory.mktemp("undisturbed")
-    plan = {"folder": str(folder / "saved"), "save_at": SAVES}
-    with launching(server, folder) as launch:
-        result = launch(f"steps={STEPS}", script=SCRIPT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)).finish()
-    assert result.code == 0, result.output[-6000:]
-    return result.losses, folder / "saved"
+
+@pytest.fixture
+def undisturbed(request, vehicle, known, tmp_path_factory):
+    """(losses, folder) of a job that saves after each of SAVES and loses nobody."""
+    if vehicle.name not in known:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        plan = json.dumps({"folder": str(folder / "saved"), "save_at": SAVES})
+        with launching(request.getfixturevalue(vehicle.server), folder, vehicle=vehicle) as launch:
+            result = launch(f"steps={STEPS}", script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=plan).finish()
+        assert result.code == 0, result.output[-6000:]
+        known[vehicle.name] = result.losses, folder / "saved"
+    return known[vehicle.name]
 
 
 def files(folder: Path) -> set[str]:
@@ -73,37 +80,43 @@ def assert_alike(mine: object, theirs: object, name: str) -> None:
         assert mine == pytest.approx(theirs) if isinstance(mine, float) else mine == theirs, name
 
 
-DEATHS = [
+DEATHS = [  # of the victim's files "next" is the first one of the second save, and so on, where a save is repeated once
     ("0.0 at checkpoint.start:2", "1.1 at checkpoint.start:4"),
-    (f"0.0 at checkpoint.file:{FILES + 1}", f"0.1 at checkpoint.file:{2 * FILES + 2}"),
-    ("0.0 at checkpoint.written:2", f"0.1 at checkpoint.file:{3 * FILES}"),
+    ("0.0 at checkpoint.file:{next}", "0.1 at checkpoint.file:{repeated}"),
+    ("0.0 at checkpoint.written:2", "0.1 at checkpoint.file:{third}"),
     ("0.0 at checkpoint.publish:2", "1.1 at checkpoint.written:3"),
-    ("0.0 at checkpoint.named:2", f"0.1 at checkpoint.file:{3 * FILES + 1}"),
+    ("0.0 at checkpoint.named:2", "0.1 at checkpoint.file:{fourth}"),
     ("0.0 at checkpoint.latest:2", "0.1 at checkpoint.written:4"),
 ]
 
 
-@pytest.mark.parametrize(
-    "deaths", [pytest.param(deaths, id=deaths[0].split(".")[-1], marks=[pytest.mark.all_kills] * (number % 4 > 0)) for number, deaths in enumerate(DEATHS)]
-)
-def test_a_death_while_saving(start, undisturbed, tmp_path, deaths):
+def kills(vehicle, deaths: tuple[str, ...]) -> str:
+    files = FILES[vehicle.name]
+    numbers = {"next": files + 1, "second": files + min(2, files), "repeated": 2 * files + min(2, files), "third": 3 * files, "fourth": 3 * files + 1}
+    return faults(*(f"kill {death.format(**numbers)}" for death in deaths))
+
+
+@PLAIN_TOO
+@pytest.mark.parametrize("deaths", [pytest.param(deaths, id=deaths[0].split(".")[-1].partition(":")[0]) for deaths in DEATHS])
+def test_a_death_while_saving(start, vehicle, undisturbed, tmp_path, deaths):
     """One in the second save, and one in its repetition or in the third one; all three end up whole."""
     losses, like = undisturbed
-    result = start(faults(*(f"kill {death}" for death in deaths)), save_at=SAVES).finish()
+    result = start(kills(vehicle, deaths), save_at=SAVES).finish()
     assert result.code == 0, result.output[-6000:]
     assert len(result.of("lost")) == 2 == len(result.of("fault")), result.output[-6000:]
     assert result.losses == pytest.approx(losses, abs=LOSS_TOLERANCE)
     assert_whole(tmp_path / "saved", like, SAVES[-1])
 
 
-@pytest.mark.parametrize("point", (pytest.param("file", marks=pytest.mark.all_kills), "publish"))
-def test_everybody_dies_while_saving(start, undisturbed, tmp_path, point):
+@PLAIN
+@pytest.mark.parametrize("point", ("file", "publish"))
+def test_everybody_dies_while_saving(start, vehicle, undisturbed, tmp_path, point):
     """The one before stays whole, and the one that is named."""
     seats = ("0.0", "0.1", "1.0", "1.1")
-    deaths = [f"kill {seat} at checkpoint.{'written' if seat[0] == '1' else f'file:{FILES + 2}'}{':2' * (seat[0] == '1')}" for seat in seats]
+    deaths = [f"{seat} at checkpoint.{'written:2' if seat[0] == '1' else 'file:{second}'}" for seat in seats]
     if point == "publish":
-        deaths = ["kill 0.0 at checkpoint.publish:2", "kill 1.0 at checkpoint.publish:1"]
-    result = start(faults(*deaths), save_at=SAVES).finish()
+        deaths = ["0.0 at checkpoint.publish:2", "1.0 at checkpoint.publish:1"]
+    result = start(kills(vehicle, deaths), save_at=SAVES).finish()
     assert_one_line(result, "Last checkpoint: ")
     saved = tmp_path / "saved"
     assert not (saved / "global_step6").exists()
@@ -114,13 +127,13 @@ def test_everybody_dies_while_saving(start, undisturbed, tmp_path, point):
     assert_whole(saved, undisturbed[1], SAVES[0])
 
 
-@pytest.mark.all_kills
-def test_sigterm_to_everything_while_saving(start, undisturbed, tmp_path):
-    """The checkpoint is finished, and the job ends at a commit."""
+@PLAIN_TOO
+def test_sigterm_to_everything_while_saving(start, vehicle, undisturbed, tmp_path):
+    """The checkpoint is finished, and the job ends at a commit.  The plain launcher's process has all supervisors in it."""
     run = start("steps=1000", save_at=SAVES[:2], hold=True)
     saved = tmp_path / "saved"
     run.wait_for(lambda: list(saved.glob("global_step6.incomplete-*")), "the second save")
-    supervisors = [process.pid for process in processes_with(run.mark) if process.pid != run.launcher.pid]
+    supervisors = [process.pid for process in processes_with(run.mark) if process.pid != run.launcher.pid or vehicle.name == "plain"]
     for pid in [*supervisors, *run.pids().values()]:
         os.kill(pid, signal.SIGTERM)
     (tmp_path / "flags").mkdir()
@@ -130,20 +143,31 @@ def test_sigterm_to_everything_while_saving(start, undisturbed, tmp_path):
     assert_whole(saved, undisturbed[1], 6)
 
 
-def test_load_while_training(start, undisturbed):
-    """Back to the third step after the seventh, where the same numbers come once more; the second load loses somebody."""
+@PLAIN_TOO
+@pytest.mark.parametrize("deaths", ((), ("1.0 at load.start", "0.1 at load.end")), ids=("nobody", "two"))
+def test_load_while_training(start, vehicle, undisturbed, deaths):
+    """Back to the third step after the seventh, where the same numbers come once more; also where somebody dies meanwhile."""
     losses, _ = undisturbed
-    expected = losses[:7] + losses[3:]
-    result = start(save_at=[3], load_at=7, load_step=3).finish()
-    assert result.code == 0, result.output[-6000:]
-    assert result.losses == pytest.approx(expected, abs=LOSS_TOLERANCE)
-    result = start(faults("kill 1.0 at load.start", "kill 0.1 at load.end"), save_at=[3], load_at=7, load_step=3).finish()
-    assert result.code == 0 and len(result.of("lost")) == 2, result.output[-6000:]
-    assert result.losses == pytest.approx(expected, abs=LOSS_TOLERANCE)
+    result = start(kills(vehicle, deaths), save_at=[3], load_at=7, load_step=3).finish()
+    assert result.code == 0 and len(result.of("lost")) == len(deaths), result.output[-6000:]
+    assert result.losses == pytest.approx(losses[:7] + losses[3:], abs=LOSS_TOLERANCE)
+
+
+@PLAIN
+def test_another_number_of_replicas(start, undisturbed):
+    """Any number goes on."""
+    result = start("steps=11", shape=Shape(replicas=3), folder=str(undisturbed[1]), load=True).finish()
+    assert result.code == 0 and all(len(record["losses"]) == 2 for record in result.records.values()), result.output[-6000:]
+
+
+@PLAIN
+def test_another_number_of_stages(start, vehicle, undisturbed):
+    result = start(shape=Shape(replicas=2, stages=1), folder=str(undisturbed[1]), load=True).finish()
+    assert_one_line(result, "is of 2 stages, and this pipeline has 1" if vehicle.name == "plain" else "is of 2 pipeline stages, and this job has 1")
 
 
 def test_other_numbers_of_replicas_and_stages(start, undisturbed):
-    """Any number of replicas goes on; with another number of stages weights alone are read."""
+    """With another number of stages weights alone are read."""
     losses, like = undisturbed
     result = start("steps=11", shape=Shape(replicas=3), folder=str(like), load=True).finish()
     assert result.code == 0 and all(len(record["losses"]) == 2 for record in result.records.values()), result.output[-6000:]
@@ -153,12 +177,41 @@ def test_other_numbers_of_replicas_and_stages(start, undisturbed):
     assert result.code == 0 and result.losses[0] < losses[0] - 0.1, result.output[-6000:]
 
 
-def test_checkpoints_by_themselves(start, undisturbed, tmp_path):
+# --- those that are made by themselves -------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_until(start, tmp_path):
+    """``run_until(enough, *overrides)``: the result of a job that ends once ``enough(run)``; how many checkpoints there are after so many steps is a matter of
+    what they cost."""
+
+    def run(enough, *overrides: str):
+        go = tmp_path / "enough"
+        job = start("steps=100000", *overrides, until=str(go))
+        job.wait_for(lambda: enough(job), "enough checkpoints")
+        go.touch()
+        result = job.finish()
+        assert result.code == 0, result.output[-6000:]
+        return result
+
+    return run
+
+
+def times(run, kind: str) -> list[float]:
+    return [event["time"] for event in run.events() if event["event"] == kind]
+
+
+@PLAIN_TOO
+def test_checkpoints_by_themselves(start, run_until, vehicle, tmp_path):
     """Written while training goes on: the first whole, the second dropped since one of its writers dies, and made up for."""
     folder = tmp_path / "own"
-    result = start("steps=40", "recycle.checkpoint={overhead: 0.9, keep: 1}", f"recycle.checkpoint_dir={folder}", faults(f"kill 0.0 at checkpoint.file:{FILES + 1}")).finish()
-    assert result.code == 0 and len(result.of("lost")) == 1, result.output[-6000:]
-    assert result.losses[:STEPS] == pytest.approx(undisturbed[0], abs=LOSS_TOLERANCE)
+
+    def made_up_for(run) -> bool:
+        lost, made = times(run, "lost"), times(run, "checkpoint")
+        return bool(lost and made) and made[-1] > lost[0]
+
+    deaths = kills(vehicle, ("0.0 at checkpoint.file:{next}",))
+    result = run_until(made_up_for, "recycle.checkpoint={overhead: 0.9, keep: 1}", f"recycle.checkpoint_dir={folder}", deaths)
     made = result.of("checkpoint")
     (lost,) = result.of("lost")
     assert sum(event["time"] < lost["time"] for event in made) == 1 and len(made) >= 2, result.output[-6000:]
@@ -166,18 +219,19 @@ def test_checkpoints_by_themselves(start, undisturbed, tmp_path):
     assert {path.name for path in folder.glob("automatic_step*") if ".incomplete-" not in path.name} == {Path(made[-1]["path"]).name}
     step = int((folder / "latest").read_text().removeprefix("automatic_step"))
     assert made[-1]["path"] == str(folder / f"automatic_step{step}") and step > 11
-    resumed = start(f"steps={step + 3}", folder=str(folder), load=True).finish()
-    whole = start(f"steps={step + 3}").finish()
+    resumed, whole = start(f"steps={step + 3}", folder=str(folder), load=True).finish(), start(f"steps={step + 3}").finish()
     assert resumed.code == whole.code == 0, resumed.output[-6000:]
     assert resumed.losses == pytest.approx(whole.losses[step:], abs=LOSS_TOLERANCE)
+    common = min(len(result.losses), step + 3)
+    assert result.losses[:common] == pytest.approx(whole.losses[:common], abs=LOSS_TOLERANCE)
 
 
-@pytest.mark.all_kills
-def test_steps_that_are_rejected_drop_no_checkpoint(start, tmp_path):
+@PLAIN
+def test_steps_that_are_rejected_drop_no_checkpoint(run_until, tmp_path):
     """Each makes another membership of the same members."""
-    result = start("steps=30", "gradient_clipping=0.05", "recycle.clip=validate", "recycle.checkpoint={overhead: 0.9}", f"recycle.checkpoint_dir={tmp_path}/own").finish()
-    assert result.code == 0 and len(result.of("rejected")) >= 25, result.output[-6000:]
-    assert len(result.of("checkpoint")) >= 2, result.output[-6000:]
+    settings = "gradient_clipping=0.05", "recycle.clip=validate", "recycle.checkpoint={overhead: 0.9}", f"recycle.checkpoint_dir={tmp_path}/own"
+    result = run_until(lambda run: len(times(run, "checkpoint")) >= 2 and len(times(run, "rejected")) >= 25, *settings)
+    assert len(result.of("rejected")) >= 5 / 6 * result.of("committed")[-1]["step"]
 
 
 # --- what is in no file of stock's, and what is read wrongly --------------------------------------------
@@ -213,12 +267,14 @@ def test_the_loss_scale_goes_on_from_a_checkpoint(start, undisturbed, tmp_path):
     ]
 
 
+@PLAIN
 def test_a_worker_that_has_loaded_otherwise_than_its_peers_is_given_up(start, undisturbed):
     result = start("steps=11", shape=Shape(replicas=3), folder=str(undisturbed[1]), load=True, flip="1.1").finish()
     assert result.code == 0 and [event["seat"] for event in result.of("lost")] == ["1.1"], result.output[-6000:]
     assert result.of("lost")[0]["how"] == "its state after step 9 is unlike that of the stage's other replicas"
 
 
+@PLAIN
 def test_of_two_that_have_loaded_differently_nobody_knows_which_is_right(start):
     result = start(save_at=[3], load_at=7, load_step=3, flip="1.1").finish()
     assert_one_line(result, "the job ends: the replicas 0.1, 1.1 differ after step 3, and no majority says which is right")

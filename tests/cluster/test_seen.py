@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
-from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, faults
+from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, faults
 
 SAMPLES = 4  # of a step
 
@@ -49,6 +49,7 @@ def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
     assert told["text"] == str(run.folder / "report.html") and "0.0 lost" in Path(told["text"]).read_text()
 
 
+@pytest.mark.plain_too
 def test_a_job_that_is_too_slow_leaves_a_checkpoint_to_go_on_from(launch, reference, tmp_path):
     """As a scheduler would: exit code 75 means to start it again, with workers for every seat."""
     saved = str(tmp_path / "saved")
@@ -59,10 +60,11 @@ def test_a_job_that_is_too_slow_leaves_a_checkpoint_to_go_on_from(launch, refere
     last = escalated["step"]
     assert checkpoint["path"] == f"{saved}/global_step{last}" and last == slow.of("committed")[-1]["step"]
     plan = json.dumps({"folder": saved, "load": True})
-    again = launch(script="tests/jobs/checkpoint.py", RECYCLE_TEST_CHECKPOINT=plan).finish()
+    again = launch(script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=plan).finish()
     assert again.code == 0 and again.losses == pytest.approx(reference().losses[last:], abs=LOSS_TOLERANCE), again.output[-6000:]
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_a_death_while_that_checkpoint_is_saved(launch, tmp_path):
     """All steps are committed, and no step follows: the others save once more, where they would have waited for the lost one."""
     saved, deaths = tmp_path / "saved", ("kill 1.1 before 1F1.0@5", "kill 0.0 at checkpoint.written")

@@ -3,8 +3,8 @@
 RECYCLE_TEST_CHECKPOINT holds as JSON: ``folder`` of the checkpoints; ``save_at`` steps; ``load`` true to start from the last one,
 ``module_only`` true from its weights alone; ``load_at`` a step after which, once, that of the step ``load_step`` is loaded; ``evaluate_at``
 a step, after which ``times`` (1) evaluations come; ``read_at`` a step after which stage 1 reads its parameters while stage 0 waits for
-the file ``flags``/seat; ``hold`` true: each file of the last save waits for ``flags``/go; ``flip`` a seat where a bit turns round in each load.  Each rank writes what it saw to
-run_dir/losses/rank<r>.json.
+the file ``flags``/seat; ``hold`` true: who has written a file of the last save waits for ``flags``/go; ``flip`` a seat where a bit turns round in each load;
+``until`` a file: the job ends when it is there.  Each rank writes what it saw to run_dir/losses/rank<r>.json.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ from train_gpt import gpt, write  # noqa: E402
 RANK = int(os.environ["RANK"])
 plan = json.loads(os.environ["RECYCLE_TEST_CHECKPOINT"])
 job = compose_from_command_line(sys.argv[1:], __doc__)
-if "read_at" in plan:
-    wrappers.gate(plan["flags"], before=f"0REDUCE@{plan['read_at']}", until="", by=["0.1", "1.1"])
-if "flip" in plan:
-    wrappers.flip_loaded(plan["flip"])
+wrappers.follow(plan)
 
 deepspeed.init_distributed()
 layers, loss, data = gpt(job)
@@ -71,14 +68,12 @@ if plan.get("load"):
         for _ in range(engine.global_steps * job.topology.micro_batches):
             next(engine.data_iterator)
     evaluate()
-while engine.global_steps < job.steps:
+while engine.global_steps < job.steps and not wrappers.told(plan):
     record["losses"].append(engine.train_batch().item())
     if engine.global_steps == plan.get("evaluate_at"):
         for _ in range(plan.get("times", 1)):
             evaluate()
     if engine.global_steps in plan.get("save_at", ()):
-        if engine.global_steps == plan["save_at"][-1] and plan.get("hold"):
-            wrappers.hold_files(plan["flags"])
         engine.save_checkpoint(plan["folder"])
     if engine.global_steps == plan.get("load_at"):
         del plan["load_at"]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import topology
 
-from recycle_plugin.adapters.deepspeed import checkpoint
+import touching
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
 from recycle_plugin.compose import Job
-from wrappers import TRAINERS, wait_until
+from wrappers import TRAINERS
 
 
 # --- configuration ----------------------------------------------------------------------------------
@@ -61,115 +61,16 @@ def fp16_section(section: dict) -> None:
     Job.deepspeed_config = lambda self: {**config(self), "fp16": section}
 
 
-# --- order of events --------------------------------------------------------------------------------
-
-
-def hold_files(folder: str) -> None:
-    """Whoever has a checkpoint's file to write waits for the file ``folder``/go."""
-    save = checkpoint.Durable.save
-
-    def changed(self, state_dict, path: str) -> None:
-        wait_until((Path(folder) / "go").exists, f"{folder}/go")
-        save(self, state_dict, path)
-
-    checkpoint.Durable.save = changed
-
-
-def flip_loaded(seat: str) -> None:
-    """The lowest bit of one of the worker's parameters turns round while it loads a checkpoint."""
-    load = checkpoint.Files.load_beside
-
-    def changed(self: checkpoint.Files, state, path: Path, with_optimizer: bool) -> None:
-        load(self, state, path, with_optimizer)
-        if str(self.engine.seat) == seat:
-            TRAINERS[0]._framework.parameters[0].data.view(torch.int32).view(-1)[3] ^= 1
-
-    checkpoint.Files.load_beside = changed
-
-
 # --- what scripts do with weights between steps -------------------------------------------------------
 
 
-def _parameters_of(engine: RecycleEngine) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for _, parameter in engine.module.named_parameters()]
+def _dtype(engine: RecycleEngine) -> torch.dtype:
+    return torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
 
 
-def _saved(engine: RecycleEngine) -> list[torch.Tensor]:
-    file = io.BytesIO()
-    torch.save(list(engine.module.parameters()), file)
-    file.seek(0)
-    return [parameter.detach() for parameter in torch.load(file, weights_only=False)]
-
-
-def _evaluated(engine: RecycleEngine) -> list[torch.Tensor]:
-    """By hand, first in another precision; the smallest GPT's shapes."""
-    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
-    given = torch.arange(16)[None] if engine.is_first_stage() else torch.linspace(-1, 1, 256, dtype=dtype).view(16, 1, 16)
-    with torch.no_grad():
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            engine.module(given)
-        return [engine.module(given)]
-
-
-def _moments(engine: RecycleEngine) -> list[torch.Tensor]:
-    return [state["exp_avg"].clone() for state in engine.basic_optimizer.state.values()]
-
-
-def _averaged(engine: RecycleEngine) -> list[torch.Tensor]:
-    trained = list(engine.module.parameters())
-    averages = vars(engine).setdefault("averages", [torch.zeros_like(parameter, requires_grad=False) for parameter in trained])
-    with torch.no_grad():
-        torch._foreach_lerp_(averages, trained, 0.1)
-    return [average.clone() for average in averages]
-
-
-def _shrunk(engine: RecycleEngine) -> list[torch.Tensor]:
-    """A write."""
-    for parameter in engine.module.parameters():
-        parameter.data.mul_(0.999)
-    return _parameters_of(engine)
-
-
-def touch_weights(folder: str, alone: str, flag_at: int = 0) -> None:
-    """After each step a script reads and writes weights, each time in another order: what it found goes to folder/seat<replica.stage>.pt.  After every third
-    step only the seat ``alone`` reads, and nobody writes; every second time the others wait for it in a collective.  Before that of step ``flag_at`` folder/<seat> is made."""
-    train, ways, found = RecycleEngine.train_batch, [_parameters_of, _saved, _evaluated, _moments, _averaged, _shrunk], {}
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-
-    def changed(self: RecycleEngine, data_iter=None) -> torch.Tensor:
-        loss = train(self, data_iter)
-        step, together = self.global_steps, self.global_steps % 3 > 0
-        if step == flag_at:
-            (place / str(self.seat)).touch()
-        self.module.eval()
-        if together or str(self.seat) == alone:
-            mine = ways if together else ways[:-1]
-            first = step % len(mine)
-            found[step] = {way.__name__: way(self) for way in mine[first:] + mine[:first]}
-        if step % 6 == 3:
-            torch.distributed.barrier()
-        torch.save(found, place / f"seat{self.seat}.pt")
-        return loss
-
-    RecycleEngine.train_batch = changed
-
-
-def wait_for_reader(folder: str, alone: str) -> None:
-    """After each step the script's workers wait, where the plugin does not see it, until the one at ``alone`` has read its weights."""
-    train = RecycleEngine.train_batch
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-
-    def changed(self: RecycleEngine, data_iter=None) -> torch.Tensor:
-        loss, flag = train(self, data_iter), place / f"step{self.global_steps}"
-        if str(self.seat) == alone:
-            _parameters_of(self)
-            flag.touch()
-        wait_until(flag.exists, str(flag))
-        return loss
-
-    RecycleEngine.train_batch = changed
+SCRIPT = touching.Script(RecycleEngine, "train_batch", lambda engine: engine.global_steps, lambda engine: engine.basic_optimizer, _dtype)
+touch_weights = partial(touching.touch_weights, SCRIPT)
+wait_for_reader = partial(touching.wait_for_reader, SCRIPT)
 
 
 # --- several hosts -----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A small pipeline in plain torch, with dropout and Adam, by the overrides of tests/support/jobs.py: ``topology.replicas=2 steps=20 recycle.undo=inverse …``.
 
-RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py.  ``save=N``: a checkpoint in run_dir/saved every N steps; ``load``: the folder to go on from; ``back_at=N``: behind step N, once, back to the first of them;
-``evaluate=N``: every N steps; ``data``, ``layer``: what is refused.
+RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for checkpoint.py, but for ``module_only``.  ``data``, ``layer``: what is
+refused.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+import plain_wrappers
+import wrappers
+from recycle_plugin.adapters.plain import Pipeline
+
 RANK, WIDTH, TOKENS = os.environ["RANK"], 16, 32
 DEFAULTS = {
     "topology": {"replicas": 2, "stages": 2, "micro_batches": 2}, "model": {"layers": 2}, "steps": 20, "gradient_clipping": 0.0, "optimizer": "adam",
-    "run_dir": "", "recycle": {}, "save": 0, "load": "", "back_at": 0, "evaluate": 0, "schedule": False, "parts": None, "data": None, "layer": "",
+    "run_dir": "", "recycle": {}, "schedule": False, "parts": None, "data": None, "layer": "",
 }  # fmt: skip
+plan = json.loads(os.environ.get("RECYCLE_TEST_CHECKPOINT", "{}"))
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
@@ -46,16 +51,35 @@ def loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, 1), labels.flatten())
 
 
+def between_steps(pipeline, record: dict) -> None:
+    """What the plan has for after this step."""
+    step = pipeline.steps
+    if step == plan.get("evaluate_at"):
+        record["evaluated"] += [pipeline.evaluate(evaluated) for _ in range(plan.get("times", 1))]
+    if step in plan.get("save_at", ()):
+        pipeline.save(plan["folder"])
+    if step == plan.get("load_at"):
+        del plan["load_at"]
+        pipeline.load(plan["folder"], f"global_step{plan['load_step']}")
+    if step == plan.get("read_at") and pipeline.seat.stage == 1:
+        record["committed_before"] = pipeline._trainer._session.committed
+        (Path(plan["flags"]) / str(pipeline.seat)).touch()
+        pipeline.module.state_dict()
+        record["committed_after"] = pipeline._trainer._session.committed
+
+
+def evaluated(replica: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch(0, replica, micro_batch)
+
+
 def main() -> None:
     overrides = [text.lstrip("+") for text in sys.argv[1:]]  # Hydra, which reads those of DeepSpeed jobs, asks for a + where there is no default
     job = OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist(overrides))
-    if wraps := json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]")):
-        import wrappers
-
-        for arguments in wraps if isinstance(wraps, list) else [wraps]:
-            getattr(wrappers, arguments.pop("name"))(**arguments)
-    from recycle_plugin.adapters.plain import Pipeline
-
+    wraps = json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]"))
+    for arguments in wraps if isinstance(wraps, list) else [wraps]:
+        name = arguments.pop("name")
+        (getattr(wrappers, name, None) or getattr(plain_wrappers, name))(**arguments)
+    wrappers.follow(plan)
     layers = [lambda: nn.Embedding(64, WIDTH), *[Block] * job.model.layers, lambda: nn.Linear(WIDTH, 64)]
     if job.layer == "norm":
         layers[1] = lambda: nn.BatchNorm1d(TOKENS)
@@ -68,17 +92,12 @@ def main() -> None:
         clip=job.gradient_clipping, settings=settings,
     )  # fmt: skip
     record = {"rank": int(RANK), "pid": os.getpid(), "losses": [], "evaluated": [], "deepspeed": "deepspeed" in sys.modules}
-    if job.load:
-        pipeline.load(job.load)
-    while pipeline.steps < job.steps:
+    if plan.get("load"):
+        pipeline.load(plan["folder"])
+        record["evaluated"].append(pipeline.evaluate(evaluated))
+    while pipeline.steps < job.steps and not wrappers.told(plan):
         record["losses"].append(pipeline.step())
-        if job.save and pipeline.steps % job.save == 0:
-            pipeline.save(Path(job.run_dir) / "saved")
-        if pipeline.steps == job.back_at:
-            pipeline.load(Path(job.run_dir) / "saved", f"global_step{job.save}")
-            job.back_at = 0
-        if job.evaluate and pipeline.steps % job.evaluate == 0:
-            record["evaluated"].append(pipeline.evaluate(lambda replica, number: batch(0, replica, number)))
+        between_steps(pipeline, record)
     for name, write in (("losses", lambda path: path.write_text(json.dumps(record))), ("parameters", lambda path: torch.save(pipeline.module.state_dict(), path))):
         path = Path(job.run_dir) / name / f"rank{RANK}.{'json' if name == 'losses' else 'pt'}"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ def test_without_failures_steps_follow_each_other() -> None:
     assert history.transitions == [] and history.fraction == pytest.approx(1, abs=0.01)
 
 
-def late(shape: Topology, lost: tuple[Seat, ...], machine, instants: int = 24, steps: int = 8) -> tuple[list[float], float]:
+def late(shape: Topology, lost: tuple[Seat, ...], machine, instants: int = 24, steps: int = 5) -> tuple[list[float], float]:
     """By how much the coarse job ends later than the one that is simulated instruction by instruction, for losses spread
     evenly over a step on a full pipeline; and how long noticing takes.  In steps of the pace after the loss."""
     costs, policy = CostModel.uniform(shape.stages, 10_000, 10_000, 10_000, 1_000, 2_000, 3_000), Policy(activation_cap=2 * shape.stages)

@@ -179,6 +179,17 @@ def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("ending, code, said", (("'what is wrong'", 1, "what is wrong\n"), ("", 0, ""), ("3", 3, "")))
+def test_a_worker_ends_as_a_process_of_its_own_would(imported, capfd, ending, code, said):
+    async def play() -> None:
+        server = await ServerProcess.start(["json"])
+        worker = await ForkedProcess.start(server.address, imported(f"import sys; sys.exit({ending})"), [], dict(os.environ))
+        assert await worker.wait() == code and await server.stop() == ""
+
+    asyncio.run(play())
+    assert capfd.readouterr().err == said
+
+
 def test_another_user_gets_no_process(monkeypatch):
     near, far = socket.socketpair(socket.AF_UNIX)
     with near, far:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Mapping
 
 from tests.support.cluster import Result, Run
 
 TRAIN = "scripts/train_gpt.py"
 WRAPPED = "tests/jobs/gpt.py"  # the same, changed from outside: see tests/jobs/wrappers.py
+CHECKPOINT = "tests/jobs/checkpoint.py"  # the same, with checkpoints and evaluations on the way
+COUNT = "tests/jobs/count.py"  # counts by the weights how often each sample is used
 STEPS = 20
 LOSS_TOLERANCE = 5e-6
 PARAMETER_TOLERANCE = 1e-5
@@ -69,6 +71,11 @@ def after_step(run: Run, step: int) -> None:
     run.wait_for(lambda: any(event["event"] == "committed" and event["step"] >= step for event in run.events()), f"commit of step {step}")
 
 
+def hold(folder: Path) -> dict[str, object]:
+    """The change (tests/jobs/wrappers.py) by which the job does not end before there is the file ``folder``/go."""
+    return {"name": "gate", "folder": str(folder), "before": f"0F0.0@{STEPS - 2}", "until": "", "by": ["go"]}
+
+
 @dataclass(frozen=True)
 class Difference:
     """Of two trainings: the largest difference of a step's loss, and ‖Δ‖/‖p‖ over all parameters."""
@@ -122,7 +129,7 @@ def assert_one_line(result: Result, text: str) -> None:
 class Vehicle:
     """What a test's jobs are made of: ``script``, ``wrapped`` where something is changed from outside, and the ``overrides`` that make it a shape's.
 
-    ``server``: the fixture of the fork server that has imported what it needs.
+    ``server``: the fixture of the fork server that has imported what it needs; ``others``: its scripts in place of others.
     """
 
     name: str
@@ -130,6 +137,7 @@ class Vehicle:
     wrapped: str
     overrides: Callable[[Shape], list[str]]
     server: str = "server"
+    others: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def arguments(self, shape: Shape, folder: Path, *more: str) -> list[str]:
         return [*self.overrides(shape), f"run_dir={folder}", *more]
@@ -145,4 +153,4 @@ def plain_overrides(shape: Shape) -> list[str]:
 
 
 DEEPSPEED = Vehicle("deepspeed", TRAIN, WRAPPED, lambda shape: shape.overrides())
-PLAIN = Vehicle("plain", "tests/jobs/plain.py", "tests/jobs/plain.py", plain_overrides, "plain_server")
+PLAIN = Vehicle("plain", "tests/jobs/plain.py", "tests/jobs/plain.py", plain_overrides, "plain_server", {CHECKPOINT: "tests/jobs/plain.py", COUNT: "tests/jobs/plain_count.py"})

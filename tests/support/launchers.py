@@ -24,7 +24,7 @@ from argparse import REMAINDER, ArgumentParser
 from pathlib import Path
 
 POLL_S = 0.05
-KEPT = ("RECYCLE_RUN", "RECYCLE_FORK_SERVER", "RECYCLE_TEST_")
+KEPT = ("RECYCLE_RUN", "RECYCLE_FORK_SERVER", "RECYCLE_TEST_", "RES_OPTIONS", "TORCH_CPP_LOG_LEVEL")
 LOST = 255  # ssh's code, when the connection has gone
 
 
