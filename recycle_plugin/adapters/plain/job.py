@@ -20,7 +20,7 @@ from recycle_plugin.runtime.device import HOST, Device, device_of
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.worker.changed import scheduler_part
-from recycle_plugin.runtime.worker.fitness import check_layers
+from recycle_plugin.runtime.worker.fitness import check_layers, check_optimizer
 from recycle_plugin.runtime.worker.ports import Compute, Framework, StageModel
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings import Settings
@@ -41,6 +41,7 @@ class PlainJob:
         stage, replica = divmod(line.rank, topology.replicas)
         self.seat, self.module, self.optimizer, self.scheduler = Seat(replica, stage), module, optimizer, scheduler
         check_layers(module)
+        check_optimizer(module, optimizer)
         peers = _meet(topology, stage)
         _alike(module, peers)
         self._files = StageFiles(line, self.seat, topology.stages, module)
