@@ -116,7 +116,7 @@ OF_A_REPLICA = ("kill 1.0 before 0F1.1@3", "kill 1.0 after 0B1.0@3", "kill 1.0 b
 
 
 @pytest.mark.parametrize("kill", (None, *OF_A_REPLICA))
-@pytest.mark.parametrize("more", ((), ("gradient_clipping=0.3", "recycle.undo=inverse")))
+@pytest.mark.parametrize("more", ((), ("gradient_clipping=0.3", "recycle.undo=inverse", "kept=true")))
 def test_a_scripts_own_backward_survives_its_peers(launch: Launch, kill, more):
     """Three replicas, no pipeline: the same losses and weights as in one process, and each micro-batch is computed, though its replica is gone."""
     result = launch(*more, *([faults(kill)] if kill else []), shape=Shape(3, 1, 2), script=LOOP).finish()
@@ -132,6 +132,11 @@ def test_a_scripts_own_backward_survives_its_peers(launch: Launch, kill, more):
     [
         ("wrong=backward", "has left no gradient: call backward() on the loss before you return it"),
         ("wrong=loss", "return the micro-batch's loss, one number, after its backward()"),
+        ("wrong=iterator", "a call of compute() gives something else when it is run again"),
+        ("wrong=step", "0.weight is changed by each call of compute()"),
+        ("wrong=statistics", "0.parametrizations.weight.0._u is changed by each call of compute()"),
+        ("wrong=optimizer", "the optimizer has a parameter of shape (5, 3) that is not in the module"),
+        ("wrong=closure", "LBFGS computes losses of its own in each step, by a closure"),
         ("wrong=second", "a second engine, pipeline or set of replicas in this process"),
         ("recycle.exact=true", "recycle.exact with a backward that the script calls"),
         ("recycle.split_backward=true", "recycle.split_backward: a backward that the script calls is not split"),

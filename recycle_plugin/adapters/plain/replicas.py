@@ -21,6 +21,8 @@ class Replicas(PlainJob):
 
     ``compute(step, replica, micro_batch)`` does what a script's loop does with a micro-batch: forward, loss, ``loss.backward()``; and returns the loss.  It gets all
     that it needs from its arguments, since the micro-batches of a lost replica are computed by the others.  Steps count from 1; each replica has ``micro_batches``.
+    The first call is made twice, which has to give the same.  Layers stay in the mode, of training or evaluation, that the script has put them in.
+    A parameter that gets no gradient in a step is stepped by one of zeros, as with DeepSpeed.
     ``clip``, ``settings``: as for a Pipeline; the loss that is trained is the mean over all micro-batches.
     Raises RecycleError where something does not fit, and SettingsError.
     """
