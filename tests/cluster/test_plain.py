@@ -59,6 +59,29 @@ def test_a_checkpoint_goes_on_as_if_nothing_was(launch: Launch, reference, tmp_p
     assert difference(second, whole.__class__(**{**vars(whole), "records": {rank: {**each, "losses": each["losses"][12:]} for rank, each in whole.records.items()}})).tolerated
 
 
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (("optimizer=sgd", "schedule=true"), "is of a job whose optimizer is Adam, and here it is SGD; give the same"),
+        ((), "is of a job whose scheduler is LambdaLR, and here it is NoneType; give the same"),
+        (("schedule=true", "model.layers=4", "parts=[3,3]"), ".pt is of other layers: Error(s) in loading state_dict for Sequential: Missing key(s)"),
+        (("schedule=true", "cut"), "stage_00.pt can't be read: "),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_one_line(launch: Launch, tmp_path, more, said):
+    first = launch("steps=2", "save=2", "schedule=true").finish()
+    saved = first.folder / "saved"
+    if "cut" in more:
+        whole = saved / "global_step2" / "stage_00.pt"
+        whole.write_bytes(whole.read_bytes()[:300])
+    assert_one_line(launch(f"load={saved}", *(each for each in more if each != "cut")).finish(), said)
+
+
+def test_where_nothing_can_be_written_is_one_line(launch: Launch, tmp_path):
+    (tmp_path / "file").touch()
+    assert_one_line(launch("save=2", f"save_to={tmp_path / 'file'}").finish(), "save(): nothing can be written to ")
+
+
 def test_a_checkpoint_is_loaded_while_training(launch: Launch):
     """Everybody goes back to step 4, and trains steps 5 to 8 once more, to the bit; then on, though a worker is lost in the middle of that."""
     result = launch("steps=12", "save=4", "back_at=8", faults("kill 1.1 before 1W1.0@11")).finish()

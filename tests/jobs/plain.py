@@ -1,6 +1,6 @@
 """A small pipeline in plain torch, with dropout and Adam, by the overrides of tests/support/jobs.py: ``topology.replicas=2 steps=20 recycle.undo=inverse …``.
 
-RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py.  ``save=N``: a checkpoint in run_dir/saved every N steps; ``load``: the folder to go on from; ``back_at=N``: behind step N, once, back to the first of them;
+RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py.  ``save=N``: a checkpoint in run_dir/saved every N steps, or in ``save_to``; ``load``: the folder to go on from; ``back_at=N``: behind step N, once, back to the first of them;
 ``evaluate=N``: every N steps; ``data``, ``layer``, ``wrong``: what is refused.
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 RANK, WIDTH, TOKENS = os.environ["RANK"], 16, 32
 DEFAULTS = {
     "topology": {"replicas": 2, "stages": 2, "micro_batches": 2}, "model": {"layers": 2}, "steps": 20, "gradient_clipping": 0.0, "optimizer": "adam",
-    "run_dir": "", "recycle": {}, "save": 0, "load": "", "back_at": 0, "evaluate": 0, "schedule": False, "parts": None, "data": None, "layer": "", "wrong": "",
+    "run_dir": "", "recycle": {}, "save": 0, "save_to": "", "load": "", "back_at": 0, "evaluate": 0, "schedule": False, "parts": None, "data": None, "layer": "", "wrong": "",
 }  # fmt: skip
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
@@ -79,7 +79,7 @@ def main() -> None:
     while pipeline.steps < job.steps:
         record["losses"].append(pipeline.step())
         if job.save and pipeline.steps % job.save == 0:
-            pipeline.save(Path(job.run_dir) / "saved")
+            pipeline.save(job.save_to or Path(job.run_dir) / "saved")
         if pipeline.steps == job.back_at:
             pipeline.load(Path(job.run_dir) / "saved", f"global_step{job.save}")
             job.back_at = 0

@@ -71,7 +71,8 @@ class PlainJob:
             raise RecycleError(f"clip is {clip}: write the largest norm that gradients may have, or 0 for any")
         peers = _meet(topology, stage)
         _alike(module, peers)
-        self._files = StageFiles(line, self.seat, topology.stages, module)
+        kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
+        self._files = StageFiles(line, self.seat, topology.stages, module, kinds)
         first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
         model = StageModel(module, loss, topology.micro_batches, first, last, device(), keyed=keyed_forwards)
         steps = Steps(optimizer, scheduler, lambda: self._trainer.clip())
@@ -107,10 +108,9 @@ class PlainJob:
 
     def load(self, folder: str | Path, tag: str | None = None) -> None:
         """Everybody goes on from that checkpoint, by default the one saved last, with the data and the random numbers of its next step."""
-        path = chosen(Path(folder), tag)
         self._trainer.begin_loading(f"load({str(folder)!r}, {tag!r})")
         with self._trainer.lifted():
-            self._files.read(self._trainer.state, path)
+            self._files.read(self._trainer.state, chosen(Path(folder), tag))  # only now is nobody writing one, so that all find the same
             self._trainer.loaded(whole=True)
 
 
