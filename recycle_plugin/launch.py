@@ -90,6 +90,8 @@ class OneHost:
             raise BadCommand(f"no training script given: write {HERE}")
         if not Path(rest[0]).exists():
             raise BadCommand(f"there is no {rest[0]}: write the path of your training script, {HERE}")
+        if not (Path(rest[0]).is_file() or Path(rest[0], "__main__.py").is_file()):
+            raise BadCommand(f"{rest[0]} is no file that each worker can read, nor a folder with a __main__.py: write the path of your training script, {HERE}")
         return cls(workers, rest, port, fork)
 
 

@@ -87,47 +87,51 @@ def _content(tensor: torch.Tensor) -> tuple:
 
 
 class Rehearsal:
-    """The first forward of ``module``, which is run twice.  ``before``: its state before that; ``exact``: it has to give the same bits."""
+    """The first forward of ``module``, or whatever else ``what`` is, which is run twice.  ``before``: its state before that; ``exact``: it has to give the same bits.
+    ``advice``: where it doesn't."""
 
-    def __init__(self, module: torch.nn.Module, before: State, exact: bool, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, before: State, exact: bool, warn: Callable[[str], None], what: str = "forward", advice: str = ADVICE
+    ) -> None:  # fmt: skip
         self._module, self._before, self._exact, self._warn = module, before, exact, warn
+        self._what, self._advice = what, advice
 
     def once(self, made: Tensors) -> None:
         """The first time has given ``made``."""
         self._between = State(self._module)
-        _refuse(self._between.changed_in_place(self._before), "forward")
+        _refuse(self._between.changed_in_place(self._before), self._what, self._advice)
         self._storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in made}  # kept, so that their memory is not given out again
         self._first = [tensor.detach().clone() for tensor in made]
 
     def twice(self, made: Tensors) -> bool:
         """The second.  Whether both are in the same memory.  Raises RecycleError where it is not the same, or may not be run again for another reason."""
         now = State(self._module)
-        _refuse(now.changed(self._between, self._exact), "forward")
+        _refuse(now.changed(self._between, self._exact), self._what, self._advice)
         counted = now.counted(self._between)
         if len(made) != len(self._first) or not all(_alike(*pair, self._exact) for pair in zip(made, self._first)):
             raise RecycleError(
-                f"a forward gives something else when it is run again with the same input and random numbers{f': {counted} has changed' if counted else ''}. "
+                f"a {self._what} gives something else when it is run again with the same input and random numbers{f': {counted} has changed' if counted else ''}. "
                 "A lost worker's micro-batches are run again by others, which have to get the same: count outside of the model, and "
-                f"draw from torch's, Python's or numpy's common generators; {ADVICE}"
+                f"draw from torch's, Python's or numpy's common generators; {self._advice}"
             )
         if counted is not None:
             self._warn(
-                f"{counted} changes with each forward, and after a failure some are run again, and others by workers with more micro-batches: "
+                f"{counted} changes with each {self._what}, and after a failure some are run again, and others by workers with more micro-batches: "
                 "where what a layer gives depends on it, now or later, losses will not be those of a run without a failure"
             )
         return any(tensor.untyped_storage().data_ptr() in self._storages for tensor in made if tensor.numel())
 
 
-def check_unchanged(module: torch.nn.Module, before: State, what: str) -> None:
+def check_unchanged(module: torch.nn.Module, before: State, what: str, advice: str = ADVICE) -> None:
     """Raises RecycleError where the first ``what`` (forward, backward) has changed the state of ``module``."""
-    _refuse(State(module).changed_in_place(before), what)
+    _refuse(State(module).changed_in_place(before), what, advice)
 
 
-def _refuse(changed: str | None, what: str) -> None:
+def _refuse(changed: str | None, what: str, advice: str) -> None:
     if changed is not None:
         raise RecycleError(
             f"{changed} is changed by each {what} in training, which one that is run again would do twice, and workers with more micro-batches more "
-            f"often: leave out what counts there (running statistics, spectral norm, max_norm of an embedding, steps in a hook), {ADVICE}"
+            f"often: leave out what counts there (running statistics, spectral norm, max_norm of an embedding, steps in a hook), {advice}"
         )
 
 

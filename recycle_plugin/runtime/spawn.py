@@ -88,7 +88,7 @@ def ask(server: str, request: dict, descriptors: list[int]) -> socket.socket:
         connection.sendall(body)
     except OSError as error:
         connection.close()
-        raise ConnectionError(f"{request['module']} was not started: the process that it is to be forked from can't be reached ({error.strerror})") from error
+        raise ConnectionError(f"{request['module']} was not started: the process that it is to be forked from can't be reached ({error.strerror}); unset {SERVER_VARIABLE} where it names one of before") from error
     return connection
 
 

@@ -37,6 +37,7 @@ LISTEN_S = 60.0  # how long nothing need be heard
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
 PULSE_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
+STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
 REPORT_S = 60.0  # how long the report may take
 ANOTHER_ADDRESS = "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all others"
 END_S = 15.0  # how long a worker that was told to end may take
@@ -273,7 +274,8 @@ class Hosted:
         self._closing = True
         if not self._watching.done():
             self._store.send_signal(signal.SIGKILL)
-        await self._watching
+        await asyncio.wait({self._watching}, timeout=STORE_S)  # one that was forked from a stopped process is never heard of
+        self._watching.cancel()
         if self._announcer.wants_report:
             self._announcer.say(await _write_report(self._announcer.folder), time.time())
         self._announcer.close()

@@ -32,6 +32,7 @@ class Surroundings:
     def remember(self) -> None:
         """A step begins."""
         self._autocast = torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
+        self._modes = [(part, part.training) for part in self._module.modules()]
 
     def leave(self) -> None:
         """The script has its turn, and may change things for the next step."""
@@ -50,6 +51,11 @@ class Surroundings:
                 found[number, name] = now
         return found
 
+    @property
+    def other_modes(self) -> bool:
+        """Whether some layer is in training mode that was in evaluation mode when the step began, or the other way round."""
+        return any(part.training != training for part, training in self._modes)
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """As in ``train_batch``; afterwards as before."""
@@ -67,13 +73,12 @@ class Surroundings:
     def _restored(self) -> Iterator[None]:
         enabled, dtype = self._autocast
         modes = [(part, part.training) for part in self._module.modules()]
-        self._module.train()
+        _set(self._modes)
         try:
             with torch.inference_mode(False), torch.enable_grad(), torch.autocast(self._kind, dtype, enabled):
                 yield
         finally:
-            for part, training in modes:
-                part.training = training
+            _set(modes)
 
 
 class AsStarted:
@@ -94,3 +99,8 @@ class AsStarted:
 
 def _plain(name: str, value: Any) -> bool:
     return type(value) in PLAIN and name != "training"
+
+
+def _set(modes: list[tuple[torch.nn.Module, bool]]) -> None:
+    for part, training in modes:
+        part.training = training

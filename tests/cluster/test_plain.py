@@ -66,6 +66,29 @@ def test_a_checkpoint_goes_on_as_if_nothing_was(launch: Launch, reference, tmp_p
     assert difference(second, replace(whole, records=later)).tolerated
 
 
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (("optimizer=sgd", "schedule=true"), "is of a job whose optimizer is Adam, and here it is SGD; give the same"),
+        ((), "is of a job whose scheduler is LambdaLR, and here it is NoneType; give the same"),
+        (("schedule=true", "model.layers=4", "parts=[3,3]"), ".pt is of other layers: Error(s) in loading state_dict for Sequential: Missing key(s)"),
+        (("schedule=true", "cut"), "stage_00.pt can't be read: "),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_one_line(launch: Launch, tmp_path, more, said):
+    saved = tmp_path / "saved"
+    assert launch("steps=2", "schedule=true", **plan(saved, save_at=[2])).finish().code == 0
+    if "cut" in more:
+        whole = saved / "global_step2" / "stage_00.pt"
+        whole.write_bytes(whole.read_bytes()[:300])
+    assert_one_line(launch(*(each for each in more if each != "cut"), **plan(saved, load=True)).finish(), said)
+
+
+def test_where_nothing_can_be_written_is_one_line(launch: Launch, tmp_path):
+    (tmp_path / "file").touch()
+    assert_one_line(launch(**plan(tmp_path / "file", save_at=[2])).finish(), "save(): nothing can be written to ")
+
+
 def test_a_checkpoint_is_loaded_while_training(launch: Launch, tmp_path):
     """Everybody goes back to step 4, and trains steps 5 to 8 once more, to the bit; then on, though a worker is lost in the middle of that."""
     result = launch("steps=12", faults("kill 1.1 before 1W1.0@11"), **plan(tmp_path / "saved", save_at=[4], load_at=8, load_step=4)).finish()
@@ -102,6 +125,14 @@ WRONG = {
     "a setting": ("recycle.undo=yes", "recycle.undo"),
     "a fault's seat": ('recycle.faults=["kill 7.0 before 0REDUCE@2"]', "recycle.faults: 'kill 7.0 before 0REDUCE@2' names seat 7.0, and the topology is 2 replicas"),
     "no checkpoint": ("nowhere", "load(): there is no checkpoint in /nowhere: /nowhere/latest is missing"),
+    "no micro-batches": ("topology.micro_batches=0", "micro_batches is 0: write a whole number, 1 or more"),
+    "half a stage": ("topology.stages=1.5", "stages is 1.5: write a whole number, 1 or more"),
+    "off": ("recycle.enabled=false", "recycle.enabled is false: a plain job has nothing else to train with"),
+    "a loss scale": ("recycle={loss_scaling: true, nonfinite: skip}", "recycle.loss_scaling: plain jobs train in fp32"),
+    "an optimizer instead of a function": ("wrong=optimizer", "optimizer is a Adam: give a function that makes one for a stage's parameters"),
+    "a scheduler of metrics": ("wrong=plateau", "ReduceLROnPlateau is stepped with a metric, which a step does not know"),
+    "a layer": ("layer=name", "layer 1 is a str: give a module, or a function without arguments that makes one"),
+    "a limit below 0": ("gradient_clipping=-1", "clip is -1: write the largest norm that gradients may have, or 0 for any"),
     "no data": ("data=3", "data is a int: give a function of (step, replica, micro_batch), or a map-style dataset"),
     "a weight on two stages": ("layer=shared", "layers 1 and 2 share a weight, and are in stages 0 and 1: weights that stages share are not supported here yet"),
     "batch normalisation": ("layer=norm", "keeps running statistics, which a forward that is run again would count twice"),
@@ -126,7 +157,7 @@ OF_A_REPLICA = ("kill 1.0 before 0F1.1@3", "kill 1.0 after 0B1.0@3", "kill 1.0 b
 
 
 @pytest.mark.parametrize("kill", (None, *OF_A_REPLICA))
-@pytest.mark.parametrize("more", ((), ("gradient_clipping=0.3", "recycle.undo=inverse")))
+@pytest.mark.parametrize("more", ((), ("gradient_clipping=0.3", "recycle.undo=inverse", "kept=true")))
 def test_a_scripts_own_backward_survives_its_peers(launch: Launch, kill, more):
     """Three replicas, no pipeline: the same losses and weights as in one process, and each micro-batch is computed, though its replica is gone."""
     result = launch(*more, *([faults(kill)] if kill else []), shape=Shape(3, 1, 2), script=LOOP).finish()
@@ -142,6 +173,11 @@ def test_a_scripts_own_backward_survives_its_peers(launch: Launch, kill, more):
     [
         ("wrong=backward", "has left no gradient: call backward() on the loss before you return it"),
         ("wrong=loss", "return the micro-batch's loss, one number, after its backward()"),
+        ("wrong=iterator", "a call of compute() gives something else when it is run again"),
+        ("wrong=step", "0.weight is changed by each call of compute()"),
+        ("wrong=statistics", "0.parametrizations.weight.0._u is changed by each call of compute()"),
+        ("wrong=optimizer", "the optimizer has a parameter of shape (5, 3) that is not in the module"),
+        ("wrong=closure", "LBFGS computes losses of its own in each step, by a closure"),
         ("wrong=second", "a second engine, pipeline or set of replicas in this process"),
         ("recycle.exact=true", "recycle.exact with a backward that the script calls"),
         ("recycle.split_backward=true", "recycle.split_backward: a backward that the script calls is not split"),

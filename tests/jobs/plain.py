@@ -1,7 +1,7 @@
 """A small pipeline in plain torch, with dropout and Adam, by the overrides of tests/support/jobs.py: ``topology.replicas=2 steps=20 recycle.undo=inverse …``.
 
-RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for checkpoint.py, but for ``module_only``.  ``data``, ``layer``: what is
-refused.
+RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for checkpoint.py, but for ``module_only``.
+``data``, ``layer``, ``wrong``: what is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recycle_plugin.adapters.plain import Pipeline
 RANK, WIDTH, TOKENS = os.environ["RANK"], 16, 32
 DEFAULTS = {
     "topology": {"replicas": 2, "stages": 2, "micro_batches": 2}, "model": {"layers": 2}, "steps": 20, "gradient_clipping": 0.0, "optimizer": "adam",
-    "run_dir": "", "recycle": {}, "schedule": False, "parts": None, "data": None, "layer": "",
+    "run_dir": "", "recycle": {}, "schedule": False, "parts": None, "data": None, "layer": "", "wrong": "",
 }  # fmt: skip
 plan = json.loads(os.environ.get("RECYCLE_TEST_CHECKPOINT", "{}"))
 OPTIMIZERS = {
@@ -85,10 +85,17 @@ def main() -> None:
         layers[1] = lambda: nn.BatchNorm1d(TOKENS)
     if job.layer == "shared":
         layers[1] = layers[2] = Block()
+    if job.layer == "name":
+        layers[1] = "Block"
     settings = OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir}
     scheduler = (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))) if job.schedule else None
+    optimizer = OPTIMIZERS[job.optimizer]
+    if job.wrong == "optimizer":
+        optimizer = optimizer([torch.zeros(2, requires_grad=True)])
+    if job.wrong == "plateau":
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau
     pipeline = Pipeline(
-        layers, loss, OPTIMIZERS[job.optimizer], job.data or batch, job.topology.stages, job.topology.micro_batches, parts=job.parts, scheduler=scheduler,
+        layers, loss, optimizer, job.data or batch, job.topology.stages, job.topology.micro_batches, parts=job.parts, scheduler=scheduler,
         clip=job.gradient_clipping, settings=settings,
     )  # fmt: skip
     record = {"rank": int(RANK), "pid": os.getpid(), "losses": [], "evaluated": [], "deepspeed": "deepspeed" in sys.modules}

@@ -75,6 +75,8 @@ def test_options_go_before_the_script_and_its_own_behind_it():
         (["--port", "4000", __file__], "how many workers? Write python -m recycle_plugin.launch --workers 4 your_script.py"),
         (["--workers", "2"], "no training script given: write python -m recycle_plugin.launch"),
         (["--workers", "2", "nowhere.py"], "there is no nowhere.py: write the path of your training script"),
+        (["--workers", "2", "/dev/null"], "/dev/null is no file that each worker can read"),
+        (["--workers", "2", "/dev"], "/dev is no file that each worker can read, nor a folder with a __main__.py"),
         (["--workers", "2", "--port", "65536", __file__], "--port 65536: write a number from 1 to 65535, or no --port at all for a free one"),
         (["--workers", "2", "--port", "http", __file__], "--port http: write a number from 1 to 65535"),
         (["--wrokers", "2", __file__], "--wrokers is no option of the launcher: write those of your script behind it"),

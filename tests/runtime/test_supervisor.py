@@ -8,6 +8,7 @@ import socket
 from contextlib import asynccontextmanager
 
 from recycle_plugin.core.protocol import Exited, Heard, Hello, Over, Pulse, Welcome
+from recycle_plugin.runs import free_port
 from recycle_plugin.runtime import supervisor
 from recycle_plugin.runtime.control import InLoop, SocketControl
 
@@ -130,3 +131,25 @@ def test_a_coordinator_that_says_nonsense_is_gone_and_the_reason_is_said(monkeyp
 
     asyncio.run(play())
     assert capsys.readouterr().err == "recycle: error: the coordinator can't be understood: a frame begins with b'Traceback ', and no message does\n"
+
+
+def test_a_store_whose_end_nobody_tells_holds_up_nobody(monkeypatch):
+    """It was forked from a process that is stopped."""
+
+    class Silent(Worker):
+        def send_signal(self, number: int) -> None:
+            self.signals.append(number)
+
+    async def play() -> None:
+        store = Silent()
+
+        async def spawn(*_: object, **more: object) -> Worker:
+            return store
+
+        monkeypatch.setattr(supervisor, "spawn", spawn)
+        monkeypatch.setattr(supervisor, "STORE_S", 0.01)
+        hosted = await supervisor.Hosted.start(("127.0.0.1", free_port()), 1, {})
+        await asyncio.wait_for(hosted.close(), PATIENCE_S)
+        assert store.signals == [signal.SIGKILL]
+
+    asyncio.run(play())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from pickle import UnpicklingError
+from typing import Any, Callable, Mapping
 
 import torch
 
@@ -20,16 +21,23 @@ from recycle_plugin.runtime.worker.ports import Reach
 
 @dataclass(frozen=True)
 class StageFiles:
-    """Of the worker at ``seat``, whose ``module`` has its stage's layers, of ``stages`` (runtime/worker/ports.py)."""
+    """Of the worker at ``seat``, whose ``module`` has its stage's layers, of ``stages`` (runtime/worker/ports.py).  ``kinds``: the names of the classes of what else has a
+    state, which says nothing to others."""
 
     session: Session
     seat: Seat
     stages: int
     module: torch.nn.Module
+    kinds: Mapping[str, str]
 
     def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
-        if self._writes:
+        """RecycleError where it can't be: a peer that takes over, as for a worker that dies, could not either."""
+        if not self._writes:
+            return
+        try:
             self._save(self._contents(state), folder / tag, reach)
+        except (OSError, RuntimeError) as error:  # the latter is torch's word for a full disk
+            raise RecycleError(f"save(): nothing can be written to {folder} ({error}): free some of the disk, or name another folder") from error
 
     def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
         if not self._writes:
@@ -42,10 +50,19 @@ class StageFiles:
         file = folder / _name(self.seat.stage)
         if not file.is_file():
             raise RecycleError(f"load(): {file} is missing; name a folder that save() has written to, and load with as many stages")
-        contents = torch.load(file, map_location=HOST, weights_only=False)
+        try:
+            contents = torch.load(file, map_location=HOST, weights_only=False)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise RecycleError(f"load(): {file} can't be read: {str(error).splitlines()[0]}; load another one") from error
         if contents["stages"] != self.stages:
             raise RecycleError(f"load(): {folder} is of {contents['stages']} stages, and this pipeline has {self.stages}; use as many")
-        self.module.load_state_dict(contents["layers"])
+        for what, kind in self.kinds.items():
+            if contents["kinds"][what] != kind:
+                raise RecycleError(f"load(): {folder} is of a job whose {what} is {contents['kinds'][what]}, and here it is {kind}; give the same")
+        try:
+            self.module.load_state_dict(contents["layers"])
+        except RuntimeError as error:
+            raise RecycleError(f"load(): {file} is of other layers: {' '.join(str(error).split())}") from error
         state.put(contents["small"])
         state.fill(contents["tensors"])
 
@@ -57,7 +74,7 @@ class StageFiles:
     def _contents(self, state: StageState) -> dict[str, Any]:
         """``layers``: as the stage's module has them, buffers and frozen weights too; the rest is what else a step changes."""
         rest = {name: tensor.detach() for name, tensor in state.tensors().items() if not name.startswith("weights/")}
-        return {"step": state.version.step, "stages": self.stages, "layers": self.module.state_dict(), "small": state.small(), "tensors": rest}
+        return {"step": state.version.step, "stages": self.stages, "kinds": dict(self.kinds), "layers": self.module.state_dict(), "small": state.small(), "tensors": rest}
 
     def _save(self, contents: dict[str, Any], folder: Path, reach: Reach) -> None:
         folder.mkdir(parents=True, exist_ok=True)

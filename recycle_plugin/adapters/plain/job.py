@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,35 @@ from recycle_plugin.core.places import Places
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.runtime.average import BACKEND
 from recycle_plugin.runtime.device import HOST, Device, device_of
+from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.worker.changed import scheduler_part
-from recycle_plugin.runtime.worker.fitness import check_layers
+from recycle_plugin.runtime.worker.fitness import check_layers, check_optimizer
 from recycle_plugin.runtime.worker.ports import Compute, Framework, StageModel
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.settings import Settings
+
+
+def settings_of(section: Mapping[str, Any] | None, **defaults: Any) -> Settings:
+    """Of a plain job; raises SettingsError, and RecycleError where nothing would heed them."""
+    if not isinstance(section, Mapping | None):
+        raise RecycleError(f"settings is a {type(section).__name__}: give a dict, as the section \"recycle\" of a DeepSpeed config")
+    chosen = Settings.from_section({"enabled": True, **defaults, **(section or {})})
+    if not chosen.enabled:
+        raise RecycleError("recycle.enabled is false: a plain job has nothing else to train with; leave it out, or train without this class")
+    if chosen.loss_scaling:
+        raise RecycleError("recycle.loss_scaling: plain jobs train in fp32, whose losses need no scale; leave it out")
+    if chosen.norm == "deepspeed":
+        raise RecycleError('recycle.norm is "deepspeed": a plain job clips by the true norm over all stages; leave it out')
+    return chosen
+
+
+def check_numbers(**given: Any) -> None:
+    """RecycleError where one of them, counts by name, is none."""
+    for name, value in given.items():
+        if not isinstance(value, Integral) or value < 1:
+            raise RecycleError(f"{name} is {value!r}: write a whole number, 1 or more")
 
 
 def device() -> Device:
@@ -41,9 +64,15 @@ class PlainJob:
         stage, replica = divmod(line.rank, topology.replicas)
         self.seat, self.module, self.optimizer, self.scheduler = Seat(replica, stage), module, optimizer, scheduler
         check_layers(module)
+        check_optimizer(module, optimizer)
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise RecycleError("ReduceLROnPlateau is stepped with a metric, which a step does not know: give no scheduler=, and call its step() between steps")
+        if not clip >= 0:
+            raise RecycleError(f"clip is {clip}: write the largest norm that gradients may have, or 0 for any")
         peers = _meet(topology, stage)
         _alike(module, peers)
-        self._files = StageFiles(line, self.seat, topology.stages, module)
+        kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
+        self._files = StageFiles(line, self.seat, topology.stages, module, kinds)
         first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
         model = StageModel(module, loss, topology.micro_batches, first, last, device(), keyed=keyed_forwards)
         steps = Steps(optimizer, scheduler, lambda: self._trainer.clip())
@@ -79,10 +108,9 @@ class PlainJob:
 
     def load(self, folder: str | Path, tag: str | None = None) -> None:
         """Everybody goes on from that checkpoint, by default the one saved last, with the data and the random numbers of its next step."""
-        path = chosen(Path(folder), tag)
         self._trainer.begin_loading(f"load({str(folder)!r}, {tag!r})")
         with self._trainer.lifted():
-            self._files.read(self._trainer.state, path)
+            self._files.read(self._trainer.state, chosen(Path(folder), tag))  # only now is nobody writing one, so that all find the same
             self._trainer.loaded(whole=True)
 
 

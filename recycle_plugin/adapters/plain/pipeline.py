@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from recycle_plugin.adapters.plain.job import PlainJob, device
+from recycle_plugin.adapters.plain.job import PlainJob, check_numbers, device, settings_of
 from recycle_plugin.core.ids import MicroBatch
 from recycle_plugin.core.places import Places
 from recycle_plugin.core.topology import Topology
@@ -19,7 +19,6 @@ from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.worker.data import DatasetSource
 from recycle_plugin.runtime.worker.ports import Source
-from recycle_plugin.settings import Settings
 
 Layer = Callable[[], nn.Module] | nn.Module
 Data = Callable[[int, int, int], Any]  # of (step, replica, micro-batch): (inputs, labels)
@@ -47,7 +46,10 @@ class Pipeline(PlainJob):
         data: Data | torch.utils.data.Dataset, stages: int, micro_batches: int = 1, *, micro_batch_size: int = 1, parts: Sequence[int] | None = None,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None, clip: float = 0.0, seed: int = 0, settings: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        chosen_settings = Settings.from_section({"enabled": True, **(settings or {})})
+        chosen_settings = settings_of(settings)
+        check_numbers(stages=stages, micro_batches=micro_batches, micro_batch_size=micro_batch_size)
+        if not callable(optimizer):
+            raise RecycleError(f"optimizer is a {type(optimizer).__name__}: give a function that makes one for a stage's parameters, lambda parameters: torch.optim.SGD(parameters, …)")
         line = session.of_this_process()
         line.configure(chosen_settings.wait_timeout_s, chosen_settings.regroup_timeout_s, chosen_settings.group_sums)
         workers = int(os.environ["WORLD_SIZE"])
@@ -96,8 +98,12 @@ def _built(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
     """Each layer draws its weights by its number, whichever stage has it."""
     made = OrderedDict()
     for number in numbers:
+        given = layers[number]
         with keyed(seed + number, device()):
-            made[str(number)] = layers[number] if isinstance(layers[number], nn.Module) else layers[number]()
+            layer = given() if callable(given) and not isinstance(given, nn.Module) else given
+        if not isinstance(layer, nn.Module):
+            raise RecycleError(f"layer {number} is a {type(layer).__name__}: give a module, or a function without arguments that makes one")
+        made[str(number)] = layer
     module = nn.Sequential(made)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise RecycleError(f"layers {numbers[0]} to {numbers[-1]}, a stage of their own, have no parameter to train: give parts= that puts them beside others")

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from recycle_plugin.adapters.plain.job import PlainJob
+from recycle_plugin.adapters.plain.job import PlainJob, check_numbers, settings_of
 from recycle_plugin.core.topology import Topology
 from recycle_plugin.runtime import session
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.worker.ports import Compute
-from recycle_plugin.settings import Settings
 
 
 class Replicas(PlainJob):
@@ -21,6 +20,8 @@ class Replicas(PlainJob):
 
     ``compute(step, replica, micro_batch)`` does what a script's loop does with a micro-batch: forward, loss, ``loss.backward()``; and returns the loss.  It gets all
     that it needs from its arguments, since the micro-batches of a lost replica are computed by the others.  Steps count from 1; each replica has ``micro_batches``.
+    The first call is made twice, which has to give the same.  Layers stay in the mode, of training or evaluation, that the script has put them in.
+    A parameter that gets no gradient in a step is stepped by one of zeros, as with DeepSpeed.
     ``clip``, ``settings``: as for a Pipeline; the loss that is trained is the mean over all micro-batches.
     Raises RecycleError where something does not fit, and SettingsError.
     """
@@ -29,7 +30,8 @@ class Replicas(PlainJob):
         self, module: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, micro_batches: int = 1, *, scheduler: Any = None, clip: float = 0.0,
         settings: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        chosen = Settings.from_section({"enabled": True, "split_backward": False, **(settings or {})})
+        chosen = settings_of(settings, split_backward=False)
+        check_numbers(micro_batches=micro_batches)
         if chosen.split_backward:
             raise RecycleError("recycle.split_backward: a backward that the script calls is not split; leave it out, or set it to false")
         line, workers = session.of_this_process(), int(os.environ["WORLD_SIZE"])

@@ -19,18 +19,27 @@ from recycle_plugin.core.stepstore import StepStore
 from recycle_plugin.runtime.blocks import in_place_of
 from recycle_plugin.runtime.device import Device
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.repeatable import Rehearsal, State, check_unchanged
 from recycle_plugin.runtime.worker.ports import Compute, StageModel
+
+Computed = tuple[list[torch.Tensor | None], torch.Tensor]  # the gradient of each parameter, and the loss
+CALLED = "call of compute()"
+ADVICE = "get data by the step, the replica and the micro-batch that compute() is given, and leave optimizer.step() to Replicas.step()"
 
 
 class ScriptedStage:
-    """In a Stage's place (stage.py), for the only stage of its model.  ``randomness``: what a micro-batch of a step draws."""
+    """In a Stage's place (stage.py), for the only stage of its model.  ``randomness``: what a micro-batch of a step draws; ``warn``: of what may go wrong."""
 
     loss_scale = 1.0
 
-    def __init__(self, model: StageModel, compute: Compute, randomness: Callable[[MicroBatch, int, str], AbstractContextManager]) -> None:
-        self._compute, self._randomness = compute, randomness
+    def __init__(
+        self, model: StageModel, compute: Compute, randomness: Callable[[MicroBatch, int, str], AbstractContextManager], warn: Callable[[str], None] = lambda text: None
+    ) -> None:  # fmt: skip
+        self._compute, self._randomness, self._warn = compute, randomness, warn
+        self._module, self._keyed = model.module, model.keyed
         self._parameters, self._scale = list(model.module.parameters()), model.scale
         self.device: Device = model.device
+        self._rehearsed, self._reuses_memory = False, False
 
     def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
         self._scale = micro_batches
@@ -43,15 +52,28 @@ class ScriptedStage:
         stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
         act, stash, loss, grad, wgrad = (Datum(kind, stage, one, step) for kind in ("act", "stash", "loss", "grad", "wgrad"))
         if instruction.op is Op.F:
-            gradients, value = self._forward(step, one)
-            return {act: (), stash: gradients, loss: value}
+            gradients, value = self._computed(step, one) if self._rehearsed else self._first(step, one)
+            return {act: (), stash: [each if each is None else each.clone() for each in gradients] if self._reuses_memory else gradients, loss: value}
         for parameter, gradient in zip(self._parameters, have[stash], strict=True):
             if gradient is not None:
                 gradient.div_(self._scale)
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         return {grad: (), wgrad: None}
 
-    def _forward(self, step: int, one: MicroBatch) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    def _first(self, step: int, one: MicroBatch) -> Computed:
+        """Made twice: another worker may have to compute the same (repeatable.py)."""
+        self._rehearsed, before = True, State(self._module)
+        if not self._keyed:
+            computed = self._computed(step, one)
+            check_unchanged(self._module, before, CALLED, ADVICE)
+            return computed
+        rehearsal = Rehearsal(self._module, before, False, self._warn, CALLED, ADVICE)
+        rehearsal.once(_made(self._computed(step, one)))
+        computed = self._computed(step, one)
+        self._reuses_memory = rehearsal.twice(_made(computed))
+        return computed
+
+    def _computed(self, step: int, one: MicroBatch) -> Computed:
         made: list[torch.Tensor | None] = [None] * len(self._parameters)
         with self._randomness(one, step, ""), torch.enable_grad(), in_place_of(self._parameters, made):
             loss = self._compute(step, *one)
@@ -60,6 +82,8 @@ class ScriptedStage:
                                "return the micro-batch's loss, one number, after its backward()")  # fmt: skip
         if all(gradient is None for gradient in made):
             raise RecycleError(f"compute({step}, {one.replica}, {one.index}) has left no gradient: call backward() on the loss before you return it")
+        if any(gradient is not None and gradient.layout is not torch.strided for gradient in made):
+            raise RecycleError(f"compute({step}, {one.replica}, {one.index}) leaves sparse gradients, which are not summed over replicas yet; build its layers with sparse=False")
         return made, loss.detach()
 
     def summed(self) -> None:
@@ -67,3 +91,8 @@ class ScriptedStage:
 
     def forget_sums(self) -> None:
         """There are no sums but ``parameter.grad``."""
+
+
+def _made(computed: Computed) -> tuple[torch.Tensor, ...]:
+    gradients, loss = computed
+    return (loss, *(gradient for gradient in gradients if gradient is not None))

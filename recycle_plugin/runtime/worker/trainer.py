@@ -114,10 +114,11 @@ class Trainer:
         with self.lifted():
             self._as_started.check()
             self.start()
-            if not self._loop.settled and self._surroundings.changed():
+            if not self._loop.settled and (self._surroundings.other_modes or self._surroundings.changed()):
                 self.settle()  # with what the script has changed for the next step as it was
             self.feed.begin()
-            self._framework.model.module.train()
+            if self._framework.compute is None:  # a script that runs its forward itself says in which mode
+                self._framework.model.module.train()
             self._surroundings.remember()
             try:
                 self._checkpoints.make_if_due(self.step + 1)
@@ -225,7 +226,7 @@ class Trainer:
         if framework.compute is not None:
             if blocks is not None:
                 raise RecycleError("recycle.exact with a backward that the script calls: its sums are not cut into blocks yet; leave recycle.exact out")
-            return ScriptedStage(model, framework.compute, self._randomness)
+            return ScriptedStage(model, framework.compute, self._randomness, partial(self._session.note, "warning"))
         deferred = DeferredWeights(model.module) if self._settings.split_backward else None
         return Stage(model, deferred, self._randomness, blocks, framework.masters, self._say_fused, partial(self._session.note, "warning"))
 
