@@ -182,6 +182,11 @@ def supports(asked: str | None) -> bool:
     return (asked or (HOST.type if found is None else found.type)) in DEVICES
 
 
+def in_use() -> bool:
+    """Whether this process has begun to use an accelerator: from then on it must not be forked."""
+    return torch.cuda.is_initialized()
+
+
 def on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == HOST.type
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.protocol import Missing
 from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
-from recycle_plugin.runtime.gloo import GlooLink
+from recycle_plugin.runtime.gloo import GlooLink, Rendezvous
 from recycle_plugin.runtime.link import Broken, Handle, Link, Operation
 from recycle_plugin.runtime.outcomes import LARGEST, Outcomes, Said, lines_of
 from recycle_plugin.runtime.session import Session
@@ -115,7 +115,8 @@ class Flight:
 
     def __init__(self, session: Session, outcomes: Outcomes, name: str, ranks: tuple[int, ...], rank: int, store: dist.Store, timeout: timedelta) -> None:
         self._session, self._outcomes = session, outcomes
-        self._name, self._ranks, self._rank, self._store, self._timeout = name, ranks, rank, store, timeout
+        self._name, self._ranks, self._rank, self._timeout = name, ranks, rank, timeout
+        self._rendezvous = Rendezvous(store)
         self._lock = threading.RLock()
         self._calls: list[Call] = []  # not over, or not noticed to be
         self._links: dict[str, Link] = {}
@@ -404,9 +405,9 @@ class Flight:
         """Of the present membership.  The one before is broken once this one stands: by then nobody needs it, and it ends who still waits there."""
         last = self._links.get(which)
         if last is None or last.generation != self._generation:
-            store = dist.PrefixStore(f"generation{self._generation}{which}", self._store)
             name = f"ranks {', '.join(map(str, self.live_ranks()))}"
-            link = GlooLink(self._generation, store, self.position[self._rank], len(self.position), name, self._session.own_address, self._timeout)
+            called, own = f"generation{self._generation}{which}", self._session.own_address
+            link = GlooLink(self._generation, self._rendezvous, called, self.position[self._rank], len(self.position), name, own, self._timeout)
             self._links[which], self._connecting[which] = link, link.connect()
             if last is not None:
                 self._connecting[which].when_over(last.abort)

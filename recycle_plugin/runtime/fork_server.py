@@ -189,8 +189,10 @@ def unsafe() -> str:
     threads = sorted(Path("/proc/self/task").iterdir())
     if len(threads) > 1:
         return f"there are {len(threads)} threads ({', '.join((each / 'comm').read_text().strip() for each in threads)})"
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-        return "a GPU is in use"
+    if "torch" in sys.modules:
+        from recycle_plugin.runtime import device
+
+        return "an accelerator is in use" if device.in_use() else ""
     return ""
 
 

@@ -6,8 +6,9 @@ import os
 import socket
 import stat
 import threading
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
@@ -18,8 +19,34 @@ from recycle_plugin.runtime.link import AllGather, AllReduce, AllToAll, Barrier,
 NOT_GLOOS = ("Cannot use", "Invalid scalar type", "nsupported", "nhandled")  # what it says of an operation, a dtype or a device that it does not know
 
 
+class Rendezvous:
+    """Where the links of one group meet, one after the other: at ``store``.
+
+    Each that connects has a connection to the store for itself.  To open one may take seconds, since torch asks the name server for the name of the address that it
+    leads to; so those that are free again are kept for the next link, which is made when a worker has just been lost.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._free: list[dist.Store] = []
+
+    def has(self, prefix: str, key: str) -> bool:
+        return dist.PrefixStore(prefix, self._store).check([key])
+
+    @contextmanager
+    def alone(self, prefix: str) -> Iterator[dist.Store]:
+        """A connection of one's own, for the link that is called ``prefix``.  After an error somebody may wait on it still, and nobody gets it again."""
+        with self._lock:
+            client = self._free.pop() if self._free else None
+        client = client or self._store.clone()
+        yield dist.PrefixStore(prefix, client)
+        with self._lock:
+            self._free.append(client)
+
+
 class GlooLink:
-    """Of the ``members``, of whom this one is ``position``; ``name``: what they are called, as "ranks 0, 1".  They meet at ``store``, which is of this link only.
+    """Of the ``members``, of whom this one is ``position``; ``name``: what they are called, as "ranks 0, 1".  At ``rendezvous`` no other link is called ``prefix``.
 
     Gloo does not wake a member that waits for a live one which has left the operation, its abort closes nothing while one is pending,
     and a wait with a deadline breaks the connection (measured, torch 2.13).  So connecting and each operation has a thread, Gloo's or one of ours, and
@@ -35,9 +62,11 @@ class GlooLink:
 
     _opening = threading.Lock()  # of a port: whose it is must be clear
 
-    def __init__(self, generation: int, store: dist.Store, position: int, members: int, name: str, address: str, timeout: timedelta) -> None:
+    def __init__(
+        self, generation: int, rendezvous: Rendezvous, prefix: str, position: int, members: int, name: str, address: str, timeout: timedelta
+    ) -> None:  # fmt: skip
         self.generation = generation
-        self._store = store
+        self._rendezvous, self._prefix = rendezvous, prefix
         self._address = address
         self._position = position
         self._members = members
@@ -156,17 +185,18 @@ class GlooLink:
     def _who_is_missing(self) -> str:
         whole = f"the connections among {self._name}"
         try:
-            missing = [str(position) for position, key in enumerate(self._keys) if not self._store.check([key])]
+            missing = [str(position) for position, key in enumerate(self._keys) if not self._rendezvous.has(self._prefix, key)]
         except RuntimeError:  # the store is gone
             return whole
         return f"{whole}; not there of {self._members} are number {', '.join(missing)}" if missing else whole
 
     def _made(self) -> dist.ProcessGroupGloo:
-        store, before = self._store.clone(), set(_sockets())
-        options, ports = self._listening()
-        store.set(self._keys[self._position], ",".join(map(str, ports)))
-        group = dist.ProcessGroupGloo(store, self._position, self._members, options)
-        self._ports = {port for each in store.multi_get(self._keys) for port in each.decode().split(",")}
+        with self._rendezvous.alone(self._prefix) as store:
+            before = set(_sockets())
+            options, ports = self._listening()
+            store.set(self._keys[self._position], ",".join(map(str, ports)))
+            group = dist.ProcessGroupGloo(store, self._position, self._members, options)
+            self._ports = {port for each in store.multi_get(self._keys) for port in each.decode().split(",")}
         self._opened = set(_sockets()) - before
         return group
 

@@ -138,7 +138,7 @@ def test_what_an_import_prints_is_no_answer(imported, capfd):
     "text, why",
     [
         ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", r"in the process to fork them from there are 2 threads \(.+, .+\)"),
-        ("import torch; torch.cuda.is_initialized = lambda: True", "in the process to fork them from a GPU is in use"),
+        ("import torch; torch.cuda.is_initialized = lambda: True", "in the process to fork them from an accelerator is in use"),
         ("import nothing_of_this_name", "the process to fork them from exited with code 1 before it had imported imported_first"),
     ],
 )

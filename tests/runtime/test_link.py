@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
-from recycle_plugin.runtime.gloo import GlooLink
+from recycle_plugin.runtime.gloo import GlooLink, Rendezvous
 from recycle_plugin.runtime.link import (
     AllGather, AllReduce, AllToAll, Barrier, Broadcast, Broken, Gather, Handle, Link, Receive, Reduce, ReduceScatter, Scatter, Send,
 )  # fmt: skip
@@ -67,7 +67,7 @@ def name_of(members: int) -> str:
 
 
 def gloo_link(position: int, members: int, generation: int, store: dist.Store) -> GlooLink:
-    return GlooLink(generation, dist.PrefixStore(f"link{generation}", store), position, members, name_of(members), "127.0.0.1", timedelta(seconds=LONG_S))
+    return GlooLink(generation, Rendezvous(store), f"link{generation}", position, members, name_of(members), "127.0.0.1", timedelta(seconds=LONG_S))
 
 
 def in_a_process(scenario: Callable, position: int, members: int, port: int, results: Any) -> None:
@@ -508,3 +508,27 @@ def refused(place: Place) -> tuple[str, float]:
 
 def test_what_gloo_can_not_do_is_no_broken_connection():
     assert over_gloo(refused, 2) == [("RuntimeError: Invalid scalar type", 2.0)] * 2
+
+
+def test_a_later_generation_opens_no_connection_to_the_store():
+    """Which could take seconds, just when a worker has been lost; but whoever still waits on one keeps it."""
+    server, opened = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False), []
+
+    class Counted:
+        def clone(self) -> dist.Store:
+            opened.append(server.clone())
+            return opened[-1]
+
+    meeting = Rendezvous(Counted())
+    for generation in range(3):
+        link = GlooLink(generation, meeting, f"link{generation}", 0, 1, "rank 0", "127.0.0.1", timedelta(seconds=LONG_S))
+        link.connect().wait(LONG_S)
+        assert link.connected
+        link.abort()
+    assert len(opened) == 1
+    with pytest.raises(ConnectionError), meeting.alone("broken"):
+        raise ConnectionError
+    with meeting.alone("one") as one, meeting.alone("other") as other:
+        one.set("key", "value")
+        assert other.check(["key"]) is False
+    assert len(opened) == 3
