@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "all_kills: with DeepSpeed only with --all-kills")
+    config.addinivalue_line("markers", "all_kills: with DeepSpeed only with --all-kills; all_kills(plain=True): in plain torch too")
     config.addinivalue_line("markers", "plain_too: by jobs in plain torch, all of them, and with DeepSpeed one of each function, which --kill-seed chooses; with deepspeed=False none, but with --all-kills")
     config.addinivalue_line("markers", "real_launcher: under DeepSpeed's own launcher")
     if config.option.kill_seed is None:  # one for all workers of pytest-xdist, which inherit the environment
@@ -41,7 +41,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all-kills"):
-        leave_out(config, items, [item for item in items if item.get_closest_marker("all_kills") and not item.get_closest_marker("plain_too")])
+        leave_out(config, items, [item for item in items if _is_of_all_kills(item)])
+
+
+def _is_of_all_kills(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("all_kills")
+    return marker is not None and (marker.kwargs.get("plain", False) or not item.get_closest_marker("plain_too"))
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:

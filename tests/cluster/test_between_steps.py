@@ -101,7 +101,7 @@ def assert_committed(launch, waited, clipped: str, folder: Path, settings: tuple
     assert assert_same_training(result, reference).parameters == 0 or not exact
 
 
-@PLAIN_TOO
+@pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize("validated", (True, False), ids=("validated", "not clipped"))
 def test_a_loss_while_scripts_evaluate(launch, waited, clipped, tmp_path, validated):
     """The last stage's workers are at it, and have to run forwards of their last step again: nothing is kept."""

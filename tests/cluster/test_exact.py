@@ -88,7 +88,13 @@ def assert_exact(result: Result, reference: Result, lost: set[str], struck: tupl
 # --- every seat, every kind of instruction ------------------------------------------------------------
 
 @pytest.mark.plain_too
-@pytest.mark.parametrize("first, second", [pytest.param(*pair, id=f"{pair[0]}, {pair[1]}") for pair in matrix()])
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        pytest.param(*pair, id=f"{pair[0]}, {pair[1]}", marks=() if number % 4 == 0 else pytest.mark.all_kills(plain=True))
+        for number, pair in enumerate(matrix())
+    ],
+)
 def test_each_rank_at_named_instructions(train, calm, first: Kill, second: Kill):
     kills = first.at(FIRST), second.at(SECOND)
     assert_exact(train(EXACT, faults(*kills)), calm(EXACT), {first.seat, second.seat}, kills)
@@ -162,7 +168,7 @@ def test_kills_from_outside(launch, calm, tmp_path, kills):
 
 
 @pytest.mark.plain_too(deepspeed=False)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.all_kills(plain=True)) for seed in range(4, 12))])
 def test_kills_close_together(launch, calm, tmp_path, seed):
     """Those of tests/cluster/test_double_faults.py, on 4 x 2 and 3 x 3."""
     given = double_faults.scenario(seed)

@@ -71,6 +71,7 @@ def test_the_matrix_has_every_seat_at_every_moment():
 CLIPPED, FUSED = "gradient_clipping=0.5", "recycle.split_backward=false"
 
 
+@pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize("seats", (("0.0", "1.1"), ("0.1", "1.0")))
 @pytest.mark.parametrize("setting, moments", ((CLIPPED, ("before VALIDATE", "after VALIDATE")), (FUSED, ("before B", "after B"))))
 def test_each_rank_at_what_only_some_jobs_run(launch, reference, seats, setting, moments):
@@ -106,6 +107,7 @@ def one_stage_ahead(folder, ahead: int, step: int, replicas: int = 2) -> dict[st
     return {"RECYCLE_TEST_WRAP": json.dumps(gate | {"by": [f"{replica}.{ahead}" for replica in range(replicas)]})}
 
 
+@pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize("ahead", (0, 1))
 def test_a_stage_that_has_stepped_stays_so_where_nobody_needs_its_old_parameters(launch, reference, tmp_path, ahead):
     victim = f"0.{1 - ahead}"
@@ -146,6 +148,7 @@ def test_another_loss_while_recovering(launch, reference, tmp_path, point, ahead
     assert struck(result) == set(kills)
 
 
+@pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize("ahead", (0, 1))
 def test_another_loss_when_a_step_has_just_been_taken_back(launch, reference, tmp_path, ahead):
     kills = *replica_lost(ahead), f"kill 1.{ahead} at recovery.undone"
@@ -154,6 +157,7 @@ def test_another_loss_when_a_step_has_just_been_taken_back(launch, reference, tm
     assert struck(result) == set(kills)
 
 
+@pytest.mark.plain_too(deepspeed=False)
 def test_what_was_not_kept_is_run_again(launch, reference):
     """Nothing of what was sent stays: the lost worker's micro-batches start from their data, by whoever is left of their stages."""
     kill = "kill 0.1 before 1W0.1@6"
@@ -177,6 +181,7 @@ def run_twice(result) -> set[str]:
 WIDE = Shape(replicas=4)
 
 
+@pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize(
     "kills",
     [
@@ -195,6 +200,7 @@ def test_two_of_eight(launch, reference, kills):
 # --- other topologies -------------------------------------------------------------------------------
 
 
+@pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize(
     "shape, kill",
     [
@@ -218,6 +224,7 @@ CONTROLS = {
 }
 
 
+@pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize("mistake", CONTROLS)
 def test_a_mistake_in_the_recovery_would_be_seen(launch, reference, mistake):
     """The same kill and the same comparison; the recovery goes wrong, and the difference is ten times what is tolerated."""
