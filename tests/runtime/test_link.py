@@ -352,6 +352,7 @@ def left_behind(place: Place) -> tuple | None:
             link.start(Send(torch.full((size,), number), peer, 0)).wait(LONG_S)
         total = torch.ones(1)
         link.start(AllReduce([total], ReduceOp.SUM)).wait(LONG_S)
+        place.say("through")
         return total.item()
     kept, buffer = torch.full((1,), 5.0), torch.zeros(size)
     late, total, seen = link.start(Receive(buffer, peer, 0)), link.start(AllReduce([kept.clone()], ReduceOp.SUM)), []
@@ -364,6 +365,7 @@ def left_behind(place: Place) -> tuple | None:
     place.say("left")
     taken.wait(LONG_S)
     untouched = all(bool((other == 3.0).all()) for other in others)
+    place.hear("through", 1)  # whose part of the sum this process still has to send
     return after[0].item(), untouched, kept.item(), len(seen), late.poll(), failure_of(late, SHORT_S), failure_of(total, SHORT_S)
 
 
