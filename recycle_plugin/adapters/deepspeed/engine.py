@@ -240,10 +240,11 @@ class RecycleEngine(PipelineEngine):
         first, last, keyed = self.is_first_stage(), self.is_last_stage(), settings.rng == "keyed"
         model = StageModel(module, module.loss_fn, self.micro_batches, first, last, device, partial(reentrant, module), keyed)
         return Framework(
-            self.seat, topology, model, StockOptimizer(self, super()._exec_optimizer_step), StockBuckets(self), self._files, self._places,
-            self.micro_batch_size, lambda: int(self.train_batch_size()), lambda what: self._feeding.next_batch(what), partial(keyed_forward, module, device=device),
-            float(self.gradient_clipping()), (scheduler_part(lambda: self.lr_scheduler), counters_part(self)), self.masters, tied_weights.weights,
-            StockNorm(self.stage_id, topology.replicas) if settings.norm == "deepspeed" else None, scaler,
+            seat=self.seat, topology=topology, model=model, optimizer=StockOptimizer(self, super()._exec_optimizer_step), buckets=StockBuckets(self),
+            checkpoints=self._files, places=self._places, micro_batch_size=self.micro_batch_size, batch=lambda: int(self.train_batch_size()),
+            next_batch=lambda what: self._feeding.next_batch(what), forward=partial(keyed_forward, module, device=device),
+            clipping=float(self.gradient_clipping()), state=(scheduler_part(lambda: self.lr_scheduler), counters_part(self)), masters=self.masters,
+            tied=tied_weights.weights, norm=StockNorm(self.stage_id, topology.replicas) if settings.norm == "deepspeed" else None, scaler=scaler,
         )  # fmt: skip
 
     @cached_property

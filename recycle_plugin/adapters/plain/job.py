@@ -79,8 +79,9 @@ class PlainJob:
         self._places = Places(topology.micro_batches)
         batch = len(topology.batch) * micro_batch_size
         framework = Framework(
-            self.seat, topology, model, steps, Buckets(peers), self._files, self._places, micro_batch_size, lambda: batch, _no_iterator, _forward, clip,
-            (scheduler_part(lambda: scheduler), steps.counters), compute=compute,
+            seat=self.seat, topology=topology, model=model, optimizer=steps, buckets=Buckets(peers), checkpoints=self._files, places=self._places,
+            micro_batch_size=micro_batch_size, batch=lambda: batch, next_batch=_no_iterator, forward=_forward, clipping=clip,
+            state=(scheduler_part(lambda: scheduler), steps.counters), compute=compute,
         )  # fmt: skip
         self._trainer = Trainer(line, settings, framework)
         line.at_end = self._trainer.finish
