@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     features: dict[str, list[pytest.Item]] = {}
     left_out = []
     for item in mine:
-        plain = _vehicle(item) is PLAIN
+        plain = _vehicle(item) is PLAIN or hasattr(item.module, "vehicle")  # a file with one of its own is about that
         if not plain and "vehicle" in getattr(item, "fixturenames", ()):
             both = item.get_closest_marker("plain_too") is not None
             features.setdefault(item.nodeid.partition("[")[0] if both else str(item.path), []).append(item)
