@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import deepspeed
-import wrappers
+import plans
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from recycle_plugin.compose import compose_from_command_line
@@ -29,7 +29,7 @@ from train_gpt import gpt, write  # noqa: E402
 RANK = int(os.environ["RANK"])
 plan = json.loads(os.environ["RECYCLE_TEST_CHECKPOINT"])
 job = compose_from_command_line(sys.argv[1:], __doc__)
-wrappers.follow(plan)
+plans.follow(plan)
 
 deepspeed.init_distributed()
 layers, loss, data = gpt(job)
@@ -68,7 +68,7 @@ if plan.get("load"):
         for _ in range(engine.global_steps * job.topology.micro_batches):
             next(engine.data_iterator)
     evaluate()
-while engine.global_steps < job.steps and not wrappers.told(plan):
+while engine.global_steps < job.steps and not plans.told(plan):
     record["losses"].append(engine.train_batch().item())
     if engine.global_steps == plan.get("evaluate_at"):
         for _ in range(plan.get("times", 1)):

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import plain_wrappers
+import plans
 import wrappers
 from recycle_plugin.adapters.plain import Pipeline
 
@@ -79,7 +80,7 @@ def main() -> None:
     for arguments in wraps if isinstance(wraps, list) else [wraps]:
         name = arguments.pop("name")
         (getattr(wrappers, name, None) or getattr(plain_wrappers, name))(**arguments)
-    wrappers.follow(plan)
+    plans.follow(plan)
     layers = [lambda: nn.Embedding(64, WIDTH), *[Block] * job.model.layers, lambda: nn.Linear(WIDTH, 64)]
     if job.layer == "norm":
         layers[1] = lambda: nn.BatchNorm1d(TOKENS)
@@ -102,7 +103,7 @@ def main() -> None:
     if plan.get("load"):
         pipeline.load(plan["folder"])
         record["evaluated"].append(pipeline.evaluate(evaluated))
-    while pipeline.steps < job.steps and not wrappers.told(plan):
+    while pipeline.steps < job.steps and not plans.told(plan):
         record["losses"].append(pipeline.step())
         between_steps(pipeline, record)
     for name, write in (("losses", lambda path: path.write_text(json.dumps(record))), ("parameters", lambda path: torch.save(pipeline.module.state_dict(), path))):
