@@ -8,6 +8,7 @@ stated here only: ``configs/recycle/default.yaml`` is compared with it by a test
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -15,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from recycle_plugin import cap
 from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.deadlines import Deadlines
 from recycle_plugin.core.faults import Fault, FaultScript
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
@@ -225,33 +227,50 @@ class Settings(BaseModel):
     faults: Annotated[tuple[Annotated[str, AfterValidator(_checked_fault)], ...], _as_tuple] = _setting(
         (), f"a list of faults such as [{FAULT}]", "faults to inject, each at a named instruction or point"
     )
+    heartbeat_timeout_s: float = _setting(
+        15.0,
+        "a number of seconds, at least 2",
+        "a host that is gone or cut off without a word is found within this time, and its workers are given up; less finds it sooner, and costs a healthy host where "
+        "a switch fails over or a virtual machine moves",
+        ge=2,
+        allow_inf_nan=False,
+    )
     progress_timeout_s: float = _setting(
-        5.0,
+        20.0,
         "a number of seconds, at least 1",
-        "a worker that computes one instruction for longer than this, and than three steps take, is given up as if it had died; so is one "
-        "whose process is stopped for that long",
+        "a worker that is at one instruction for longer than this, and than three steps take, and whose process uses no CPU or is stopped, is given up as if it had "
+        "died; less finds it sooner, and costs a healthy worker where an instruction is slow now and then; where all wait for each other for twice as long, all meet again",
         ge=1,
         allow_inf_nan=False,
+    )
+    busy_timeout_s: float = _setting(
+        120.0,
+        "a number of seconds, at least 1",
+        "the same for a worker whose process uses the CPU, as long micro-batches do, and endless loops",
+        ge=1,
+        allow_inf_nan=False,
+    )
+    last_worker_timeout_s: float = _setting(
+        300.0,
+        "a number of seconds, at least 1",
+        "a stage's last worker is not given up for any of these: where it is silent, stopped or stuck for this long, the job ends",
+        ge=1,
+        allow_inf_nan=False,
+    )
+    regroup_timeout_s: float = _setting(
+        120.0, "a number of seconds, more than 0", "longest wait for the survivors to agree after a failure, and of a worker for the coordinator; then the job ends",
+        gt=0, allow_inf_nan=False,
     )
     idle_timeout_s: float = _setting(
         600.0,
         "a number of seconds, more than 0",
-        "the same for what may take long, while others wait for it: the script's own code, data, a checkpoint, the first step",
+        "the same as `progress_timeout_s` for what may take long, while others wait for it: the script's own code, data, a checkpoint, the first step, and an instruction "
+        "for which a worker has been given up already",
         gt=0,
-        allow_inf_nan=False,
-    )
-    heartbeat_timeout_s: float = _setting(
-        3.0,
-        "a number of seconds, at least 2",
-        "a host that is gone or cut off without a word is found within this time, and its workers are given up",
-        ge=2,
         allow_inf_nan=False,
     )
     wait_timeout_s: float = _setting(
         900.0, "a number of seconds, more than 0", "longest wait of a worker for anything; then the job ends", gt=0, allow_inf_nan=False
-    )
-    regroup_timeout_s: float = _setting(
-        120.0, "a number of seconds, more than 0", "longest wait for the survivors to agree after a failure", gt=0, allow_inf_nan=False
     )
     costs: Costs | None = _setting(
         None,
@@ -263,6 +282,10 @@ class Settings(BaseModel):
         'an object such as {"overhead": 0.035}, or null',
         "checkpoints that are made by themselves: copied to host memory between two steps, and written in the background; null for none",
     )
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return Deadlines(**{one.name: getattr(self, one.name) for one in fields(Deadlines)})
 
     @classmethod
     def from_section(cls, section: dict[str, Any] | None) -> Settings:
@@ -287,18 +310,13 @@ class Settings(BaseModel):
                 '"stream" contradicts recycle.reroute = true, because a peer would draw another dropout mask',
                 'write "keyed", or set recycle.reroute to false',
             )
-        if self.regroup_timeout_s >= self.wait_timeout_s:
+        if pairs := self.deadlines.contradictions():
+            (first, last), others = pairs[0], dict.fromkeys(first for first, _ in pairs[1:])
             raise SettingsError(
-                "regroup_timeout_s",
-                f"{self.regroup_timeout_s:g} s is no less than recycle.wait_timeout_s = {self.wait_timeout_s:g} s",
-                f"write less than {self.wait_timeout_s:g}, or raise recycle.wait_timeout_s",
-            )
-        if not self.progress_timeout_s <= self.idle_timeout_s < self.wait_timeout_s:
-            raise SettingsError(
-                "idle_timeout_s",
-                f"{self.idle_timeout_s:g} s is not between recycle.progress_timeout_s = {self.progress_timeout_s:g} s and "
-                f"recycle.wait_timeout_s = {self.wait_timeout_s:g} s",
-                "write a number between them",
+                first,
+                f"{getattr(self, first):g} s is to fire before recycle.{last} = {getattr(self, last):g} s",
+                f"write less than {getattr(self, last):g}, or raise recycle.{last}",
+                tuple(others),
             )
         if self.rebalance and not self.reroute:
             raise SettingsError(

@@ -75,7 +75,7 @@ class Attendance:
     def begin(self, roster: Roster, job: Job) -> None:
         """All are there."""
         self.roster, self._shape = roster, job.shape
-        self.watch = Watch(job.progress_timeout_s, job.idle_timeout_s, job.heartbeat_timeout_s, self.watch.clock)
+        self.watch = Watch(job.deadlines, self.watch.clock)
         self.watch.admit(roster.workers)
 
     def turn_away(self, worker: WorkerId, host: str, step: int, out: Output) -> None:
@@ -169,7 +169,7 @@ class Attendance:
 
     def cut_off(self) -> str:
         """Why those left have to end, once the grace is over."""
-        if self._outnumbered_at is None or self.watch.clock - self._outnumbered_at <= self.watch.progress_s:
+        if self._outnumbered_at is None or self.watch.clock - self._outnumbered_at <= self.watch.deadlines.progress_timeout_s:
             return ""
         return (f"{len(self.unreachable)} workers can't be reached and aren't known to be dead, and only {len(self.roster)} are left here: "
                 "this may be the smaller side of a broken network")

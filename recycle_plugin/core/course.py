@@ -5,6 +5,9 @@
 * What the members of a generation have in common when all have reported is committed, and the rest is finished from what is held (core/lineage.py).
 * A step is committed when every live worker has applied it.  While the membership is changing at once, or too few are left, nothing is.
 * Replicas that differ are as good as lost, where a majority knows which.
+* Who is suspected for too long is given up, but for a stage's last worker, without whom the job ends: that has a longer deadline.
+* Where everybody waits and nobody does anything, all meet again, by which what was lost is sent once more; if they stand still again before another commit,
+  the job ends.
 * The job ends where a stage has nobody left, where workers contradict each other, where it has become too slow for the user, and where all have left.
 
 The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part (core/attendance.py), what a generation's
@@ -19,12 +22,15 @@ from recycle_plugin.core.escalation import Escalation
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.meeting import Meetings
 from recycle_plugin.core.output import WORKERS, Output
-from recycle_plugin.core.protocol import TOO_SLOW, Arrived, Exited, Leaving, Left, Loaded, Report, Resized, Resume, Stepped
+from recycle_plugin.core.protocol import TOO_SLOW, Arrived, Beat, Exited, Leaving, Left, Loaded, Report, Resized, Resume, Stepped
 from recycle_plugin.core.regrouping import Regrouping, Reports
 from recycle_plugin.core.roster import FailureDomain, Member, Roster, WorkerId
 from recycle_plugin.core.step import unstarted
 from recycle_plugin.core.steps import Steps
+from recycle_plugin.core.suspicions import Suspicions
 from recycle_plugin.core.verdict import Verdicts
+from recycle_plugin.core.waitgraph import records, shown, wait_graph
+from recycle_plugin.core.watch import Suspicion
 
 
 class Course:
@@ -37,6 +43,8 @@ class Course:
         self.ending = Ending()
         self._meetings = Meetings()
         self._escalation = Escalation()
+        self._suspicions = Suspicions()
+        self._stood_still = -1  # behind which commit all have met again since everybody waited
 
     @property
     def roster(self) -> Roster:
@@ -199,6 +207,8 @@ class Course:
         """A worker has left: as planned, or since its script is through."""
         worker, member = message.worker, self.roster.member(message.worker)
         early = message.planned and not self._through
+        if member is not None and not message.planned and self.ending.ended is None:
+            self._script_ended(member, message.step, out)
         self.attendance.leave(worker)
         self.ending.goodbye(message.code, member is not None and not early)
         if self.attendance.started and not self.ending.failed:
@@ -206,6 +216,26 @@ class Course:
             out.say("left", f"worker {worker.rank} has left after step {self.committed}" + " as planned" * planned, rank=worker.rank)
         self._await_without(member, early, now, out)
         self._finish_if_empty(out)
+
+    def beat(self, message: Beat, out: Output) -> None:
+        """A worker says what it is at."""
+        out.tell(message.worker, self.attendance.watch.beat(message))
+        member = self.roster.member(message.worker)
+        if member is not None:
+            self._compare_scripts(member, message.step, out)
+
+    def _script_ended(self, member: Member, step: int, out: Output) -> None:
+        """... of ``member``, after ``step``: the others' have to do so too, or they would wait for it, or go on without its data.  One look at each worker."""
+        self.ending.scripts_end(member, step)
+        self._compare_scripts(member, step, out)
+        for other in self.roster:
+            last = self.attendance.watch.last(other.worker)
+            if last is not None:
+                self._compare_scripts(other, last.step, out)
+
+    def _compare_scripts(self, member: Member, step: int, out: Output) -> None:
+        if not self.ending.failed and (uneven := self.ending.uneven(member, step)):
+            self.end(f"{uneven}. {self.ending.safe_point}", out)
 
     def _await_without(self, member: Member | None, early: bool, now: float, out: Output) -> None:
         """``member`` has gone before it could hear of the membership that the others may be reporting for."""
@@ -230,13 +260,48 @@ class Course:
         self.lose(message.worker, how, now, message.at, out)
 
     def tick(self, now: float, out: Output) -> None:
-        """Time passes, and may show who is stopped or stuck, or that those left are cut off."""
+        """Time passes, and may show who is stopped or stuck, that nobody does anything, or that those left are cut off."""
         if self.ending.failed:
             return
-        for worker, why in self.attendance.watch.tick(now).items():
-            self.give_up(worker, why, now, out)
+        suspicions = self.attendance.watch.tick(now)
+        self._suspicions.update(suspicions, self.attendance, out)
+        for worker, suspicion in suspicions.items():
+            if not self.ending.failed:
+                self._act_on(worker, suspicion, now, out)
+        self._see_standstill(now, out)
         if cut_off := self.attendance.cut_off():
             self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
+
+    def _act_on(self, worker: WorkerId, suspicion: Suspicion, now: float, out: Output) -> None:
+        member, watch = self.roster.member(worker), self.attendance.watch
+        if member is not None and self.roster.is_last(member):
+            limit_s = watch.deadlines.last_worker_timeout_s
+            if suspicion.for_s > limit_s:
+                self.end(f"seat {member.seat} (rank {member.rank}), the last worker of stage {member.seat.stage}: {suspicion} (deadline {limit_s:.1f} s). "
+                         f"{self.ending.safe_point}. {self._say_waits(out)}", out)
+        elif suspicion.overdue:
+            watch.has_cost(suspicion.work)
+            self.give_up(worker, f"{suspicion} (deadline {suspicion.limit_s:.1f} s)", now, out)
+
+    def _see_standstill(self, now: float, out: Output) -> None:
+        """Once it may be a message that was lost, and then all say again what they hold; twice it is a mistake that nobody here can mend."""
+        watch = self.attendance.watch
+        standstill_s = watch.standstill_s
+        if self.halted or self.ending.failed or standstill_s <= watch.stall_s:
+            return
+        why, waits = f"everybody waits for {standstill_s:.1f} s", self._say_waits(out)
+        if self._stood_still == self.committed:
+            self.end(f"{why}, once more since step {self.committed} was committed. {self.ending.safe_point}. {waits}", out)
+        else:
+            self._stood_still = self.committed
+            out.say("warning", f"{why}, and nobody does anything: all meet again. {waits}")
+            self.regroup("everybody waits", now, out)
+
+    def _say_waits(self, out: Output) -> str:
+        """The same as data."""
+        edges = wait_graph(self.roster, self.attendance.watch)
+        out.say("waits", shown(edges), edges=records(edges))
+        return f"Who waits for whom: {shown(edges)}"
 
     def give_up(self, worker: WorkerId, why: str, now: float, out: Output) -> None:
         """Lose a worker that may be alive."""

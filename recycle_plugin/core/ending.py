@@ -4,12 +4,14 @@
 * A failure is final, is said once, and names the checkpoint to go on from where it may cost steps.
 * At a planned end all steps are committed, and a loss after that is one only for those who do something with the others yet, as saving the last state.
 * Once a worker has left that was not to, its training script is through, and so all steps are committed: whoever dies after that is no loss.
+* All scripts end after the same step, or the job has failed.
 """
 
 from __future__ import annotations
 
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Output
 from recycle_plugin.core.protocol import End, Over
+from recycle_plugin.core.roster import Member
 from recycle_plugin.core.step import unstarted
 
 
@@ -23,6 +25,7 @@ class Ending:
         self.stranded = ""
         self.checkpoint = ""
         self._code = 0
+        self._first_through: tuple[str, int] | None = None  # whose script was through first, and after which step
 
     @property
     def failed(self) -> bool:
@@ -53,6 +56,18 @@ class Ending:
         """A worker ends with that, and the job ends with the largest; ``finished``: it was not to leave before."""
         self._code = max(self._code, code)
         self.finishing |= finished
+
+    def scripts_end(self, member: Member, step: int) -> None:
+        """That of ``member`` has, after ``step``."""
+        self._first_through = self._first_through or (f"seat {member.seat} (rank {member.rank})", step)
+
+    def uneven(self, member: Member, step: int) -> str:
+        """Why ``member``, which is in ``step``, can't go on, if that is so."""
+        if self._first_through is None or step <= self._first_through[1]:
+            return ""
+        who, last = self._first_through
+        return (f"the training script of {who} ended after step {last}, and that of seat {member.seat} (rank {member.rank}) is in step {step}: all have to train "
+                "equally many steps, so see to what ends the loop on some ranks only")
 
     def finish(self, committed: int, out: Output) -> None:
         """All have left."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 
 from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.deadlines import Deadlines
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology
 
@@ -25,10 +25,7 @@ class Job:
     run_dir: str
     costs: CostModel
     policy: Policy
-    regroup_timeout_s: float = 120.0
-    progress_timeout_s: float = inf
-    idle_timeout_s: float = inf
-    heartbeat_timeout_s: float = inf
+    deadlines: Deadlines = Deadlines()
     strict_placement: bool = False
     batch: int = 0
     max_slowdown: float | None = None

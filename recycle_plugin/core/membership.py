@@ -18,6 +18,7 @@ from math import isfinite
 
 from recycle_plugin.core.complaints import Complaints
 from recycle_plugin.core.course import Course
+from recycle_plugin.core.deadlines import shown
 from recycle_plugin.core.enrolment import Enrolment, weak_points
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.output import WORKERS, Event, Output
@@ -110,7 +111,7 @@ class Membership:
             case Exited():
                 self.course.died(message, now, out)
             case Beat():
-                out.tell(message.worker, self.course.attendance.watch.beat(message))
+                self.course.beat(message, out)
             case Pulse():
                 self.course.attendance.watch.pulse(message)
             case Missing():
@@ -176,6 +177,7 @@ class Membership:
         shape, roster = job.shape, self._enrolment.roster
         self.course.begin(roster, job, stepped)
         seats = {str(seat): roster.holder(seat).rank for seat in roster.seats}
+        out.say("deadlines", f"who waits how long for what, in the order in which it fires:\n{shown(job.deadlines.table)}", table=[row._asdict() for row in job.deadlines.table])
         out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job.run_dir}",
                 job=asdict(job), seats=seats, hosts=sorted({member.host for member in roster}))
         for text, details, refused in weak_points(job, roster, shape):

@@ -154,10 +154,11 @@ class Leaving(OfWorker):
 @dataclass(frozen=True)
 class Left(OfWorker):
     """The worker goes now, after everybody's commit, with exit code ``code``.  ``planned``: since the step has come before which it was to leave; else its
-    script is through."""
+    script is through, after ``step``."""
 
     code: int = 0
     planned: bool = False
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ class Exited(OfWorker):
 
 @dataclass(frozen=True)
 class Beat(OfWorker):
-    """From a thread of the worker's, every so often: it has finished ``done`` instructions and is ``at`` ``what`` (core.watch).
+    """From a thread of the worker's, every so often: it has finished ``done`` instructions, the last ones of ``step``, and is ``at`` ``what``
+    (core.watch).
 
     ``number`` comes back in :class:`Heard`.
     """
@@ -179,6 +181,7 @@ class Beat(OfWorker):
     done: int
     at: str
     what: str
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -195,9 +198,11 @@ class Missing(OfWorker):
 
 @dataclass(frozen=True)
 class Pulse(OfWorker):
-    """From the supervisor, every so often: its worker's process is there, and whether it is stopped."""
+    """From the supervisor, every so often: its worker's process is there, whether it is stopped, and how many seconds of CPU it has used or
+    waited for, None where that can't be read."""
 
     stopped: bool
+    cpu_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,10 @@ class Roster:
         """Who is live in it, in the order of the ranks."""
         return self._by_stage.get(stage, ())
 
+    def is_last(self, member: Member) -> bool:
+        """Whether nobody else's seat is in its stage.  As long as a stage has members."""
+        return all(other.seat == member.seat for other in self.stage(member.seat.stage))
+
     @cached_property
     def live_stages(self) -> tuple[int, ...]:
         """That somebody is live in, in order."""

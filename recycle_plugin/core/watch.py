@@ -1,43 +1,70 @@
-"""Who is stopped or stuck: deadlines on what workers are at, as a state machine without clock or sockets.
+"""Who is stopped or stuck: a failure detector over what workers are at, as a state machine without clock or sockets.
 
 A worker's *beat* comes from a thread of its own and says what the worker is at and how many instructions it has
-finished; its supervisor's *pulse* says that the process is there and whether it is stopped.  To evict a healthy worker is
+finished; its supervisor's *pulse* says that the process is there, whether it is stopped, and how much CPU it has used.  To evict a healthy worker is
 as bad as to miss a dead one, hence:
 
 * Whoever waits for somebody else is not to blame, however long that takes.
 * Whoever computes one and the same instruction beyond the deadline is; an instruction computes only once its inputs are
-  there.  The deadline is the larger of the setting and three median steps.
+  there.  One that computes, by what its process uses of the CPU, has longer than one that does nothing.
+* What has cost one worker is no proof against the next: where a peer runs the same work and takes long over it too, it is the work that takes long.
 * What may take long (the script's own code, data, a checkpoint, the first step, which may compile) has the long deadline,
   and that only counts while somebody waits.
 * A process that is stopped is lost after the deadline, whatever it was at.  That is the supervisor's word: a worker whose
   interpreter is held up, say by a large pickle, sends no beats, and is healthy.
 * Where neither beats nor pulses come, the host is gone, or cut off: it has a deadline of its own, which no step lengthens.
 
-Time passes here by ticks, and a late tick counts as little more than one in time: while the coordinator itself was
-stopped or starved, nobody else could be heard.
+What this finds are suspicions; who is given up for them core/suspicions.py decides.  The deadlines are core/deadlines.py's.  Time passes here by ticks, each of
+which costs one look at each worker, and a late tick counts as little more than one in time: while the coordinator itself was stopped or starved, nobody else
+could be heard.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from math import inf
 from statistics import median
-from typing import Iterable
+from typing import Hashable, Iterable, NamedTuple
 
+from recycle_plugin.core.deadlines import SUSPECTED, Deadlines
+from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.protocol import Beat, Heard, Pulse
 from recycle_plugin.core.roster import WorkerId
 
 TICK_S = 0.25  # how often time is to be told
 LATE_S = 2 * TICK_S  # no more than this is taken to have passed between two ticks
 COMPUTES, WAITS, ELSEWHERE = "computes", "waits", "is in"
-STEPS = 3  # times the median step: the deadline of slow jobs
 REMEMBERED = 20  # steps that the median is over
+BUSY = 0.2  # of a core: who uses more is at work
+FRESH_S = 2.0  # a beat that is older says nothing of now
 
 
-def promise_s(progress_s: float, heartbeat_s: float) -> float:
+def promise_s(deadlines: Deadlines) -> float:
     """For how long after a beat nobody is given up for silence: what is left of either deadline where time is told late."""
-    return min(progress_s, heartbeat_s - LATE_S - TICK_S)
+    return min(deadlines.progress_timeout_s, deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
+
+
+class Suspicion(NamedTuple):
+    """A worker has owed something for ``for_s`` seconds: what, in words, for how long that is all right, and what is known about it.  ``work``: of an
+    instruction, what it is for."""
+
+    what: str
+    for_s: float
+    limit_s: float
+    known: str = ""
+    work: Hashable = None
+
+    @property
+    def raised(self) -> bool:
+        """Whether it is worth a word."""
+        return self.for_s > SUSPECTED * self.limit_s
+
+    @property
+    def overdue(self) -> bool:
+        return self.for_s > self.limit_s
+
+    def __str__(self) -> str:
+        return f"{self.what} for {self.for_s:.1f} s{self.known and ', '}{self.known}"
 
 
 @dataclass
@@ -50,22 +77,23 @@ class Sign:
     since: float  # it is at the same
     promised: float = 0.0  # not to be given up for its silence before
     stopped: bool = False
+    cpu_s: float | None = None  # that its process has used, None where nobody can tell
+    cpu_since_s: float | None = None  # the same when it began what it is at
     last: Beat | None = None
 
 
 @dataclass
 class Watch:
-    """``progress_s``: the deadline of an instruction; ``idle_s``: of what may take long; ``heartbeat_s``: of a host that is
-    silent, which is found within it.  Of nobody before ``admit``."""
+    """Of nobody before ``admit``."""
 
-    progress_s: float = inf
-    idle_s: float = inf
-    heartbeat_s: float = inf
+    deadlines: Deadlines = Deadlines()
     clock: float = 0.0
     _ticked: float | None = None
     _signs: dict[WorkerId, Sign] = field(default_factory=dict)
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _committed_at: float | None = None
+    _all_wait_since: float | None = None
+    _costly: set[Hashable] = field(default_factory=set)  # work that has cost a worker, since the last commit
 
     def admit(self, workers: Iterable[WorkerId]) -> None:
         self._signs = {worker: Sign(self.clock, self.clock, self.clock, self.clock) for worker in workers}
@@ -76,52 +104,125 @@ class Watch:
     def pulse(self, message: Pulse) -> None:
         sign = self._signs.get(message.worker)
         if sign is not None:
-            sign.heard, sign.stopped = self.clock, message.stopped
+            sign.heard, sign.stopped, sign.cpu_s = self.clock, message.stopped, message.cpu_s
             if not message.stopped:
                 sign.pulse = self.clock
 
     def beat(self, message: Beat) -> Heard:
         """The answer, without a promise before the start.  The promise holds also where the deadline shrinks, and where this clock, told the time now and then, lags."""
         sign = self._signs.get(message.worker)
-        answer = Heard(message.number, promise_s(self.deadline_s, self.heartbeat_s) if sign is not None else 0.0)
+        answer = Heard(message.number, self._promise_s if sign is not None else 0.0)
         if sign is not None:
             if sign.last is None or (message.done, message.at, message.what) != (sign.last.done, sign.last.at, sign.last.what):
-                sign.since = self.clock
+                sign.since, sign.cpu_since_s = self.clock, sign.cpu_s
             sign.last, sign.promised = message, self.clock + LATE_S + answer.for_s
             sign.heard = sign.beat = self.clock
         return answer
+
+    def last(self, worker: WorkerId) -> Beat | None:
+        """What it has said last."""
+        sign = self._signs.get(worker)
+        return sign.last if sign is not None else None
+
+    def doing(self, worker: WorkerId) -> tuple[str, str, float]:
+        """What it is at, as beats have it, or that it can't be at anything; and for how many seconds."""
+        sign = self._signs[worker]
+        if sign.stopped:
+            return "is stopped", "", self.clock - max(sign.pulse, sign.beat)
+        if sign.last is None or self.clock - sign.beat >= FRESH_S:
+            return "says nothing", "", self.clock - sign.beat
+        return sign.last.at, sign.last.what, self.clock - sign.since
 
     def committed(self, now: float) -> None:
         """One more step is."""
         if self._committed_at is not None:
             self._intervals.append(now - self._committed_at)
         self._committed_at = now
+        self._costly.clear()
 
-    @property
-    def deadline_s(self) -> float:
-        """Of an instruction, now."""
-        return max(self.progress_s, STEPS * median(self._intervals)) if self._intervals else self.progress_s
+    def has_cost(self, work: Hashable) -> None:
+        """``work`` has cost a worker."""
+        if work is not None:
+            self._costly.add(work)
 
-    def tick(self, now: float) -> dict[WorkerId, str]:
-        """``now``: seconds.  Workers that are overdue, and what they have done."""
+    def tick(self, now: float) -> dict[WorkerId, Suspicion]:
+        """``now``: seconds.  What is to be said against whom."""
         if self._ticked is not None:
             self.clock += min(max(now - self._ticked, 0.0), LATE_S)
         self._ticked = now
-        found = {worker: self._blame(worker, sign) for worker, sign in self._signs.items()}
-        return {worker: why for worker, why in found.items() if why}
+        if not self._everybody_waits():
+            self._all_wait_since = None
+        elif self._all_wait_since is None:
+            self._all_wait_since = self.clock
+        waits = [worker for worker, sign in self._signs.items() if sign.last is not None and sign.last.at == WAITS]
+        found = {worker: self._suspicion(sign, any(other != worker for other in waits[:2])) for worker, sign in self._signs.items()}
+        return {worker: suspicion for worker, suspicion in found.items() if suspicion is not None and suspicion.raised}
 
-    def _blame(self, worker: WorkerId, sign: Sign) -> str:
-        silent, stopped, deadline = self.clock - sign.heard, self.clock - max(sign.pulse, sign.beat), self.deadline_s
-        if silent > self.heartbeat_s - TICK_S and self.clock > sign.promised:
-            return f"nothing was heard of it or its supervisor for {silent:.1f} s (deadline {self.heartbeat_s:.1f} s)"
-        if sign.stopped and stopped > deadline and self.clock > sign.promised:
-            return f"its process is stopped for {stopped:.1f} s (deadline {deadline:.1f} s)"
-        if sign.last is None:
-            return ""
-        same = self.clock - (sign.beat if sign.last.at == WAITS else sign.since)
-        if sign.last.at == COMPUTES and self._committed_at is not None and same > deadline:
-            return f"it computes {sign.last.what} for {same:.1f} s (deadline {deadline:.1f} s)"
-        if same > self.idle_s and any(other.last is not None and other.last.at == WAITS for each, other in self._signs.items() if each != worker):
-            what = "it says nothing" if sign.last.at == WAITS else f"it {sign.last.at} {sign.last.what}"
-            return f"{what} for {same:.1f} s, and others wait (deadline {self.idle_s:.1f} s)"
-        return ""
+    @property
+    def standstill_s(self) -> float:
+        """For how long everybody has been heard to wait, and nobody done anything else; 0 where somebody has."""
+        if self._all_wait_since is None:
+            return 0.0
+        return self.clock - max([self._all_wait_since, *(sign.since for sign in self._signs.values())])
+
+    def _everybody_waits(self) -> bool:
+        signs = self._signs.values()
+        return bool(signs) and all(sign.last is not None and sign.last.at == WAITS and not sign.stopped and self.clock - sign.beat < FRESH_S for sign in signs)
+
+    @property
+    def stall_s(self) -> float:
+        """For how long they may."""
+        return self.deadlines.stall_s(self._step_s) if self._committed_at is not None else self.deadlines.idle_timeout_s
+
+    @property
+    def _step_s(self) -> float:
+        return median(self._intervals) if self._intervals else 0.0
+
+    @property
+    def _promise_s(self) -> float:
+        return min(self.deadlines.instruction_s(self._step_s), self.deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
+
+    def _suspicion(self, sign: Sign, others_wait: bool) -> Suspicion | None:
+        """What is worst, if anything is: who is silent has not said what it is at now."""
+        heartbeat_s, seen = self.deadlines.heartbeat_timeout_s - TICK_S, max(sign.pulse, sign.beat)
+        if (silent := self.clock - sign.heard) > SUSPECTED * heartbeat_s:
+            return Suspicion("nothing was heard of it or its supervisor", silent, max(heartbeat_s, sign.promised - sign.heard))
+        if sign.stopped:
+            return Suspicion("its process is stopped", self.clock - seen, max(self.deadlines.instruction_s(self._step_s), sign.promised - seen))
+        return self._slowness(sign, sign.last, others_wait) if sign.last is not None else None
+
+    def _slowness(self, sign: Sign, last: Beat, others_wait: bool) -> Suspicion | None:
+        same = self.clock - (sign.beat if last.at == WAITS else sign.since)
+        if last.at == COMPUTES and self._committed_at is not None:
+            work = _work(last.what)
+            return Suspicion(f"it computes {last.what}", same, *self._allowance(work, sign), work)
+        if not others_wait:
+            return None
+        what = "it says nothing" if last.at == WAITS else f"it {last.at} {last.what}"
+        return Suspicion(what, same, self.deadlines.idle_timeout_s, "and others wait")
+
+    def _allowance(self, work: Hashable, sign: Sign) -> tuple[float, str]:
+        """How long an instruction may take, and why."""
+        if work in self._costly:
+            return self.deadlines.idle_timeout_s, "which has cost a worker already, so it may be the work that takes long"
+        share = self._cpu_share(sign)
+        if share is None:
+            return self.deadlines.busy_s(self._step_s), "and what its process uses of the CPU can't be read"
+        known = f"its process using {share:.0%} of a core"
+        return (self.deadlines.busy_s if share > BUSY else self.deadlines.instruction_s)(self._step_s), known
+
+    def _cpu_share(self, sign: Sign) -> float | None:
+        """Of a core, since it began what it is at; None where nobody can tell."""
+        if sign.cpu_s is None or sign.cpu_since_s is None:
+            return None
+        return (sign.cpu_s - sign.cpu_since_s) / max(self.clock - sign.since, TICK_S)
+
+
+def _work(instruction: str) -> Hashable:
+    """What is slow for one worker is so for another: a micro-batch of a step, whatever is done with it, or what a stage does at the step's end.  What is no
+    instruction is only itself: whatever a worker says must not hurt the others."""
+    try:
+        one = Instruction.parse(instruction)
+    except ValueError:
+        return instruction
+    return one.step, str(one.micro_batch or one.op)

@@ -215,7 +215,7 @@ class Coordinator:
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.worker)
             return
         if isinstance(message, Ready):
-            self._regroup_timeout_s = message.job.regroup_timeout_s
+            self._regroup_timeout_s = message.job.deadlines.regroup_timeout_s
         self._act(self._membership.receive(message, time.time()))
         if isinstance(message, Left):
             self._workers.pop(message.worker, None)

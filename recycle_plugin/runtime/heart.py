@@ -13,16 +13,17 @@ from contextlib import contextmanager
 from typing import Callable, Iterator
 
 from recycle_plugin.core.protocol import Beat, Heard
-from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, WAITS
+from recycle_plugin.core.watch import COMPUTES, ELSEWHERE
 
 SCRIPT = "the training script"
 SLOWEST_S = 1.0  # between two beats
+LONGEST = 200  # characters of what a worker is at: a group of a thousand has a long name
 
 
 class Heart:
     """Of the worker of ``rank``.  Only the process's main thread says what it is at.
 
-    ``fresh_until``: when the coordinator's promise ends, by time.monotonic; never before :meth:`start`.
+    ``fresh_until``: when the coordinator's promise ends, by time.monotonic; never before :meth:`start`.  ``step``: the last one that was begun.
     """
 
     def __init__(self, rank: int, send: Callable[[object], None]) -> None:
@@ -30,6 +31,7 @@ class Heart:
         self._send = send
         self._at: tuple[str, object] = (ELSEWHERE, SCRIPT)
         self._done = 0
+        self.step = 0
         self._number = 0
         self._said_to_compute = False
         self._sent: dict[int, float] = {}
@@ -45,7 +47,7 @@ class Heart:
 
     @contextmanager
     def at(self, at: str, what: object) -> Iterator[None]:
-        """``at``: one of core.watch's words; ``what`` is only made a text when it is said."""
+        """``at``: one of core.watch's words; ``what``, or what it returns, is only made a text when it is said, in another thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -81,7 +83,7 @@ class Heart:
             self._number += 1
             with self._lock:
                 self._sent[self._number] = time.monotonic()
-            self._send(Beat(self._rank, self._number, self._done, at, "" if at == WAITS else str(what)))
+            self._send(Beat(self._rank, self._number, self._done, at, str(what() if callable(what) else what)[:LONGEST], self.step))
 
     def heard(self, answer: Heard) -> None:
         """The promise counts from when the beat was sent: how long the answer was under way does not matter."""

@@ -103,7 +103,7 @@ class Session(Line):
 
     def leave(self, code: int = 0, planned: bool = False) -> None:
         """Say goodbye (core.protocol.Left), so that the end of this process, with exit code ``code``, is not taken for a death."""
-        self.send(Left(self.rank, code, planned))
+        self.send(Left(self.rank, code, planned, self.heart.step))
         with self.changed:
             self._closed = True
 
@@ -163,7 +163,7 @@ class Session(Line):
         self._refuse_forks()
         timeout_s = timeout_s or self.wait_timeout_s
         deadline = time.monotonic() + timeout_s
-        with self.heart.at(WAITS, ""), self.changed:
+        with self.heart.at(WAITS, what), self.changed:
             while True:
                 self.check_end()
                 if interruptible:

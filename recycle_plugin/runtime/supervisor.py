@@ -187,7 +187,7 @@ class Supervisor:
         datagrams = await pulse.connect(self._control.there) if self._control.there else None
         try:
             while self._worker is not None and not self._over.done():
-                message = Pulse(self._rank, is_stopped(self._worker.pid))
+                message = Pulse(self._rank, *life_of(self._worker.pid))
                 self._tell(message)
                 if datagrams is not None:
                     datagrams.sendto(encode(message))
@@ -310,12 +310,19 @@ def _resolved(host: str) -> str:
         raise BadMaster(f"master address {host} is unknown on its own host ({error.strerror}): {ANOTHER_ADDRESS}") from error
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether the process has got SIGSTOP or the like."""
+def life_of(pid: int) -> tuple[bool, float | None]:
+    """Whether the process has got SIGSTOP or the like, and how many seconds of CPU its threads have used or, of its main thread, waited for, which on a crowded
+    machine is most of it; None where that can't be read."""
+    process = Path(f"/proc/{pid}")
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has just ended
-        return False
+        return False, None
+    try:
+        waited_ns = int((process / "schedstat").read_text().split()[1])
+    except (OSError, IndexError, ValueError):  # a kernel that does not keep it
+        waited_ns = 0
+    return fields[0] == "T", sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9
 
 
 def main(command: list[str], placement: str = "deepspeed") -> int:

@@ -19,6 +19,7 @@ from recycle_plugin.core.instruction import SENDS, STAGE_WIDE, Instruction, Op
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.protocol import Missing
 from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.core.waitgraph import awaited
 from recycle_plugin.core.watch import COMPUTES, ELSEWHERE
 from recycle_plugin.runtime.device import There, fetch
 from recycle_plugin.runtime.errors import WaitTimeout
@@ -57,10 +58,10 @@ class TorchMachine:
         """Past the deadline the coordinator hears of it, and has it sent again; where it does nothing about it, WaitTimeout."""
         session = self._session
         try:
-            return session.wait(lambda: f"{datum} from seat {source}", ready)
+            return session.wait(lambda: awaited(datum, source), ready)
         except WaitTimeout:
             session.send(Missing(session.rank, session.number, str(datum), str(source)))
-        return session.wait(lambda: f"{datum} from seat {source}, once more", ready)
+        return session.wait(lambda: f"{awaited(datum, source)}, once more", ready)
         yield
 
     def transfer(self, datum: Datum, value: Any, target: Seat, era: int) -> None:
@@ -83,6 +84,7 @@ class TorchMachine:
     def running(self, program: Program) -> Iterator[Iterable[Instruction]]:
         """A membership change interrupts it, and is not dealt with in a collective."""
         between, self._session.between_steps = self._session.between_steps, None
+        self._session.heart.step = max(self._session.heart.step, program.step)
         try:
             yield program.instructions
             self.reach(f"step.end@{program.step}")

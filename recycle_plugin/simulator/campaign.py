@@ -18,17 +18,20 @@ from typing import Any, Callable, Iterable, Iterator, Mapping
 
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.executor import Span
+from recycle_plugin.core.deadlines import SUSPECTED
 from recycle_plugin.core.faults import Fault
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction, Op
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import Topology, tied
+from recycle_plugin.core.watch import LATE_S
 from recycle_plugin.planner import lowered, plan
 from recycle_plugin.simulator.checks import Watcher
 from recycle_plugin.simulator.cluster import Cluster, redone_share
 from recycle_plugin.simulator.exercised import Rule
 from recycle_plugin.simulator.lines import FAIR, STORMY, UNEVEN
-from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
+from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
+from recycle_plugin.simulator.worker import DEADLINES
 
 WEIGHTS = (3, 5, 7, 11)
 CALM_US = 2_000 * MILLISECOND  # no trouble begins later
@@ -93,7 +96,7 @@ def scenario(seed: int) -> Scenario:
     policy = replace(policy, block=random.choice((1, 1, 1, 2, None)))
     job = Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
     for name, change in (("ties", _with_ties), ("weather", _with_weather), ("endings", _with_endings), ("undo", _with_undo), ("coordination", _with_coordination), ("data", _with_data),
-                         ("pauses", _with_pauses), ("paces", _with_paces), ("leisure", _with_leisure)):  # fmt: skip
+                         ("pauses", _with_pauses), ("paces", _with_paces), ("leisure", _with_leisure), ("moments", _with_moments)):  # fmt: skip
         job = change(job, Random(f"{name} in {seed}"))  # each of its own, so that the rest of a seed's job is what it was before there were such
     return job
 
@@ -169,6 +172,27 @@ def _with_paces(given: Scenario, random: Random) -> Scenario:
     if random.random() < 0.5:
         troubles += (Trouble("slow", at + random.randrange(CALM_US), (seat,), percent=100),)
     return replace(given, rebalances=True, troubles=troubles, steps=given.steps + 6)
+
+
+def _with_moments(given: Scenario, random: Random) -> Scenario:
+    """In one job of eight some work takes long, whoever does it, or tensors are lost without a complaint.
+
+    ``random``: as for ties.
+    """
+    if random.random() >= 1 / 8:
+        return given
+    shape = given.shape
+    if random.random() < 0.3:
+        seat = random.choice(given.shape.seats)
+        peer = random.choice([other for other in shape.seats if abs(other.stage - seat.stage) == 1])
+        return replace(given, troubles=given.troubles + (Trouble("swallow", random.randrange(CALM_US // 4), (seat,), peer, 100 * MILLISECOND),))
+    computes, stage, one = random.random() < 0.5, random.randrange(shape.stages), random.choice(shape.batch)
+    ops = ("F", "I", "W") if given.policy.split_backward else ("F", "B")
+    shortest_s, longest_s = (1.2 * DEADLINES.progress_timeout_s, DEADLINES.busy_timeout_s - LATE_S)
+    if not computes and random.random() < 0.7:  # so that it is suspected again where it has cost somebody
+        shortest_s, longest_s = SUSPECTED * DEADLINES.idle_timeout_s + LATE_S, DEADLINES.last_worker_timeout_s - LATE_S
+    lasts = random.randrange(int(shortest_s * 1e6), int(longest_s * 1e6))
+    return replace(given, heavy=(Heavy(random.randint(2, given.steps), str(one), random.choice(ops), stage, lasts, computes),))
 
 
 def _with_ties(given: Scenario, random: Random) -> Scenario:
@@ -280,7 +304,7 @@ def _add(
 def run(name: str, given: Scenario, watch: type[Watcher] = Watcher) -> Outcome:
     """Run it and check it, as ``watch`` does."""
     weights = initial_weights(given.shape)
-    late = any(trouble.kind not in HARMLESS for trouble in given.troubles) or any(fault.kind != "kill" for fault in given.faults)
+    late = bool(given.heavy) or any(trouble.kind not in HARMLESS for trouble in given.troubles) or any(fault.kind != "kill" for fault in given.faults)
     watcher = watch(given, weights, late)
     cluster = Cluster(given, weights, watcher)
     try:
@@ -297,7 +321,7 @@ def may_end(cluster: Cluster) -> bool:
     """Whether what has been lost allows the end of the job: a stage without workers, too few in touch with each other, anybody before the start, or
     iterators' data that is not to be had again."""
     membership, gone = cluster.membership, cluster.gone()
-    left = {worker.seat.stage for rank, worker in cluster.workers.items() if rank not in gone}
+    left = {worker.seat.stage for rank, worker in cluster.workers.items() if rank not in gone and not worker.stuck and not worker.stopped}
     without = not membership.started or len(left) < cluster.scenario.shape.stages or len(membership.unreachable) > len(membership.roster)
     return without or cluster.scenario.iterators and _data_may_be_gone(cluster, [cluster.workers[rank].seat for rank in gone])
 

@@ -5,7 +5,7 @@ counted twice by its worker; what the stages of a tie add up is one sum each, th
 commit all live replicas of a stage hold the weights that the fault-free run has with the same data (simulator/samples.py), also where its sums depend on their
 order; and they have applied one gradient in each stage, clipped by one norm in all, which is told once.  Where sums depend on their order and nothing keeps
 it, there is no fault-free run to compare with, and replicas are compared with each other.  No worker keeps more than its budget.  All are told the same
-losses of an evaluation, those of the committed weights; a checkpoint that has its name is whole, and nobody goes on before it has.
+losses of an evaluation, those of the committed weights; a checkpoint that has its name is whole, and nobody goes on before it has.  Nobody healthy is given up.
 
 Progress, at the end: all troubles being over, every live worker has trained every step up to the planned end, with the fault-free losses, unless the job has
 ended for a reason that allows it.
@@ -47,6 +47,7 @@ class Watcher:
         self._pauses = {step for step, what in given.between if what != "pause"}  # steps after which all do something together
         self._evaluated: dict[int, Mapping[str, int]] = {}
         self._published: set[int] = set()
+        self._costly: set[tuple[int, str]] = set()  # work for which somebody was given up
         self._committed = 0
         self._end: int | None = None  # the step before which the job is to end
 
@@ -108,6 +109,19 @@ class Watcher:
             self._end = message.step
         elif isinstance(message, End) and whom == WORKERS and self._end is not None and self._committed >= self._end - 1 and self._end - 1 not in self._pauses:
             self.say(f"the job has failed at its planned end, with all steps committed: {message.reason}")
+
+    def fenced(self, cluster: Any, rank: int, why: str) -> None:
+        """... on suspicion, or for what it has done.  Who only has work that takes long is healthy: it may cost one worker where that can't be told from one that
+        hangs, and no second one; and without a stage's last worker there is no job."""
+        worker, suspected = cluster.workers[rank], why.startswith(("it computes", "its process is stopped", "nothing was heard"))
+        if suspected and not cluster.membership.roster.stage(worker.seat.stage):
+            self.say(f"seat {worker.seat}, the last of its stage, is given up on suspicion: {why}")
+        if why.startswith("it computes") and not worker.stuck and not worker.stopped:
+            heavy = [each for each in cluster.scenario.heavy if f"{each.stage}{each.op}{each.micro_batch}@{each.step}" in why]
+            work = {(each.step, each.micro_batch) for each in heavy}
+            if not heavy or any(each.computes for each in heavy) or work & self._costly:
+                self.say(f"seat {worker.seat} is given up, and healthy: {why}")
+            self._costly |= work
 
     def applied(self, worker: Any, step: int, gradient: int, norm: float | None) -> None:
         """``norm``: by which the gradient is clipped.  What was taken back and is applied again is told again."""
@@ -207,7 +221,7 @@ class Watcher:
         last = self.steps if ended is None or ended.failed else min(self.steps, ended.step - 1)
         told: dict[int, dict] = {}
         for worker in cluster.workers.values():
-            if worker.alive and worker.runs and not worker.stuck:
+            if worker.alive and worker.runs and not worker.stuck and not (worker.stopped and ended is not None and ended.failed):
                 self.say(f"seat {worker.seat} waits for {worker.waits_for}" if worker.waiting else f"seat {worker.seat} has not ended")
             for step, losses in worker.losses.items():  # what went down with a worker of a step that all had applied is missing, and said so
                 expected = told.setdefault(step, losses) if self.rounds else self._losses(step)

@@ -34,7 +34,7 @@ from recycle_plugin.simulator.exercised import Exercised, Rule
 from recycle_plugin.simulator.lines import Lines
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from recycle_plugin.simulator.script import Died, Script
-from recycle_plugin.simulator.worker import REGROUP_S, Machine, Planner, Sum
+from recycle_plugin.simulator.worker import DEADLINES, Machine, Planner, Sum
 
 WORKER, SECOND, SUPERVISOR, DATA = "worker", "second", "supervisor", "data"  # lines: to the coordinator and back (there, back); from rank to rank
 DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
@@ -58,6 +58,7 @@ class Cluster:
         self.spans: list[Span] = []
         self.links: dict[tuple[int, int], tuple[str, int, int]] = {}  # kind, until, delay
         self.cut: set[int] = set()
+        self.quiet = any(trouble.kind == "swallow" for trouble in scenario.troubles)  # nobody complains of what does not come
         self.hits: Counter[tuple[str, Op]] = Counter()  # kind of trouble, and what the worker was at
         self.exercised = Exercised()
         self.lines = Lines(scenario.weather, scenario.torn)
@@ -151,11 +152,11 @@ class Cluster:
         number = self.membership.regrouping
         if number is not None and number != self._watched:
             self._watched = number
-            self.later(int(REGROUP_S * 1e6), partial(self._overdue, number))
+            self.later(int(DEADLINES.regroup_timeout_s * 1e6), partial(self._overdue, number))
 
     def _overdue(self, number: int) -> None:
         if self.membership.regrouping == number:
-            self._act(self.membership.regroup_overdue(REGROUP_S))
+            self._act(self.membership.regroup_overdue(DEADLINES.regroup_timeout_s))
 
     def _deliver(self, rank: int, message: object) -> None:
         worker = self.workers[rank]
@@ -165,6 +166,8 @@ class Cluster:
             self.wake(rank)
 
     def _tell_supervisors(self, message: object) -> None:
+        if isinstance(message, Fence):
+            self.watcher.fenced(self, message.rank, message.reason)
         if isinstance(message, Fence) and message.rank not in self.cut and not self.workers[message.rank].unfenced:
             self.travel((SUPERVISOR, "back", message.rank), partial(self.kill, message.rank))
 
@@ -176,16 +179,17 @@ class Cluster:
         """What a worker's own thread and its supervisor say of it."""
         for rank, worker in self.workers.items():
             if worker.alive:
-                self.tell_coordinator(rank, Pulse(rank, worker.stopped), SUPERVISOR)
+                self.tell_coordinator(rank, Pulse(rank, worker.stopped, worker.cpu_s), SUPERVISOR)
                 if not worker.stopped and worker.runs:
-                    self.tell_coordinator(rank, Beat(rank, self.now, worker.done, *worker.at))
+                    self.tell_coordinator(rank, Beat(rank, self.now, worker.done, *worker.at, worker.step))
         self.later(BEAT_US, self._beat)
 
     # --- data ---------------------------------------------------------------------------------------
 
     def send(self, source: int, target: int, datum: Datum, value: Any, era: int) -> None:
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
-        if self.now < until and kind == "drop" or (source in self.cut) != (target in self.cut):
+        self.exercised[Rule.SWALLOWED] += self.now < until and kind == "swallow"
+        if self.now < until and kind in ("drop", "swallow") or (source in self.cut) != (target in self.cut):
             return
         number = next(self._ticket)
         self._under_way[number] = source, target, partial(self._arrive, source, target, datum, value, era)
@@ -223,7 +227,7 @@ class Cluster:
             case "stop" | "unfenced" | "stuck" | "slow" | "rude":
                 for rank in ranks:
                     self.trouble(rank, trouble)
-            case "drop" | "delay":
+            case "drop" | "delay" | "swallow":
                 lasts, delay = (min(trouble.for_us, DELAYING_US), trouble.for_us) if trouble.kind == "delay" else (trouble.for_us, 0)
                 self.links[ranks[0], self.rank_of[trouble.peer]] = (trouble.kind, self.now + lasts, delay)
             case "cut":

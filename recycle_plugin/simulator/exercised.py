@@ -61,6 +61,12 @@ class Rule(str, Enum):
     REBALANCED = "work was dealt out anew for a slow worker"
     EVALUATED_AGAIN = "an evaluation was run again"
     SAVED_AGAIN = "a checkpoint was written again"
+    SWALLOWED = "a tensor was lost, and nobody complained"
+    STOOD_STILL = "everybody waited, and all met again"
+    SUSPECTED = "somebody was suspected"
+    CLEARED = "a suspicion came to nothing"
+    LAST_SPARED = "a stage's last worker was suspected"
+    NO_PROOF = "work that had cost a worker was no proof against the next"
     RELOADED = "the coordinator's state was written down and read again"
 
 
@@ -111,6 +117,11 @@ class Exercised(Counter[Rule]):
             self[Rule.TURNED_AWAY] += event.kind == "late"
             self[Rule.REBALANCED] += event.kind == "rebalance"
             self[Rule.LOSSES_GONE] += event.text.startswith("the loss of step")
+            self[Rule.SUSPECTED] += event.kind == "suspected"
+            self[Rule.CLEARED] += event.kind == "cleared"
+            self[Rule.LAST_SPARED] += event.kind == "suspected" and "it is the last worker" in event.text
+            self[Rule.NO_PROOF] += event.kind == "suspected" and "which has cost a worker already" in event.text
+            self[Rule.STOOD_STILL] += event.text.startswith("everybody waits")
             self[Rule.AHEAD] += event.kind == "resume" and event.details["ahead"] > 0
 
     def _published(self, generation: Generation, message: object, membership: Membership, changing: bool, lost: bool) -> None:

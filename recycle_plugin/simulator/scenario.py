@@ -22,7 +22,7 @@ class Trouble:
     can't kill it), stuck (an instruction never ends), slow (takes ``percent``); drop, delay (what goes from ``seat`` to
     ``peer`` is lost, or comes late); cut (``seats`` are cut off from all others); stall (the coordinator reads nothing); mute, deaf
     (what the worker says to the coordinator, or the other way, is held up); rude (it dies where it should say goodbye); again (a second process of
-    its rank asks to take part, and goes); and what is asked for: leave (a worker is to go), end (the job is).
+    its rank asks to take part, and goes); swallow (as drop, and nobody who misses anything says so); and what is asked for: leave (a worker is to go), end (the job is).
     """
 
     kind: str
@@ -38,13 +38,29 @@ class Trouble:
 
 
 @dataclass(frozen=True)
+class Heavy:
+    """Of ``step`` and ``micro_batch``, by the letter or word of ``op``, in ``stage``: it takes so much longer, and ``computes`` meanwhile, or sleeps."""
+
+    step: int
+    micro_batch: str
+    op: str
+    stage: int
+    for_us: int
+    computes: bool
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.micro_batch}@{self.step} {'computes' if self.computes else 'sleeps'} for {self.for_us / 1000:g} ms"
+
+
+@dataclass(frozen=True)
 class Scenario:
     """A job and its troubles.  ``faults``: kills and stops at named instructions and points.  ``torn``: seeds who is left
     without the result when a peer dies in a REDUCE, and how late messages come; ``budget``: boundary tensors that a worker may keep before those that it has
     sent go; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that they wait for), 0: there is none;
     ``rounds``: sums depend on their order, and nothing keeps it, as in real training outside exact mode; ``reloads``: before which share of what
     the coordinator does its state is written down and read again; ``iterators``: data comes from one plain iterator for each replica (core/sources.py);
-    ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after steps: evaluate, save, or pause."""
+    ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after steps: evaluate, save, or pause;
+    ``heavy``: work that takes long, whoever does it."""
 
     shape: Topology
     costs: CostModel
@@ -62,6 +78,7 @@ class Scenario:
     iterators: bool = False
     rebalances: bool = False
     between: tuple[tuple[int, str], ...] = ()
+    heavy: tuple[Heavy, ...] = ()
 
     @property
     def exact(self) -> bool:

@@ -13,6 +13,7 @@ from recycle_plugin.core.loop import LEAVE
 from recycle_plugin.core.protocol import Fatal, Left
 from recycle_plugin.core.saving import save
 from recycle_plugin.core.sources import Gone
+from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.planner.forwards import forwards
 from recycle_plugin.simulator.exact import Batch, sampled
 from recycle_plugin.simulator.exercised import Rule
@@ -49,7 +50,7 @@ class Script:
             machine.send(Fatal(machine.rank, machine.reason))
         if machine.rude:
             raise Died
-        machine.send(Left(machine.rank, planned=machine.reason == LEAVE))
+        machine.send(Left(machine.rank, planned=machine.reason == LEAVE, step=machine.step))
 
     def _train(self) -> Iterator[Any]:
         yield from self._loop.start()
@@ -61,6 +62,7 @@ class Script:
 
     def _pause(self, step: int) -> Iterator[Any]:
         """It does something of its own, some for longer than others, and hears nothing meanwhile."""
+        self._machine.at = (ELSEWHERE, "the training script")
         yield PAUSE_US * (1 + (self._machine.rank + step) % 4) * self._machine.percent // 100
 
     def _evaluate(self, step: int) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from recycle_plugin import planner
 from recycle_plugin.core.contributions import NORM
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.deadlines import Deadlines
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.faults import FaultScript
 from recycle_plugin.core.ids import Seat
@@ -29,21 +30,23 @@ from recycle_plugin.core.stopwatch import Stopwatch
 from recycle_plugin.core.supply import Supply
 from recycle_plugin.core.topology import ClusterView
 from recycle_plugin.core.verdict import over
+from recycle_plugin.core.waitgraph import awaited
 from recycle_plugin.core.watch import COMPUTES, WAITS
 from recycle_plugin.core.worker import Judging, Worker
 from recycle_plugin.simulator.exact import Batch
 from recycle_plugin.simulator.exercised import Rule
 from recycle_plugin.simulator.numbers import Numbers
 from recycle_plugin.simulator.plain import PlainIterator
-from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
+from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
 from recycle_plugin.simulator.script import Died
 
 if TYPE_CHECKING:
     from recycle_plugin.simulator.cluster import Cluster
 
 HANDLING_US = 200  # of a micro-batch that is loaded, or a boundary tensor that is sent: no plan counts it
+PART_US = 100 * MILLISECOND  # of what takes long
 RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
-PROGRESS_S, IDLE_S, REGROUP_S = 1.0, 20.0, 30.0
+DEADLINES = Deadlines(progress_timeout_s=1.0, busy_timeout_s=4.0, last_worker_timeout_s=8.0, idle_timeout_s=20.0, regroup_timeout_s=30.0)
 
 
 @dataclass
@@ -76,7 +79,7 @@ class Machine:
         self.script = FaultScript(scenario.faults, seat)
         self.alive = self.runs = True
         self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
-        self.percent, self.done, self.at = 100, 0, (WAITS, "the start")
+        self.percent, self.done, self.at, self.step, self.cpu_s = 100, 0, (WAITS, "the start"), 0, 0.0
         self.waits_for = ""
         self.current: Instruction | None = None  # the one that it is at
         self.losses: dict[int, dict] = {}  # as the training script gets them, by step
@@ -106,7 +109,7 @@ class Machine:
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], Any]) -> Iterator[Any]:
         self.cluster.later(RESEND_US, partial(self._complain, self.line.number, datum, source))
-        return (yield from self.wait(lambda: f"{datum} from seat {source}", ready))
+        return (yield from self.wait(lambda: awaited(datum, source), ready))
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
         self.cluster.exercised[Rule.LATE_COMMIT] += not self.line.is_committed(step)
@@ -165,8 +168,8 @@ class Machine:
 
     def _complain(self, generation: int, datum: Datum, source: Seat) -> None:
         """Where the same wait lasts too long."""
-        waits = self.alive and self.waiting and self.line.number == generation and self.at == (WAITS, f"{datum} from seat {source}")
-        if waits and self.line.interruption() is None:
+        waits = self.alive and self.waiting and self.line.number == generation and self.at == (WAITS, awaited(datum, source))
+        if waits and self.line.interruption() is None and not self.cluster.quiet:
             self.cluster.watcher.missed(self, datum, source)
             self.send(Missing(self.rank, generation, str(datum), str(source)))
             self.cluster.later(RESEND_US, partial(self._complain, generation, datum, source))
@@ -177,6 +180,7 @@ class Machine:
     def running(self, program: Program) -> Iterator[tuple[Instruction, ...]]:
         self.cluster.exercised[Rule.EVALUATED_AGAIN] += program.step == self._last_step < 0
         self._last_step = program.step
+        self.step = max(self.step, program.step)
         yield program.instructions
 
     @contextmanager
@@ -190,11 +194,20 @@ class Machine:
         if instruction.op in (Op.REDUCE, Op.TIE, Op.VALIDATE):
             return
         handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
+        for heavy in self.cluster.scenario.heavy:
+            if (heavy.step, heavy.stage, heavy.op, heavy.micro_batch) == (instruction.step, instruction.stage, str(instruction.op), str(instruction.micro_batch)):
+                yield from self._spend_long(heavy)
         spent = (handling + self.cluster.scenario.costs.of(instruction.op, self.seat.stage)) * self.percent // 100
         if spent:
             yield spent
         while self.stuck:
             yield 10**9
+
+    def _spend_long(self, heavy: Heavy) -> Iterator[int]:
+        """In parts, so that its supervisor sees how the CPU is used meanwhile."""
+        for _ in range(heavy.for_us // PART_US):
+            yield PART_US
+            self.cpu_s += heavy.computes * PART_US / 1e6
 
     def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
         if instruction.op is Op.STEP:
@@ -290,7 +303,7 @@ class Planner:
 def _job(scenario: Scenario) -> Job:
     shape, policy = scenario.shape, scenario.policy
     return Job(
-        shape.replicas, shape.stages, shape.micro_batches, shape.ties, "", scenario.costs, policy, REGROUP_S, PROGRESS_S, IDLE_S,
+        shape.replicas, shape.stages, shape.micro_batches, shape.ties, "", scenario.costs, policy, DEADLINES,
         rebalance=scenario.rebalances,
         stagger_optimizer=policy.stagger_optimizer, clipping=scenario.clip, clip="sync" if policy.together else "validate", nonfinite="skip",
     )  # fmt: skip

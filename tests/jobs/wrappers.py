@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -233,16 +235,65 @@ def slow(seat: str, times: float, steps: list[int]) -> None:
     Operations.compute, TorchMachine.now_us = changed, lambda self: now[0]
 
 
-def linger(seat: str, seconds: float, step: int, only: str = "") -> None:
-    """The worker at ``seat`` spends ``seconds`` in each compute instruction of ``step``, or in the instruction ``only``."""
+def linger(seat: str, seconds: float, step: int, only: str = "", computes: bool = False) -> None:
+    """The worker at ``seat``, or whoever does it, spends ``seconds`` in each compute instruction of ``step``, or in the instruction ``only``: asleep, or computing."""
     compute = Operations.compute
 
     def changed(self: Operations, instruction, have, *given) -> dict:
-        if str(have.seat) == seat and instruction.step == step and instruction.op in COMPUTE and only in ("", str(instruction)):
-            time.sleep(seconds)
+        if seat in ("", str(have.seat)) and instruction.step == step and instruction.op in COMPUTE and only in ("", str(instruction)):
+            until = time.monotonic() + seconds
+            while computes and time.monotonic() < until:
+                pass
+            time.sleep(max(until - time.monotonic(), 0.0))
         return compute(self, instruction, have, *given)
 
     Operations.compute = changed
+
+
+def swallow(seat: str, only: str, times: int) -> None:
+    """What the worker at ``seat`` is to send in the instruction ``only`` is gone without a trace, so many ``times``."""
+    transfer, perform, left = TorchMachine.transfer, TorchMachine.performing, [True] * times
+
+    def performing(self: TorchMachine, instruction):
+        self.swallows = str(instruction) == only
+        return perform(self, instruction)
+
+    def changed(self: TorchMachine, datum, value, target, era) -> None:
+        if str(TRAINERS[0].seat) == seat and self.swallows and left:
+            left.pop()
+        else:
+            transfer(self, datum, value, target, era)
+
+    TorchMachine.transfer, TorchMachine.performing = changed, performing
+
+
+def stop_after(seat: str, step: int) -> None:
+    """The script of the worker at ``seat`` has enough after ``step``."""
+    train = Trainer.train
+
+    def changed(self: Trainer) -> float:
+        loss = train(self)
+        if str(self.seat) == seat and self.step == step:
+            sys.exit()
+        return loss
+
+    Trainer.train = changed
+
+
+def helped(every: int) -> None:
+    """Each worker has a pool, and a loader with workers, and uses them after every so many steps."""
+    train = Trainer.train
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+
+    def changed(self: Trainer) -> float:
+        loss = train(self)
+        if self.step % every == 0:
+            with multiprocessing.Pool(2) as pool:
+                assert pool.map(abs, range(-3, 0)) == [3, 2, 1]
+            assert sum(each.sum().item() for (each,) in torch.utils.data.DataLoader(data, num_workers=2)) == 28.0
+        return loss
+
+    Trainer.train = changed
 
 
 def restless(unit_s: float, times: float, first_s: float, pauses: list[int], pause_s: float) -> None:

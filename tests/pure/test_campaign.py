@@ -20,7 +20,7 @@ from recycle_plugin.simulator.lines import UNEVEN
 from recycle_plugin.simulator.reference import Reference
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 
-from tests.pure import mistakes_between  # noqa: F401  which adds its own to the mistakes
+from tests.pure import mistakes_between, mistakes_suspicion  # noqa: F401  which add their own to the mistakes
 from tests.pure.mistakes import MISTAKES, SEEN, void_is_not_heard_again
 
 FOUND_WITHIN = 2000  # seeds, by every mistake; most need a few

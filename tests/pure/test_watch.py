@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,12 +11,13 @@ import pytest
 from recycle_plugin.core.encoding import decode, encode
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, Event, Output
-from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Generation, Heard, Leaving, Pulse, Report, Resume, Stepped, Terminate
+from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Generation, Heard, Leaving, Left, Over, Pulse, Report, Resume, Stepped, Terminate
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, LATE_S, TICK_S, WAITS
-from tests.support.membership import agree, said, started, step
+from tests.support.membership import DEADLINES, agree, said, started, step
 
-DEADLINE_S, IDLE_S, HEARTBEAT_S = 5.0, 60.0, 3.0  # tests.support.membership.job
+BUSY_S, LAST_S = DEADLINES.busy_timeout_s, DEADLINES.last_worker_timeout_s
+DEADLINE_S, IDLE_S, HEARTBEAT_S = DEADLINES.progress_timeout_s, DEADLINES.idle_timeout_s, DEADLINES.heartbeat_timeout_s
 
 
 @dataclass
@@ -28,6 +30,8 @@ class Played:
     done: dict[int, int] = field(default_factory=lambda: dict.fromkeys(range(4), 0))
     stopped: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)  # hosts that nothing comes from
+    busy: set[int] = field(default_factory=set)  # processes that use a core
+    cpu_s: float = 0.0  # that they have used
     outs: list[Output] = field(default_factory=list)
 
     def live_for(self, seconds: float, instructions: tuple[int, ...] = ()) -> None:
@@ -42,12 +46,13 @@ class Played:
     def signs(self, rank: int) -> None:
         if rank in self.gone:
             return
-        self.membership.receive(Pulse(rank, rank in self.stopped), self.now)
+        self.membership.receive(Pulse(rank, rank in self.stopped, self.cpu_s if rank in self.busy else 0.0), self.now)
         if self.at[rank] is not None and rank not in self.stopped:
             self.membership.receive(Beat(rank, 1, self.done[rank], *self.at[rank]), self.now)
 
     def tick(self, seconds: float) -> Output:
         self.now += seconds
+        self.cpu_s += seconds
         self.outs.append(self.membership.tick(self.now))
         return self.outs[-1]
 
@@ -57,7 +62,15 @@ class Played:
 
     @property
     def events(self) -> list[Event]:
+        """What follows from suspicions, without these."""
+        return [event for event in self.said if event.kind not in ("suspected", "cleared")]
+
+    @property
+    def said(self) -> list[Event]:
         return [event for out in self.outs for event in out.events]
+
+    def doubts(self) -> list[tuple[str, str]]:
+        return [(event.kind, event.details["seat"]) for event in self.said if event.kind in ("suspected", "cleared")]
 
     def given_up(self) -> list[str]:
         return [event.text.partition(" lost: ")[2].partition(" for ")[0] for event in self.events if event.kind == "lost"]
@@ -165,7 +178,7 @@ def test_a_host_that_is_silent_for_less_is_not_given_up():
     assert played.events == []
 
 
-LONGEST_S = {"gone": HEARTBEAT_S, "stopped": DEADLINE_S, COMPUTES: DEADLINE_S, ELSEWHERE: IDLE_S, WAITS: IDLE_S}
+LONGEST_S = {WAITS: IDLE_S, "gone": HEARTBEAT_S, "stopped": DEADLINE_S, COMPUTES: DEADLINE_S, ELSEWHERE: IDLE_S}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -177,7 +190,7 @@ def test_whatever_is_shorter_than_its_deadline_is_nothing(seed):
     for _ in range(2000):
         for rank in range(4):
             if doing[rank] == "done":
-                doing[rank] = rng.choice(list(LONGEST_S))
+                doing[rank] = rng.choice(list(LONGEST_S)[rank == 0:])  # somebody always does something, or else they all stand still
                 until[rank] = played.membership.course.attendance.watch.clock + rng.uniform(0, LONGEST_S[doing[rank]] - LATE_S - 2 * TICK_S)
             elif played.membership.course.attendance.watch.clock >= until[rank]:
                 doing[rank] = "done"  # one sign of that
@@ -402,3 +415,195 @@ def test_random_histories_never_go_on_with_less_than_half(seed):
                     pending += [membership.receive(Report(m.rank, message.number, membership.committed, "plan"), played.now) for m in members]
                 if isinstance(message, End):
                     return
+
+
+# --- suspicion before eviction ---------------------------------------------------------------------------
+
+
+def test_suspicion_is_said_before_anybody_is_given_up_and_taken_back_where_it_was_wrong():
+    played = Played(busy={2})
+    played.first_step()
+    played.at[2] = (COMPUTES, "1F0.1@2")
+    played.live_for(BUSY_S / 3 - 0.5)
+    assert played.said == []
+    played.live_for(1.0)
+    played.done[2] += 1
+    played.live_for(1.0)
+    suspected, cleared = played.said
+    assert re.fullmatch(r"seat 0\.1 \(rank 2\): it computes 1F0\.1@2 for 6\.\d s, its process using 1\d\d% of a core; it is given up after 20\.0 s", suspected.text)
+    assert cleared.text.startswith("seat 0.1 (rank 2) goes on after 7.")
+
+
+def test_a_process_that_computes_has_longer_than_one_that_does_nothing():
+    played = Played(busy={2})
+    played.first_step()
+    played.at[2] = (COMPUTES, "1F0.1@2")
+    played.live_for(BUSY_S - 0.5)
+    assert played.events == []
+    played.live_for(1.0)
+    assert played.given_up() == ["it computes 1F0.1@2"]
+
+
+def test_where_nobody_can_tell_what_it_uses_it_may_be_computing():
+    played = Played()
+    played.first_step()
+    played.at[2] = (COMPUTES, "1F0.1@2")
+    for _ in range(round((BUSY_S - 0.5) / TICK_S)):
+        for rank in range(4):
+            played.membership.receive(Pulse(rank, False), played.now)
+            played.membership.receive(Beat(rank, 1, 0, *played.at[rank]), played.now)
+        played.tick(TICK_S)
+    assert played.events == [] and played.doubts() == [("suspected", "0.1")]
+
+
+@pytest.mark.parametrize("again, for_s", [("0F0.1@2", IDLE_S), ("0I0.1@2", IDLE_S), ("0F1.0@2", DEADLINE_S), ("0F0.1@3", DEADLINE_S)])
+def test_what_has_cost_one_worker_is_no_proof_against_the_next(again, for_s):
+    """... whatever the next does with that micro-batch, in that step."""
+    played = Played(started(replicas=4, stages=1))
+    played.first_step()
+    played.at[2] = (COMPUTES, "0F0.1@2")
+    played.live_for(DEADLINE_S + 0.5)
+    assert played.given_up() == ["it computes 0F0.1@2"]
+    agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
+    played.at[1] = (COMPUTES, again)
+    played.live_for(for_s - 0.5)
+    assert len(played.given_up()) == 1
+    played.live_for(1.0)
+    assert played.given_up()[1:] == [f"it computes {again}"]
+
+
+@pytest.mark.parametrize("how", ["stopped", "gone", "computes"])
+def test_the_last_worker_of_a_stage_is_not_given_up_but_the_job_ends_after_its_own_deadline(how):
+    played = Played()
+    played.first_step()
+    played.membership.receive(Exited(2, -9, 0.0), played.now)
+    agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
+    played.live_for(1.0)
+    if how == "computes":
+        played.at[3] = (COMPUTES, "1F0.1@2")
+    else:
+        setattr(played, how, {3})
+    played.live_for(LAST_S - 1)
+    assert played.events == [] and played.doubts() == [("suspected", "1.1")] and "the job ends after 40 s" in played.said[0].text
+    played.live_for(2.0)
+    (end,) = ends(played)
+    assert end.failed and "seat 1.1 (rank 3), the last worker of stage 1: " in end.reason and "Who waits for whom: seats 0.0 (rank 0), 1.0 (rank 1) wait for something" in end.reason
+    assert not played.given_up() and not played.fenced()
+
+
+def test_the_last_worker_may_come_back_until_then():
+    played = Played()
+    played.first_step()
+    played.membership.receive(Exited(2, -9, 0.0), played.now)
+    agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
+    played.live_for(1.0)
+    played.gone = {3}
+    played.live_for(LAST_S - 2)
+    played.gone = set()
+    played.live_for(1.0)
+    assert played.events == [] and played.doubts() == [("suspected", "1.1"), ("cleared", "1.1")]
+
+
+# --- everybody waits -------------------------------------------------------------------------------------
+
+
+def all_wait(played: Played) -> None:
+    played.at = {0: (WAITS, "grad 0.1@2 from seat 0.1"), 1: (WAITS, "the commit of step 2"), 2: (WAITS, "act 0.1@2 from seat 0.0, once more"), 3: (WAITS, "the commit of step 2")}
+
+
+def test_where_everybody_waits_all_meet_again_once_and_then_the_job_ends_with_the_graph():
+    played = Played()
+    played.first_step()
+    all_wait(played)
+    played.live_for(2 * DEADLINE_S - 0.5)
+    assert played.said == []
+    played.live_for(1.0)
+    assert [len(each) for each in generations(played)] == [4] and not ends(played)
+    (waits,) = (event for event in played.events if event.kind == "waits")
+    assert waits.details["edges"] == [
+        {"who": ["0.0"], "at": WAITS, "what": "grad 0.1@2 from seat 0.1", "whom": ["0.1"], "for_s": pytest.approx(10.0, abs=0.5)},
+        {"who": ["1.0", "1.1"], "at": WAITS, "what": "the commit of step 2", "whom": ["0.0", "0.1"], "for_s": pytest.approx(10.0, abs=0.5)},
+        {"who": ["0.1"], "at": WAITS, "what": "act 0.1@2 from seat 0.0, once more", "whom": ["0.0"], "for_s": pytest.approx(10.0, abs=0.5)},
+    ]
+    agree(played.membership, 1, dict.fromkeys(range(4), 1))
+    for rank in range(4):
+        played.done[rank] += 1
+    played.live_for(2 * DEADLINE_S - 0.5)
+    assert not ends(played)
+    played.live_for(1.0)
+    (end,) = ends(played)
+    assert end.failed and "once more since step 1 was committed" in end.reason and "seats 1.0 (rank 1), 1.1 (rank 3) wait for the commit of step 2 for" in end.reason
+    assert "which seats 0.0 (rank 0), 0.1 (rank 2) have not come to" in end.reason
+
+
+def test_after_a_commit_it_may_happen_again():
+    played = Played()
+    played.first_step()
+    for number in range(1, 4):
+        all_wait(played)
+        played.live_for(2 * DEADLINE_S + 0.5)
+        agree(played.membership, number, dict.fromkeys(range(4), number))
+        step(played.membership, number, number + 1)
+        for rank in range(4):
+            played.done[rank] += 1
+    assert len(generations(played)) == 3 and not ends(played)
+
+
+@pytest.mark.parametrize("other", [(COMPUTES, "1F0.1@2"), (ELSEWHERE, "the training script")], ids=lambda other: other[0])
+def test_as_long_as_one_does_something_nobody_stands_still(other):
+    played = Played(busy={2})
+    played.first_step()
+    all_wait(played)
+    played.at[2] = other
+    played.live_for(3 * DEADLINE_S)
+    assert played.events == []
+
+
+def test_a_wait_after_a_silence_is_a_new_one():
+    """What was under way may still come."""
+    played = Played()
+    played.first_step()
+    all_wait(played)
+    played.live_for(2 * DEADLINE_S - 3)
+    played.gone = {1, 3}
+    played.live_for(HEARTBEAT_S - 0.5)
+    played.gone = set()
+    played.live_for(2 * DEADLINE_S - 1)
+    assert played.events == []
+
+
+# --- scripts end alike -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["said before", "said afterwards"])
+def test_a_script_that_ends_earlier_than_the_others_ends_the_job(order):
+    played = Played()
+    played.first_step()
+    going_on, through = Beat(1, 1, 9, WAITS, "anything", 2), Left(0, 0, False, 1)
+    for message in (going_on, through) if order == "said before" else (through, going_on):
+        played.outs.append(played.membership.receive(message, played.now))
+    (end,) = ends(played)
+    assert end.failed and end.reason.startswith(
+        "the training script of seat 0.0 (rank 0) ended after step 1, and that of seat 1.0 (rank 1) is in step 2: all have to train equally many steps"
+    )
+    assert [one.code for out in played.outs for whom, one in out.messages if isinstance(one, Over)] == [1]
+
+
+def test_scripts_that_end_alike_end_well_in_any_order():
+    played = Played()
+    played.first_step()
+    for rank in (3, 0, 2, 1):
+        played.membership.receive(Beat(rank, 1, 9, ELSEWHERE, "the training script", 1), played.now)
+    for rank in (3, 0, 2, 1):
+        played.outs.append(played.membership.receive(Left(rank, 0, False, 1), played.now))
+    assert not ends(played) and played.events[-1].kind == "finished"
+
+
+def test_who_leaves_as_planned_ends_no_script():
+    played = Played()
+    played.first_step()
+    played.membership.receive(Leaving(0, "SIGTERM"), played.now)
+    agree(played.membership, 1, dict.fromkeys(range(4), 1))
+    played.outs.append(played.membership.receive(Left(0, 0, True, 1), played.now))
+    played.membership.receive(Beat(1, 1, 9, WAITS, "anything", 2), played.now)
+    assert not ends(played)

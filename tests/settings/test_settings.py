@@ -88,18 +88,20 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ),
         (
             {"wait_timeout_s": 20},
-            "recycle.regroup_timeout_s: 120 s is no less than recycle.wait_timeout_s = 20 s; "
-            "write less than 20, or raise recycle.wait_timeout_s",
+            "recycle.idle_timeout_s: 600 s is to fire before recycle.wait_timeout_s = 20 s; write less than 20, or raise recycle.wait_timeout_s "
+            "(also wrong: recycle.regroup_timeout_s, recycle.last_worker_timeout_s)",
         ),
         (
-            {"wait_timeout_s": 500},
-            "recycle.idle_timeout_s: 600 s is not between recycle.progress_timeout_s = 5 s and recycle.wait_timeout_s = 500 s; "
-            "write a number between them",
+            {"wait_timeout_s": 600},
+            "recycle.idle_timeout_s: 600 s is to fire before recycle.wait_timeout_s = 600 s; write less than 600, or raise recycle.wait_timeout_s",
         ),
         (
-            {"progress_timeout_s": 20, "idle_timeout_s": 10},
-            "recycle.idle_timeout_s: 10 s is not between recycle.progress_timeout_s = 20 s and recycle.wait_timeout_s = 900 s; "
-            "write a number between them",
+            {"progress_timeout_s": 120.5},
+            "recycle.progress_timeout_s: 120.5 s is to fire before recycle.busy_timeout_s = 120 s; write less than 120, or raise recycle.busy_timeout_s",
+        ),
+        (
+            {"heartbeat_timeout_s": 400},
+            "recycle.heartbeat_timeout_s: 400 s is to fire before recycle.last_worker_timeout_s = 300 s; write less than 300, or raise recycle.last_worker_timeout_s",
         ),
         (
             {"exact": True, "undo": "inverse"},
@@ -125,6 +127,8 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ({"check_replicas": -1}, "recycle.check_replicas: -1 is not possible; write a whole number, not negative"),
         ({"progress_timeout_s": 0.5}, "recycle.progress_timeout_s: 0.5 is not possible; write a number of seconds, at least 1"),
         ({"heartbeat_timeout_s": 1}, "recycle.heartbeat_timeout_s: 1 is not possible; write a number of seconds, at least 2"),
+        ({"busy_timeout_s": 0.5}, "recycle.busy_timeout_s: 0.5 is not possible; write a number of seconds, at least 1"),
+        ({"last_worker_timeout_s": 0}, "recycle.last_worker_timeout_s: 0 is not possible; write a number of seconds, at least 1"),
         ({"idle_timeout_s": 0}, "recycle.idle_timeout_s: 0 is not possible; write a number of seconds, more than 0"),
         ({"wait_timeout_s": True}, "recycle.wait_timeout_s: true is a boolean; write a number of seconds, more than 0"),
         ({"wait_timeout_s": 0}, "recycle.wait_timeout_s: 0 is not possible; write a number of seconds, more than 0"),

@@ -42,6 +42,8 @@ SEEN = {
     "trace": "cluster/test_redone.py::test_only_what_the_lost_worker_had_finished_is_run_twice",
     "faults": "cluster/test_kills.py::test_each_rank_at_named_instructions",
     "progress_timeout_s": "cluster/test_hung.py::test_a_stopped_worker_is_given_up",
+    "busy_timeout_s": "pure/test_watch.py::test_a_process_that_computes_has_longer_than_one_that_does_nothing",
+    "last_worker_timeout_s": "pure/test_watch.py::test_the_last_worker_of_a_stage_is_not_given_up_but_the_job_ends_after_its_own_deadline",
     "idle_timeout_s": "pure/test_watch.py::test_what_may_take_long_has_the_long_deadline_while_somebody_waits",
     "heartbeat_timeout_s": "cluster/test_partitions.py::test_one_that_is_cut_off_stops_and_the_others_go_on",
     "wait_timeout_s": "runtime/test_session.py::test_a_deadline_names_what_was_waited_for",

@@ -25,7 +25,7 @@ from recycle_plugin.core.topology import Topology
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.checks import Watcher
 from recycle_plugin.simulator.lines import Weather
-from recycle_plugin.simulator.scenario import Scenario, Trouble
+from recycle_plugin.simulator.scenario import Heavy, Scenario, Trouble
 
 FILE = Path(__file__).parents[1] / "pure" / "frozen" / "scenarios.jsonl.gz"
 SAID = {  # what was in the messages when they were frozen; not what differs from run to run, nor what the job is
@@ -49,7 +49,7 @@ def write(given: Scenario) -> dict:
 def read(record: dict) -> Scenario:
     """Inverse of :func:`write`."""
     shape, costs, policy = (dict(record[name]) for name in ("shape", "costs", "policy"))
-    kinds = {"troubles": _troubles, "between": _tuples, "faults": lambda texts: tuple(map(Fault.parse, texts)), "weather": _weather}
+    kinds = {"troubles": _troubles, "between": _tuples, "faults": lambda texts: tuple(map(Fault.parse, texts)), "weather": _weather, "heavy": lambda records: tuple(Heavy(**record) for record in records)}
     given = {name: kinds[name](value) if name in kinds else value for name, value in record.items()}
     given |= {"shape": Topology(**_tuples(shape)), "costs": CostModel(**_tuples(costs)), "policy": Policy(**_tuples(policy))}
     return Scenario(**given)

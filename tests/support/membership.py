@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from recycle_plugin.core.cost import CostModel
+from recycle_plugin.core.deadlines import Deadlines
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.membership import Membership
@@ -14,6 +15,9 @@ from recycle_plugin.core.protocol import Ready, Report, Resume, Stepped
 from recycle_plugin.core.roster import Member
 
 REPLICAS, STAGES = 2, 2
+DEADLINES = Deadlines(
+    heartbeat_timeout_s=3.0, progress_timeout_s=5.0, busy_timeout_s=20.0, last_worker_timeout_s=40.0, regroup_timeout_s=1.0, idle_timeout_s=60.0, wait_timeout_s=100.0,
+)  # fmt: skip
 
 
 def member(rank: int, host: str = "h", replicas: int = REPLICAS) -> Member:
@@ -21,7 +25,9 @@ def member(rank: int, host: str = "h", replicas: int = REPLICAS) -> Member:
 
 
 def job(**more: object) -> Job:
-    return replace(Job(REPLICAS, STAGES, 1, (), "r", CostModel.uniform(STAGES), Policy(), 1.0, 5.0, 60.0, 3.0, rebalance=True), **more)
+    """``more``: of its fields, and of its deadlines'."""
+    deadlines = {each.name: more.pop(each.name) for each in fields(Deadlines) if each.name in more}
+    return replace(Job(REPLICAS, STAGES, 1, (), "r", CostModel.uniform(STAGES), Policy(), replace(DEADLINES, **deadlines), rebalance=True), **more)
 
 
 def started(**more: object) -> Membership:

@@ -61,7 +61,7 @@ from recycle_plugin.runtime.world import TorchMachine
 from recycle_plugin.settings import Settings
 
 IN_RECORD = (
-    "regroup_timeout_s", "progress_timeout_s", "idle_timeout_s", "heartbeat_timeout_s", "strict_placement", "max_slowdown", "report", "rebalance",
+    "deadlines", "strict_placement", "max_slowdown", "report", "rebalance",
     "stagger_optimizer", "clip", "nonfinite", "loss_scaling", "undo", "keep_bytes", "rng", "seed", "exact",
 )  # settings that all workers have to have alike
 
@@ -204,7 +204,7 @@ class Trainer:
         worker = Worker(self._world, shape, self._store, machine, judging, self.feed.supply, Stopwatch(costs))
         loop = Loop(session, worker, self._world, shape, costs, policy, machine, self._between_steps, settings.max_slowdown)
         member = Member(session.rank, self.seat, self._transport.address, session.host, session.incarnation)
-        session.heart.start(promise_s(settings.progress_timeout_s, settings.heartbeat_timeout_s))
+        session.heart.start(promise_s(settings.deadlines))
         session.send(Ready(member, machine.stepped, self._job(costs, policy)))
         loop.start()
         if self._from_checkpoint:
