@@ -61,6 +61,7 @@ class Rule(str, Enum):
     REBALANCED = "work was dealt out anew for a slow worker"
     EVALUATED_AGAIN = "an evaluation was run again"
     SAVED_AGAIN = "a checkpoint was written again"
+    NOT_SAVED = "a checkpoint could not be written"
     RELOADED = "the coordinator's state was written down and read again"
 
 

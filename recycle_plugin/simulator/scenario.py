@@ -44,7 +44,8 @@ class Scenario:
     sent go; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that they wait for), 0: there is none;
     ``rounds``: sums depend on their order, and nothing keeps it, as in real training outside exact mode; ``reloads``: before which share of what
     the coordinator does its state is written down and read again; ``iterators``: data comes from one plain iterator for each replica (core/sources.py);
-    ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after steps: evaluate, save, or pause."""
+    ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after steps: evaluate, save, or pause;
+    ``full``: after which step a seat's share of a checkpoint, or its "latest", can't be written."""
 
     shape: Topology
     costs: CostModel
@@ -62,6 +63,7 @@ class Scenario:
     iterators: bool = False
     rebalances: bool = False
     between: tuple[tuple[int, str], ...] = ()
+    full: tuple[tuple[int, str], ...] = ()
 
     @property
     def exact(self) -> bool:
