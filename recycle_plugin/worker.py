@@ -117,8 +117,11 @@ def _interrupt(session: Session) -> None:
 def leave_process(code: int) -> None:
     """End at once, without waiting for threads that were left behind in broken operations."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # as on a full disk: what was computed is right all the same
+            pass
     os._exit(code)
 
 
