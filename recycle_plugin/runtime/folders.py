@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Callable, TypeVar
 
@@ -38,7 +39,7 @@ def prepared(path: Path, text: str) -> Path:
     try:
         write(unfinished, lambda file: file.write(text.encode()), path)
     except NotSaved:
-        if unfinished.is_file():
+        with suppress(OSError):  # where nothing can be written, that may not be possible either
             unfinished.unlink()
         raise
     return unfinished
