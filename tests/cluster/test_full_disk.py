@@ -34,10 +34,14 @@ def wait_for(run, kind: str, count: int) -> None:
 
 
 @PLAIN_TOO
-def test_a_checkpoint_that_one_worker_cannot_write_is_none_for_all_and_a_script_may_go_on(start, tmp_path):
-    """First there is no room for the tag, then for what seat 0.1 writes, and then there is."""
-    saved = tmp_path / "saved"
-    result = start(full={"3": "latest", "6": "0.1"}, catch=True).finish()
+def test_a_checkpoint_that_one_worker_cannot_write_is_none_for_all_and_a_script_may_go_on(start, vehicle, tmp_path):
+    """First there is no room for the tag, then for what seat 0.1 writes, and then there is.  For what DeepSpeed's monitor writes there is none all the time."""
+    saved, curve = tmp_path / "saved", tmp_path / "csv" / "Train_Samples_train_loss.csv"
+    curve.parent.mkdir()
+    curve.symlink_to("/dev/full")
+    stocks = (f"deepspeed={{csv_monitor: {{enabled: true, output_path: {tmp_path}, job_name: csv}}}}",) * (vehicle.name == "deepspeed")
+    result = start(*stocks, full={"3": "latest", "6": "0.1"}, catch=True).finish()
+    assert [event["path"] for event in result.of("unwritten")] == ["DeepSpeed's monitors"] * len(stocks)
     assert result.code == 0 and not result.of("lost"), result.output[-6000:]
     ((first, second),) = {tuple(record["refused"]) for record in result.records.values()}
     assert len(result.records) == 4 == len(result.pids)
