@@ -13,6 +13,7 @@ from recycle_plugin.core.executor import Span, run_again
 from recycle_plugin.history import Failure, History
 from recycle_plugin.render import gantt
 from recycle_plugin.render.page import Chart, Table, page
+from recycle_plugin.runtime import folders
 from recycle_plugin.runtime.announce import QUIET, STYLES
 from recycle_plugin.runtime.trace import read_traces
 
@@ -28,7 +29,7 @@ def write(folder: Path) -> Path:
     began = _us(history.of("start")[0]["time"])
     spans = [span for span in read_traces(folder / "trace") if span.start_us >= began]  # traces of an earlier job in the folder stay there
     path = folder / NAME
-    path.write_text(page(f"Run {folder.resolve().name}", sections(history, spans)))
+    folders.replace(folders.prepared(path, page(f"Run {folder.resolve().name}", sections(history, spans))), path)
     return path
 
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 
 from recycle_plugin.adapters.deepspeed import Plugin
 from recycle_plugin.core.line import JobEnded
@@ -51,17 +52,17 @@ def main(command: list[str]) -> int:
         if not end.failed:
             session.at_end()
         if session.coordinator_is_gone:
-            print(f"recycle: the job ends: {end}", file=sys.stderr, flush=True)
+            _say(f"recycle: the job ends: {end}")
         session.leave(end.code, planned=str(end) == LEAVE)
         return end.code
     except CutOff as error:
-        print(f"recycle: error: {error}", file=sys.stderr, flush=True)
+        _say(f"recycle: error: {error}")
         return error.code
     except (RecycleError, SettingsError, PlanError, Torn, Gone) as error:
         if os.environ.get("RECYCLE_TRACEBACK"):
             traceback.print_exc()
         if session.forked:
-            print(f"recycle: error: {error}", file=sys.stderr, flush=True)
+            _say(f"recycle: error: {error}")
         else:
             session.send(Fatal(session.rank, str(error)))
         return 1
@@ -86,16 +87,15 @@ def run_script(command: list[str]) -> int:
 def _end_early(session: Session) -> None:
     """The job has failed before its first step: go, whatever the script waits for (torch's store waits for minutes, deaf to signals)."""
     if session.incarnation:  # nobody reads the job's own lines beside a process that was not part of it
-        print(f"recycle: error: {session.end.reason}", file=sys.stderr, flush=True)
+        _say(f"recycle: error: {session.end.reason}")
     session.leave()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(1)
 
 
 def _end_given_up(session: Session, reason: str) -> None:
     """Whatever the main thread is at, it must not do any more of it: no checkpoint that the others do not know, no message."""
-    print(f"recycle: worker {session.rank} was given up ({reason}), and the others go on without it: it ends", file=sys.stderr, flush=True)
+    _say(f"recycle: worker {session.rank} was given up ({reason}), and the others go on without it: it ends")
     os._exit(GIVEN_UP)
 
 
@@ -117,9 +117,19 @@ def _interrupt(session: Session) -> None:
 def leave_process(code: int) -> None:
     """End at once, without waiting for threads that were left behind in broken operations."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(code)
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # whoever ends does so on a full disk too
+        print(line, file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # what was computed is right all the same
+            stream.flush()
 
 
 if __name__ == "__main__":

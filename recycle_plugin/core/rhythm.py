@@ -54,6 +54,10 @@ class Rhythm:
         believed = [min(each, DOUBTED * usual) if usual > 0 else each for each in seconds]
         return fmean(believed) + (stdev(believed) / sqrt(len(believed)) if len(believed) > 1 else 0.0)
 
+    def failed(self, begun: int, free: int) -> None:
+        """The one before step ``begun`` could not be written, which says nothing of what one costs.  ``free``: as for ``made``."""
+        self.due = max(begun + self.every, free)
+
     def dropped(self, committed: int) -> None:
         """The membership has changed while one was written, and everybody goes on from ``committed``: the next one comes at once."""
         self.due = unstarted(committed)

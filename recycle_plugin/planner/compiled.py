@@ -1,10 +1,39 @@
-"""How the planner's loops are compiled: by numba, on the first call on a machine; cached on disk.  ``planner.warm`` does it ahead of a failure."""
+"""How the planner's loops are compiled: by numba, on the first call on a machine; cached on disk.  ``planner.warm`` does it ahead of a failure.
+
+Where nothing can be cached, since the disk is full or all that numba may write to is read-only, each process compiles for itself.
+"""
 
 from __future__ import annotations
 
+from typing import Any, Callable
+
 from numba import njit
 
-compiled = njit(cache=True, nogil=True)
-inner = njit(cache=True, nogil=True, _nrt=False)
-"""For what is called from compiled loops: counts no references to the arrays in its arguments, which for tuples of
-arrays takes more time than the work itself (greedy: 2.5 times as long).  Hence it can't make or return arrays."""
+
+def _cached(function: Callable, **options: bool) -> Any:
+    try:
+        made = njit(cache=True, nogil=True, **options)(function)
+    except RuntimeError:  # numba's word for having no place to write to
+        return njit(nogil=True, **options)(function)
+    made._cache.save_overload = _where_possible(made._cache.save_overload)
+    return made
+
+
+def _where_possible(save: Callable) -> Callable:
+    def saved(*given: Any) -> None:
+        try:
+            save(*given)
+        except OSError:  # what was compiled is in memory
+            pass
+
+    return saved
+
+
+def compiled(function: Callable) -> Any:
+    return _cached(function)
+
+
+def inner(function: Callable) -> Any:
+    """For what is called from compiled loops: counts no references to the arrays in its arguments, which for tuples of
+    arrays takes more time than the work itself (greedy: 2.5 times as long).  Hence it can't make or return arrays."""
+    return _cached(function, _nrt=False)

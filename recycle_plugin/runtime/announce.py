@@ -1,16 +1,22 @@
-"""Says what the job does: a line per event for people, the same as JSON lines in the run's folder."""
+"""Says what the job does: a line per event for people, the same as JSON lines in the run's folder.
+
+No job ends since one of them can't be written (runtime/telemetry.py).  Of what workers can't write, on disks that they may share, the first is said, and when
+all is written again.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
-from typing import TextIO
 
 from recycle_plugin.core.output import Event
+from recycle_plugin.runtime.telemetry import UNWRITTEN, WRITTEN, Droppable, Lines, console
 
-STYLES = {"lost": "bold red", "end": "bold red", "escalate": "bold red", "warning": "yellow", "late": "yellow", "fault": "magenta", "resume": "bold green", "finished": "green"}
+STYLES = {"lost": "bold red", "end": "bold red", "escalate": "bold red", "warning": "yellow", "late": "yellow", UNWRITTEN: "yellow", WRITTEN: "green", "fault": "magenta", "resume": "bold green", "finished": "green"}
+STEPS = {"committed", "loss", "rest"}  # what the log may lack and still tell how the job went
 QUIET = {"committed", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
 
 
@@ -31,7 +37,10 @@ class Announcer:
         if self._live is not None:
             self._live.start()
         self._began = time.time()
-        self._log: TextIO | None = None
+        self._log: Lines | None = None
+        self._printing = Droppable(console(), "lines", self._say_of)
+        self._unwritten: dict[str, int | None] = {}  # by path: the rank of the worker that can't write it
+        self._dropped: list[int] = []  # lines, by file, since the first could not be written
         self.folder: Path | None = None
         self.wants_report = False
         self._early: list[str] = []
@@ -45,14 +54,22 @@ class Announcer:
             self._losses[event.details["step"]] = event.details["loss"]
         elif event.kind == "committed":
             self._progress(event, now)
+        elif event.kind in (UNWRITTEN, WRITTEN):
+            self._of_a_file(event, now)
         elif event.kind not in QUIET:
             self._line(event.kind, event.text, now)
+        if event.kind in ("lost", "left"):
+            self._unwritten = {path: rank for path, rank in self._unwritten.items() if rank is None or rank != event.details["rank"]}
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
         if self._log is not None:
             self._log.close()
+        try:
+            sys.stdout.flush()
+        except OSError:  # at its end the process would try once more, and fail
+            self._go_on_unread()
 
     def _go_on_unread(self) -> None:
         """Who has read the lines is gone, pdsh for instance: that is no reason to end a job, which rich would do."""
@@ -65,11 +82,28 @@ class Announcer:
         if event.kind == "start":
             job = event.details["job"]
             self.folder, self.wants_report = Path(job["run_dir"]), job["report"]
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._log = (self.folder / "events.jsonl").open("a", buffering=1)
+            self._log = Lines(self.folder / "events.jsonl", self._say_of)
         if self._log is not None:
-            self._log.write("".join(f"{early}\n" for early in self._early))
-            self._early.clear()
+            lines, self._early = self._early, []
+            self._log.add("\n".join(lines), keep=event.kind not in STEPS)
+
+    def _say_of(self, kind: str, text: str, **details: object) -> None:
+        """Of what is written here."""
+        self.say(Event(kind, text, details), time.time())
+
+    def _of_a_file(self, event: Event, now: float) -> None:
+        path, failing = event.details["path"], bool(self._unwritten)
+        if event.kind == UNWRITTEN:
+            self._unwritten[path] = event.details.get("rank")
+            if not failing:
+                self._line(event.kind, event.text, now)
+            return
+        self._unwritten.pop(path, None)
+        self._dropped.append(event.details["dropped"])
+        if not self._unwritten:
+            several = f"all is written again, without {sum(self._dropped)} lines of {len(self._dropped)} files that were dropped"
+            self._line(event.kind, several if len(self._dropped) > 1 else event.text, now)
+            self._dropped.clear()
 
     def _progress(self, event: Event, now: float) -> None:
         step = event.details["step"]
@@ -84,5 +118,15 @@ class Announcer:
             self._line("step", text, now)
 
     def _line(self, kind: str, text: str, now: float) -> None:
-        stamp = (f"[recycle {now - self._began:8.3f}] ", "dim")
-        self._console.print(self._text.assemble(stamp, (f"{kind}: {text}", STYLES.get(kind, ""))))
+        stamp, line = f"[recycle {now - self._began:8.3f}] ", f"{kind}: {text}"
+        if self._console.is_terminal:
+            self._console.print(self._text.assemble((stamp, "dim"), (line, STYLES.get(kind, ""))))
+        else:
+            self._printing.attempt(lambda: self._print(stamp + line), 1)
+
+    def _print(self, line: str) -> None:
+        """To what is no terminal, perhaps a file."""
+        try:
+            print(line, flush=True)
+        except BrokenPipeError:
+            self._go_on_unread()

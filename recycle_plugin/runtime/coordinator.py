@@ -8,6 +8,7 @@ to the end first, because a number that it contributed to a finished step still 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections import Counter
@@ -43,7 +44,7 @@ class Coordinator:
         self._membership = Membership(ranks)
         self._ranks = ranks
         self._placing: dict[int, tuple[str, InLoop]] = {}  # by place: the host of a supervisor that asks for its rank
-        self._welcome = Welcome(store_port, time.strftime("recycle-%Y%m%d-%H%M%S"))
+        self._welcome = Welcome(store_port, f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}")  # several jobs may start in one second
         self._say = say
         self._come: Counter[int] = Counter()  # how many workers of a rank have
         self._workers: dict[WorkerId, InLoop] = {}

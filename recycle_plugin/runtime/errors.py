@@ -7,6 +7,10 @@ class RecycleError(RuntimeError):
     """Something that the user can mend; the message is one line and says how."""
 
 
+class NotSaved(RecycleError, OSError):
+    """A checkpoint could not be written, by one worker at least, and so by none: it is raised on all of them, and where a script catches it training goes on."""
+
+
 class WaitTimeout(RecycleError):
     """A wait passed its deadline; the message names what was waited for."""
 

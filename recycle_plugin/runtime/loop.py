@@ -66,9 +66,9 @@ class Loop:
         """As core.evaluation.Evaluations.run."""
         return _drain(self._evaluations.run(batches, count))
 
-    def save(self, place: str, files: Files) -> None:
+    def save(self, place: str, files: Files) -> str:
         """As core.saving.save."""
-        _drain(save(self._loop, self._session, place, files, self._recover_between))
+        return _drain(save(self._loop, self._session, place, files, self._recover_between))
 
     @property
     def plan(self) -> Plan:

@@ -7,20 +7,20 @@ from pathlib import Path
 from recycle_plugin.core.executor import Span
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.instruction import Instruction
+from recycle_plugin.runtime.telemetry import Lines, Say
 
 
 class TraceFile:
-    """``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch."""
+    """``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch.  ``say``: to be told of what can't be written."""
 
-    def __init__(self, folder: Path, seat: Seat) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / f"{seat}.txt").open("a", buffering=1)
+    def __init__(self, folder: Path, seat: Seat, say: Say) -> None:
+        self._lines = Lines(folder / f"{seat}.txt", say)
 
     def add(self, span: Span) -> None:
-        self._file.write(f"{span.instruction} {span.start_us} {span.end_us}\n")
+        self._lines.add(f"{span.instruction} {span.start_us} {span.end_us}")
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 def read_traces(folder: Path) -> list[Span]:

@@ -96,7 +96,7 @@ def scenario(seed: int) -> Scenario:
     policy = replace(policy, block=random.choice((1, 1, 1, 2, None)))
     job = Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
     for name, change in (("ties", _with_ties), ("weather", _with_weather), ("endings", _with_endings), ("undo", _with_undo), ("coordination", _with_coordination), ("data", _with_data),
-                         ("pauses", _with_pauses), ("paces", _with_paces), ("leisure", _with_leisure), ("moments", _with_moments)):  # fmt: skip
+                         ("pauses", _with_pauses), ("paces", _with_paces), ("leisure", _with_leisure), ("moments", _with_moments), ("disks", _with_full_disks)):  # fmt: skip
         job = change(job, Random(f"{name} in {seed}"))  # each of its own, so that the rest of a seed's job is what it was before there were such
     return job
 
@@ -145,6 +145,16 @@ def _with_pauses(given: Scenario, random: Random) -> Scenario:
         first = moment[1] in ("checkpoint.publish", "checkpoint.named")
         faults += (Fault("kill", given.shape.seats[0] if first else seat, *moment),)
     return replace(given, between=between, faults=faults)
+
+
+def _with_full_disks(given: Scenario, random: Random) -> Scenario:
+    """Of the checkpoints that are saved between steps two in five can't be: one or two of the workers can't write, or the first can't say that it is there.
+
+    ``random``: as for ties.
+    """
+    places = [*given.shape.seats, "latest"]
+    saves = (step for step, what in given.between if what == "save" and random.random() < 0.4)
+    return replace(given, full=tuple((step, str(where)) for step in saves for where in random.sample(places, random.randint(1, 2))))
 
 
 def _with_leisure(given: Scenario, random: Random) -> Scenario:

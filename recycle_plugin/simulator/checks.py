@@ -48,6 +48,7 @@ class Watcher:
         self._evaluated: dict[int, Mapping[str, int]] = {}
         self._published: set[int] = set()
         self._costly: set[tuple[int, str]] = set()  # work for which somebody was given up
+        self._verdicts: dict[int, str] = {}  # by step: why there is no checkpoint of it
         self._committed = 0
         self._end: int | None = None  # the step before which the job is to end
 
@@ -198,17 +199,30 @@ class Watcher:
             if not self.rounds and loss != self.reference.loss(step + 1, sampled(micro_batch, -number)):
                 self.say(f"the loss of micro-batch {micro_batch} in evaluation {number} is wrong")
 
-    def published(self, worker: Any, step: int, written: Mapping[Seat, int]) -> None:
-        """A checkpoint of ``step`` has its name."""
+    def published(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
+        """A checkpoint of ``step`` has its name.  ``written``: by whom, None by who could not."""
         self._published.add(step)
+        self._check_nobody_writes(worker, step, written)
         for stage in range(self.shape.stages):
             weights = {weight for seat, weight in written.items() if seat.stage == stage}
             if len(weights) != 1 or not self.rounds and weights != {self.reference.weights[step + 1][stage]}:
                 self.say(f"the checkpoint of step {step} has {'no' if not weights else 'wrong'} weights of stage {stage}")
 
-    def saved(self, worker: Any, step: int) -> None:
-        if step not in self._published:
+    def discarded(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
+        """What there is of a checkpoint of ``step`` is removed."""
+        self._check_nobody_writes(worker, step, written)
+
+    def _check_nobody_writes(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
+        live = {member.seat for member in worker.line.roster}
+        if live - written.keys():
+            self.say(f"seat {worker.seat} takes a checkpoint of step {step} for written, which others still write")
+
+    def saved(self, worker: Any, step: int, why: str) -> None:
+        """``why`` it is not, or ""."""
+        if not why and step not in self._published:
             self.say(f"seat {worker.seat} goes on behind a checkpoint of step {step} that is not there")
+        if self._verdicts.setdefault(step, why) != why:
+            self.say(f"seat {worker.seat} was told otherwise than another whether there is a checkpoint of step {step}")
 
     # --- at the end ---------------------------------------------------------------------------------
 

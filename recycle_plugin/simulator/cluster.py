@@ -68,7 +68,7 @@ class Cluster:
         self._watched = -1
         self._departed: set[int] = set()
         self._under_way: dict[int, tuple[int, int, Callable[[], None]]] = {}  # data, by number: from whom, to whom, and its arrival
-        self.written: dict[tuple[int, int], dict[Seat, int]] = {}  # checkpoints, whole or not, by step and attempt: a weight of each writer
+        self.written: dict[tuple[int, int], dict[Seat, int | None]] = {}  # checkpoints, whole or not, by step and attempt: a weight of each writer, None where it could not
 
     def run(self, until_us: int) -> None:
         """Until nobody has anything left to do, or ``until_us``."""

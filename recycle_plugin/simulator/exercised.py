@@ -67,6 +67,7 @@ class Rule(str, Enum):
     CLEARED = "a suspicion came to nothing"
     LAST_SPARED = "a stage's last worker was suspected"
     NO_PROOF = "work that had cost a worker was no proof against the next"
+    NOT_SAVED = "a checkpoint could not be written"
     RELOADED = "the coordinator's state was written down and read again"
 
 

@@ -60,7 +60,7 @@ class Scenario:
     ``rounds``: sums depend on their order, and nothing keeps it, as in real training outside exact mode; ``reloads``: before which share of what
     the coordinator does its state is written down and read again; ``iterators``: data comes from one plain iterator for each replica (core/sources.py);
     ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after steps: evaluate, save, or pause;
-    ``heavy``: work that takes long, whoever does it."""
+    ``heavy``: work that takes long, whoever does it; ``full``: after which step a seat's share of a checkpoint, or its "latest", can't be written."""
 
     shape: Topology
     costs: CostModel
@@ -79,6 +79,7 @@ class Scenario:
     rebalances: bool = False
     between: tuple[tuple[int, str], ...] = ()
     heavy: tuple[Heavy, ...] = ()
+    full: tuple[tuple[int, str], ...] = ()
 
     @property
     def exact(self) -> bool:

@@ -76,13 +76,14 @@ class Script:
 
     def _save(self, step: int) -> Iterator[Any]:
         machine = self._machine
-        yield from save(self._loop, machine.line, f"checkpoint of step {step}", Files(machine, step), self._loop.catch_up)
-        machine.cluster.watcher.saved(machine, step)
+        why = yield from save(self._loop, machine.line, f"checkpoint of step {step}", Files(machine, step), self._loop.catch_up)
+        machine.cluster.exercised[Rule.NOT_SAVED] += bool(why)
+        machine.cluster.watcher.saved(machine, step, why)
 
 
 @dataclass(frozen=True)
 class Files:
-    """A checkpoint of ``step``, as core.saving.Files: each worker writes its stage's weight."""
+    """A checkpoint of ``step``, as core.saving.Files: each worker whose disk is not full writes its stage's weight."""
 
     machine: Machine
     step: int
@@ -91,13 +92,24 @@ class Files:
         machine = self.machine
         yield WRITING_US * machine.percent // 100
         machine.reach("checkpoint.written")
-        written = machine.cluster.written
-        written.setdefault((self.step, number), {})[machine.seat] = machine.store[Datum("params", machine.seat.stage, None, self.step + 1)]
+        written, full = machine.cluster.written, self._is_full(str(machine.seat))
+        written.setdefault((self.step, number), {})[machine.seat] = None if full else machine.store[Datum("params", machine.seat.stage, None, self.step + 1)]
         machine.cluster.exercised[Rule.SAVED_AGAIN] += any(step == self.step and other != number for step, other in written)
+        return f"seat {machine.seat}: disk full" if full else ""
 
     def publish(self, number: int) -> Iterator[Any]:
         machine = self.machine
         machine.reach("checkpoint.publish")
         yield WRITING_US * machine.percent // 100
+        if self._is_full("latest"):
+            return "latest: disk full"
         machine.cluster.watcher.published(machine, self.step, machine.cluster.written[self.step, number])
         machine.reach("checkpoint.named")
+        return ""
+
+    def discard(self, number: int) -> Iterator[Any]:
+        yield WRITING_US * self.machine.percent // 100
+        self.machine.cluster.watcher.discarded(self.machine, self.step, self.machine.cluster.written[self.step, number])
+
+    def _is_full(self, where: str) -> bool:
+        return (self.step, where) in self.machine.cluster.scenario.full

@@ -33,7 +33,7 @@ def folder(tmp_path) -> Path:
 
 
 def trace(folder: Path) -> None:
-    files = {seat: TraceFile(folder / "trace", seat) for seat in {span.seat for span in spans()}}
+    files = {seat: TraceFile(folder / "trace", seat, print) for seat in {span.seat for span in spans()}}
     for span in spans():
         files[span.seat].add(span)
     for file in files.values():

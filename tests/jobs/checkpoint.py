@@ -4,7 +4,8 @@ RECYCLE_TEST_CHECKPOINT holds as JSON: ``folder`` of the checkpoints; ``save_at`
 ``module_only`` true from its weights alone; ``load_at`` a step after which, once, that of the step ``load_step`` is loaded; ``evaluate_at``
 a step, after which ``times`` (1) evaluations come; ``read_at`` a step after which stage 1 reads its parameters while stage 0 waits for
 the file ``flags``/seat; ``hold`` true: who has written a file of the last save waits for ``flags``/go; ``flip`` a seat where a bit turns round in each load;
-``until`` a file: the job ends when it is there.  Each rank writes what it saw to run_dir/losses/rank<r>.json.
+``until`` a file: the job ends when it is there; ``full`` whose disk is full when (plans.fill_disk); ``catch`` true: a checkpoint that can't be written is not the
+job's end.  Each rank writes what it saw to run_dir/losses/rank<r>.json.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ while engine.global_steps < job.steps and not plans.told(plan):
         for _ in range(plan.get("times", 1)):
             evaluate()
     if engine.global_steps in plan.get("save_at", ()):
-        engine.save_checkpoint(plan["folder"])
+        plans.save(plan, record, engine.save_checkpoint)
     if engine.global_steps == plan.get("load_at"):
         del plan["load_at"]
         engine.load_checkpoint(plan["folder"], f"global_step{plan['load_step']}")

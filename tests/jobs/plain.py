@@ -58,7 +58,7 @@ def between_steps(pipeline, record: dict) -> None:
     if step == plan.get("evaluate_at"):
         record["evaluated"] += [pipeline.evaluate(evaluated) for _ in range(plan.get("times", 1))]
     if step in plan.get("save_at", ()):
-        pipeline.save(plan["folder"])
+        plans.save(plan, record, pipeline.save)
     if step == plan.get("load_at"):
         del plan["load_at"]
         pipeline.load(plan["folder"], f"global_step{plan['load_step']}")

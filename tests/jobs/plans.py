@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Callable
 
 import torch
 
+from recycle_plugin.runtime import folders
 from recycle_plugin.runtime.worker.trainer import Trainer
 from recycle_plugin.runtime.world import TorchMachine
 from wrappers import TRAINERS, gate, wait_until
@@ -17,6 +19,8 @@ def follow(plan: dict) -> None:
         gate(plan["flags"], before=f"0REDUCE@{plan['read_at']}", until="", by=["0.1", "1.1"])
     if "flip" in plan:
         flip_loaded(plan["flip"])
+    if "full" in plan:
+        fill_disk(plan["full"])
     if plan.get("hold"):
         hold_files(plan["flags"], plan["save_at"][-1])
 
@@ -28,6 +32,34 @@ def told(plan: dict) -> bool:
     found = torch.tensor([float(Path(plan["until"]).exists())])
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
     return bool(found.item())
+
+
+def save(plan: dict, record: dict, save: Callable[[str], object]) -> None:
+    """A checkpoint to the plan's folder; with ``catch`` the script goes on where there is none, and records why."""
+    try:
+        save(plan["folder"])
+    except OSError as error:
+        if not plan.get("catch"):
+            raise
+        record.setdefault("refused", []).append(f"{type(error).__name__}: {error}")
+
+
+def fill_disk(seats: dict[str, str]) -> None:
+    """From the first file of the checkpoint of a step on, as long as the training is at that step, there is no room for what a seat writes, or for "latest" of whoever writes it.
+
+    ``seats``: by step; a path in place of a step: at every step, as long as there is no such file.
+    """
+    write = folders.write
+
+    def changed(path: Path, into: Callable, called: Path | None = None) -> None:
+        (trainer,) = TRAINERS
+        for where, what in seats.items():
+            now = trainer.step == int(where) if where.isdigit() else not Path(where).exists()
+            if now and what == ("latest" if called else str(trainer.seat)):
+                path.symlink_to("/dev/full")
+        write(path, into, called)
+
+    folders.write = changed
 
 
 def hold_files(folder: str, step: int) -> None:

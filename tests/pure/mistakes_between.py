@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recycle_plugin.core import course, sources
+from recycle_plugin.core import course, saving, sources
 from recycle_plugin.core.course import Course
 from recycle_plugin.core.evaluation import Evaluations, runner
 from recycle_plugin.core.executor import Interrupted
@@ -117,7 +117,8 @@ def named_early(monkeypatch) -> None:
             yield from files.publish(line.number)
         while True:
             try:
-                return (yield from loop.meet(place, {}))
+                yield from loop.meet(place, {})
+                return ""
             except Interrupted:
                 yield from recover()
 
@@ -131,7 +132,50 @@ def not_waited_for(monkeypatch) -> None:
             try:
                 yield from files.write(line.number)
                 yield from loop.meet(place, {})
-                return (yield from files.publish(line.number)) if line.is_first else None
+                return (yield from files.publish(line.number)) if line.is_first else ""
+            except Interrupted:
+                yield from recover()
+
+    monkeypatch.setattr(script, "save", save)
+
+
+@mistake("a checkpoint has its name although somebody could not write", seen=5)
+def named_in_part(monkeypatch) -> None:
+    monkeypatch.setattr(saving, "verdict", lambda met: "")
+
+
+@mistake("only who can't write knows that there is no checkpoint", seen=5)
+def own_verdict(monkeypatch) -> None:
+    def save(loop, line, place, files, recover):
+        while True:
+            yield from loop.settle()
+            try:
+                error = yield from files.write(line.number)
+                written = yield from loop.meet(place, {str(line.rank): error} if error else {})
+                if line.is_first and not written.values:
+                    error = yield from files.publish(line.number)
+                yield from loop.meet(f"the end of {place}", {})
+                return error
+            except Interrupted:
+                yield from recover()
+
+    monkeypatch.setattr(script, "save", save)
+
+
+@mistake("what another still writes is removed", seen=5)
+def removed_early(monkeypatch) -> None:
+    def save(loop, line, place, files, recover):
+        while True:
+            yield from loop.settle()
+            try:
+                error = yield from files.write(line.number)
+                if error:
+                    yield from files.discard(line.number)
+                written = yield from loop.meet(place, {str(line.rank): error} if error else {})
+                why = saving.verdict(written)
+                if line.is_first and not why:
+                    error = yield from files.publish(line.number)
+                return why or saving.verdict((yield from loop.meet(f"the end of {place}", {str(line.rank): error} if error else {})))
             except Interrupted:
                 yield from recover()
 

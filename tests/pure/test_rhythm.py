@@ -56,6 +56,15 @@ def test_never_before_a_step_that_somebody_may_have_started():
     assert (rhythm.every, rhythm.due) == (2, 40)
 
 
+def test_one_that_could_not_be_written_is_tried_again_after_as_many_steps_and_says_nothing_of_what_one_costs():
+    rhythm = Rhythm(0.1, 0)
+    rhythm.failed(FIRST + 1, 0)
+    assert (rhythm.every, rhythm.due) == (FIRST, 2 * FIRST + 1)
+    rhythm.made(2 * FIRST + 1, [Cost(2.0, 1.0)], 0)
+    rhythm.failed(41, 70)
+    assert (rhythm.every, rhythm.due) == (20, 70)
+
+
 def test_one_that_was_dropped_is_made_up_for_at_once_and_a_loaded_one_begins_the_interval_anew():
     rhythm = Rhythm(0.1, 0)
     rhythm.made(11, [Cost(0.5, 0.1)], 0)

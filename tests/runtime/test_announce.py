@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 
 from recycle_plugin.core.output import Event
+from recycle_plugin.runtime import telemetry
 from recycle_plugin.runtime.announce import Announcer
 
 
@@ -38,3 +40,28 @@ def test_nobody_reads_the_lines_any_more(tmp_path, monkeypatch):
             announcer.say(Event("committed", f"step {step} committed", {"step": step, "workers": 4}), 10.0 + step)
         announcer.close()
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_console_and_a_log_on_a_full_disk(tmp_path, monkeypatch):
+    """The job goes on, and so does the log where it can be written, with what the console could not say."""
+    monkeypatch.setattr(telemetry, "RETRY_S", 0.0)
+    start = Event("start", "2 replicas", {"job": {"run_dir": str(tmp_path / "run"), "report": False}})
+    (tmp_path / "run").write_text("no folder yet")
+    with suppress(OSError), open("/dev/full", "w", buffering=1) as output:  # which holds a line yet when it is closed
+        monkeypatch.setattr(sys, "stdout", output)
+        announcer = Announcer()
+        announcer.say(start, 10.0)
+        announcer.say(Event("committed", "step 1 committed", {"step": 1, "workers": 4}), 11.0)
+        (tmp_path / "run").unlink()
+        for step in (2, 3):
+            announcer.say(Event("committed", f"step {step} committed", {"step": step, "workers": 4}), 10.0 + step)
+        with open(tmp_path / "console", "w") as output:
+            monkeypatch.setattr(sys, "stdout", output)
+            announcer.say(Event("finished", "all have left", {}), 14.0)
+            announcer.close()
+    logged = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    kinds = [event["event"] for event in logged]
+    assert kinds[0] == "start" and kinds.count("unwritten") == 2 and kinds.count("written") == 2 and kinds[-2:] == ["finished", "written"], kinds
+    assert [event["step"] for event in logged if event["event"] == "committed"] == [2, 3]
+    said = [line.split("] ", 1)[1] for line in (tmp_path / "console").read_text().splitlines()]
+    assert said[0] == "finished: all have left" and said[1].startswith("written: all is written again, without ") and len(said) == 2

@@ -39,7 +39,7 @@ def test_what_stood_there_is_replaced_by_the_whole_of_the_other(tmp_path, monkey
 def test_a_file_holds_the_new_text_and_nothing_is_left_beside_it(tmp_path):
     path = tmp_path / "latest"
     for text in ("one", "a longer one", ""):
-        folders.write_whole(path, text)
+        folders.replace(folders.prepared(path, text), path)
         assert content(tmp_path) == {"latest": text}
 
 

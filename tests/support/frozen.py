@@ -49,7 +49,10 @@ def write(given: Scenario) -> dict:
 def read(record: dict) -> Scenario:
     """Inverse of :func:`write`."""
     shape, costs, policy = (dict(record[name]) for name in ("shape", "costs", "policy"))
-    kinds = {"troubles": _troubles, "between": _tuples, "faults": lambda texts: tuple(map(Fault.parse, texts)), "weather": _weather, "heavy": lambda records: tuple(Heavy(**record) for record in records)}
+    kinds = {
+        "troubles": _troubles, "between": _tuples, "full": _tuples, "faults": lambda texts: tuple(map(Fault.parse, texts)), "weather": _weather,
+        "heavy": lambda records: tuple(Heavy(**record) for record in records),
+    }  # fmt: skip
     given = {name: kinds[name](value) if name in kinds else value for name, value in record.items()}
     given |= {"shape": Topology(**_tuples(shape)), "costs": CostModel(**_tuples(costs)), "policy": Policy(**_tuples(policy))}
     return Scenario(**given)

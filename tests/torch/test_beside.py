@@ -27,7 +27,7 @@ class Files:
 
 def test_what_is_written_later_is_what_was_to_be_saved_whatever_becomes_of_it_meanwhile():
     written, weight, moment = [], torch.nn.Parameter(torch.arange(3.0)), torch.arange(4.0).reshape(2, 2).t()
-    copied = Copied(type("Durable", (), {"save": lambda self, state_dict, path: written.append((state_dict, path))})())
+    copied = Copied(type("Durable", (), {"save": lambda self, state_dict, path: written.append((state_dict, path)), "conclude": lambda self: None})())
     copied.save(OrderedDict(module={"weight": weight}, state=[{"moments": (moment, 3)}, None], name="x"), "saved/tag/file.pt")
     with torch.no_grad():
         weight.fill_(7), moment.fill_(7)

@@ -26,7 +26,7 @@ from recycle_plugin.core.protocol import Generation
 from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime import folders
 from recycle_plugin.runtime.device import HOST, fetch
-from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.errors import NotSaved, RecycleError
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.state import StageState
 from recycle_plugin.runtime.worker.ports import Reach, Scaler
@@ -52,7 +52,9 @@ class Files:
     exclude_frozen_parameters: bool = False
 
     def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
-        self._write(state, Durable(self.engine.checkpoint_engine, reach), folder, tag)
+        files = Durable(self.engine.checkpoint_engine, reach)
+        self._write(state, files, folder, tag)
+        files.conclude()
 
     def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
         files = Copied(Durable(self.engine.checkpoint_engine, reach))
@@ -207,15 +209,34 @@ def live_replicas(stage: int, generation: Generation) -> list[int]:
 
 
 class Durable:
-    """DeepSpeed's own checkpoint engine, whose files are on the disk when they are said to be written."""
+    """DeepSpeed's own checkpoint engine, whose files are on the disk when they are said to be written.
+
+    What can't be written is said by ``conclude``, and nothing is written after it: others wait in stock code for whoever raises there.
+    """
 
     def __init__(self, stock: Any, reach: Reach) -> None:
         self._stock, self._reach = stock, reach
+        self._refused: NotSaved | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._stock.save(state_dict=state_dict, path=path)
-        folders.sync(Path(path))
-        self._reach("checkpoint.file")
+        if self._done(lambda: folders.write(Path(path), lambda file: self._stock.save(state_dict=state_dict, path=file))):
+            self._reach("checkpoint.file")
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        self._done(lambda: folders.make(Path(path)))
+
+    def conclude(self) -> None:
+        """Raises NotSaved where something could not be written."""
+        if self._refused is not None:
+            raise self._refused
+
+    def _done(self, write: Callable[[], None]) -> bool:
+        if self._refused is None:
+            try:
+                write()
+            except NotSaved as error:
+                self._refused = error
+        return self._refused is None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
@@ -237,6 +258,7 @@ class Copied:
     def write(self) -> None:
         while self._copies:
             self._durable.save(*self._copies.pop(0))
+        self._durable.conclude()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._durable, name)

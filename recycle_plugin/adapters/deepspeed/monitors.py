@@ -19,20 +19,22 @@ from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin.runtime.session import Session
+from recycle_plugin.runtime.telemetry import Droppable, Say, console
 
 Entry = tuple[str, float, int]  # name, value, samples trained on so far
 RANK_0 = SimpleNamespace(get_rank=lambda: 0)
 
 
 class FirstLive:
-    """An engine's ``monitor``: writes where ``is_first()``, and nowhere else.  ``note`` tells the user."""
+    """An engine's ``monitor``: writes where ``is_first()``, and nowhere else.  ``note`` tells the user; what can't be written is dropped."""
 
-    def __init__(self, stock: MonitorMaster, is_first: Callable[[], bool], note: Callable[[str, str], None]) -> None:
+    def __init__(self, stock: MonitorMaster, is_first: Callable[[], bool], note: Say) -> None:
         self._stock = stock
         self._is_first = is_first
         self._note = note
         self._opened = dist.get_rank() == 0
         self.enabled = stock.enabled
+        self._target = Droppable("DeepSpeed's monitors", "entries", note)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
@@ -43,7 +45,7 @@ class FirstLive:
             return
         with _rank_0():
             if self._opened or self._open():
-                self._stock.write_events(entries)
+                self._target.attempt(lambda: self._stock.write_events(entries), len(entries), Exception)  # a third party's
 
     def _open(self) -> bool:
         self._opened = True
@@ -64,13 +66,14 @@ class Reporting:
 
     def __init__(self, engine: PipelineEngine, session: Session) -> None:
         self._engine, self._session = engine, session
+        self._printing = Droppable(console(), "lines", session.note)
         engine.monitor = FirstLive(engine.monitor, lambda: session.is_first, session.note)
 
     def step(self, loss: torch.Tensor) -> None:
         """Stock's own line and monitor entries."""
         engine, every = self._engine, self._engine.steps_per_print()
         if self._session.is_first and every is not None and engine.global_steps % every == 0:
-            print(f"steps: {engine.global_steps} loss: {loss:0.4f}", flush=True)
+            self._printing.attempt(lambda: print(f"steps: {engine.global_steps} loss: {loss:0.4f}", flush=True), 1)
         if engine.monitor.enabled:
             told = [("Train/Samples/train_loss", loss.item(), engine.global_samples)]
             stock = self._session.rank == 0  # whose step has written the learning rate

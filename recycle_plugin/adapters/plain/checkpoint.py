@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Callable, Mapping
@@ -31,13 +32,8 @@ class StageFiles:
     kinds: Mapping[str, str]
 
     def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
-        """RecycleError where it can't be: a peer that takes over, as for a worker that dies, could not either."""
-        if not self._writes:
-            return
-        try:
+        if self._writes:
             self._save(self._contents(state), folder / tag, reach)
-        except (OSError, RuntimeError) as error:  # the latter is torch's word for a full disk
-            raise RecycleError(f"save(): nothing can be written to {folder} ({error}): free some of the disk, or name another folder") from error
 
     def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
         if not self._writes:
@@ -77,10 +73,8 @@ class StageFiles:
         return {"step": state.version.step, "stages": self.stages, "kinds": dict(self.kinds), "layers": self.module.state_dict(), "small": state.small(), "tensors": rest}
 
     def _save(self, contents: dict[str, Any], folder: Path, reach: Reach) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / _name(self.seat.stage)
-        torch.save(contents, file)
-        folders.sync(file)
+        folders.make(folder)
+        folders.write(folder / _name(self.seat.stage), partial(torch.save, contents))
         reach("checkpoint.file")
 
 

@@ -2,7 +2,8 @@
 
 Between two steps everybody copies what it has to write (which needs a second copy of the state in host memory, on the lowest live
 replica of each stage), and a thread writes it.  How often follows from the measured cost (core/rhythm.py).  A loss before all have
-written drops the checkpoint, and the next one comes at once.
+written drops the checkpoint, and the next one comes at once.  One that can't be written, by any worker, is none: what is there of it goes, and the next one is
+tried after as many steps.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from recycle_plugin.core.rhythm import Cost, Meter, Rhythm
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import ELSEWHERE
 from recycle_plugin.runtime import folders
+from recycle_plugin.runtime.errors import NotSaved
 from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.worker.saving import Saving, unwatched
@@ -116,8 +118,8 @@ class Background:
     def _write(self, begun: _Begun, write: Write) -> None:
         try:
             write()
-        except (OSError, RuntimeError) as error:  # the latter is torch's word for a full disk
-            begun.error = str(error)
+        except NotSaved as error:
+            begun.error = self._saving.said(error)
 
     def _follow(self, begun: _Begun) -> None:
         """Everybody hears of the end of the writing or of a loss, whichever comes first."""
@@ -139,25 +141,34 @@ class Background:
     def _end(self, begun: _Begun, met: Met) -> None:
         self._begun = None
         costs = [Cost(seconds, step_s) for seconds, step_s, _ in met.values.values()]
-        self._rhythm.made(begun.step, costs, met.from_step)
         error = next((error for *_, error in met.values.values() if error), "")
         first = self._session.is_first and begun.members <= self._live()  # or else the first one may have done it before it was lost
         if error:
+            self._rhythm.failed(begun.step, met.from_step)
             if first:
-                self._session.note("warning", f"checkpoint {begun.tag} could not be written: {error}")
+                self._saving.discard(self._folder)
+                self._say_failed(begun, error)
             return
+        self._rhythm.made(begun.step, costs, met.from_step)
         self._made.append(begun.tag)
-        if first:
-            self._publish(begun, max(costs))
+        if first and (error := self._publish(begun, max(costs))):
+            self._made.remove(begun.tag)
+            self._say_failed(begun, error)
         del self._made[: -self._keep]
 
-    def _publish(self, begun: _Begun, cost: Cost) -> None:
+    def _say_failed(self, begun: _Begun, error: str) -> None:
+        self._session.note("warning", f"no checkpoint of step {begun.step - 1}: {error}; the next one is tried before step {self._rhythm.due}")
+
+    def _publish(self, begun: _Begun, cost: Cost) -> str:
+        """As Saving.publish."""
         said = (f"checkpoint of step {begun.step - 1}, which has cost {cost.seconds:.3f} s with steps of {cost.step_s:.3f} s, "
                 f"the next one before step {self._rhythm.due},")
         details = {"cost_s": round(cost.seconds, 4), "step_s": round(cost.step_s, 4), "every": self._rhythm.every}
-        self._saving.publish(self._folder, begun.tag, begun.unfinished, True, said, **details)
+        if error := self._saving.publish(self._folder, begun.tag, begun.unfinished, True, said, **details):
+            return error
         for tag in self._made[: -self._keep]:
             threading.Thread(target=folders.remove, args=(self._folder / tag,), name="recycle: old checkpoint", daemon=True).start()
+        return ""
 
     def _live(self) -> frozenset[WorkerId]:
         return frozenset(self._session.roster.workers)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Callable
 
 from recycle_plugin.core.rhythm import Rhythm
+from recycle_plugin.runtime.errors import NotSaved
 from recycle_plugin.runtime.loop import Loop
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.state import StageState
@@ -22,10 +23,11 @@ class JobCheckpoints:
     def __init__(
         self, session: Session, settings: Settings, loop: Loop, reach: Reach, files: Checkpoints, state: StageState, run_dir: str, recover: Callable[[], None]
     ) -> None:  # fmt: skip
-        self._files, self._state, self._reach = files, state, reach
+        self._session, self._files, self._state, self._reach = session, files, state, reach
         self._saving = Saving(session, loop, reach)
         self._folder = Path(settings.checkpoint_dir) if settings.checkpoint_dir else None
         self._saved_to = Path(run_dir) / "checkpoint"  # the last time; nothing yet
+        self._unsaved = ""  # why the script's last one is not there, until it has gone on without
         self._background: Background | None = None
         if settings.checkpoint is not None:
             rhythm = Rhythm(settings.checkpoint.overhead, loop.machine.stepped)
@@ -38,7 +40,11 @@ class JobCheckpoints:
             (files or self._files).write(self._state, folder, unfinished, self._reach)
 
         self._saved_to = folder
-        self._saving.save(folder, tag, latest, write, f"checkpoint of step {step}")
+        try:
+            self._saving.save(folder, tag, latest, write, f"checkpoint of step {step}")
+        except NotSaved as error:
+            self._unsaved = str(error)
+            raise
 
     def _copy(self, folder: Path, unfinished: str) -> Callable[[], None]:
         return self._files.copy(self._state, folder, unfinished, self._reach)
@@ -50,6 +56,9 @@ class JobCheckpoints:
 
     def make_if_due(self, step: int) -> None:
         """Before ``step``."""
+        if self._unsaved and self._session.is_first:
+            self._session.note("warning", f"{self._unsaved}; the script goes on without it")
+        self._unsaved = ""
         if self._background is not None:
             self._background.before(step)
 

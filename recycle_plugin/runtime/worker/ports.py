@@ -92,13 +92,15 @@ class Scaler(Protocol):
 
 class Checkpoints(Protocol):
     """A worker's share of a checkpoint of ``state``, as it is now, in the framework's own files.  ``reach(point)``: where injected faults strike, at ``checkpoint.file``
-    once a file is on the disk."""
+    once a file is on the disk.
+
+    Both raise NotSaved where something can't be written, but never while others wait for this worker, in a barrier for instance."""
 
     def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
         """To ``folder``/``tag``; on the disk when this returns."""
 
     def copy(self, state: StageState, folder: Path, tag: str, reach: Reach) -> Callable[[], None]:
-        """What writes it there in another thread, while training changes the state."""
+        """What writes it there in another thread, while training changes the state; that raises NotSaved too."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Trainer:
         self._stepping = self._make_stepping(blocks, scale)
         operations = Operations(session, self._stage, self._stepping, self.feed.batch, self._applied)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
-        self._trace = TraceFile(Path(self.run_dir) / "trace", self.seat) if settings.trace else None
+        self._trace = TraceFile(Path(self.run_dir) / "trace", self.seat, session.note) if settings.trace else None
         record = {"record": self._trace.add} if self._trace is not None else {}
         self._world = TorchMachine(session, self._transport, operations, settings.fault_script(self.seat), **record)
         self._touch = FirstTouch(self._changed, lambda: self.settled, self.settle)
@@ -312,7 +312,8 @@ class Trainer:
             self._loop.resize(self.topology, self._framework.batch())
 
     def save(self, folder: Path, tag: str | None = None, latest: bool = True, files: Checkpoints | None = None) -> None:
-        """The checkpoint ``folder``/``tag`` of the last step is in place when this returns, complete also while workers are missing.
+        """The checkpoint ``folder``/``tag`` of the last step is in place when this returns, complete also while workers are missing; where it can't be written, on
+        whatever worker, NotSaved on all.
 
         ``tag`` None: by the step; ``latest``: a file of that name has the tag; ``files``: instead of the framework's, where the script adds to them.
         """
