@@ -19,7 +19,7 @@ from recycle_plugin.core.escalation import Escalation
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.meeting import Meetings
 from recycle_plugin.core.output import WORKERS, Output
-from recycle_plugin.core.protocol import TOO_SLOW, Arrived, Exited, Leaving, Left, Loaded, Report, Resized, Resume, Stepped
+from recycle_plugin.core.protocol import TRY_AGAIN, Arrived, Exited, Leaving, Left, Loaded, Report, Resized, Resume, Stepped, Unguarded
 from recycle_plugin.core.regrouping import Regrouping, Reports
 from recycle_plugin.core.roster import FailureDomain, Member, Roster, WorkerId
 from recycle_plugin.core.step import unstarted
@@ -126,9 +126,9 @@ class Course:
         reason = self._escalation.reason(throughput)
         if reason is None or self.ending.ended is not None:
             return
-        self.end_planned(reason, out, TOO_SLOW)
-        out.say("escalate", f"{reason}: the job ends with a checkpoint of step {self.ending.ended.step - 1} and exit code {TOO_SLOW}",
-                throughput=throughput, step=self.ending.ended.step - 1, code=TOO_SLOW)
+        self.end_planned(reason, out, TRY_AGAIN)
+        out.say("escalate", f"{reason}: the job ends with a checkpoint of step {self.ending.ended.step - 1} and exit code {TRY_AGAIN}",
+                throughput=throughput, step=self.ending.ended.step - 1, code=TRY_AGAIN)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -229,6 +229,12 @@ class Course:
             self._go_on_without(f"death of rank {message.rank}", now, out)
         self.lose(message.worker, how, now, message.at, out)
 
+    def unguarded(self, message: Unguarded, out: Output) -> None:
+        """The process that the launcher had started for a rank is gone: some launchers end the job for that, others go on without it."""
+        self.attendance.unguarded[message.rank] = message.pid
+        out.say("unguarded", f"the guard of rank {message.rank}, process {message.pid} that the launcher had started, was killed, and its worker goes with it",
+                rank=message.rank, pid=message.pid)
+
     def tick(self, now: float, out: Output) -> None:
         """Time passes, and may show who is stopped or stuck, or that those left are cut off."""
         if self.ending.failed:
@@ -289,6 +295,10 @@ class Course:
         return self.ending.through(self.committed)
 
     def end_planned(self, reason: str, out: Output, code: int = 0) -> None:
+        """Where guards were killed, that is taken for the reason, and the script does not know: there is to be a checkpoint."""
+        guards = ", ".join(f"the guard of rank {rank}, process {pid}, was killed" for rank, pid in sorted(self.attendance.unguarded.items()))
+        if guards and not code:
+            reason, code = f"{reason}, after {guards}", TRY_AGAIN
         if self.attendance.started:
             self.ending.plan(self.committed, reason, code, out)
         else:

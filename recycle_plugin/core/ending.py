@@ -56,5 +56,6 @@ class Ending:
 
     def finish(self, committed: int, out: Output) -> None:
         """All have left."""
-        out.say("finished", f"all workers have left after step {committed}", step=committed)
+        why = f": {self.ended.reason}" if self.ended is not None else ""
+        out.say("finished", f"all workers have left after step {committed}{why}", step=committed)
         out.tell(SUPERVISORS, Over(self._code))

@@ -23,7 +23,7 @@ from recycle_plugin.core.job import Job
 from recycle_plugin.core.output import WORKERS, Event, Output
 from recycle_plugin.core.protocol import (
     Arrived, Beat, Contribution, End, Exited, Fatal, Fingerprint, Leaving, Left, Loaded, Met, Missing, Note, Pace, Pulse, Ready, Report, Resized,
-    Stepped, Terminate,
+    Stepped, Terminate, Unguarded,
 )  # fmt: skip
 from recycle_plugin.core.roster import FailureDomain, Roster, WorkerId
 from recycle_plugin.core.step import unstarted
@@ -109,6 +109,8 @@ class Membership:
                 self.course.goodbye(message, now, out)
             case Exited():
                 self.course.died(message, now, out)
+            case Unguarded():
+                self.course.unguarded(message, out)
             case Beat():
                 out.tell(message.worker, self.course.attendance.watch.beat(message))
             case Pulse():

@@ -1,4 +1,4 @@
-"""Carries the messages of ``core.membership``; lives in the supervisor of rank 0, imports no torch.
+"""Carries the messages of ``core.membership``; lives in a process of rank 0's guard (runtime/guard.py), imports no torch.
 
 Each worker and each supervisor holds one connection.  A worker's death shows twice: its supervisor
 sees the process end and knows how, and its connection closes.  What it said before it died is read
@@ -18,7 +18,7 @@ from recycle_plugin.core.encoding import encode
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.placement import spread
-from recycle_plugin.core.protocol import Exited, Heard, Hello, Left, Over, Placed, Ready, Terminate, Welcome
+from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Left, Over, Placed, Ready, Terminate, Welcome
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import TICK_S
 from recycle_plugin.runtime import pulse
@@ -50,6 +50,7 @@ class Coordinator:
         self._supervisors: dict[int, InLoop] = {}  # by rank
         self._supervised: dict[int, tuple[str, int]] = {}  # by rank: host and process of the supervisor that its worker is started by
         self._exits: dict[WorkerId, Exited] = {}
+        self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
         self._regroup_timeout_s = 120.0
         self._watched = -1
         self._closing = False
@@ -90,7 +91,7 @@ class Coordinator:
 
     async def all_gone(self, goodbye_s: float) -> None:
         """Return when every supervisor that can be reached has closed its connection, ``goodbye_s`` after the end of the job at the latest."""
-        if not self._supervisors:
+        if not self._awaited:
             return
         gone, over = asyncio.create_task(self._gone.wait()), asyncio.create_task(self._over.wait())
         await asyncio.wait({gone, over}, return_when=asyncio.FIRST_COMPLETED)
@@ -163,6 +164,9 @@ class Coordinator:
             while await control.receive(LISTEN_S) is not None or control.broken is None:
                 pass  # it goes once it has read that
             return
+        for worker in self._membership.unreachable:
+            if worker.rank == hello.rank:  # who was to see to it may have gone before it could
+                control.send(Fence(worker.rank, "the others have gone on without it", incarnation=worker.incarnation))
         before, self._supervisors[hello.rank] = self._supervisors.get(hello.rank), control
         if before is not None:
             before.close()
@@ -208,6 +212,8 @@ class Coordinator:
                 each.send(Placed(rank))
 
     def _take(self, message: object) -> None:
+        if isinstance(message, Exited):
+            self._ended.add(message.rank)
         if isinstance(message, Exited) and message.rank in self._supervisors:
             self._supervisors[message.rank].send(Heard(0, 0.0))
         if isinstance(message, Exited) and message.worker in self._workers:
@@ -220,8 +226,14 @@ class Coordinator:
         if isinstance(message, Left):
             self._workers.pop(message.worker, None)
 
+    @property
+    def _awaited(self) -> set[int]:
+        """Ranks whose supervisors are still to say goodbye: also one that was killed, whose worker runs, since another takes its place."""
+        killed = {rank for rank in self._supervised if self._come[rank]} - self._ended
+        return (self._supervisors.keys() | killed) - {worker.rank for worker in self._membership.unreachable}
+
     def _supervisor_closed(self) -> None:
-        if not self._closing and self._supervisors.keys() <= {worker.rank for worker in self._membership.unreachable}:
+        if not self._closing and not self._awaited:
             self._gone.set()
 
     def _worker_closed(self, worker: WorkerId) -> None:
