@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Iterator
 
-from recycle_plugin.history import History
+from recycle_plugin.history import EVENTS, History, read_events
 
 DESCRIPTION = """\
 Say where a job is: steps, live workers, who is lost and why, throughput now and before, the last checkpoint, and what the
@@ -28,9 +28,18 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
+    if early := ended_early(found.folder):
+        print(json.dumps({"state": "end", "end": early}, indent=1) if found.json else f"{'state':<11}{early}")
+        return 0
     known = status(History.read(found.folder), time.time())
     print(json.dumps(known, indent=1) if found.json else "\n".join(f"{name:<11}{text}" for name, text in lines(known)))
     return 0
+
+
+def ended_early(folder: Path) -> str:
+    """Why the last job in this folder ended before there was training to tell of; empty if there was."""
+    last = (read_events(folder / EVENTS) or [{}])[-1]
+    return last["text"] if "killed" in last else ""
 
 
 def status(history: History, now: float) -> dict:

@@ -26,6 +26,9 @@ from recycle_plugin.core.step import unstarted
 from recycle_plugin.core.steps import Steps
 from recycle_plugin.core.verdict import Verdicts
 
+EARLY = (", and nothing is lost yet: start the job again; where nobody has killed it, see by dmesg on its host whether that ran out of memory, and give its "
+         "workers more, or make the model smaller")  # fmt: skip
+
 
 class Course:
     """Of a job in which ``domain`` is given up as one."""
@@ -227,7 +230,11 @@ class Course:
         how = self.attendance.died(message, out)
         if message.worker in self.attendance.lost and self.attendance.outnumbered and not self.ending.failed:
             self._go_on_without(f"death of rank {message.rank}", now, out)
-        self.lose(message.worker, how, now, message.at, out)
+        if self.attendance.started or message.code < 0:
+            self.lose(message.worker, how, now, message.at, out)
+        elif not self.attendance.is_gone(message.worker):  # why, it has said itself
+            self.attendance.lost.add(message.worker)
+            self.end(f"worker {message.rank} {how} before training started", out)
 
     def unguarded(self, message: Unguarded, out: Output) -> None:
         """The process that the launcher had started for a rank is gone: some launchers end the job for that, others go on without it."""
@@ -256,7 +263,7 @@ class Course:
         member = self.roster.member(worker)
         if not self.attendance.started:
             self.attendance.lost.add(worker)
-            self.end(f"worker {worker.rank} {how} before training started", out)
+            self.end(f"worker {worker.rank} {how} before training started{EARLY}", out, worker.rank)
         elif member is None:
             self._depart(worker, out)
         else:
@@ -304,10 +311,10 @@ class Course:
         else:
             self.end(reason, out)
 
-    def end(self, reason: str, out: Output) -> None:
-        """Nobody can go on."""
+    def end(self, reason: str, out: Output, killed: int | None = None) -> None:
+        """Nobody can go on.  ``killed``: a rank whose worker was, before there was a run folder to say so in."""
         self.regrouping.stop()
-        self.ending.fail(reason, out)
+        self.ending.fail(reason, out, killed)
 
     def _empty_stage(self) -> str:
         """Why those left can't go on, if that is so."""

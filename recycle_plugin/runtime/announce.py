@@ -38,8 +38,11 @@ class Announcer:
         self._losses: dict[int, float] = {}
         self._last_commit = 0.0
 
-    def say(self, event: Event, now: float) -> None:
-        """``now``: seconds since the epoch, when it happened."""
+    def say(self, event: Event, now: float, run_dir: str = "") -> None:
+        """``now``: seconds since the epoch, when it happened.  ``run_dir``: the run's folder where there was no start, and this is to be found in one."""
+        if self._log is None and "killed" in event.details:
+            event = Event(event.kind, f"{event.text}. Run folder: {run_dir}", event.details)
+            self._open(Path(run_dir))
         self._record(event, now)
         if event.kind == "loss":
             self._losses[event.details["step"]] = event.details["loss"]
@@ -64,12 +67,16 @@ class Announcer:
         self._early.append(line)
         if event.kind == "start":
             job = event.details["job"]
-            self.folder, self.wants_report = Path(job["run_dir"]), job["report"]
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._log = (self.folder / "events.jsonl").open("a", buffering=1)
+            self.wants_report = job["report"]
+            self._open(Path(job["run_dir"]))
         if self._log is not None:
             self._log.write("".join(f"{early}\n" for early in self._early))
             self._early.clear()
+
+    def _open(self, folder: Path) -> None:
+        self.folder = folder
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._log = (self.folder / "events.jsonl").open("a", buffering=1)
 
     def _progress(self, event: Event, now: float) -> None:
         step = event.details["step"]

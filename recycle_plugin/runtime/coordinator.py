@@ -25,6 +25,7 @@ from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.control import Control, InLoop, InProcess, SocketControl
 
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
+EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, before training has started
 CLOSING_S = 5.0  # how long closed connections may take to be noticed
 HELLO_S = 60.0  # how long who has connected may take to say who it is
 LISTEN_S = 60.0  # how long nothing need be heard of one that is there: silence is core.watch's business
@@ -52,6 +53,7 @@ class Coordinator:
         self._exits: dict[WorkerId, Exited] = {}
         self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
         self._regroup_timeout_s = 120.0
+        self.run_dir = f"runs/{self._welcome.job_id}"  # unless workers say another one
         self._watched = -1
         self._closing = False
         self._loop = asyncio.get_running_loop()
@@ -164,9 +166,8 @@ class Coordinator:
             while await control.receive(LISTEN_S) is not None or control.broken is None:
                 pass  # it goes once it has read that
             return
-        for worker in self._membership.unreachable:
-            if worker.rank == hello.rank:  # who was to see to it may have gone before it could
-                control.send(Fence(worker.rank, "the others have gone on without it", incarnation=worker.incarnation))
+        if WorkerId(hello.rank) in self._membership.unreachable:  # who was to see to it may have gone before it could
+            control.send(Fence(hello.rank, "the others have gone on without it"))
         before, self._supervisors[hello.rank] = self._supervisors.get(hello.rank), control
         if before is not None:
             before.close()
@@ -221,7 +222,7 @@ class Coordinator:
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.worker)
             return
         if isinstance(message, Ready):
-            self._regroup_timeout_s = message.job.regroup_timeout_s
+            self._regroup_timeout_s, self.run_dir = message.job.regroup_timeout_s, message.job.run_dir
         self._act(self._membership.receive(message, time.time()))
         if isinstance(message, Left):
             self._workers.pop(message.worker, None)
@@ -240,8 +241,16 @@ class Coordinator:
         if self._closing:
             return  # it was this side that closed
         exited = self._exits.pop(worker, None)
-        now = time.time()
-        self._act(self._membership.receive(exited, now) if exited else self._membership.connection_lost(worker, now))
+        if exited is not None:
+            self._act(self._membership.receive(exited, time.time()))
+        elif self._membership.started:
+            self._lose(worker)
+        else:  # nobody waits for it: how it ended, its supervisor says
+            self._loop.call_later(EXIT_S, self._lose, worker)
+
+    def _lose(self, worker: WorkerId) -> None:
+        if not self._closing:
+            self._act(self._membership.connection_lost(worker, time.time()))
 
     def _closed_by_exit(self, worker: WorkerId) -> None:
         """The connection outlived its process, since some child of the script has inherited it."""

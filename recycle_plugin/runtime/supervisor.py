@@ -251,7 +251,7 @@ class Hosted:
         announcer = Announcer()
 
         def say(event: Event, now: float) -> None:
-            announcer.say(event, now)
+            announcer.say(event, now, coordinator.run_dir)
             told(event)
 
         coordinator = Coordinator(ranks, listener.getsockname()[1], say)

@@ -10,10 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from recycle_plugin.cli import main
 from recycle_plugin.runs import processes_with
 from tests.cluster.conftest import DEADLINE_S
 from tests.support.cluster import Run
-from tests.support.jobs import TRAIN, after_step, assert_one_line, assert_same_training, faults
+from tests.support.jobs import TRAIN, after_step, assert_one_line, assert_same_training, early_folder, faults
 
 SCRIPT = "tests/jobs/launched.py"
 SERVER = "recycle_plugin.runtime.fork_server"
@@ -92,14 +93,18 @@ def test_the_code_of_a_worker_that_ends_badly_is_the_jobs(start):
     assert_one_line(result, "before training started")
 
 
-def test_a_worker_that_is_killed_before_training_ends_the_job(start):
+def test_a_worker_that_is_killed_before_training_ends_the_job_and_a_run_folder_tells(start, capsys):
     run = start("wait")
     records = both(run)
     os.kill(records[1]["pid"], signal.SIGKILL)
     result = run.finish()
     assert result.code == 1
-    assert_one_line(result, "the job ends: worker 1 ")
+    said = "the job ends: worker 1 was killed by signal 9 before training started, and nothing is lost yet: start the job again"
+    assert_one_line(result, said)
     assert_gone([record["pid"] for record in records])
+    with early_folder(result) as folder:
+        assert main(["status", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith(f"state      {said}")
 
 
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
