@@ -13,7 +13,8 @@ from recycle_plugin.history import EVENTS, History, read_events
 
 DESCRIPTION = """\
 Say where a job is: steps, live workers, who is lost and why, throughput now and before, the last checkpoint, and what the
-planner predicts.  Reads events.jsonl of the run folder (recycle.run_dir; the line "start" names it) and asks no process.
+planner predicts.  Reads events.jsonl of the run folder (recycle.run_dir; the line "start" names it) and asks no process; on the
+coordinator's host it sees whether that is there.
 
 recycle status runs/train
 """
@@ -48,8 +49,8 @@ def status(history: History, now: float) -> dict:
     step = max(commits, default=None)
     before, current = history.before_s, history.now_s
     return {
-        "state": history.end["event"] if history.end else "running",
-        "end": history.end["text"] if history.end else None,
+        "state": history.end["event"] if history.end else "gone" if history.gone_silent else "running",
+        "end": history.end["text"] if history.end else history.gone_silent or None,
         "silent_s": round(now - history.events[-1]["time"], 1),
         "step": step,
         "loss": history.curve.get(step),

@@ -11,7 +11,7 @@ from typing import TextIO
 from recycle_plugin.core.output import Event
 
 STYLES = {"lost": "bold red", "end": "bold red", "escalate": "bold red", "warning": "yellow", "late": "yellow", "fault": "magenta", "resume": "bold green", "finished": "green"}
-QUIET = {"committed", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
+QUIET = {"committed", "coordinator", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
 
 
 class Announcer:

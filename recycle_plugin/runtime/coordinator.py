@@ -8,6 +8,7 @@ to the end first, because a number that it contributed to a finished step still 
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from recycle_plugin.core.placement import spread
 from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Left, Over, Placed, Ready, Terminate, Welcome
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import TICK_S
+from recycle_plugin.history import born
 from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.control import Control, InLoop, InProcess, SocketControl
 
@@ -72,6 +74,9 @@ class Coordinator:
         listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(listener))
         self._tick()
+        here, pid = socket.gethostname(), os.getpid()
+        details = {"host": here, "pid": pid, "born": born(pid)}
+        self._say(Event("coordinator", f"the coordinator is process {pid} on {here}", details), time.time())
 
     def connect(self) -> InProcess:
         """From within this process, by whichever thread."""

@@ -158,6 +158,18 @@ def test_nothing_outlives_a_killed_launcher(start, options):
     assert_gone(all_of_it)
 
 
+def test_status_knows_of_a_launcher_that_was_killed_without_a_word(launch, capsys):
+    run = launch("steps=100000", launcher="plain")
+    after_step(run, 2)
+    pids = [run.launcher.pid, *run.pids().values()]
+    assert main(["status", str(run.folder)]) == 0 and capsys.readouterr().out.startswith("state      running; last event ")
+    os.kill(run.launcher.pid, signal.SIGKILL)
+    assert_gone(pids)
+    assert main(["status", str(run.folder)]) == 0
+    said = f"state      the job has ended without a word: process {pids[0]} on "
+    assert capsys.readouterr().out.startswith(said)
+
+
 def test_the_death_of_the_process_that_workers_are_forked_from_ends_the_job(start):
     """It is their parent: they are killed with it, whatever they wait for."""
     run = start("wait", cold=True)
