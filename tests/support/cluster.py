@@ -98,6 +98,10 @@ class Tasks:
         codes = [task.poll() for task in self.tasks]
         return None if None in codes else max(code if code >= 0 else 128 - code for code in codes)
 
+    def descendants(self) -> list[psutil.Process]:
+        """Forked as the tasks are, so that they do not show their environment."""
+        return [child for task in self.tasks if task.poll() is None for child in psutil.Process(task.pid).children(recursive=True)]
+
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + (timeout or 0)
         for task in self.tasks:
@@ -249,7 +253,7 @@ class Run:
 
     def clean(self) -> list[str]:
         """Kill what is left of the run; returns what should not have been there any more: processes, sockets, shared memory."""
-        left = processes_with(self.mark)
+        left = processes_with(self.mark) + (self.launcher.descendants() if isinstance(self.launcher, Tasks) else [])
         found = [f"process {' '.join(process.cmdline())[:200]}" for process in left if process.is_running()]
         for pid in [process.pid for process in left] + [each.pid for each in getattr(self.launcher, "tasks", [self.launcher]) if each.poll() is None]:
             self._kill(pid)
