@@ -193,7 +193,8 @@ class History:
         there = next(iter(self.of("coordinator")), None)
         if self.end is not None or there is None or there["host"] != socket.gethostname() or born(there["pid"]) == there["born"]:
             return ""
-        return f"the job has ended without a word: process {there['pid']} on {there['host']}, which had the coordinator in it, is gone; it was killed, or its host restarted"
+        which = f"process {there['pid']} on {there['host']}, which had the coordinator in it"
+        return f"the job has ended without a word: {which}, is gone; it was killed, or its host restarted"
 
     def rate(self, step_s: float, step: int) -> float:
         """Samples a second, from seconds a step, of steps as large as ``step``."""

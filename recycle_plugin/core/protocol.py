@@ -351,8 +351,8 @@ class Over:
 
 MESSAGES = (
     # from a worker or its supervisor
-    Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Exited, Unguarded, Beat, Missing, Pulse, Terminate, Fatal,
-    Note,
+    Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Exited, Unguarded, Beat, Missing, Pulse, Terminate,
+    Fatal, Note,
     # from the coordinator
     Welcome, Placed, Generation, Resume, Heard, Fence, Committed, Collected, Met, End, Over,
 )  # fmt: skip

@@ -4,7 +4,8 @@ A launcher answers the bad end of what it has started with the end of everything
 connections.  Its children are
 
 * the *supervisor* (runtime/supervisor.py), which may be killed: another is forked, and learns here its rank, its worker's process, and what it is to do;
-* the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows.  It does not notice that supervisors change;
+* the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows.  It does not notice that
+  supervisors change;
 * for rank 0 the *host*, the coordinator with the store (supervisor.Hosted), which outlives everybody.  It is not started again: its end is the job's, and the
   guard says so in the run folder.
 
