@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import dataclass
 from functools import cached_property
 from math import nan
@@ -65,7 +66,7 @@ class History:
         if not starts:
             raise ValueError(f"{path} tells of no job: it has no start event")
         first = starts[-1]
-        while first and events[first - 1]["event"] == "worker":  # they connect before the start
+        while first and events[first - 1]["event"] in ("coordinator", "worker"):  # they are there before the start
             first -= 1
         return cls(tuple(events[first:]))
 
@@ -186,6 +187,15 @@ class History:
         """The event that the job ended with, if it has."""
         return next((event for event in self.events if event["event"] in ("end", "finished")), None)
 
+    @property
+    def gone_silent(self) -> str:
+        """How the job has ended, where nobody has said so; empty while it may run: who looks from another host can't know."""
+        there = next(iter(self.of("coordinator")), None)
+        if self.end is not None or there is None or there["host"] != socket.gethostname() or born(there["pid"]) == there["born"]:
+            return ""
+        which = f"process {there['pid']} on {there['host']}, which had the coordinator in it"
+        return f"the job has ended without a word: {which}, is gone; it was killed, or its host restarted"
+
     def rate(self, step_s: float, step: int) -> float:
         """Samples a second, from seconds a step, of steps as large as ``step``."""
         return self.batch_from(step)[1] / step_s if step_s else nan
@@ -194,6 +204,14 @@ class History:
         """The first step of those as large as ``step``, and their samples."""
         sizes = [(0, self.job["batch"]), *((event["step"], event["batch"]) for event in self.of("batch"))]
         return next(size for size in reversed(sizes) if size[0] <= step)
+
+
+def born(pid: int) -> int | None:
+    """When the process was started, by its host's own count; None where there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
 
 
 def read_events(path: Path) -> list[dict]:

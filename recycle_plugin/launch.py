@@ -16,8 +16,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from recycle_plugin.runtime.supervisor import main
-
 CONFIG, DEFAULT = "--deepspeed_config", "deepspeed"
 IMPORTED = [  # by the process that workers are forked from
     "recycle_plugin.adapters.deepspeed", "recycle_plugin.adapters.plain", "recycle_plugin.runtime.group",
@@ -135,7 +133,30 @@ def run(arguments: list[str]) -> int | str:
     command = script_command(arguments)
     if not command or command[0].startswith("-"):
         return f"recycle: error: no training script given: deepspeed … --module recycle_plugin.launch your_script.py …, or on one host {HERE}"
-    return main(command, placement(command))
+    return guard(command)
+
+
+def guard(command: list[str]) -> int | str:
+    """One rank's place, held until its worker and the job have ended (runtime/guard.py): whatever takes memory is imported in this process's children."""
+    from recycle_plugin.runtime.guard import Guard
+    from recycle_plugin.runtime.slurm import NoPlace, described
+
+    try:
+        environment = described(os.environ)
+    except NoPlace as error:
+        return f"recycle: error: {error}"
+
+    def supervise(line: socket.socket) -> int:
+        from recycle_plugin.runtime import supervisor
+
+        return supervisor.supervise(command, environment, placement, line)
+
+    def host(line: socket.socket) -> int:
+        from recycle_plugin.runtime import supervisor
+
+        return supervisor.host(environment, line)
+
+    return Guard(supervise, host if environment["RANK"] == "0" else None).hold()
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Iterator
 
-from recycle_plugin.history import History
+from recycle_plugin.history import EVENTS, History, read_events
 
 DESCRIPTION = """\
 Say where a job is: steps, live workers, who is lost and why, throughput now and before, the last checkpoint, and what the
-planner predicts.  Reads events.jsonl of the run folder (recycle.run_dir; the line "start" names it) and asks no process.
+planner predicts.  Reads events.jsonl of the run folder (recycle.run_dir; the line "start" names it) and asks no process; on the
+coordinator's host it sees whether that is there.
 
 recycle status runs/train
 """
@@ -28,9 +29,18 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
+    if early := ended_early(found.folder):
+        print(json.dumps({"state": "end", "end": early}, indent=1) if found.json else f"{'state':<11}{early}")
+        return 0
     known = status(History.read(found.folder), time.time())
     print(json.dumps(known, indent=1) if found.json else "\n".join(f"{name:<11}{text}" for name, text in lines(known)))
     return 0
+
+
+def ended_early(folder: Path) -> str:
+    """Why the last job in this folder ended before there was training to tell of; empty if there was."""
+    last = (read_events(folder / EVENTS) or [{}])[-1]
+    return last["text"] if "killed" in last else ""
 
 
 def status(history: History, now: float) -> dict:
@@ -39,8 +49,8 @@ def status(history: History, now: float) -> dict:
     step = max(commits, default=None)
     before, current = history.before_s, history.now_s
     return {
-        "state": history.end["event"] if history.end else "running",
-        "end": history.end["text"] if history.end else None,
+        "state": history.end["event"] if history.end else "gone" if history.gone_silent else "running",
+        "end": history.end["text"] if history.end else history.gone_silent or None,
         "silent_s": round(now - history.events[-1]["time"], 1),
         "step": step,
         "loss": history.curve.get(step),

@@ -38,6 +38,7 @@ class Attendance:
         self.dead: set[WorkerId] = set()  # of the lost ones, those known to be
         self.late: set[WorkerId] = set()  # came when they could take part no more
         self.leaving: set[WorkerId] = set()  # members that want to go as soon as nobody counts on them
+        self.unguarded: dict[int, int] = {}  # by rank, the process that the launcher had started for it, and that was killed
         self.watch = Watch()
         self._domain = domain
         self._shape: Topology | None = None
@@ -124,6 +125,8 @@ class Attendance:
     def died(self, message: Exited, out: Output) -> str:
         """Its supervisor has seen the process end; how."""
         how = f"was killed by signal {-message.code}" if message.code < 0 else f"exited with code {message.code}"
+        if message.rank in self.unguarded and message.code < 0:
+            how = f"went with its guard, process {self.unguarded[message.rank]}, which was killed"
         self.dead.add(message.worker)
         if message.worker in self.lost:
             out.say("confirmed", f"rank {message.rank} {how}, says its supervisor", rank=message.rank, code=message.code)

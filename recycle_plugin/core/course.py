@@ -22,7 +22,7 @@ from recycle_plugin.core.escalation import Escalation
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.meeting import Meetings
 from recycle_plugin.core.output import WORKERS, Output
-from recycle_plugin.core.protocol import TOO_SLOW, Arrived, Beat, Exited, Leaving, Left, Loaded, Report, Resized, Resume, Stepped
+from recycle_plugin.core.protocol import TRY_AGAIN, Arrived, Beat, Exited, Leaving, Left, Loaded, Report, Resized, Resume, Stepped, Unguarded
 from recycle_plugin.core.regrouping import Regrouping, Reports
 from recycle_plugin.core.roster import FailureDomain, Member, Roster, WorkerId
 from recycle_plugin.core.step import unstarted
@@ -31,6 +31,9 @@ from recycle_plugin.core.suspicions import Suspicions
 from recycle_plugin.core.verdict import Verdicts
 from recycle_plugin.core.waitgraph import records, shown, wait_graph
 from recycle_plugin.core.watch import Suspicion
+
+EARLY = (", and nothing is lost yet: start the job again; where nobody has killed it, see by dmesg on its host whether that ran out of memory, and give its "
+         "workers more, or make the model smaller")  # fmt: skip
 
 
 class Course:
@@ -134,9 +137,9 @@ class Course:
         reason = self._escalation.reason(throughput)
         if reason is None or self.ending.ended is not None:
             return
-        self.end_planned(reason, out, TOO_SLOW)
-        out.say("escalate", f"{reason}: the job ends with a checkpoint of step {self.ending.ended.step - 1} and exit code {TOO_SLOW}",
-                throughput=throughput, step=self.ending.ended.step - 1, code=TOO_SLOW)
+        self.end_planned(reason, out, TRY_AGAIN)
+        out.say("escalate", f"{reason}: the job ends with a checkpoint of step {self.ending.ended.step - 1} and exit code {TRY_AGAIN}",
+                throughput=throughput, step=self.ending.ended.step - 1, code=TRY_AGAIN)
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -257,7 +260,17 @@ class Course:
         how = self.attendance.died(message, out)
         if message.worker in self.attendance.lost and self.attendance.outnumbered and not self.ending.failed:
             self._go_on_without(f"death of rank {message.rank}", now, out)
-        self.lose(message.worker, how, now, message.at, out)
+        if self.attendance.started or message.code < 0:
+            self.lose(message.worker, how, now, message.at, out)
+        elif not self.attendance.is_gone(message.worker):  # why, it has said itself
+            self.attendance.lost.add(message.worker)
+            self.end(f"worker {message.rank} {how} before training started", out)
+
+    def unguarded(self, message: Unguarded, out: Output) -> None:
+        """The process that the launcher had started for a rank is gone: some launchers end the job for that, others go on without it."""
+        self.attendance.unguarded[message.rank] = message.pid
+        out.say("unguarded", f"the guard of rank {message.rank}, process {message.pid} that the launcher had started, was killed, and its worker goes with it",
+                rank=message.rank, pid=message.pid)
 
     def tick(self, now: float, out: Output) -> None:
         """Time passes, and may show who is stopped or stuck, that nobody does anything, or that those left are cut off."""
@@ -315,7 +328,7 @@ class Course:
         member = self.roster.member(worker)
         if not self.attendance.started:
             self.attendance.lost.add(worker)
-            self.end(f"worker {worker.rank} {how} before training started", out)
+            self.end(f"worker {worker.rank} {how} before training started{EARLY}", out, worker.rank)
         elif member is None:
             self._depart(worker, out)
         else:
@@ -354,15 +367,19 @@ class Course:
         return self.ending.through(self.committed)
 
     def end_planned(self, reason: str, out: Output, code: int = 0) -> None:
+        """Where guards were killed, that is taken for the reason, and the script does not know: there is to be a checkpoint."""
+        guards = ", ".join(f"the guard of rank {rank}, process {pid}, was killed" for rank, pid in sorted(self.attendance.unguarded.items()))
+        if guards and not code:
+            reason, code = f"{reason}, after {guards}", TRY_AGAIN
         if self.attendance.started:
             self.ending.plan(self.committed, reason, code, out)
         else:
             self.end(reason, out)
 
-    def end(self, reason: str, out: Output) -> None:
-        """Nobody can go on."""
+    def end(self, reason: str, out: Output, killed: int | None = None) -> None:
+        """Nobody can go on.  ``killed``: a rank whose worker was, before there was a run folder to say so in."""
         self.regrouping.stop()
-        self.ending.fail(reason, out)
+        self.ending.fail(reason, out, killed)
 
     def _empty_stage(self) -> str:
         """Why those left can't go on, if that is so."""

@@ -39,11 +39,11 @@ class Ending:
         """All steps up to a planned end are committed."""
         return self.ended is not None and not self.ended.failed and committed >= self.ended.step - 1
 
-    def fail(self, reason: str, out: Output) -> None:
+    def fail(self, reason: str, out: Output, killed: int | None = None) -> None:
         if self.failed:
             return
         self.ended = End(0, reason, failed=True)
-        out.say("end", f"the job ends: {reason}")
+        out.say("end", f"the job ends: {reason}", **({} if killed is None else {"killed": killed}))
         out.tell(WORKERS, self.ended)
         out.tell(SUPERVISORS, Over(1))
 
@@ -71,5 +71,6 @@ class Ending:
 
     def finish(self, committed: int, out: Output) -> None:
         """All have left."""
-        out.say("finished", f"all workers have left after step {committed}", step=committed)
+        why = f": {self.ended.reason}" if self.ended is not None else ""
+        out.say("finished", f"all workers have left after step {committed}{why}", step=committed)
         out.tell(SUPERVISORS, Over(self._code))

@@ -24,7 +24,7 @@ from recycle_plugin.core.job import Job
 from recycle_plugin.core.output import WORKERS, Event, Output
 from recycle_plugin.core.protocol import (
     Arrived, Beat, Contribution, End, Exited, Fatal, Fingerprint, Leaving, Left, Loaded, Met, Missing, Note, Pace, Pulse, Ready, Report, Resized,
-    Stepped, Terminate,
+    Stepped, Terminate, Unguarded,
 )  # fmt: skip
 from recycle_plugin.core.roster import FailureDomain, Roster, WorkerId
 from recycle_plugin.core.step import unstarted
@@ -110,6 +110,8 @@ class Membership:
                 self.course.goodbye(message, now, out)
             case Exited():
                 self.course.died(message, now, out)
+            case Unguarded():
+                self.course.unguarded(message, out)
             case Beat():
                 self.course.beat(message, out)
             case Pulse():
@@ -177,9 +179,9 @@ class Membership:
         shape, roster = job.shape, self._enrolment.roster
         self.course.begin(roster, job, stepped)
         seats = {str(seat): roster.holder(seat).rank for seat in roster.seats}
-        out.say("deadlines", f"who waits how long for what, in the order in which it fires:\n{shown(job.deadlines.table)}", table=[row._asdict() for row in job.deadlines.table])
         out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job.run_dir}",
                 job=asdict(job), seats=seats, hosts=sorted({member.host for member in roster}))
+        out.say("deadlines", f"who waits how long for what, in the order in which it fires:\n{shown(job.deadlines.table)}", table=[row._asdict() for row in job.deadlines.table])
         for text, details, refused in weak_points(job, roster, shape):
             self.course.end(text, out) if refused else out.say("warning", text, **details)
         if self.ended is None:

@@ -13,7 +13,7 @@ from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.roster import Member, Roster, WorkerId
 
-TOO_SLOW = 75  # exit code of a job that has fallen below recycle.max_slowdown: sysexits' "temporary failure, try again"
+TRY_AGAIN = 75  # exit code of a job that has fallen below recycle.max_slowdown, or was ended from outside: sysexits' "temporary failure, try again"
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,13 @@ class Exited(OfWorker):
 
     code: int
     at: float
+
+
+@dataclass(frozen=True)
+class Unguarded(OfWorker):
+    """The supervisor's own guard, the process ``pid`` that the launcher has started for the rank, is gone, and takes the worker with it."""
+
+    pid: int
 
 
 @dataclass(frozen=True)
@@ -331,7 +338,7 @@ class Met:
 class End:
     """The job ends before ``step`` (0: at once); ``failed`` when it could not go on.
 
-    ``code``: of its processes, for the launcher; TOO_SLOW asks for a checkpoint first.
+    ``code``: of its processes, for the launcher; TRY_AGAIN asks for a checkpoint first.
     """
 
     step: int
@@ -349,8 +356,8 @@ class Over:
 
 MESSAGES = (
     # from a worker or its supervisor
-    Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Exited, Beat, Missing, Pulse, Terminate, Fatal,
-    Note,
+    Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Exited, Unguarded, Beat, Missing, Pulse, Terminate,
+    Fatal, Note,
     # from the coordinator
     Welcome, Placed, Generation, Resume, Heard, Fence, Committed, Collected, Met, End, Over,
 )  # fmt: skip

@@ -17,7 +17,7 @@ from recycle_plugin.runtime.telemetry import UNWRITTEN, WRITTEN, Droppable, Line
 
 STYLES = {"lost": "bold red", "end": "bold red", "escalate": "bold red", "warning": "yellow", "late": "yellow", UNWRITTEN: "yellow", WRITTEN: "green", "fault": "magenta", "resume": "bold green", "finished": "green"}
 STEPS = {"committed", "loss", "rest"}  # what the log may lack and still tell how the job went
-QUIET = {"committed", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
+QUIET = {"committed", "coordinator", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
 
 
 class Announcer:
@@ -47,8 +47,11 @@ class Announcer:
         self._losses: dict[int, float] = {}
         self._last_commit = 0.0
 
-    def say(self, event: Event, now: float) -> None:
-        """``now``: seconds since the epoch, when it happened."""
+    def say(self, event: Event, now: float, run_dir: str = "") -> None:
+        """``now``: seconds since the epoch, when it happened.  ``run_dir``: the run's folder where there was no start, and this is to be found in one."""
+        if self._log is None and "killed" in event.details:
+            event = Event(event.kind, f"{event.text}. Run folder: {run_dir}", event.details)
+            self._open(Path(run_dir))
         self._record(event, now)
         if event.kind == "loss":
             self._losses[event.details["step"]] = event.details["loss"]
@@ -81,8 +84,8 @@ class Announcer:
         self._early.append(line)
         if event.kind == "start":
             job = event.details["job"]
-            self.folder, self.wants_report = Path(job["run_dir"]), job["report"]
-            self._log = Lines(self.folder / "events.jsonl", self._say_of)
+            self.wants_report = job["report"]
+            self._open(Path(job["run_dir"]))
         if self._log is not None:
             lines, self._early = self._early, []
             self._log.add("\n".join(lines), keep=event.kind not in STEPS)
@@ -104,6 +107,10 @@ class Announcer:
             several = f"all is written again, without {sum(self._dropped)} lines of {len(self._dropped)} files that were dropped"
             self._line(event.kind, several if len(self._dropped) > 1 else event.text, now)
             self._dropped.clear()
+
+    def _open(self, folder: Path) -> None:
+        self.folder = folder
+        self._log = Lines(self.folder / "events.jsonl", self._say_of)
 
     def _progress(self, event: Event, now: float) -> None:
         step = event.details["step"]

@@ -1,4 +1,4 @@
-"""Carries the messages of ``core.membership``; lives in the supervisor of rank 0, imports no torch.
+"""Carries the messages of ``core.membership``; lives in a process of rank 0's guard (runtime/guard.py), imports no torch.
 
 Each worker and each supervisor holds one connection.  A worker's death shows twice: its supervisor
 sees the process end and knows how, and its connection closes.  What it said before it died is read
@@ -19,13 +19,15 @@ from recycle_plugin.core.encoding import encode
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
 from recycle_plugin.core.placement import spread
-from recycle_plugin.core.protocol import Exited, Heard, Hello, Left, Over, Placed, Ready, Terminate, Welcome
+from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Left, Over, Placed, Ready, Terminate, Welcome
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import TICK_S
+from recycle_plugin.history import born
 from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.control import Control, InLoop, InProcess, SocketControl
 
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
+EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, before training has started
 CLOSING_S = 5.0  # how long closed connections may take to be noticed
 HELLO_S = 60.0  # how long who has connected may take to say who it is
 LISTEN_S = 60.0  # how long nothing need be heard of one that is there: silence is core.watch's business
@@ -51,7 +53,9 @@ class Coordinator:
         self._supervisors: dict[int, InLoop] = {}  # by rank
         self._supervised: dict[int, tuple[str, int]] = {}  # by rank: host and process of the supervisor that its worker is started by
         self._exits: dict[WorkerId, Exited] = {}
+        self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
         self._regroup_timeout_s = 120.0
+        self.run_dir = f"runs/{self._welcome.job_id}"  # unless workers say another one
         self._watched = -1
         self._closing = False
         self._loop = asyncio.get_running_loop()
@@ -70,6 +74,9 @@ class Coordinator:
         listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(listener))
         self._tick()
+        here, pid = socket.gethostname(), os.getpid()
+        details = {"host": here, "pid": pid, "born": born(pid)}
+        self._say(Event("coordinator", f"the coordinator is process {pid} on {here}", details), time.time())
 
     def connect(self) -> InProcess:
         """From within this process, by whichever thread."""
@@ -91,7 +98,7 @@ class Coordinator:
 
     async def all_gone(self, goodbye_s: float) -> None:
         """Return when every supervisor that can be reached has closed its connection, ``goodbye_s`` after the end of the job at the latest."""
-        if not self._supervisors:
+        if not self._awaited:
             return
         gone, over = asyncio.create_task(self._gone.wait()), asyncio.create_task(self._over.wait())
         await asyncio.wait({gone, over}, return_when=asyncio.FIRST_COMPLETED)
@@ -164,6 +171,8 @@ class Coordinator:
             while await control.receive(LISTEN_S) is not None or control.broken is None:
                 pass  # it goes once it has read that
             return
+        if WorkerId(hello.rank) in self._membership.unreachable:  # who was to see to it may have gone before it could
+            control.send(Fence(hello.rank, "the others have gone on without it"))
         before, self._supervisors[hello.rank] = self._supervisors.get(hello.rank), control
         if before is not None:
             before.close()
@@ -209,6 +218,8 @@ class Coordinator:
                 each.send(Placed(rank))
 
     def _take(self, message: object) -> None:
+        if isinstance(message, Exited):
+            self._ended.add(message.rank)
         if isinstance(message, Exited) and message.rank in self._supervisors:
             self._supervisors[message.rank].send(Heard(0, 0.0))
         if isinstance(message, Exited) and message.worker in self._workers:
@@ -216,21 +227,35 @@ class Coordinator:
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.worker)
             return
         if isinstance(message, Ready):
-            self._regroup_timeout_s = message.job.deadlines.regroup_timeout_s
+            self._regroup_timeout_s, self.run_dir = message.job.deadlines.regroup_timeout_s, message.job.run_dir
         self._act(self._membership.receive(message, time.time()))
         if isinstance(message, Left):
             self._workers.pop(message.worker, None)
 
+    @property
+    def _awaited(self) -> set[int]:
+        """Ranks whose supervisors are still to say goodbye: also one that was killed, whose worker runs, since another takes its place."""
+        killed = {rank for rank in self._supervised if self._come[rank]} - self._ended
+        return (self._supervisors.keys() | killed) - {worker.rank for worker in self._membership.unreachable}
+
     def _supervisor_closed(self) -> None:
-        if not self._closing and self._supervisors.keys() <= {worker.rank for worker in self._membership.unreachable}:
+        if not self._closing and not self._awaited:
             self._gone.set()
 
     def _worker_closed(self, worker: WorkerId) -> None:
         if self._closing:
             return  # it was this side that closed
         exited = self._exits.pop(worker, None)
-        now = time.time()
-        self._act(self._membership.receive(exited, now) if exited else self._membership.connection_lost(worker, now))
+        if exited is not None:
+            self._act(self._membership.receive(exited, time.time()))
+        elif self._membership.started:
+            self._lose(worker)
+        else:  # nobody waits for it: how it ended, its supervisor says
+            self._loop.call_later(EXIT_S, self._lose, worker)
+
+    def _lose(self, worker: WorkerId) -> None:
+        if not self._closing:
+            self._act(self._membership.connection_lost(worker, time.time()))
 
     def _closed_by_exit(self, worker: WorkerId) -> None:
         """The connection outlived its process, since some child of the script has inherited it."""

@@ -10,6 +10,7 @@ import signal
 import sys
 from typing import Mapping
 
+from recycle_plugin.runtime.place import Here
 from recycle_plugin.runtime.spawn import SERVER_VARIABLE, NoServer, ServerProcess
 from recycle_plugin.runtime.supervisor import BadMaster, Hosted, Supervisor
 
@@ -63,7 +64,7 @@ class Launcher:
 
     async def _train(self) -> int:
         self._hosted = await Hosted.start((HERE, self._port), self._workers, self._environment)
-        running = [asyncio.create_task(Supervisor(self._command, self._described(rank), self._placement).run_at(self._hosted)) for rank in range(self._workers)]
+        running = [asyncio.create_task(self._supervisor(rank).run()) for rank in range(self._workers)]
         try:
             codes = await asyncio.gather(*running)
         finally:
@@ -73,8 +74,9 @@ class Launcher:
             await self._hosted.close()
         return 1 if self._told else max(codes)
 
-    def _described(self, rank: int) -> dict[str, str]:
-        return self._environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    def _supervisor(self, rank: int) -> Supervisor:
+        described = self._environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return Supervisor(self._command, described, self._placement, Here(), self._hosted)
 
     def _signalled(self, name: str) -> None:
         """The job ends at a commit; at the second one, where there is no job yet, or once it takes too long: at once."""

@@ -17,7 +17,8 @@ import sys
 from contextlib import suppress
 from typing import Protocol
 
-SERVER_VARIABLE = "RECYCLE_FORK_SERVER"
+from recycle_plugin.runtime.guard import SERVER_VARIABLE
+
 SERVER_S = 180.0  # how long a server may take to import what it is to have, and to compile on a machine's very first call
 PR_SET_PDEATHSIG = 1
 STOP = signal.SIGUSR1  # ends a server as nothing else does
@@ -64,10 +65,7 @@ class ForkedProcess:
         request = {"module": module, "arguments": arguments, "environment": environment, "folder": os.getcwd(), "keep_fd": keep_fd}
         connection = ask(server, request, [1, 2] if keep_fd is None else [1, 2, keep_fd])
         reader, writer = await asyncio.open_unix_connection(sock=connection)
-        answer = (await reader.readline()).decode().strip()
-        if not answer.isdecimal():
-            raise ConnectionError(f"{module} was not started: {answer or 'the process that it is to be forked from has gone'}")
-        return cls(int(answer), reader, writer)
+        return cls(forked_pid(module, await reader.readline()), reader, writer)
 
     async def wait(self) -> int:
         line = await self._reader.readline()
@@ -90,6 +88,14 @@ def ask(server: str, request: dict, descriptors: list[int]) -> socket.socket:
         connection.close()
         raise ConnectionError(f"{request['module']} was not started: the process that it is to be forked from can't be reached ({error.strerror}); unset {SERVER_VARIABLE} where it names one of before") from error
     return connection
+
+
+def forked_pid(module: str, answer: bytes) -> int:
+    """From the first line that comes back.  ConnectionError where it is none."""
+    said = answer.decode().strip()
+    if not said.isdecimal():
+        raise ConnectionError(f"{module} was not started: {said or 'the process that it is to be forked from has gone'}")
+    return int(said)
 
 
 def socket_name(listener: socket.socket) -> str:

@@ -1,8 +1,9 @@
-"""The per-rank process that the launcher starts: it outlives its worker and tells how that ended.
+"""Each rank's supervisor: it outlives its worker and tells how that ended.
 
 Imports no torch.  The stock launcher kills all ranks as soon as one exits badly; since a worker's
-death ends only the worker and not its supervisor, the launcher needs no change.  The supervisor of
-rank 0 also hosts the coordinator, on the launcher's own master port, and the job's key-value
+death ends only the worker, the launcher needs no change, and since what it has started is only the
+supervisor's guard (runtime/guard.py), a supervisor's death ends nothing: the next one takes its place.
+Rank 0's guard also has the host: the coordinator, on the launcher's own master port, and the job's key-value
 store; workers learn the store's port through ``MASTER_PORT``, so stock ``env://`` finds it.
 """
 
@@ -17,18 +18,19 @@ import sys
 import time
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Coroutine
 
 from recycle_plugin.core.encoding import encode
 from recycle_plugin.core.output import Event
-from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Placed, Pulse, Terminate, Welcome
+from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Placed, Pulse, Terminate, Unguarded, Welcome
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.control import InLoop, InProcess
 from recycle_plugin.runtime.coordinator import Coordinator
 from recycle_plugin.runtime.errors import CutOff
-from recycle_plugin.runtime.slurm import NoPlace, described
+from recycle_plugin.runtime.guard import Line
+from recycle_plugin.runtime.place import Guarded, Place
 from recycle_plugin.runtime.spawn import Process, how_ended, spawn
 
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
@@ -48,60 +50,43 @@ class BadMaster(RuntimeError):
 
 
 class Supervisor:
-    """Runs one worker: ``command`` is the training script with its arguments.
+    """Runs one worker: ``command`` is the training script with its arguments, and ``place`` where the worker runs.
 
     ``placement`` "spread": the worker's rank is not the one that the launcher gave this place (core/placement.py).
+    ``hosted``: the coordinator, where that is in this process; ``started`` is called once there is a worker.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str], placement: str) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], placement: str, place: Place, hosted: Hosted | None = None) -> None:
         self._command = command
         self._placement = placement
         self._environment = environment
-        self._rank = int(environment["RANK"])
+        self._place = place
+        self._rank = int(environment["RANK"]) if place.rank is None else place.rank
         self._address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
-        self._hosted: Hosted | None = None
+        self._hosted = hosted
         self._over: asyncio.Future[int] | None = None
         self._control: InLoop | None = None
-        self._worker: Process | None = None
+        self._worker = place.worker
         self._exited: Exited | None = None  # the worker, once it has
         self._answered = asyncio.Event()  # the news of the worker's end have got there
 
     async def run(self) -> int:
         """The exit code for the launcher: 0 also when the worker was killed and the job went on."""
-        if self._rank == 0:
-            self._hosted = await self._host()
         try:
-            return await self._run(self._take_signals)
+            if self._placement == "spread" and self._place.rank is None:
+                self._rank = await self._placed()
+            return await self._supervise()
         finally:
-            if self._hosted is not None:
-                await self._hosted.close()
+            if self._worker is not None:  # nobody waits for the job's end any more
+                self._fence()
 
-    async def run_at(self, hosted: Hosted) -> int:
-        """The same beside other supervisors in one process, whose signals are not for this one; ``hosted``: what rank 0 would run."""
-        self._hosted = hosted
-        return await self._run(lambda: None)
-
-    async def _run(self, started: Callable[[], None]) -> int:
-        if self._placement == "spread":
-            self._rank = await self._placed()
-        return await self._supervise(started)
-
-    def _take_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._tell, Terminate(self._rank, f"a supervisor got {number.name}"))
-
-    async def _host(self) -> Hosted:
-        """Workers tell each other the addresses at which they reach the coordinator: over a loopback that is none for other hosts."""
-        ranks = int(self._environment["WORLD_SIZE"])
-        several = ranks > int(self._environment.get("LOCAL_SIZE", ranks))
-        if several and ip_address(found := _resolved(self._address[0])).is_loopback:
-            raise BadMaster(f"master address {self._address[0]} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}")
-        return await Hosted.start(self._address, ranks, self._environment)
+    def _told_to_end(self, name: str) -> None:
+        self._tell(Terminate(self._rank, f"a supervisor got {name}"))
 
     async def _connect(self) -> InLoop:
         if self._hosted is not None:
             return InLoop(self._hosted.connect())
-        return await InLoop.connect(self._address, CONNECT_S)
+        return await InLoop.connect(self._address, CONNECT_S if self._worker is None else RESUME_S)
 
     async def _placed(self) -> int:
         """The worker's rank, which depends on where all the others are."""
@@ -118,9 +103,9 @@ class Supervisor:
 
     @property
     def _hello(self) -> Hello:
-        return Hello(self._rank, "supervisor", os.getpid(), socket.gethostname())
+        return Hello(self._rank, "supervisor", self._place.pid, socket.gethostname())
 
-    async def _supervise(self, started: Callable[[], None]) -> int:
+    async def _supervise(self) -> int:
         self._control = await self._connect()
         self._tell(self._hello)
         welcome = await self._control.receive(CONNECT_S)
@@ -130,16 +115,14 @@ class Supervisor:
         self._over = asyncio.get_running_loop().create_future()
         tasks = [asyncio.create_task(self._listen())]
         try:
-            self._worker = await spawn("recycle_plugin.worker", self._command, self._worker_environment(welcome.store_port))
-            tasks.append(asyncio.create_task(self._pulse()))
-            started()
-            return await self._until_both_ended(self._worker)
+            if self._worker is None:
+                self._worker = await self._place.start(self._rank, "recycle_plugin.worker", self._command, self._worker_environment(welcome.store_port))
+            tasks += asyncio.create_task(self._pulse()), asyncio.create_task(self._place.watch(self._told_to_end))
+            return await self._until_both_ended(self._worker, tasks[-1])
         finally:
             for task in tasks:
                 task.cancel()
             self._control.close()
-            if self._worker is not None:  # nobody waits for the job's end any more
-                self._fence()
 
     def _worker_environment(self, store_port: int) -> dict[str, str]:
         host, port = self._address
@@ -151,28 +134,46 @@ class Supervisor:
             "RECYCLE_COORDINATOR": f"{host}:{port}",
         }
 
-    async def _until_both_ended(self, worker: Process) -> int:
-        """Wait for the worker's end, and then for the job's.
+    async def _until_both_ended(self, worker: Process, gone: asyncio.Task) -> int:
+        """Wait for the worker's end, and then for the job's; and for nothing more once the guard is ``gone``.
 
         A worker that ends by itself while the plugin was never enabled ends its supervisor with its
         own code: then the launcher does what it always does.  So does one that hears nothing of the
         coordinator, where its supervisor doesn't either.
         """
         exit_code = asyncio.create_task(worker.wait())
-        await asyncio.wait({exit_code, self._over}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({exit_code, self._over, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            return await self._without_guard(exit_code)
         if not exit_code.done():
             await self._end_worker(worker, exit_code)
         code, self._worker = exit_code.result(), None
         self._exited = Exited(self._rank, code, time.time())
         self._tell(self._exited)
-        if code == CutOff.code:
-            await asyncio.wait({asyncio.create_task(self._answered.wait()), self._over}, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
-            if not self._answered.is_set():
-                return code
+        if code == CutOff.code and not await self._is_answered():
+            return code
         if code == 0:
             return await self._over if self._over.done() else 0
-        job_code = await self._over
+        await asyncio.wait({self._over, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            return await self._without_guard(exit_code)
+        job_code = self._over.result()
         return job_code if job_code == 0 or code < 0 else code
+
+    async def _without_guard(self, exit_code: asyncio.Task) -> int:
+        """Who has killed it may be about to end the job, and why is to be known before."""
+        self._tell(Unguarded(self._rank, self._place.pid))
+        self._exited = Exited(self._rank, exit_code.result() if exit_code.done() else -signal.SIGKILL, time.time())
+        self._tell(self._exited)
+        await self._is_answered()
+        return 1
+
+    async def _is_answered(self) -> bool:
+        """Whether the coordinator has heard of the worker's end, or is through."""
+        heard = asyncio.create_task(self._answered.wait())
+        await asyncio.wait({heard, self._over}, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+        heard.cancel()
+        return self._answered.is_set()
 
     async def _end_worker(self, worker: Process, exit_code: asyncio.Task) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -234,7 +235,7 @@ class Supervisor:
 
 
 class Hosted:
-    """What only rank 0's supervisor runs, or the launcher for one host: the coordinator and the store's process."""
+    """What only rank 0's guard has a process for, or the launcher for one host runs: the coordinator and the store's process."""
 
     def __init__(self, coordinator: Coordinator, store: Process, announcer: Announcer) -> None:
         self._coordinator = coordinator
@@ -244,10 +245,16 @@ class Hosted:
         self._watching = asyncio.create_task(self._watch_store())
 
     @classmethod
-    async def start(cls, address: tuple[str, int], ranks: int, environment: dict[str, str]) -> Hosted:
+    async def start(cls, address: tuple[str, int], ranks: int, environment: dict[str, str], told: Callable[[Event], None] = lambda event: None) -> Hosted:
+        """``told``: gets all events, as the user does."""
         listener = socket.create_server(("", 0), backlog=4096)
         announcer = Announcer()
-        coordinator = Coordinator(ranks, listener.getsockname()[1], announcer.say)
+
+        def say(event: Event, now: float) -> None:
+            announcer.say(event, now, coordinator.run_dir)
+            told(event)
+
+        coordinator = Coordinator(ranks, listener.getsockname()[1], say)
         try:
             await coordinator.start("0.0.0.0", address[1])
         except OSError as error:
@@ -325,9 +332,50 @@ def life_of(pid: int) -> tuple[bool, float | None]:
     return fields[0] == "T", sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9
 
 
-def main(command: list[str], placement: str = "deepspeed") -> int:
+# --- the guard's children ------------------------------------------------------------------------------
+
+
+def supervise(command: list[str], environment: dict[str, str], placement: Callable[[list[str]], str], line: socket.socket) -> int:
+    """One rank's supervisor, at the end of its guard's ``line``; the exit code."""
+
+    async def run() -> int:
+        place = await Guarded.take(line)
+        return 1 if place is None else await Supervisor(command, environment, placement(command), place).run()
+
+    return _in_one_line(run)
+
+
+def host(environment: dict[str, str], line: socket.socket) -> int:
+    """Rank 0's host, at the end of its guard's ``line``: until that ends, and then until the others have gone."""
+    address, ranks = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"])), int(environment["WORLD_SIZE"])
+    guard = Line(line)
+
+    def told(event: Event) -> None:
+        if event.kind == "start":
+            guard.tell(folder=event.details["job"]["run_dir"])
+
+    async def run() -> int:
+        if ranks > int(environment.get("LOCAL_SIZE", ranks)):
+            _check_reachable(address[0])
+        hosted = await Hosted.start(address, ranks, environment, told)
+        guard.tell(ready=True)
+        reader, _ = await asyncio.open_connection(sock=line)
+        await reader.read()
+        await hosted.close()
+        return 0
+
+    return _in_one_line(run)
+
+
+def _check_reachable(name: str) -> None:
+    """Workers tell each other the addresses at which they reach the coordinator: over a loopback that is none for other hosts."""
+    if ip_address(found := _resolved(name)).is_loopback:
+        raise BadMaster(f"master address {name} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}")
+
+
+def _in_one_line(run: Callable[[], Coroutine[None, None, int]]) -> int:
     try:
-        return asyncio.run(Supervisor(command, described(os.environ), placement).run())
-    except (BadMaster, ConnectionError, NoPlace) as error:
+        return asyncio.run(run())
+    except (BadMaster, ConnectionError) as error:
         print(f"recycle: error: {error}", file=sys.stderr, flush=True)
         return 1

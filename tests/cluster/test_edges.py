@@ -9,8 +9,9 @@ from contextlib import suppress
 
 import pytest
 
+from recycle_plugin.history import EVENTS, read_events
 from recycle_plugin.runs import processes_with
-from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, difference, faults
+from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, difference, early_folder, faults
 
 
 def strike_at(moment: str, rank: int, flag: str = "") -> dict:
@@ -22,8 +23,10 @@ def strike_at(moment: str, rank: int, flag: str = "") -> dict:
 def test_a_death_before_the_first_step_ends_the_job(launch, moment, rank):
     """There is nothing to go on with: others may be in the middle of what DeepSpeed does with all of them."""
     result = launch(**strike_at(moment, rank)).finish()
-    assert_one_line(result, f"the job ends: worker {rank} ")
-    assert "before training started" in result.output and not result.records
+    assert_one_line(result, f"the job ends: worker {rank} was killed by signal 9 before training started, and nothing is lost yet: start the job again")
+    with early_folder(result) as folder:
+        (end,) = [event for event in read_events(folder / EVENTS) if event["event"] == "end"]
+    assert end["killed"] == rank and not result.records
 
 
 @pytest.mark.plain_too(deepspeed=False)

@@ -21,8 +21,9 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=30)[1]
 
 
-def supervisor(run, rank: int) -> psutil.Process:
-    (found,) = [process for process in psutil.Process(run.launcher.pid).children() if f"--local_rank={rank}" in process.cmdline()]
+def of_guard(run, rank: int, name: str) -> psutil.Process:
+    (guard,) = [process for process in psutil.Process(run.launcher.pid).children() if f"--local_rank={rank}" in process.cmdline()]
+    (found,) = [process for process in guard.children() if process.name() == name]
     return found
 
 
@@ -56,7 +57,7 @@ def test_without_the_coordinator_nobody_commits_and_all_stop(launch):
     """Its process is stopped, as if its host were cut off from all others."""
     run = launch("steps=100000", "recycle.trace=true", *SOON)
     after_step(run, 4)
-    stopped = supervisor(run, 0)
+    stopped = of_guard(run, 0, "recycle-host")
     stopped.send_signal(signal.SIGSTOP)
     run.wait_for(lambda: run.output.count(UNHEARD) == 4, "line of each worker")
     stopped.kill()  # or the launcher would wait for it
@@ -74,7 +75,7 @@ def test_the_coordinator_stops_where_most_are_silent(launch):
     """Three of four hosts send nothing any more, and nobody knows whether they are dead."""
     run = launch("steps=100000", *SOON, shape=Shape(4, 1, 2))
     after_step(run, 4)
-    stopped = [process for rank in (1, 2, 3) for process in (supervisor(run, rank), psutil.Process(run.pids()[rank]))]
+    stopped = [process for rank in (1, 2, 3) for process in (of_guard(run, rank, "recycle-super"), psutil.Process(run.pids()[rank]))]
     for process in stopped:
         process.send_signal(signal.SIGSTOP)
     run.wait_for(lambda: any(event["event"] == "end" for event in run.events()), "end of the job")

@@ -10,10 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from recycle_plugin.cli import main
 from recycle_plugin.runs import processes_with
 from tests.cluster.conftest import DEADLINE_S
 from tests.support.cluster import Run
-from tests.support.jobs import TRAIN, after_step, assert_one_line, assert_same_training, faults
+from tests.support.jobs import TRAIN, after_step, assert_one_line, assert_same_training, early_folder, faults
 
 SCRIPT = "tests/jobs/launched.py"
 SERVER = "recycle_plugin.runtime.fork_server"
@@ -92,14 +93,18 @@ def test_the_code_of_a_worker_that_ends_badly_is_the_jobs(start):
     assert_one_line(result, "before training started")
 
 
-def test_a_worker_that_is_killed_before_training_ends_the_job(start):
+def test_a_worker_that_is_killed_before_training_ends_the_job_and_a_run_folder_tells(start, capsys):
     run = start("wait")
     records = both(run)
     os.kill(records[1]["pid"], signal.SIGKILL)
     result = run.finish()
     assert result.code == 1
-    assert_one_line(result, "the job ends: worker 1 ")
+    said = "the job ends: worker 1 was killed by signal 9 before training started, and nothing is lost yet: start the job again"
+    assert_one_line(result, said)
     assert_gone([record["pid"] for record in records])
+    with early_folder(result) as folder:
+        assert main(["status", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith(f"state      {said}")
 
 
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGINT))
@@ -151,6 +156,18 @@ def test_nothing_outlives_a_killed_launcher(start, options):
     run.launcher.kill()
     run.launcher.wait(10)
     assert_gone(all_of_it)
+
+
+def test_status_knows_of_a_launcher_that_was_killed_without_a_word(launch, capsys):
+    run = launch("steps=100000", launcher="plain")
+    after_step(run, 2)
+    pids = [run.launcher.pid, *run.pids().values()]
+    assert main(["status", str(run.folder)]) == 0 and capsys.readouterr().out.startswith("state      running; last event ")
+    os.kill(run.launcher.pid, signal.SIGKILL)
+    assert_gone(pids)
+    assert main(["status", str(run.folder)]) == 0
+    said = f"state      the job has ended without a word: process {pids[0]} on "
+    assert capsys.readouterr().out.startswith(said)
 
 
 def test_the_death_of_the_process_that_workers_are_forked_from_ends_the_job(start):

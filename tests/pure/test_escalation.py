@@ -8,7 +8,7 @@ from recycle_plugin.core.encoding import decode, encode
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, WORKERS, Output
-from recycle_plugin.core.protocol import TOO_SLOW, End, Exited, Left, Over, Ready, Report, Terminate
+from recycle_plugin.core.protocol import TRY_AGAIN, End, Exited, Left, Over, Ready, Report, Terminate
 from tests.support.membership import job, member, resumed, said, step
 
 
@@ -37,7 +37,7 @@ def after_a_loss(period_us: int, **more: object) -> tuple[Membership, Output]:
 def test_too_slow_is_the_end_of_a_step_that_nobody_can_have_started():
     _, out = after_a_loss(2001, max_slowdown=0.5)
     (end,) = said(out, End)
-    assert (end.step, end.failed, end.code) == (4, False, TOO_SLOW) and "50% of the fault-free plan's" in end.reason
+    assert (end.step, end.failed, end.code) == (4, False, TRY_AGAIN) and "50% of the fault-free plan's" in end.reason
     assert resumed(out) == [(1, 1)], "the interrupted step is finished first"
     (event,) = [event for event in out.events if event.kind == "escalate"]
     assert event.details == {"throughput": 0.4998, "step": 3, "code": 75} and "checkpoint of step 3 and exit code 75" in event.text
@@ -80,4 +80,4 @@ def test_an_end_carries_its_code_to_the_script():
     line.take(End(0, "lost", True))
     with pytest.raises(JobEnded) as caught:
         line.check()
-    assert caught.value.code == 1 and JobEnded("slow", False, TOO_SLOW).code == TOO_SLOW and JobEnded("leave", False).code == 0
+    assert caught.value.code == 1 and JobEnded("slow", False, TRY_AGAIN).code == TRY_AGAIN and JobEnded("leave", False).code == 0

@@ -6,7 +6,7 @@ import pytest
 
 from recycle_plugin.core.line import JobEnded, Line
 from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.protocol import Committed, End, Exited, Generation, Leaving, Left, Over, Ready, Report, Resume, Terminate
+from recycle_plugin.core.protocol import TRY_AGAIN, Committed, End, Exited, Generation, Leaving, Left, Over, Ready, Report, Resume, Terminate, Unguarded
 from recycle_plugin.core.roster import WorkerId
 from tests.support.membership import agree, job, member, resumed, said, started, step
 
@@ -215,3 +215,21 @@ def test_who_was_to_leave_and_comes_to_its_scripts_end_before_leaves_no_stage_em
     membership.receive(Exited(2, -9, 0.0), 0.0)
     outs = [membership.receive(Left(rank), 0.0) for rank in order]
     assert not any(said(out, End) for out in outs) and said(outs[-1], Over) == [Over(0)]
+
+
+@pytest.mark.parametrize("ends", (Terminate(0, "a supervisor got SIGTERM"), Leaving(2, "SIGTERM")))
+def test_where_a_guard_was_killed_a_planned_end_has_a_checkpoint_and_says_so(ends):
+    """Launchers that end the job for it send SIGTERM to supervisors and workers, in whatever order: the stage's last worker may seem to leave by itself."""
+    membership = started()
+    membership.receive(Unguarded(3, 77), 0.0)
+    (lost,) = [event for event in membership.receive(Exited(3, -9, 0.0), 0.0).events if event.kind == "lost"]
+    assert "went with its guard, process 77, which was killed" in lost.text
+    agree(membership, 1, {0: 0, 1: 0, 2: 0})
+    (end,) = said(membership.receive(ends, 0.0), End)
+    assert (end.failed, end.code) == (False, TRY_AGAIN) and end.reason.endswith(", after the guard of rank 3, process 77, was killed")
+
+
+def test_a_guard_that_is_killed_is_no_end():
+    membership = started()
+    out = membership.receive(Unguarded(3, 77), 0.0)
+    assert not out.messages and membership.ended is None

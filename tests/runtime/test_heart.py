@@ -34,7 +34,7 @@ def test_a_beat_says_what_the_worker_is_at(coordinator):
         heart.beat()
     said = beats(coordinator, 3)
     assert [(beat.rank, beat.number, beat.done) for beat in said] == [(3, 1, 0), (3, 2, 0), (3, 3, 1)]
-    assert [(beat.at, beat.what) for beat in said] == [(ELSEWHERE, SCRIPT), (ELSEWHERE, "a checkpoint"), (WAITS, "")]
+    assert [(beat.at, beat.what) for beat in said] == [(ELSEWHERE, SCRIPT), (ELSEWHERE, "a checkpoint"), (WAITS, "whatever")]
 
 
 def test_who_was_said_to_compute_says_at_once_when_that_is_over(coordinator):

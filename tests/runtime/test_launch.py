@@ -14,6 +14,7 @@ import pytest
 from recycle_plugin.launch import OneHost, placement, run, script_command
 from recycle_plugin.runs import free_port
 from recycle_plugin.runtime import fork_server, supervisor
+from recycle_plugin.runtime.place import Here
 from recycle_plugin.runtime.spawn import ForkedProcess, NoServer, ServerProcess, ask
 
 ON = {"recycle": {"enabled": True, "placement": "spread"}}
@@ -47,13 +48,18 @@ def test_no_config_on_the_command_line(command):
     assert placement(command) == "deepspeed"
 
 
-def test_placement_waits_for_no_host_for_ever(monkeypatch, capsys):
+def test_placement_waits_for_no_host_for_ever(monkeypatch):
     monkeypatch.setattr(supervisor, "CONNECT_S", 0.5)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}.items():
-        monkeypatch.setenv(name, value)
-    assert supervisor.main(["train.py"], "spread") == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith('recycle: error: place 0 has got no rank within 0 s: with recycle.placement "spread" all supervisors have to be there first')
+    address = "127.0.0.1", free_port()
+
+    async def play() -> None:
+        hosted = await supervisor.Hosted.start(address, 2, dict(os.environ))
+        environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
+        with pytest.raises(ConnectionError, match='^place 0 has got no rank within 0 s: with recycle.placement "spread" all supervisors have to be there first'):
+            await supervisor.Supervisor(["train.py"], environment, "spread", Here(), hosted).run()
+        await hosted.close()
+
+    asyncio.run(play())
 
 
 # --- on one host ---------------------------------------------------------------------------------------

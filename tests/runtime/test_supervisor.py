@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from recycle_plugin.core.protocol import Exited, Heard, Hello, Over, Pulse, Welcome
 from recycle_plugin.runs import free_port
-from recycle_plugin.runtime import supervisor
+from recycle_plugin.runtime import place, supervisor
 from recycle_plugin.runtime.control import InLoop, SocketControl
 
 PATIENCE_S = 60.0
@@ -62,14 +62,14 @@ async def supervised(monkeypatch):
     async def spawn(*_: object) -> Worker:
         return worker
 
-    monkeypatch.setattr(supervisor, "spawn", spawn)
+    monkeypatch.setattr(place, "spawn", spawn)
     monkeypatch.setattr(supervisor, "PULSE_S", 0.01)
     monkeypatch.setattr(supervisor, "END_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
         coordinator = Coordinator(listener)
         environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-        running = asyncio.create_task(supervisor.Supervisor(["train.py"], environment, "deepspeed").run())
+        running = asyncio.create_task(supervisor.Supervisor(["train.py"], environment, "deepspeed", place.Here()).run())
         far = await coordinator.accept()
         await hear(far, Pulse)
         yield coordinator, far, worker, running

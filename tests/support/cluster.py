@@ -87,6 +87,28 @@ class WarmLauncher:
         return self._code
 
 
+class Tasks:
+    """As srun's with --no-kill: one process for each rank, of which nobody ends the others; the largest code, 128 + the signal for a killed one."""
+
+    def __init__(self, tasks: list[WarmLauncher]) -> None:
+        self.tasks = tasks
+        self.pid = tasks[0].pid
+
+    def poll(self) -> int | None:
+        codes = [task.poll() for task in self.tasks]
+        return None if None in codes else max(code if code >= 0 else 128 - code for code in codes)
+
+    def descendants(self) -> list[psutil.Process]:
+        """Forked as the tasks are, so that they do not show their environment."""
+        return [child for task in self.tasks if task.poll() is None for child in psutil.Process(task.pid).children(recursive=True)]
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (timeout or 0)
+        for task in self.tasks:
+            task.wait(timeout and max(0.0, deadline - time.monotonic()))
+        return self.poll()
+
+
 @dataclass
 class Result:
     """What a finished run left."""
@@ -134,7 +156,7 @@ class Result:
 class Run:
     """One job under the launcher.  ``finish`` waits for its end; ``clean`` ends whatever is left, and is called always.
 
-    ``launcher`` "deepspeed", or "plain" for the plugin's own.  ``cold``: everything is started as a user starts it, from the command on, workers included.
+    ``launcher`` "deepspeed", "plain" for the plugin's own, or "tasks" for srun's way on one host.  ``cold``: everything is started as a user starts it, from the command on, workers included.
     ``plugin``: the module under which DeepSpeed's launcher runs the script, None for the script alone, or that is the plugin's own.  ``more``: environment
     variables.
     """
@@ -155,6 +177,8 @@ class Run:
         program = [script, *arguments]
         if launcher == "deepspeed":
             start, program = self._cold if cold else self._warm, [*(["--module", plugin] if plugin else []), *program]
+        elif launcher == "tasks":
+            start, program = self._tasks, [plugin, *program]
         else:
             start, program = self._cold_plain if cold else self._warm_plain, [plugin, *program]
         with self._output.open("w") as output:
@@ -175,6 +199,12 @@ class Run:
     def _warm_plain(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
         module, *script = program
         return WarmLauncher(self._server, module, ["--workers", str(ranks), "--port", str(self.port), *script], variables, output)
+
+    def _tasks(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> Tasks:
+        module, *script = program
+        sizes = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        places = [variables | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        return Tasks([WarmLauncher(self._server, module, script, place, output) for place in places])
 
     @property
     def output(self) -> str:
@@ -223,9 +253,9 @@ class Run:
 
     def clean(self) -> list[str]:
         """Kill what is left of the run; returns what should not have been there any more: processes, sockets, shared memory."""
-        left = processes_with(self.mark)
+        left = processes_with(self.mark) + (self.launcher.descendants() if isinstance(self.launcher, Tasks) else [])
         found = [f"process {' '.join(process.cmdline())[:200]}" for process in left if process.is_running()]
-        for pid in [process.pid for process in left] + ([self.launcher.pid] if self.launcher.poll() is None else []):
+        for pid in [process.pid for process in left] + [each.pid for each in getattr(self.launcher, "tasks", [self.launcher]) if each.poll() is None]:
             self._kill(pid)
         self.launcher.wait(10)
         psutil.wait_procs(left, timeout=10)

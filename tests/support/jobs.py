@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Mapping
+from typing import Callable, Iterator, Mapping
 
-from tests.support.cluster import Result, Run
+from tests.support.cluster import ROOT, Result, Run
 
 TRAIN = "scripts/train_gpt.py"
 WRAPPED = "tests/jobs/gpt.py"  # the same, changed from outside: see tests/jobs/wrappers.py
@@ -116,6 +118,16 @@ def assert_same_training(result: Result, reference: Result, lost: set[str] = NOB
     print(f"lost {', '.join(sorted(lost)) or 'nobody'}: losses differ by {found.loss:.2g}, parameters by {found.parameters:.2g}")
     assert found.tolerated, found
     return found
+
+
+@contextmanager
+def early_folder(result: Result) -> Iterator[Path]:
+    """The run folder that a job without a start has named in its last line; it goes at the end."""
+    folder = ROOT / result.output.partition("Run folder: ")[2].split()[0]
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 def assert_one_line(result: Result, text: str) -> None:

@@ -25,7 +25,7 @@ from recycle_plugin.core.job import Job
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.loop import Program
 from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import TOO_SLOW, Fingerprint, Met, Ready
+from recycle_plugin.core.protocol import TRY_AGAIN, Fingerprint, Met, Ready
 from recycle_plugin.core.roster import Member
 from recycle_plugin.core.step import StepMachine
 from recycle_plugin.core.stepstore import Retention, StepStore
@@ -124,7 +124,7 @@ class Trainer:
                 self._checkpoints.make_if_due(self.step + 1)
                 losses = self._loop.train(self.step + 1)
             except JobEnded as end:
-                if end.code == TOO_SLOW:
+                if end.code == TRY_AGAIN:
                     self.save(self._checkpoints.folder)
                 raise
             self._surroundings.leave()

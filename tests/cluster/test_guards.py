@@ -1,0 +1,107 @@
+"""What a launcher has started for a rank holds the place only: who dies beside it, or with it, and what that costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from recycle_plugin.cli import main
+from tests.cluster.conftest import launching
+from tests.support.cluster import Run
+from tests.support.jobs import PLAIN, after_step, assert_one_line, assert_same_training, hold
+
+pytestmark = pytest.mark.plain_too(deepspeed=False)
+
+
+@pytest.fixture
+def start(plain_server, tmp_path):
+    """Jobs whose ranks are started as srun does it, with --no-kill."""
+    with launching(plain_server, tmp_path, partial(Run, launcher="tasks"), PLAIN) as launch:
+        yield launch
+
+
+def held(folder: Path) -> dict[str, str]:
+    """For a job that does not end before there is the file ``folder``/go."""
+    return {"RECYCLE_TEST_WRAP": json.dumps(hold(folder))}
+
+
+def of_guard(guard: int, name: str) -> list[psutil.Process]:
+    return [child for child in psutil.Process(guard).children() if child.name() == name]
+
+
+def kill_supervisor(run: Run, guard: int) -> None:
+    """... and return when there is another, which has said that it is there."""
+    (supervisor,) = of_guard(guard, "recycle-super")
+    supervisor.kill()
+    run.wait_for(lambda: [each for each in of_guard(guard, "recycle-super") if each.pid != supervisor.pid and each.net_connections()], "another supervisor", 20)
+
+
+def status(run: Run, capsys: pytest.CaptureFixture) -> dict:
+    capsys.readouterr()
+    assert main(["status", str(run.folder), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_workers_do_not_notice_that_their_supervisors_are_killed(start, reference, tmp_path):
+    """Rank 0's too.  The next one knows how its worker ended."""
+    run = start(**held(tmp_path))
+    after_step(run, 4)
+    for rank in (3, 0, 3):
+        kill_supervisor(run, run.launcher.tasks[rank].pid)
+    assert not [event for event in run.events() if event["event"] == "lost"]
+    os.kill(run.pids()[3], signal.SIGKILL)
+    run.wait_for(lambda: any(event["event"] == "confirmed" for event in run.events()), "word of the worker's end")
+    (tmp_path / "go").touch()
+    result = run.finish()
+    assert_same_training(result, reference(), {result.seat_of(3)})
+    assert result.output.count("recycle: warning: a supervisor was killed by signal 9: another one goes on with its worker") == 3
+    assert [(event["rank"], event["code"]) for event in result.of("confirmed")] == [(3, -9)]
+
+
+def test_a_guard_that_is_killed_costs_one_worker(start, reference, tmp_path, capsys):
+    """Of rank 0: the coordinator is in another process."""
+    run = start(**held(tmp_path))
+    after_step(run, 4)
+    guard = run.launcher.tasks[0].pid
+    os.kill(guard, signal.SIGKILL)
+    run.wait_for(lambda: any(event["event"] == "lost" for event in run.events()), "word of the loss")
+    (tmp_path / "go").touch()
+    result = run.finish()
+    assert result.code == 128 + signal.SIGKILL
+    assert_same_training(replace(result, code=0), reference(), {"0.0"})
+    known = status(run, capsys)
+    (gone,) = known["gone"]
+    assert known["state"] == "finished" and gone["seat"] == "0.0" and f"went with its guard, process {guard}, which was killed" in gone["why"]
+
+
+@pytest.mark.real_launcher
+def test_where_the_launcher_ends_the_job_for_a_killed_guard_there_is_a_checkpoint(launch, tmp_path, capsys):
+    """DeepSpeed's sends SIGTERM to all others: with its supervisors' word on the guard the job ends as one to go on from."""
+    run = launch("steps=100000", f"recycle.checkpoint_dir={tmp_path / 'saved'}")
+    after_step(run, 4)
+    (guard,) = [process for process in psutil.Process(run.launcher.pid).children() if "--local_rank=1" in process.cmdline()]
+    guard.kill()
+    result = run.finish()
+    assert result.code != 0 and {event["rank"] for event in result.of("lost")} == {1}, result.output[-6000:]
+    (checkpoint,), known = result.of("checkpoint"), status(run, capsys)
+    step = result.of("committed")[-1]["step"]
+    assert checkpoint["path"] == known["checkpoint"] == str(tmp_path / "saved" / f"global_step{step}")
+    assert known["end"].startswith(f"all workers have left after step {step}: a supervisor got SIGTERM, after the guard of rank 1, process {guard.pid}, was killed")
+
+
+def test_the_coordinators_death_is_told_by_its_guard(start, capsys):
+    run = start("steps=100000")
+    after_step(run, 4)
+    (host,) = of_guard(run.launcher.tasks[0].pid, "recycle-host")
+    host.kill()
+    result = run.finish()
+    said = "the job ends: the coordinator's process was killed by signal 9; without it nobody can go on"
+    assert_one_line(result, f"recycle: {said}")
+    assert status(run, capsys)["end"] == said
