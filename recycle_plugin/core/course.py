@@ -160,7 +160,7 @@ class Course:
         self.steps.measured(self.roster)
         if self.halted or self.regrouping.under_way or self.ending.ended is not None:
             return
-        cause = self.steps.rebalance(out)
+        cause = self.steps.rebalance(self.roster, out)
         if cause is not None:
             self.regroup(cause, now, out, from_step=unstarted(self.committed))
 
@@ -190,7 +190,7 @@ class Course:
         stay = self.attendance.staying
         empty = self.attendance.view(stay).empty_stages()
         if empty:
-            self.end_planned(f"stage {empty[0]} would have no worker left", out)
+            self.end_planned(f"stage {empty[0]} would have no worker left", out, cause=self.attendance.why_leaving)
             return
         leavers = ", ".join(str(member.seat) for member in stay.leaves(self.roster))
         self.regroup(f"planned leave of {leavers}", now, out, from_step=unstarted(self.committed))
@@ -203,7 +203,7 @@ class Course:
         self.ending.goodbye(message.code, member is not None and not early)
         if self.attendance.started and not self.ending.failed:
             planned = early or self.ending.ended is not None
-            out.say("left", f"worker {worker.rank} has left after step {self.committed}" + " as planned" * planned, rank=worker.rank)
+            out.say("left", f"{self.attendance.named(worker.rank)} has left after step {self.committed}" + " as planned" * planned, rank=worker.rank)
         self._await_without(member, early, now, out)
         self._finish_if_empty(out)
 
@@ -216,7 +216,7 @@ class Course:
         elif not early:  # all steps are committed, and its report is not needed
             self._complete(now, out)
         elif empty := self._empty_stage():
-            self.end(empty, out)
+            self.end(empty, out, self._crash)
         else:
             self.regroup(f"planned leave of {member.seat}", now, out)
 
@@ -250,7 +250,7 @@ class Course:
         member = self.roster.member(worker)
         if not self.attendance.started:
             self.attendance.lost.add(worker)
-            self.end(f"worker {worker.rank} {how} before training started", out)
+            self.end(f"{self.attendance.crash([worker]) or f'{self.attendance.named(worker.rank)}: {how}'} before training started", out)
         elif member is None:
             self._depart(worker, out)
         else:
@@ -260,7 +260,7 @@ class Course:
     def _depart(self, worker: WorkerId, out: Output) -> None:
         """Its planned leave holds, and it is gone without the goodbye: nobody needs anything of it any more."""
         self.attendance.leave(worker)
-        out.say("left", f"worker {worker.rank} has left after step {self.committed} as planned, without a word", rank=worker.rank)
+        out.say("left", f"{self.attendance.named(worker.rank)} has left after step {self.committed} as planned, without a word", rank=worker.rank)
         self._finish_if_empty(out)
 
     def _after_loss(self, member: Member, now: float, out: Output) -> None:
@@ -268,7 +268,7 @@ class Course:
         if self.ending.finishing:
             self._await_without(member, False, now, out)
         elif empty := self._empty_stage():
-            self._give_up_going_on(empty, out)
+            self._give_up_going_on(empty, out, self._crash)
         else:
             self._go_on_without(f"loss of {member.seat}", now, out)
         self._finish_if_empty(out)
@@ -288,26 +288,33 @@ class Course:
         """All steps up to a planned end are committed."""
         return self.ending.through(self.committed)
 
-    def end_planned(self, reason: str, out: Output, code: int = 0) -> None:
+    def end_planned(self, reason: str, out: Output, code: int = 0, cause: str = "") -> None:
+        """``cause``: what has led to that."""
         if self.attendance.started:
-            self.ending.plan(self.committed, reason, code, out)
+            self.ending.plan(self.committed, reason, code, out, cause)
         else:
             self.end(reason, out)
 
-    def end(self, reason: str, out: Output) -> None:
+    def end(self, reason: str, out: Output, cause: str = "") -> None:
         """Nobody can go on."""
         self.regrouping.stop()
-        self.ending.fail(reason, out)
+        self.ending.fail(reason, out, cause)
 
     def _empty_stage(self) -> str:
         """Why those left can't go on, if that is so."""
         empty = self.attendance.view(self.roster).empty_stages()
         return f"stage {empty[0]} has no live worker left. {self.ending.safe_point}" if empty else ""
 
-    def _give_up_going_on(self, why: str, out: Output) -> None:
+    @property
+    def _crash(self) -> str:
+        """What the scripts of those have ended with who are missing in a stage that is empty."""
+        empty = self.attendance.view(self.roster).empty_stages()
+        return self.attendance.crash_in(empty[0]) if empty else ""
+
+    def _give_up_going_on(self, why: str, out: Output, cause: str = "") -> None:
         """At a planned end that is no failure: who does nothing with the others any more just goes.  But who still meets them would wait in vain."""
         if not self._through:
-            self.end(why, out)
+            self.end(why, out, cause)
         elif not self.ending.stranded:
             self.ending.stranded = why
             wanted = self.regrouping.wanted or self._meetings.waiting(self.regrouping.in_force)

@@ -15,13 +15,14 @@ from recycle_plugin.core.step import unstarted
 
 class Ending:
     """``ended``: how, once that is decided; ``finishing``: a training script is through; ``stranded``: why, at a planned end, those left can't go on;
-    ``checkpoint``: the last one's path."""
+    ``checkpoint``: the last one's path; ``causes``: of a planned end, all that asked for it."""
 
     def __init__(self) -> None:
         self.ended: End | None = None
         self.finishing = False
         self.stranded = ""
         self.checkpoint = ""
+        self.causes: list[str] = []
         self._code = 0
 
     @property
@@ -36,15 +37,19 @@ class Ending:
         """All steps up to a planned end are committed."""
         return self.ended is not None and not self.ended.failed and committed >= self.ended.step - 1
 
-    def fail(self, reason: str, out: Output) -> None:
+    def fail(self, reason: str, out: Output, cause: str = "") -> None:
         if self.failed:
             return
         self.ended = End(0, reason, failed=True)
-        out.say("end", f"the job ends: {reason}")
+        out.say("end", f"the job ends: {f'{cause}, and so ' * bool(cause)}{reason}")
         out.tell(WORKERS, self.ended)
         out.tell(SUPERVISORS, Over(1))
 
-    def plan(self, committed: int, reason: str, code: int, out: Output) -> None:
+    def plan(self, committed: int, reason: str, code: int, out: Output, cause: str = "") -> None:
+        """``cause``: what has led to ``reason``."""
+        why = reason + f" ({cause})" * bool(cause)
+        if why not in self.causes:
+            self.causes.append(why)
         if self.ended is None:
             self.ended = End(unstarted(committed), reason, failed=False, code=code)
             out.tell(WORKERS, self.ended)
@@ -56,5 +61,6 @@ class Ending:
 
     def finish(self, committed: int, out: Output) -> None:
         """All have left."""
-        out.say("finished", f"all workers have left after step {committed}", step=committed)
+        why = "; ".join(self.causes)
+        out.say("finished", f"the job has ended after step {committed}: {why}" if why else f"all workers have left after step {committed}", step=committed)
         out.tell(SUPERVISORS, Over(self._code))

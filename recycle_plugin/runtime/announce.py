@@ -10,7 +10,7 @@ from typing import TextIO
 
 from recycle_plugin.core.output import Event
 
-STYLES = {"lost": "bold red", "end": "bold red", "escalate": "bold red", "warning": "yellow", "late": "yellow", "fault": "magenta", "resume": "bold green", "finished": "green"}
+STYLES = {"lost": "bold red", "error": "bold red", "end": "bold red", "escalate": "bold red", "warning": "yellow", "late": "yellow", "fault": "magenta", "resume": "bold green", "finished": "green"}
 QUIET = {"committed", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
 
 
@@ -47,6 +47,8 @@ class Announcer:
             self._progress(event, now)
         elif event.kind not in QUIET:
             self._line(event.kind, event.text, now)
+            if trace := event.details.get("traceback"):
+                self._console.print(self._text(trace.rstrip()))
 
     def close(self) -> None:
         if self._live is not None:

@@ -21,6 +21,7 @@ from recycle_plugin.core.placement import spread
 from recycle_plugin.core.protocol import Exited, Heard, Hello, Left, Over, Placed, Ready, Terminate, Welcome
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import TICK_S
+from recycle_plugin.core.words import named
 from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.control import Control, InLoop, InProcess, SocketControl
 
@@ -179,7 +180,7 @@ class Coordinator:
         control.send(replace(self._welcome, incarnation=worker.incarnation))
         turned_away = self._membership.greet(worker, hello.host)
         if not turned_away.events:
-            self._say(Event("worker", f"worker {hello.rank} is process {hello.pid} on {hello.host}", {"rank": hello.rank, "pid": hello.pid}), time.time())
+            self._say(Event("worker", f"{named(hello.rank)} is process {hello.pid} on {hello.host}", {"rank": hello.rank, "pid": hello.pid}), time.time())
         self._act(turned_away)
         return worker
 
@@ -192,7 +193,7 @@ class Coordinator:
         except Exception as error:
             self.fail(f"the coordinator met an error of its own ({error!r})")
             raise
-        self._complain(f"{hello.role} {hello.rank}", control, rank=hello.rank)
+        self._complain(f"the {hello.role} of {named(hello.rank)}", control, rank=hello.rank)
 
     def _complain(self, who: str, control: InLoop, **details: object) -> None:
         """A connection that speaks nonsense is as good as closed."""

@@ -23,13 +23,14 @@ from recycle_plugin.core.encoding import encode
 from recycle_plugin.core.output import Event
 from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Placed, Pulse, Terminate, Welcome
 from recycle_plugin.core.roster import WorkerId
+from recycle_plugin.core.words import how_ended
 from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.control import InLoop, InProcess
 from recycle_plugin.runtime.coordinator import Coordinator
 from recycle_plugin.runtime.errors import CutOff
 from recycle_plugin.runtime.slurm import NoPlace, described
-from recycle_plugin.runtime.spawn import Process, how_ended, spawn
+from recycle_plugin.runtime.spawn import Process, spawn
 
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RESUME_S = 5.0  # the same once more, where the connection has broken

@@ -161,7 +161,7 @@ def test_the_death_of_the_process_that_workers_are_forked_from_ends_the_job(star
     assert {record["parent"] for record in records} == {server.pid}
     server.kill()
     result = run.finish()
-    assert_one_line(result, "recycle: error: the process that all workers were forked from was killed by signal 9, and they with it")
+    assert_one_line(result, "recycle: error: the process that all workers were forked from was killed by signal 9 (SIGKILL), and they with it")
     assert_gone([record["pid"] for record in records])
 
 
