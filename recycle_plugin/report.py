@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Iterator, Sequence
 
 from recycle_plugin.core.executor import Span, run_again
-from recycle_plugin.history import Failure, History
+from recycle_plugin.core.words import named
+from recycle_plugin.history import KILLED, Failure, History
 from recycle_plugin.render import gantt
 from recycle_plugin.render.page import Chart, Table, page
 from recycle_plugin.runtime.announce import QUIET, STYLES
@@ -47,10 +48,15 @@ def summary(history: History) -> Iterator[tuple[str, str]]:
     yield "topology", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each"
     yield "started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
     yield "steps", f"{min(commits)} to {max(commits)}, in {max(commits.values()) - began:.1f} s" if commits else "none committed"
-    yield "workers", f"{len(history.view.live)} of {len(shape.seats)} left" + "".join(f"; {seat}: {why}" for seat, why in history.gone.items())
+    yield "workers", f"{len(history.view.live)} of {len(shape.seats)} left" + "".join(f"; {name}: {why}" for name, why in gone(history))
     yield "throughput", throughput(history)
     yield "last checkpoint", history.checkpoint or ""
-    yield "end", history.end["text"] if history.end else "none yet, or its process was killed"
+    yield "end", history.end["text"] if history.end else KILLED.format(**history.coordinator) if history.was_killed else "none yet"
+
+
+def gone(history: History) -> list[tuple[str, str]]:
+    """Who, by the names of all lines, and why."""
+    return [(named(history.seats[seat], seat), why) for seat, why in history.gone.items()]
 
 
 def throughput(history: History) -> str:
@@ -60,7 +66,7 @@ def throughput(history: History) -> str:
     text = f"{rates[0]:.4g} samples/s, {before:.3g} s a step" if isfinite(before) else "not known: too few steps before the first failure"
     if history.gone and isfinite(now):
         share = f"{rates[1] / rates[0]:.0%}, " if isfinite(before) else ""
-        text += f"; at the end {rates[1]:.4g} samples/s, {now:.3g} s a step: {share}predicted {history.predicted:.0%}"
+        text += f"; at the end {rates[1]:.4g} samples/s, {now:.3g} s a step: {share}{f'predicted {history.predicted:.0%}' if history.predicted else 'and then none'}"
     return text
 
 

@@ -180,8 +180,8 @@ class Membership:
         seats = {str(seat): roster.holder(seat).rank for seat in roster.seats}
         out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job.run_dir}",
                 job=asdict(job), seats=seats, hosts=sorted({member.host for member in roster}))
-        for text, details, refused in weak_points(job, roster, shape):
-            self.course.end(text, out) if refused else out.say("warning", text, **details)
+        for kind, text, details, refused in weak_points(job, roster, shape):
+            self.course.end(text, out) if refused else out.say(kind, text, **details)
         if self.ended is None:
             self.course.regroup("start", now, out)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import TextIO
 
 from recycle_plugin.core.output import Event
+from recycle_plugin.history import place
 
 STYLES = {"lost": "bold red", "error": "bold red", "end": "bold red", "escalate": "bold red", "warning": "yellow", "late": "yellow", "fault": "magenta", "resume": "bold green", "finished": "green"}
 QUIET = {"committed", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
@@ -62,7 +64,8 @@ class Announcer:
             os.dup2(nobody.fileno(), self._console.file.fileno())
 
     def _record(self, event: Event, now: float) -> None:
-        line = json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details}, default=str)
+        here = {"coordinator": {"host": socket.gethostname(), "pid": os.getpid(), "place": place()}} if event.kind == "start" else {}
+        line = json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details, **here}, default=str)
         self._early.append(line)
         if event.kind == "start":
             job = event.details["job"]

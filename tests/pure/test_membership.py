@@ -277,3 +277,14 @@ def test_nothing_is_committed_once_the_job_has_failed():
     assert membership.ended.failed
     assert not any(membership.receive(Stepped(rank, 0, 1), 0.0).messages for rank in (0, 1))
     assert membership.committed == 0
+
+
+@pytest.mark.parametrize("hosts", (1, 2))
+def test_what_nobody_can_change_is_a_note_and_said_once(hosts):
+    """All on one host is no place to spread workers over."""
+    membership = Membership(4)
+    for rank in range(4):
+        out = membership.receive(Ready(member(rank, host=f"h{rank // 2 % hosts}"), 0, job()), 0.0)
+    notes = [event.text for event in out.events if event.kind == "note"]
+    assert notes == ["single point of failure: host h0 runs " + ("all workers, " if hosts == 1 else "") + "the coordinator and the store; its loss ends the job"]
+    assert len([event for event in out.events if event.kind == "warning"]) == (0 if hosts == 1 else 2)
