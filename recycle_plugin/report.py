@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import signal
+import sys
 import time
 from itertools import pairwise
 from math import isfinite
@@ -10,14 +12,17 @@ from pathlib import Path
 from typing import Iterator, Sequence
 
 from recycle_plugin.core.executor import Span, run_again
+from recycle_plugin.core.output import Event
 from recycle_plugin.core.words import named
-from recycle_plugin.history import KILLED, Failure, History
+from recycle_plugin.history import EVENTS, KILLED, Failure, History
 from recycle_plugin.render import gantt
 from recycle_plugin.render.page import Chart, Table, page
-from recycle_plugin.runtime.announce import QUIET, STYLES
+from recycle_plugin.runtime.announce import QUIET, STYLES, event_line
+from recycle_plugin.runtime.folders import write_whole
 from recycle_plugin.runtime.trace import read_traces
 
 NAME = "report.html"
+LONGEST_S = 600  # that a process which nobody waits for may take
 DRAWN_SEATS = 64  # a picture of more would not be read
 DRAWN_FAILURES = 3
 LISTED = 2000  # events
@@ -29,7 +34,7 @@ def write(folder: Path) -> Path:
     began = _us(history.of("start")[0]["time"])
     spans = [span for span in read_traces(folder / "trace") if span.start_us >= began]  # traces of an earlier job in the folder stay there
     path = folder / NAME
-    path.write_text(page(f"Run {folder.resolve().name}", sections(history, spans)))
+    write_whole(path, page(f"Run {folder.resolve().name}", sections(history, spans)))
     return path
 
 
@@ -179,3 +184,20 @@ def _png(drawn: Sequence[gantt.Panel]) -> bytes:
 
 def _us(seconds: float) -> int:
     return round(seconds * 1e6)
+
+
+def main(folder: Path) -> int:
+    """Of the process that a job leaves behind: what goes wrong is in the job's log, since nobody reads what is printed here."""
+    signal.alarm(LONGEST_S)
+    try:
+        write(folder)
+        return 0
+    except Exception as error:
+        wrong = Event("warning", f"no report: {type(error).__name__}: {error}; recycle report {folder} tries again")
+        with (folder / EVENTS).open("a") as log:
+            log.write(f"{event_line(wrong, time.time())}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

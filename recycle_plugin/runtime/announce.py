@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -14,6 +15,11 @@ from recycle_plugin.history import place
 
 STYLES = {"lost": "bold red", "error": "bold red", "end": "bold red", "escalate": "bold red", "warning": "yellow", "late": "yellow", "fault": "magenta", "resume": "bold green", "finished": "green"}
 QUIET = {"committed", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
+
+
+def event_line(event: Event, now: float) -> str:
+    """As the log has it, without its end."""
+    return json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details}, default=str)
 
 
 class Announcer:
@@ -65,7 +71,7 @@ class Announcer:
 
     def _record(self, event: Event, now: float) -> None:
         here = {"coordinator": {"host": socket.gethostname(), "pid": os.getpid(), "place": place()}} if event.kind == "start" else {}
-        line = json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details, **here}, default=str)
+        line = event_line(replace(event, details=event.details | here), now)
         self._early.append(line)
         if event.kind == "start":
             job = event.details["job"]

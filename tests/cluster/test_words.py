@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
-from tests.support.jobs import PLAIN, assert_one_line
+from recycle_plugin.runs import await_reports, processes_with
+from tests.support.jobs import PLAIN
 
 SCRIPT = PLAIN.script
 
@@ -51,3 +55,24 @@ def test_an_error_before_training_is_the_jobs_cause(launch):
     assert result.output.count("Traceback") == 1 and result.code == 1
     (line,) = (line for line in result.output.splitlines() if "the job ends" in line)
     assert "the job ends: the script of rank " in line and line.endswith(f"{SCRIPT}:{line_of('optimizer = OPTIMIZERS')} before training started"), line
+
+
+def test_exit_does_not_wait_for_the_report_which_is_whole_or_not_there(launch, tmp_path):
+    """The process that writes it is stopped at its first line, until the job has ended."""
+    (tmp_path / "sitecustomize.py").write_text(STOPPED)
+    run = launch("recycle.report=true", PYTHONPATH=str(tmp_path))
+    assert run.finish().code == 0
+    (writer,) = processes_with(run.mark, of="recycle_plugin.report")
+    assert not [path.name for path in run.folder.glob("*report*")]
+    os.kill(writer.pid, signal.SIGTERM)  # the launcher's, for those that train
+    (tmp_path / "go").touch()
+    await_reports(run.mark)
+    assert [path.name for path in run.folder.glob("*report*")] == ["report.html"] and (run.folder / "report.html").read_text().endswith("</html>\n")
+
+
+STOPPED = """
+import os, sys, time
+if "recycle_plugin.report" in sys.orig_argv:
+    while not os.path.exists(os.path.join(os.path.dirname(__file__), "go")):
+        time.sleep(0.01)
+"""
