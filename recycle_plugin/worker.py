@@ -23,7 +23,7 @@ from recycle_plugin.core.loop import LEAVE
 from recycle_plugin.core.protocol import Crashed, Fatal
 from recycle_plugin.core.sources import Gone
 from recycle_plugin.planner import PlanError
-from recycle_plugin.runtime import forked
+from recycle_plugin.runtime import forked, senders
 from recycle_plugin.runtime.errors import CutOff, RecycleError
 from recycle_plugin.runtime.session import Session, connect_from_environment
 from recycle_plugin.runtime.spawn import die_with_parent
@@ -37,6 +37,7 @@ LINE, TRACE = 300, 20_000  # characters of an error that its line, and its trace
 def main(command: list[str]) -> int:
     """Run the script; returns the exit code."""
     die_with_parent()  # nobody would watch an orphan
+    senders.unblock()
     session = connect_from_environment(dict(os.environ), _end_early)
     session.given_up = functools.partial(_end_given_up, session)
     leave = threading.Event()

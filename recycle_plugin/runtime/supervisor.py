@@ -24,7 +24,7 @@ from recycle_plugin.core.output import Event
 from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Placed, Pulse, Terminate, Welcome
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.words import how_ended
-from recycle_plugin.runtime import pulse
+from recycle_plugin.runtime import pulse, senders
 from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.control import InLoop, InProcess
 from recycle_plugin.runtime.coordinator import Coordinator
@@ -60,6 +60,7 @@ class Supervisor:
         self._rank = int(environment["RANK"])
         self._address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
         self._hosted: Hosted | None = None
+        self._signals: Callable[[], None] = lambda: None  # ... are given back by it
         self._over: asyncio.Future[int] | None = None
         self._control: InLoop | None = None
         self._worker: Process | None = None
@@ -68,11 +69,13 @@ class Supervisor:
 
     async def run(self) -> int:
         """The exit code for the launcher: 0 also when the worker was killed and the job went on."""
+        senders.spare_threads()
         if self._rank == 0:
             self._hosted = await self._host()
         try:
             return await self._run(self._take_signals)
         finally:
+            self._signals()
             if self._hosted is not None:
                 await self._hosted.close()
 
@@ -87,8 +90,7 @@ class Supervisor:
         return await self._supervise(started)
 
     def _take_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._tell, Terminate(self._rank, f"a supervisor got {number.name}"))
+        self._signals = senders.take(lambda what: self._tell(Terminate(self._rank, what, socket.gethostname())))
 
     async def _host(self) -> Hosted:
         """Workers tell each other the addresses at which they reach the coordinator: over a loopback that is none for other hosts."""

@@ -98,7 +98,7 @@ def test_a_worker_that_is_killed_before_training_ends_the_job(start):
     os.kill(records[1]["pid"], signal.SIGKILL)
     result = run.finish()
     assert result.code == 1
-    assert_one_line(result, "the job ends: worker 1 ")
+    assert_one_line(result, "the job ends: rank 1: ")
     assert_gone([record["pid"] for record in records])
 
 
@@ -176,6 +176,8 @@ def test_a_signal_ends_the_job_at_a_commit(launch, number):
     after_step(run, 4)
     os.kill(run.launcher.pid, number)
     result = run.finish()
-    assert result.code == 1 and len(result.of("finished")) == 1 and not result.of("lost"), result.output[-6000:]
+    (finished,) = result.of("finished")
+    assert f": the launcher got {number.name} from process {os.getpid()} (" in finished["text"] and "all workers have left" not in result.output
+    assert result.code == 1 and not result.of("lost"), result.output[-6000:]
     (step,) = {event["text"].split("after step ")[1].split()[0] for event in result.of("left")}
     assert len(result.of("left")) == 4 and int(step) == result.of("committed")[-1]["step"]

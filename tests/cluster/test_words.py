@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import time
+from typing import Callable
 
 import pytest
 
+from recycle_plugin.cli import main
 from recycle_plugin.runs import await_reports, processes_with
-from tests.support.jobs import PLAIN
+from tests.support.jobs import PLAIN, after_step
 
 SCRIPT = PLAIN.script
 
@@ -68,6 +72,32 @@ def test_exit_does_not_wait_for_the_report_which_is_whole_or_not_there(launch, t
     (tmp_path / "go").touch()
     await_reports(run.mark)
     assert [path.name for path in run.folder.glob("*report*")] == ["report.html"] and (run.folder / "report.html").read_text().endswith("</html>\n")
+
+
+@pytest.mark.real_launcher
+def test_a_job_whose_launcher_was_killed_goes_on_and_can_be_stopped(launch, capsys):
+    """Under DeepSpeed's launcher, which starts supervisors that nobody's death ends; ``recycle status`` says how."""
+    run = launch("steps=100000")
+    after_step(run, 2)
+    os.kill(run.launcher.pid, signal.SIGKILL)
+    run.launcher.wait(30)
+    assert main(["status", str(run.folder)]) == 0
+    stop = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("to stop it")).split()
+    before = [event for event in run.events() if event["event"] == "committed"][-1]["step"]
+    wait_for(lambda: any(event["event"] == "committed" and event["step"] > before + 5 for event in run.events()))
+    os.kill(int(stop[stop.index("kill") + 1]), signal.SIGTERM)
+    wait_for(lambda: not processes_with(run.mark))
+    (finished,), left = (([event for event in run.events() if event["event"] == kind]) for kind in ("finished", "left"))
+    sender = f"the supervisor of seat 0.0 (rank 0) on host {socket.gethostname()} got SIGTERM from process {os.getpid()} ("
+    assert finished["text"].startswith(f"the job has ended after step {finished['step']}: {sender}") and len(left) == 4
+    assert main(["status", str(run.folder)]) == 0 and sender in capsys.readouterr().out
+
+
+def wait_for(found: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 STOPPED = """
