@@ -229,7 +229,7 @@ def _demo(out: Path, name: str, steps: int, console: Console) -> int:
 
 
 def _train(folder: Path, workers: int, overrides: Sequence[str], console: Console, said: set[str]) -> Outcome:
-    """One run, its event lines printed as they come; warnings that ``said`` has are not said again."""
+    """One run, its event lines printed as they come; warnings and notes that ``said`` has are not said again."""
     deadline, printed = time.monotonic() + DEADLINE_S, 0
     with TrainingRun(folder, workers, overrides) as job:
         ended = False
@@ -246,7 +246,7 @@ def _show(lines: Sequence[str], console: Console, said: set[str]) -> None:
     """Print the job's own lines, and not what DeepSpeed and its libraries say."""
     for match in filter(None, map(EVENT_LINE.search, lines)):
         kind, text = match[1], match[0].partition("] ")[2]
-        if kind != "warning" or text not in said:
+        if kind not in ("warning", "note") or text not in said:
             console.print(match[0], style=STYLES.get(kind), markup=False)
         said.add(text)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import socket
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from math import nan
@@ -11,16 +11,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Mapping, TypeVar
 
+import psutil
+
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.faults import Fault
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.typed import Unreadable, read
+from recycle_plugin.core.words import BROKEN
 
 T = TypeVar("T")
 EVENTS = "events.jsonl"
 WARM_UP = 3  # steps at the start of a run that no median counts
+CLOCKS_S = 60.0  # how far apart the clocks of events and of processes may be
+KILLED = "killed: the coordinator's process on host {host}, {pid}, is gone, and has not said why"
 RECENT = 10  # steps that "now" is over
 
 
@@ -66,7 +71,7 @@ class History:
         if not starts:
             raise ValueError(f"{path} tells of no job: it has no start event")
         first = starts[-1]
-        while first and events[first - 1]["event"] in ("coordinator", "worker"):  # they are there before the start
+        while first and events[first - 1]["event"] == "worker":  # they are there before the start
             first -= 1
         return cls(tuple(events[first:]))
 
@@ -122,12 +127,22 @@ class History:
     @cached_property
     def gone(self) -> dict[str, str]:
         """Seats that are lost or have left before the end, and why."""
-        confirmed = {event["rank"]: f"; {event['text']}" for event in self.of("confirmed")}
-        lost = {event["seat"]: event["how"] + confirmed.get(event["rank"], "") for event in self.of("lost")}
-        early = {event["seat"]: event["text"] for event in self.of("leaving")}
+        confirmed = {event["rank"]: f"{event['how']}, says its supervisor" for event in self.of("confirmed")}
+        lost = {event["seat"]: self._why(event, confirmed.get(event["rank"], "")) for event in self.of("lost")}
+        early = {event["seat"]: event["why"] for event in self.of("leaving")}
         at = {rank: seat for seat, rank in self.seats.items()}
         left = {at[event["rank"]] for event in self.of("left")}
-        return lost | {seat: why.partition(": ")[2] for seat, why in early.items() if seat in left}
+        return lost | {seat: why for seat, why in early.items() if seat in left}
+
+    @staticmethod
+    def _why(lost: dict, confirmed: str) -> str:
+        """A broken connection says less than what the supervisor has seen."""
+        return "; ".join(filter(None, ("" if lost["how"] == BROKEN and confirmed else lost["how"], confirmed)))
+
+    @property
+    def unmanned(self) -> tuple[int, ...]:
+        """Stages that nobody is left in."""
+        return self.view.empty_stages()
 
     @property
     def view(self) -> ClusterView:
@@ -173,9 +188,13 @@ class History:
         return step_times(self.commits, max(begins), self.last)
 
     @property
-    def predicted(self) -> float:
-        """The planner's throughput of those that are left, where 1 is everybody's."""
-        return next((event["throughput"] for event in reversed(self.of("resume"))), 1.0)
+    def predicted(self) -> float | None:
+        """The planner's throughput of those that are left, where 1 is everybody's; None before they have a plan."""
+        if self.unmanned:
+            return 0.0
+        planned = max((number for number, event in enumerate(self.events) if event["event"] == "resume"), default=-1)
+        lost = max((number for number, event in enumerate(self.events) if event["event"] == "lost"), default=-1)
+        return self.events[planned]["throughput"] if planned > lost else None
 
     @property
     def checkpoint(self) -> str | None:
@@ -188,13 +207,19 @@ class History:
         return next((event for event in self.events if event["event"] in ("end", "finished")), None)
 
     @property
-    def gone_silent(self) -> str:
-        """How the job has ended, where nobody has said so; empty while it may run: who looks from another host can't know."""
-        there = next(iter(self.of("coordinator")), None)
-        if self.end is not None or there is None or there["host"] != socket.gethostname() or born(there["pid"]) == there["born"]:
-            return ""
-        which = f"process {there['pid']} on {there['host']}, which had the coordinator in it"
-        return f"the job has ended without a word: {which}, is gone; it was killed, or its host restarted"
+    def coordinator(self) -> dict[str, Any]:
+        """``host`` and ``pid`` of its process, and the ``place`` where that number holds; empty in logs that don't have it."""
+        return self.of("start")[0].get("coordinator", {})
+
+    @property
+    def was_killed(self) -> bool:
+        """The job has no end, and its coordinator is known to be gone, since it would be on this host."""
+        if self.end is not None or self.coordinator.get("place") != place():
+            return False
+        try:
+            return psutil.Process(self.coordinator["pid"]).create_time() > self.of("start")[0]["time"] + CLOCKS_S  # another process has its number
+        except psutil.NoSuchProcess:
+            return True
 
     def rate(self, step_s: float, step: int) -> float:
         """Samples a second, from seconds a step, of steps as large as ``step``."""
@@ -206,12 +231,9 @@ class History:
         return next(size for size in reversed(sizes) if size[0] <= step)
 
 
-def born(pid: int) -> int | None:
-    """When the process was started, by its host's own count; None where there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:
-        return None
+def place() -> str:
+    """Where processes have the numbers that this one sees."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def read_events(path: Path) -> list[dict]:

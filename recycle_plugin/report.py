@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import signal
+import sys
 import time
 from itertools import pairwise
 from math import isfinite
@@ -10,14 +12,17 @@ from pathlib import Path
 from typing import Iterator, Sequence
 
 from recycle_plugin.core.executor import Span, run_again
-from recycle_plugin.history import Failure, History
+from recycle_plugin.core.output import Event
+from recycle_plugin.core.words import named
+from recycle_plugin.history import EVENTS, KILLED, Failure, History
 from recycle_plugin.render import gantt
 from recycle_plugin.render.page import Chart, Table, page
 from recycle_plugin.runtime import folders
-from recycle_plugin.runtime.announce import QUIET, STYLES
+from recycle_plugin.runtime.announce import QUIET, STYLES, event_line
 from recycle_plugin.runtime.trace import read_traces
 
 NAME = "report.html"
+LONGEST_S = 600  # that a process which nobody waits for may take
 DRAWN_SEATS = 64  # a picture of more would not be read
 DRAWN_FAILURES = 3
 LISTED = 2000  # events
@@ -48,10 +53,15 @@ def summary(history: History) -> Iterator[tuple[str, str]]:
     yield "topology", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each"
     yield "started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
     yield "steps", f"{min(commits)} to {max(commits)}, in {max(commits.values()) - began:.1f} s" if commits else "none committed"
-    yield "workers", f"{len(history.view.live)} of {len(shape.seats)} left" + "".join(f"; {seat}: {why}" for seat, why in history.gone.items())
+    yield "workers", f"{len(history.view.live)} of {len(shape.seats)} left" + "".join(f"; {name}: {why}" for name, why in gone(history))
     yield "throughput", throughput(history)
     yield "last checkpoint", history.checkpoint or ""
-    yield "end", history.end["text"] if history.end else "none yet, or its process was killed"
+    yield "end", history.end["text"] if history.end else KILLED.format(**history.coordinator) if history.was_killed else "none yet"
+
+
+def gone(history: History) -> list[tuple[str, str]]:
+    """Who, by the names of all lines, and why."""
+    return [(named(history.seats[seat], seat), why) for seat, why in history.gone.items()]
 
 
 def throughput(history: History) -> str:
@@ -61,7 +71,7 @@ def throughput(history: History) -> str:
     text = f"{rates[0]:.4g} samples/s, {before:.3g} s a step" if isfinite(before) else "not known: too few steps before the first failure"
     if history.gone and isfinite(now):
         share = f"{rates[1] / rates[0]:.0%}, " if isfinite(before) else ""
-        text += f"; at the end {rates[1]:.4g} samples/s, {now:.3g} s a step: {share}predicted {history.predicted:.0%}"
+        text += f"; at the end {rates[1]:.4g} samples/s, {now:.3g} s a step: {share}{f'predicted {history.predicted:.0%}' if history.predicted else 'and then none'}"
     return text
 
 
@@ -174,3 +184,20 @@ def _png(drawn: Sequence[gantt.Panel]) -> bytes:
 
 def _us(seconds: float) -> int:
     return round(seconds * 1e6)
+
+
+def main(folder: Path) -> int:
+    """Of the process that a job leaves behind: what goes wrong is in the job's log, since nobody reads what is printed here."""
+    signal.alarm(LONGEST_S)
+    try:
+        write(folder)
+        return 0
+    except Exception as error:
+        wrong = Event("warning", f"no report: {type(error).__name__}: {error}; recycle report {folder} tries again")
+        with (folder / EVENTS).open("a") as log:
+            log.write(f"{event_line(wrong, time.time())}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

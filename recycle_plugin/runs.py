@@ -31,6 +31,7 @@ from recycle_plugin.history import EVENTS, History, read_events
 T = TypeVar("T")
 MARK = "RECYCLE_RUN"  # in the environment of every process of a run
 POLL_S = 0.01
+REPORT_S = 300.0  # how long one may take
 TAIL = 4000  # characters of a failed run's output that its error shows
 
 
@@ -147,6 +148,8 @@ class TrainingRun:
 
     def clean(self) -> None:
         """Kill what is left of the run, found by its environment; repeats until nothing is."""
+        if self.launcher.poll() is not None:
+            await_reports(self._mark)
         deadline = time.monotonic() + 10
         while (left := processes_with(self._mark)) and time.monotonic() < deadline:
             for process in left:
@@ -233,12 +236,17 @@ def environment(checkout: Path | None = None, **more: str) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "PATH": path} | more
 
 
-def processes_with(mark: str) -> list[psutil.Process]:
-    """All processes of this machine that were started with ``mark`` in their environment."""
+def await_reports(mark: str) -> None:
+    """Return when those that the jobs with ``mark`` are writing, after their ends, are there."""
+    psutil.wait_procs(processes_with(mark, of="recycle_plugin.report"), timeout=REPORT_S)
+
+
+def processes_with(mark: str, of: str = "") -> list[psutil.Process]:
+    """All processes of this machine that were started with ``mark`` in their environment; ``of`` this module, if one is named."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark and (not of or of in process.cmdline()):
                 found.append(process)
         except psutil.Error:
             continue

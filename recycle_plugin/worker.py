@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import sysconfig
 import threading
 import traceback
 from contextlib import suppress
@@ -20,21 +21,24 @@ from recycle_plugin.adapters.deepspeed import Plugin
 from recycle_plugin.core.line import JobEnded
 from recycle_plugin.core.lineage import Torn
 from recycle_plugin.core.loop import LEAVE
-from recycle_plugin.core.protocol import Fatal
+from recycle_plugin.core.protocol import Crashed, Fatal
 from recycle_plugin.core.sources import Gone
 from recycle_plugin.planner import PlanError
-from recycle_plugin.runtime import forked
+from recycle_plugin.runtime import forked, signal_info
 from recycle_plugin.runtime.errors import CutOff, RecycleError
 from recycle_plugin.runtime.session import Session, connect_from_environment
 from recycle_plugin.runtime.spawn import die_with_parent
 from recycle_plugin.settings import SettingsError
 
 GIVEN_UP = 3  # exit code
+FOREIGN = {os.path.realpath(path) for path in (os.path.dirname(__file__), *map(sysconfig.get_paths().get, ("stdlib", "purelib", "platlib")))}
+LINE, TRACE = 300, 20_000  # characters of an error that its line, and its traceback, have at most
 
 
 def main(command: list[str]) -> int:
     """Run the script; returns the exit code."""
     die_with_parent()  # nobody would watch an orphan
+    signal_info.unblock()
     session = connect_from_environment(dict(os.environ), _end_early)
     session.given_up = functools.partial(_end_given_up, session)
     leave = threading.Event()
@@ -47,6 +51,8 @@ def main(command: list[str]) -> int:
         if code == 0 and not session.forked:
             session.at_end()
             session.leave()
+        if code and not session.forked:
+            session.send(Crashed(session.rank, f"exit code {code}"))
         return code
     except JobEnded as end:
         if not end.failed:
@@ -66,6 +72,15 @@ def main(command: list[str]) -> int:
         else:
             session.send(Fatal(session.rank, str(error)))
         return 1
+    except KeyboardInterrupt:  # before training, and then the supervisors have got it too
+        if session.forked:
+            raise
+        return 128 + signal.SIGINT
+    except Exception as error:
+        if session.forked or session.coordinator_is_gone:
+            raise
+        session.send(crash(session.rank, error))
+        return 1
 
 
 def run_script(command: list[str]) -> int:
@@ -84,6 +99,24 @@ def run_script(command: list[str]) -> int:
     return 0
 
 
+def crash(rank: int, error: Exception) -> Crashed:
+    """What the coordinator is to tell of a script that has ended with ``error``: where, which is the last line of anybody's but libraries and this package."""
+    frames = error.__traceback__
+    while frames is not None and _foreign(frames.tb_frame.f_code.co_filename):  # what has run the script
+        frames = frames.tb_next
+    places = [f" at {each.filename}:{each.lineno}" for each in traceback.extract_tb(frames) if not _foreign(each.filename)]
+    text = str(error).strip()
+    first = text.partition("\n")[0][:LINE]
+    line = f"{type(error).__name__}: {first}" if text else type(error).__name__
+    whole = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    return Crashed(rank, line + " …" * (first != text) + "".join(places[-1:]), whole[-TRACE:])
+
+
+def _foreign(file: str) -> bool:
+    """Whether that is no code of the user's."""
+    return file.startswith("<") or any(os.path.realpath(file).startswith(f"{folder}{os.sep}") for folder in FOREIGN)
+
+
 def _end_early(session: Session) -> None:
     """The job has failed before its first step: go, whatever the script waits for (torch's store waits for minutes, deaf to signals)."""
     if session.incarnation:  # nobody reads the job's own lines beside a process that was not part of it
@@ -95,7 +128,7 @@ def _end_early(session: Session) -> None:
 
 def _end_given_up(session: Session, reason: str) -> None:
     """Whatever the main thread is at, it must not do any more of it: no checkpoint that the others do not know, no message."""
-    _say(f"recycle: worker {session.rank} was given up ({reason}), and the others go on without it: it ends")
+    _say(f"recycle: {session} was given up ({reason}), and the others go on without it: it ends")
     os._exit(GIVEN_UP)
 
 

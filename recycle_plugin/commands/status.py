@@ -9,7 +9,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Iterator
 
-from recycle_plugin.history import EVENTS, History, read_events
+from recycle_plugin.core.words import named
+from recycle_plugin.history import EVENTS, KILLED, History, read_events
 
 DESCRIPTION = """\
 Say where a job is: steps, live workers, who is lost and why, throughput now and before, the last checkpoint, and what the
@@ -49,16 +50,18 @@ def status(history: History, now: float) -> dict:
     step = max(commits, default=None)
     before, current = history.before_s, history.now_s
     return {
-        "state": history.end["event"] if history.end else "gone" if history.gone_silent else "running",
-        "end": history.end["text"] if history.end else history.gone_silent or None,
+        "state": history.end["event"] if history.end else "killed" if history.was_killed else "running",
+        "end": history.end["text"] if history.end else KILLED.format(**history.coordinator) if history.was_killed else None,
+        "coordinator": history.coordinator,
         "silent_s": round(now - history.events[-1]["time"], 1),
         "step": step,
         "loss": history.curve.get(step),
         "workers": {"live": len(history.view.live), "of": len(history.shape.seats)},
-        "gone": [{"seat": seat, "why": why, "before_s": round(now - lost_at[seat], 1)} for seat, why in history.gone.items()],
+        "gone": [{"seat": seat, "rank": history.seats[seat], "why": why, "before_s": round(now - lost_at[seat], 1)} for seat, why in history.gone.items()],
         "step_s": {"now": _number(current), "before": _number(before)},
         "samples_per_s": {"now": _number(history.rate(current, history.last)), "before": _number(history.rate(before, history.last_before))},
         "predicted_throughput": history.predicted,
+        "unmanned_stages": list(history.unmanned),
         "margin": next((event["text"] for event in reversed(history.of("margin"))), None),
         "checkpoint": history.checkpoint,
     }
@@ -70,13 +73,21 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
     yield "step", "none committed yet" if known["step"] is None else f"{known['step']}" + _if(known["loss"], ", loss {:.6f}")
     yield "workers", f"{workers['live']} of {workers['of']}"
     for one in known["gone"]:
-        yield "gone", f"{one['seat']}, {one['before_s']:.0f} s ago: {one['why']}"
+        yield "gone", f"{named(one['rank'], one['seat'])}, {one['before_s']:.0f} s ago: {one['why']}"
     if speed["now"] is not None:
         yield "now", f"{rate['now']:.4g} samples/s, {speed['now']:.3f} s a step"
     if speed["before"] is not None and known["gone"]:
         yield "before", f"{rate['before']:.4g} samples/s, {speed['before']:.3f} s a step"
-    yield "predicted", f"{known['predicted_throughput']:.0%} of the throughput with everybody there" + _if(known["margin"], "; {}")
+    yield "predicted", _predicted(known["predicted_throughput"], known["unmanned_stages"]) + _if(known["margin"], "; {}")
     yield "checkpoint", known["checkpoint"] or "none"
+    if known["coordinator"] and known["state"] == "running":
+        yield "to stop it", "kill {pid} on host {host} ends the job at a commit".format(**known["coordinator"])
+
+
+def _predicted(throughput: float | None, unmanned: list[int]) -> str:
+    if unmanned:
+        return f"nothing: nobody is left in stage{'s' * (len(unmanned) > 1)} {', '.join(map(str, unmanned))}"
+    return "not known yet" if throughput is None else f"{throughput:.0%} of the throughput with everybody there"
 
 
 def _number(value: float) -> float | None:

@@ -14,17 +14,20 @@ What follows for the job, a new generation or its end, core/membership.py decide
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Iterable
 
+from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.output import SUPERVISORS, Output
 from recycle_plugin.core.protocol import (
-    Arrived, Beat, Contribution, End, Exited, Fatal, Fence, Fingerprint, Leaving, Left, Loaded, Missing, Note, Pace, Report, Resized, Stepped,
+    Arrived, Beat, Contribution, Crashed, End, Exited, Fatal, Fence, Fingerprint, Leaving, Left, Loaded, Missing, Note, Pace, Report, Resized, Stepped,
 )  # fmt: skip
 from recycle_plugin.core.roster import FailureDomain, Member, Roster, WorkerId
 from recycle_plugin.core.topology import ClusterView, Topology
 from recycle_plugin.core.watch import Watch
+from recycle_plugin.core.words import how_ended, named
 
-OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Beat, Missing, Fatal, Note)
+OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Beat, Missing, Fatal, Note, Crashed)
 """Nothing of this counts from a worker that is lost, or has come too late."""
 
 
@@ -40,6 +43,9 @@ class Attendance:
         self.leaving: set[WorkerId] = set()  # members that want to go as soon as nobody counts on them
         self.unguarded: dict[int, int] = {}  # by rank, the process that the launcher had started for it, and that was killed
         self.watch = Watch()
+        self._seats: dict[int, Seat] = {}  # by rank, of all that have begun
+        self._crashes: dict[WorkerId, Crashed] = {}  # what their scripts have ended with
+        self._reasons: dict[WorkerId, str] = {}  # why each of those that were leaving ever wanted to
         self._domain = domain
         self._shape: Topology | None = None
         self._outnumbered_at: float | None = None  # by the watch's clock: since then too few are left to go on
@@ -63,6 +69,10 @@ class Attendance:
         """Who says it may have been stopped, or cut off, or never have taken part, and then it changes nothing."""
         return not (isinstance(message, OF_MEMBERS) and (message.worker in self.lost or message.worker in self.late))
 
+    def named(self, rank: int) -> str:
+        """... to people, wherever that worker is by now."""
+        return named(rank, self._seats.get(rank))
+
     def is_gone(self, worker: WorkerId) -> bool:
         """... in whatever way; that it goes once more is no news."""
         return worker in self.lost | self.left | self.late
@@ -76,6 +86,7 @@ class Attendance:
     def begin(self, roster: Roster, job: Job) -> None:
         """All are there."""
         self.roster, self._shape = roster, job.shape
+        self._seats = roster.seats_by_rank()
         self.watch = Watch(job.deadlines, self.watch.clock)
         self.watch.admit(roster.workers)
 
@@ -102,8 +113,16 @@ class Attendance:
         if member is None or member.worker in self.leaving:
             return False
         self.leaving.add(member.worker)
-        out.say("leaving", f"seat {member.seat} leaves at the next commit: {message.reason}", seat=str(member.seat))
+        self._reasons[member.worker] = message.reason
+        out.say("leaving", f"{member} leaves at the next commit: {message.reason}", seat=str(member.seat), rank=member.rank, why=message.reason)
         return True
+
+    @property
+    def why_leaving(self) -> str:
+        reasons: dict[str, list[str]] = {}
+        for worker, reason in sorted(self._reasons.items()):
+            reasons.setdefault(reason, []).append(self.named(worker.rank))
+        return "; ".join(f"{' and '.join(whose)} leave{'s' * (len(whose) == 1)}: {reason}" for reason, whose in reasons.items())
 
     def agreed(self, roster: Roster) -> None:
         """All go on in a generation of ``roster``: whoever was to leave by then is no member any more, and says goodbye."""
@@ -124,13 +143,32 @@ class Attendance:
 
     def died(self, message: Exited, out: Output) -> str:
         """Its supervisor has seen the process end; how."""
-        how = f"was killed by signal {-message.code}" if message.code < 0 else f"exited with code {message.code}"
+        how = f"its process {how_ended(message.code)}"
         if message.rank in self.unguarded and message.code < 0:
-            how = f"went with its guard, process {self.unguarded[message.rank]}, which was killed"
+            how = f"it went with its guard, process {self.unguarded[message.rank]}, which was killed"
         self.dead.add(message.worker)
         if message.worker in self.lost:
-            out.say("confirmed", f"rank {message.rank} {how}, says its supervisor", rank=message.rank, code=message.code)
+            out.say("confirmed", f"{self.named(message.rank)}: {how}, says its supervisor", rank=message.rank, code=message.code, how=how)
         return how
+
+    def crashed(self, message: Crashed, out: Output) -> None:
+        """Its script has ended with an error, which people see once, whoever else meets it.  The worker is lost once its process ends."""
+        known = {(each.error, each.trace) for each in self._crashes.values()}
+        self._crashes[message.worker] = message
+        if (message.error, message.trace) not in known:
+            out.say("error", f"the script of {self.named(message.rank)} ended with {message.error}", rank=message.rank, traceback=message.trace)
+
+    def crash(self, workers: Iterable[WorkerId]) -> str:
+        """What the scripts of ``workers`` have ended with, as far as they have; empty where none has."""
+        errors: dict[str, list[str]] = {}
+        for worker in workers:
+            if worker in self._crashes:
+                errors.setdefault(self._crashes[worker].error, []).append(self.named(worker.rank))
+        return "; ".join(f"the script{'s' * (len(whose) > 1)} of {' and '.join(whose)} ended with {error}" for error, whose in errors.items())
+
+    def crash_in(self, stage: int) -> str:
+        """Of the lost workers of ``stage``."""
+        return self.crash(sorted(worker for worker in self.lost if self._seats[worker.rank].stage == stage))
 
     @staticmethod
     def fence(worker: WorkerId, why: str, out: Output) -> None:
@@ -143,16 +181,18 @@ class Attendance:
         first, *others = self._domain.of(member, self.roster)
         self._lose(first, how, at, out)
         for other in others:
-            why = f"it is given up with seat {member.seat} (rank {member.rank}), which is lost"
+            why = f"it is given up with {member}, which is lost"
             self.fence(other.worker, why, out)
             self._lose(other, why, at, out)
 
     def _lose(self, member: Member, how: str, at: float, out: Output) -> None:
+        if member.worker in self._crashes:
+            how = f"its script ended with {self._crashes[member.worker].error}"
         self.lost.add(member.worker)
         self._remove(member.worker)
         live = self.view(self.roster).live_replicas(member.seat.stage)
         count = {0: "no live worker", 1: "one live worker"}.get(len(live), f"{len(live)} live workers")
-        out.say("lost", f"seat {member.seat} (rank {member.rank}) lost: {how}. Stage {member.seat.stage} has {count} left",
+        out.say("lost", f"{member}: {how}. Stage {member.seat.stage} has {count} left",
                 seat=str(member.seat), rank=member.rank, how=how, seen_at=at)
 
     # --- enough to go on -------------------------------------------------------------------------

@@ -42,5 +42,5 @@ class Complaints:
         key = missing.what if source is None else (member.worker, source.worker)
         tries = self._tries[key] = self._tries.get(key, 0) + 1
         if source is None:
-            return Complaint(f"seat {member.seat} could not finish {missing.what}", tries, None)
-        return Complaint(f"seat {member.seat} misses {missing.what} from seat {missing.source}", tries, source.worker)
+            return Complaint(f"{member} could not finish {missing.what}", tries, None)
+        return Complaint(f"{member} misses {missing.what} from {source}", tries, source.worker)

@@ -31,6 +31,7 @@ from recycle_plugin.core.suspicions import Suspicions
 from recycle_plugin.core.verdict import Verdicts
 from recycle_plugin.core.waitgraph import records, shown, wait_graph
 from recycle_plugin.core.watch import Suspicion
+from recycle_plugin.core.words import named
 
 EARLY = (", and nothing is lost yet: start the job again; where nobody has killed it, see by dmesg on its host whether that ran out of memory, and give its "
          "workers more, or make the model smaller")  # fmt: skip
@@ -171,7 +172,7 @@ class Course:
         self.steps.measured(self.roster)
         if self.halted or self.regrouping.under_way or self.ending.ended is not None:
             return
-        cause = self.steps.rebalance(out)
+        cause = self.steps.rebalance(self.roster, out)
         if cause is not None:
             self.regroup(cause, now, out, from_step=unstarted(self.committed))
 
@@ -201,7 +202,7 @@ class Course:
         stay = self.attendance.staying
         empty = self.attendance.view(stay).empty_stages()
         if empty:
-            self.end_planned(f"stage {empty[0]} would have no worker left", out)
+            self.end_planned(f"stage {empty[0]} would have no worker left", out, cause=self.attendance.why_leaving)
             return
         leavers = ", ".join(str(member.seat) for member in stay.leaves(self.roster))
         self.regroup(f"planned leave of {leavers}", now, out, from_step=unstarted(self.committed))
@@ -216,7 +217,7 @@ class Course:
         self.ending.goodbye(message.code, member is not None and not early)
         if self.attendance.started and not self.ending.failed:
             planned = early or self.ending.ended is not None
-            out.say("left", f"worker {worker.rank} has left after step {self.committed}" + " as planned" * planned, rank=worker.rank)
+            out.say("left", f"{self.attendance.named(worker.rank)} has left after step {self.committed}" + " as planned" * planned, rank=worker.rank)
         self._await_without(member, early, now, out)
         self._finish_if_empty(out)
 
@@ -249,7 +250,7 @@ class Course:
         elif not early:  # all steps are committed, and its report is not needed
             self._complete(now, out)
         elif empty := self._empty_stage():
-            self.end(empty, out)
+            self.end(empty, out, self._crash)
         else:
             self.regroup(f"planned leave of {member.seat}", now, out)
 
@@ -290,7 +291,7 @@ class Course:
         if member is not None and self.roster.is_last(member):
             limit_s = watch.deadlines.last_worker_timeout_s
             if suspicion.for_s > limit_s:
-                self.end(f"seat {member.seat} (rank {member.rank}), the last worker of stage {member.seat.stage}: {suspicion} (deadline {limit_s:.1f} s). "
+                self.end(f"{named(member.rank, member.seat)}, the last worker of stage {member.seat.stage}: {suspicion} (deadline {limit_s:.1f} s). "
                          f"{self.ending.safe_point}. {self._say_waits(out)}", out)
         elif suspicion.overdue:
             watch.has_cost(suspicion.work)
@@ -328,7 +329,8 @@ class Course:
         member = self.roster.member(worker)
         if not self.attendance.started:
             self.attendance.lost.add(worker)
-            self.end(f"worker {worker.rank} {how} before training started{EARLY}", out, worker.rank)
+            crash = self.attendance.crash([worker])
+            self.end(f"{crash or f'{self.attendance.named(worker.rank)}: {how}'} before training started{EARLY * (not crash)}", out, killed=None if crash else worker.rank)
         elif member is None:
             self._depart(worker, out)
         else:
@@ -338,7 +340,7 @@ class Course:
     def _depart(self, worker: WorkerId, out: Output) -> None:
         """Its planned leave holds, and it is gone without the goodbye: nobody needs anything of it any more."""
         self.attendance.leave(worker)
-        out.say("left", f"worker {worker.rank} has left after step {self.committed} as planned, without a word", rank=worker.rank)
+        out.say("left", f"{self.attendance.named(worker.rank)} has left after step {self.committed} as planned, without a word", rank=worker.rank)
         self._finish_if_empty(out)
 
     def _after_loss(self, member: Member, now: float, out: Output) -> None:
@@ -346,7 +348,7 @@ class Course:
         if self.ending.finishing:
             self._await_without(member, False, now, out)
         elif empty := self._empty_stage():
-            self._give_up_going_on(empty, out)
+            self._give_up_going_on(empty, out, self._crash)
         else:
             self._go_on_without(f"loss of {member.seat}", now, out)
         self._finish_if_empty(out)
@@ -366,30 +368,36 @@ class Course:
         """All steps up to a planned end are committed."""
         return self.ending.through(self.committed)
 
-    def end_planned(self, reason: str, out: Output, code: int = 0) -> None:
-        """Where guards were killed, that is taken for the reason, and the script does not know: there is to be a checkpoint."""
+    def end_planned(self, reason: str, out: Output, code: int = 0, cause: str = "") -> None:
+        """``cause``: what has led to that.  Where guards were killed, that is taken for it, and the script does not know: there is to be a checkpoint."""
         guards = ", ".join(f"the guard of rank {rank}, process {pid}, was killed" for rank, pid in sorted(self.attendance.unguarded.items()))
         if guards and not code:
             reason, code = f"{reason}, after {guards}", TRY_AGAIN
         if self.attendance.started:
-            self.ending.plan(self.committed, reason, code, out)
+            self.ending.plan(self.committed, reason, code, out, cause)
         else:
             self.end(reason, out)
 
-    def end(self, reason: str, out: Output, killed: int | None = None) -> None:
+    def end(self, reason: str, out: Output, cause: str = "", killed: int | None = None) -> None:
         """Nobody can go on.  ``killed``: a rank whose worker was, before there was a run folder to say so in."""
         self.regrouping.stop()
-        self.ending.fail(reason, out, killed)
+        self.ending.fail(reason, out, cause, killed)
 
     def _empty_stage(self) -> str:
         """Why those left can't go on, if that is so."""
         empty = self.attendance.view(self.roster).empty_stages()
         return f"stage {empty[0]} has no live worker left. {self.ending.safe_point}" if empty else ""
 
-    def _give_up_going_on(self, why: str, out: Output) -> None:
+    @property
+    def _crash(self) -> str:
+        """What the scripts of those have ended with who are missing in a stage that is empty."""
+        empty = self.attendance.view(self.roster).empty_stages()
+        return self.attendance.crash_in(empty[0]) if empty else ""
+
+    def _give_up_going_on(self, why: str, out: Output, cause: str = "") -> None:
         """At a planned end that is no failure: who does nothing with the others any more just goes.  But who still meets them would wait in vain."""
         if not self._through:
-            self.end(why, out)
+            self.end(why, out, cause)
         elif not self.ending.stranded:
             self.ending.stranded = why
             wanted = self.regrouping.wanted or self._meetings.waiting(self.regrouping.in_force)

@@ -13,17 +13,21 @@ from recycle_plugin.core.output import SUPERVISORS, WORKERS, Output
 from recycle_plugin.core.protocol import End, Over
 from recycle_plugin.core.roster import Member
 from recycle_plugin.core.step import unstarted
+from recycle_plugin.core.words import named
+
+NAMED = 3  # causes in a line: one signal may reach all supervisors
 
 
 class Ending:
     """``ended``: how, once that is decided; ``finishing``: a training script is through; ``stranded``: why, at a planned end, those left can't go on;
-    ``checkpoint``: the last one's path."""
+    ``checkpoint``: the last one's path; ``causes``: of a planned end, all that asked for it."""
 
     def __init__(self) -> None:
         self.ended: End | None = None
         self.finishing = False
         self.stranded = ""
         self.checkpoint = ""
+        self.causes: list[str] = []
         self._code = 0
         self._first_through: tuple[str, int] | None = None  # whose script was through first, and after which step
 
@@ -39,15 +43,19 @@ class Ending:
         """All steps up to a planned end are committed."""
         return self.ended is not None and not self.ended.failed and committed >= self.ended.step - 1
 
-    def fail(self, reason: str, out: Output, killed: int | None = None) -> None:
+    def fail(self, reason: str, out: Output, cause: str = "", killed: int | None = None) -> None:
         if self.failed:
             return
         self.ended = End(0, reason, failed=True)
-        out.say("end", f"the job ends: {reason}", **({} if killed is None else {"killed": killed}))
+        out.say("end", f"the job ends: {f'{cause}, and so ' * bool(cause)}{reason}", **({} if killed is None else {"killed": killed}))
         out.tell(WORKERS, self.ended)
         out.tell(SUPERVISORS, Over(1))
 
-    def plan(self, committed: int, reason: str, code: int, out: Output) -> None:
+    def plan(self, committed: int, reason: str, code: int, out: Output, cause: str = "") -> None:
+        """``cause``: what has led to ``reason``."""
+        why = reason + f" ({cause})" * bool(cause)
+        if why not in self.causes:
+            self.causes.append(why)
         if self.ended is None:
             self.ended = End(unstarted(committed), reason, failed=False, code=code)
             out.tell(WORKERS, self.ended)
@@ -59,18 +67,19 @@ class Ending:
 
     def scripts_end(self, member: Member, step: int) -> None:
         """That of ``member`` has, after ``step``."""
-        self._first_through = self._first_through or (f"seat {member.seat} (rank {member.rank})", step)
+        self._first_through = self._first_through or (named(member.rank, member.seat), step)
 
     def uneven(self, member: Member, step: int) -> str:
         """Why ``member``, which is in ``step``, can't go on, if that is so."""
         if self._first_through is None or step <= self._first_through[1]:
             return ""
         who, last = self._first_through
-        return (f"the training script of {who} ended after step {last}, and that of seat {member.seat} (rank {member.rank}) is in step {step}: all have to train "
+        return (f"the training script of {who} ended after step {last}, and that of {named(member.rank, member.seat)} is in step {step}: all have to train "
                 "equally many steps, so see to what ends the loop on some ranks only")
 
     def finish(self, committed: int, out: Output) -> None:
         """All have left."""
-        why = f": {self.ended.reason}" if self.ended is not None else ""
-        out.say("finished", f"all workers have left after step {committed}{why}", step=committed)
+        more = f"; {len(self.causes) - NAMED} more" if len(self.causes) > NAMED else ""
+        why = "; ".join(self.causes[:NAMED]) + more
+        out.say("finished", f"the job has ended after step {committed}: {why}" if why else f"all workers have left after step {committed}", step=committed)
         out.tell(SUPERVISORS, Over(self._code))

@@ -60,8 +60,9 @@ def _by_value(values: dict[int, str]) -> str:
 
 
 class WeakPoint(NamedTuple):
-    """``refused``: the user wants no job that has it."""
+    """``kind``: "warning" where something can be done about it, else "note".  ``refused``: the user wants no job that has it."""
 
+    kind: str
     text: str
     details: dict
     refused: bool = False
@@ -69,10 +70,11 @@ class WeakPoint(NamedTuple):
 
 def weak_points(job: Job, roster: Roster, shape: Topology) -> Iterator[WeakPoint]:
     """What this job does not survive, and what keeps it from its best speed."""
-    yield WeakPoint(f"single point of failure: host {roster.first.host} runs the coordinator and the store; its loss ends the job", {})
-    for host, stages in stages_at_risk(roster).items():
-        text, strict = at_risk(host, stages, roster, shape), job.strict_placement
-        yield WeakPoint("strict_placement: " * strict + text, {"host": host, "stages": list(stages)}, strict)
+    alone, strict = len({member.host for member in roster}) == 1, job.strict_placement
+    runs = "runs all workers, the coordinator and the store" if alone else "runs the coordinator and the store"
+    yield WeakPoint("note", f"single point of failure: host {roster.first.host} {runs}; its loss ends the job", {})
+    for host, stages in stages_at_risk(roster).items() if strict or not alone else ():
+        yield WeakPoint("warning", "strict_placement: " * strict + at_risk(host, stages, roster, shape), {"host": host, "stages": list(stages)}, strict)
     if job.clipping and job.clip == "sync" and job.stagger_optimizer:
-        yield WeakPoint(f"gradient_clipping is {job.clipping:g}, so each step waits for the norm over all stages and the optimizer is "
+        yield WeakPoint("warning", f"gradient_clipping is {job.clipping:g}, so each step waits for the norm over all stages and the optimizer is "
                         "not staggered; set recycle.clip to \"validate\" where the norm is seldom over that", {})  # fmt: skip

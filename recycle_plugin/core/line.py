@@ -8,6 +8,7 @@ from typing import Iterator
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.protocol import Collected, Committed, End, Generation, Met, Resume
 from recycle_plugin.core.roster import Roster, WorkerId
+from recycle_plugin.core.words import named
 
 UNREAD = 64  # commits that nobody has asked about
 
@@ -50,6 +51,11 @@ class Line:
     @property
     def worker(self) -> WorkerId:
         return WorkerId(self.rank, self.incarnation)
+
+    def __str__(self) -> str:
+        """How people are told of the worker."""
+        member = self.roster.member(self.worker)
+        return named(self.rank) if member is None else str(member)
 
     @property
     def is_first(self) -> bool:

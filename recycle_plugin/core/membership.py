@@ -23,11 +23,12 @@ from recycle_plugin.core.enrolment import Enrolment, weak_points
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.output import WORKERS, Event, Output
 from recycle_plugin.core.protocol import (
-    Arrived, Beat, Contribution, End, Exited, Fatal, Fingerprint, Leaving, Left, Loaded, Met, Missing, Note, Pace, Pulse, Ready, Report, Resized,
+    Arrived, Beat, Contribution, Crashed, End, Exited, Fatal, Fingerprint, Leaving, Left, Loaded, Met, Missing, Note, Pace, Pulse, Ready, Report, Resized,
     Stepped, Terminate, Unguarded,
 )  # fmt: skip
 from recycle_plugin.core.roster import FailureDomain, Roster, WorkerId
 from recycle_plugin.core.step import unstarted
+from recycle_plugin.core.words import BROKEN
 
 
 class Membership:
@@ -119,10 +120,11 @@ class Membership:
             case Missing():
                 self._send_again(message, now, out)
             case Terminate():
-                out.say("terminate", f"{message.reason}: the job ends at the next commit")
-                self.course.end_planned(message.reason, out)
+                self._terminate(message, out)
             case Fatal():
                 self.course.end(message.text, out)
+            case Crashed():
+                self.course.attendance.crashed(message, out)
             case Note():
                 self._note(message, out)
         return out
@@ -143,7 +145,7 @@ class Membership:
     def connection_lost(self, worker: WorkerId, now: float) -> Output:
         """The worker's connection broke without a goodbye: it is gone, or cut off, which is the same to its peers."""
         out = Output()
-        self.course.lose(worker, "its connection broke", now, now, out)
+        self.course.lose(worker, BROKEN, now, now, out)
         return out
 
     def tick(self, now: float) -> Output:
@@ -182,8 +184,8 @@ class Membership:
         out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job.run_dir}",
                 job=asdict(job), seats=seats, hosts=sorted({member.host for member in roster}))
         out.say("deadlines", f"who waits how long for what, in the order in which it fires:\n{shown(job.deadlines.table)}", table=[row._asdict() for row in job.deadlines.table])
-        for text, details, refused in weak_points(job, roster, shape):
-            self.course.end(text, out) if refused else out.say("warning", text, **details)
+        for kind, text, details, refused in weak_points(job, roster, shape):
+            self.course.end(text, out) if refused else out.say(kind, text, **details)
         if self.ended is None:
             self.course.regroup("start", now, out)
 
@@ -241,6 +243,11 @@ class Membership:
         self.course.resize(message, out)
         if self.course.meet(message, "another batch size", {}, out) is not None:
             self.course.regroup("another batch size", now, out)
+
+    def _terminate(self, message: Terminate, out: Output) -> None:
+        who = f"the supervisor of {self.course.attendance.named(message.rank)} on host {message.host} got " if message.host else ""
+        out.say("terminate", f"{who}{message.reason}: the job ends at the next commit")
+        self.course.end_planned(f"{who}{message.reason}", out)
 
     def _note(self, note: Note, out: Output) -> None:
         if note.kind == "checkpoint":

@@ -214,10 +214,11 @@ class Pulse(OfWorker):
 
 @dataclass(frozen=True)
 class Terminate:
-    """The supervisor was told to end the job."""
+    """The job is to end at the next commit.  ``host``: where the supervisor of ``rank`` has got what ``reason`` names, a signal; empty: another reason."""
 
     rank: int
     reason: str
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,14 @@ class Fatal(OfWorker):
     """The worker met something after which nobody can go on."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class Crashed(OfWorker):
+    """The worker's script has ended with ``error``, in a line, and the process ends with it.  ``trace``: the traceback, if there is one."""
+
+    error: str
+    trace: str = ""
 
 
 @dataclass(frozen=True)
@@ -357,7 +366,7 @@ class Over:
 MESSAGES = (
     # from a worker or its supervisor
     Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Exited, Unguarded, Beat, Missing, Pulse, Terminate,
-    Fatal, Note,
+    Fatal, Note, Crashed,
     # from the coordinator
     Welcome, Placed, Generation, Resume, Heard, Fence, Committed, Collected, Met, End, Over,
 )  # fmt: skip

@@ -131,7 +131,7 @@ class Regrouping:
         """Who is still missing after that long; ``left``: who need not report any more."""
         if self._awaiting is None:
             return None
-        missing = sorted(member.seat for member in self._awaiting.roster.without(left | self._reports.keys()))
+        missing = self._awaiting.roster.without(left | self._reports.keys())
         return (f"regrouping to generation {self._awaiting.number} waited {seconds:.0f} s for the report of "
-                f"seat{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}; raise recycle.regroup_timeout_s if "
+                f"{', '.join(map(str, missing))}; raise recycle.regroup_timeout_s if "
                 "the training script may pause that long")

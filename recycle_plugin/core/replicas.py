@@ -10,7 +10,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Iterator
 
-from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.protocol import Fingerprint
 from recycle_plugin.core.roster import Group, Member, Roster, WorkerId
 
@@ -29,16 +28,12 @@ class Mismatch:
     def workers(self) -> tuple[WorkerId, ...]:
         return tuple(member.worker for member in self.members)
 
-    @property
-    def seats(self) -> tuple[Seat, ...]:
-        return tuple(member.seat for member in self.members)
-
     def __str__(self) -> str:
         if self.majority:
             return f"its copy of {self.weight} after step {self.step} is unlike the others" if self.weight else f"its state after step {self.step} is unlike that of the stage's other replicas"
         if self.weight:
-            return f"the copies of {self.weight} at {', '.join(map(str, self.seats))} differ after step {self.step}, and no majority says which is right"
-        return f"the replicas {', '.join(map(str, self.seats))} differ after step {self.step}, and no majority says which is right"
+            return f"the copies of {self.weight} at {', '.join(map(str, self.members))} differ after step {self.step}, and no majority says which is right"
+        return f"the replicas at {', '.join(map(str, self.members))} differ after step {self.step}, and no majority says which is right"
 
 
 class Fingerprints:

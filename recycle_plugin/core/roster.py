@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Callable, Collection, Hashable, Iterator, KeysView, NamedTuple
 
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.words import named
 
 
 class WorkerId(NamedTuple):
@@ -37,6 +38,9 @@ class Member:
     @property
     def worker(self) -> WorkerId:
         return WorkerId(self.rank, self.incarnation)
+
+    def __str__(self) -> str:
+        return named(self.rank, self.seat)
 
 
 Group = tuple[Member, ...]
@@ -121,6 +125,9 @@ class Roster:
     def shards(self) -> int:
         """Of the seat that has most of them."""
         return max(map(len, self._by_seat.values()), default=0)
+
+    def seats_by_rank(self) -> dict[int, Seat]:
+        return {member.rank: member.seat for member in self.members}
 
     def group(self, seat: Seat) -> Group:
         """Who holds it, in the order of its shards; nobody where it is lost."""

@@ -84,11 +84,11 @@ class Steps:
         """Everybody who is live has said how fast the committed steps went."""
         self.paces.committed(self.committed, roster)
 
-    def rebalance(self, out: Output) -> str | None:
+    def rebalance(self, roster: Roster, out: Output) -> str | None:
         """Why work is to be dealt out anew: a worker has become slow, or is so no longer."""
         news = self.paces.news()
         for seat, percent in news.items():
-            out.say("rebalance", f"seat {seat} needs {percent}% of the time that its stage's others need: work is dealt out anew", seat=str(seat), percent=percent)
+            out.say("rebalance", f"{roster.holder(seat)} needs {percent}% of the time that its stage's others need: work is dealt out anew", seat=str(seat), percent=percent)
         return f"pace of {', '.join(map(str, news))}" if news else None
 
     def sum_up(self, out: Output) -> None:

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from recycle_plugin.core.output import Event
+from recycle_plugin.history import place
 from recycle_plugin.runtime.telemetry import UNWRITTEN, WRITTEN, Droppable, Lines, console
 
-STYLES = {"lost": "bold red", "end": "bold red", "escalate": "bold red", "warning": "yellow", "late": "yellow", UNWRITTEN: "yellow", WRITTEN: "green", "fault": "magenta", "resume": "bold green", "finished": "green"}
+STYLES = {"lost": "bold red", "error": "bold red", "end": "bold red", "escalate": "bold red", "warning": "yellow", "late": "yellow", UNWRITTEN: "yellow", WRITTEN: "green", "fault": "magenta", "resume": "bold green", "finished": "green"}
 STEPS = {"committed", "loss", "rest"}  # what the log may lack and still tell how the job went
-QUIET = {"committed", "coordinator", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
+QUIET = {"committed", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
+
+
+def event_line(event: Event, now: float) -> str:
+    """As the log has it, without its end."""
+    return json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details}, default=str)
 
 
 class Announcer:
@@ -61,6 +69,8 @@ class Announcer:
             self._of_a_file(event, now)
         elif event.kind not in QUIET:
             self._line(event.kind, event.text, now)
+            if trace := event.details.get("traceback"):
+                self._console.print(self._text(trace.rstrip()))
         if event.kind in ("lost", "left"):
             self._unwritten = {path: rank for path, rank in self._unwritten.items() if rank is None or rank != event.details["rank"]}
 
@@ -80,7 +90,8 @@ class Announcer:
             os.dup2(nobody.fileno(), self._console.file.fileno())
 
     def _record(self, event: Event, now: float) -> None:
-        line = json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details}, default=str)
+        here = {"coordinator": {"host": socket.gethostname(), "pid": os.getpid(), "place": place()}} if event.kind == "start" else {}
+        line = event_line(replace(event, details=event.details | here), now)
         self._early.append(line)
         if event.kind == "start":
             job = event.details["job"]

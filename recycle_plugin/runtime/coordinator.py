@@ -22,7 +22,7 @@ from recycle_plugin.core.placement import spread
 from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Left, Over, Placed, Ready, Terminate, Welcome
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import TICK_S
-from recycle_plugin.history import born
+from recycle_plugin.core.words import named
 from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.control import Control, InLoop, InProcess, SocketControl
 
@@ -74,9 +74,6 @@ class Coordinator:
         listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(listener))
         self._tick()
-        here, pid = socket.gethostname(), os.getpid()
-        details = {"host": here, "pid": pid, "born": born(pid)}
-        self._say(Event("coordinator", f"the coordinator is process {pid} on {here}", details), time.time())
 
     def connect(self) -> InProcess:
         """From within this process, by whichever thread."""
@@ -189,7 +186,7 @@ class Coordinator:
         control.send(replace(self._welcome, incarnation=worker.incarnation))
         turned_away = self._membership.greet(worker, hello.host)
         if not turned_away.events:
-            self._say(Event("worker", f"worker {hello.rank} is process {hello.pid} on {hello.host}", {"rank": hello.rank, "pid": hello.pid}), time.time())
+            self._say(Event("worker", f"{named(hello.rank)} is process {hello.pid} on {hello.host}", {"rank": hello.rank, "pid": hello.pid}), time.time())
         self._act(turned_away)
         return worker
 
@@ -202,7 +199,7 @@ class Coordinator:
         except Exception as error:
             self.fail(f"the coordinator met an error of its own ({error!r})")
             raise
-        self._complain(f"{hello.role} {hello.rank}", control, rank=hello.rank)
+        self._complain(f"the {hello.role} of {named(hello.rank)}", control, rank=hello.rank)
 
     def _complain(self, who: str, control: InLoop, **details: object) -> None:
         """A connection that speaks nonsense is as good as closed."""

@@ -38,6 +38,12 @@ def register(session: Session) -> None:
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=[*DEVICES])
 
 
+def check_backend(backend: str) -> None:
+    """Of the group of all, which the script has asked for; groups that others make can't lose members."""
+    if backend != BACKEND:
+        raise RecycleError(f'process groups over {backend} are not supported yet: write "gloo" where your script names a backend, or leave it out')
+
+
 class MemberGroup(dist.ProcessGroup):
     """Of the live ones of its logical members; ``options`` are torch's for a new group, with its name and its members' global ranks."""
 

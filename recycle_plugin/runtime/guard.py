@@ -38,7 +38,9 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from typing import Callable
+from typing import BinaryIO, Callable
+
+from recycle_plugin.runtime import signal_info
 
 Child = Callable[[socket.socket], int]  # runs in a process of its own, with its end of the line; its exit code
 
@@ -77,7 +79,7 @@ class Guard:
 
     def __init__(self, supervise: Child, host: Child | None) -> None:
         self._supervise, self._host = supervise, host
-        self._watched: dict[int, tuple[socket.socket, Callable[[], None]]] = {}  # by descriptor
+        self._watched: dict[int, tuple[socket.socket | BinaryIO, Callable[[], None]]] = {}  # by descriptor
         self._poll = select.poll()
         self._supervisor_pid = self._host_pid = 0  # 0: it does not run
         self._supervisor: Line | None = None
@@ -97,6 +99,9 @@ class Guard:
         _call_this("recycle-guard")
         wake = self._take_signals()
         self._watch(wake, lambda: self._signalled(wake.recv(PIECE)))
+        if (signals := signal_info.opened()) is not None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal_info.ENDING)
+            self._watch(signals, lambda: self._told(signal_info.heard(signals)))
         if self._host is not None:
             self._host_pid, self._hosted = self._fork(self._host, self._hear_host)
         self._begin()
@@ -141,14 +146,19 @@ class Guard:
 
     def _signalled(self, numbers: bytes) -> None:
         for number in set(numbers) - {signal.SIGCHLD}:
-            self._signal = signal.Signals(number).name
-            self._supervisor.tell(signal=self._signal)
+            self._told(signal.Signals(number).name)
         if self._worker is not None and self._forked is None and self._code is None and (code := _ended(self._worker)) is not None:
             self._worker_ended(code)
         if self._supervisor_pid and (code := _ended(self._supervisor_pid)) is not None:
             self._supervisor_ended(code)
         if self._host_pid and (code := _ended(self._host_pid)) is not None:
             self._host_ended(code)
+
+    def _told(self, what: str | None) -> None:
+        """To end the job: a signal, with its sender where that is known."""
+        if what is not None:
+            self._signal = what
+            self._supervisor.tell(signal=what)
 
     def _supervisor_ended(self, code: int) -> None:
         """One that ends by itself is through with its worker and the job."""
@@ -221,7 +231,7 @@ class Guard:
             else:
                 ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # by Python, and nobody else
                 arguments = [sys.executable, "-u", "-m", *command]
-                self._worker = os.posix_spawn(sys.executable, arguments, environment, setsigdef=ignored)
+                self._worker = os.posix_spawn(sys.executable, arguments, environment, setsigdef=ignored, setsigmask=[])
         except OSError as error:
             self._supervisor.tell(failed=str(error))
         else:
@@ -260,7 +270,7 @@ class Guard:
 
     # --- descriptors and signals -------------------------------------------------------------------
 
-    def _watch(self, end: socket.socket, hear: Callable[[], None]) -> None:
+    def _watch(self, end: socket.socket | BinaryIO, hear: Callable[[], None]) -> None:
         self._watched[end.fileno()] = end, hear
         self._poll.register(end, select.POLLIN)
 
@@ -277,20 +287,21 @@ class Guard:
         out.setblocking(False)
         into.setblocking(False)
         signal.set_wakeup_fd(into.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGCHLD, *signal_info.ENDING):
             signal.signal(number, lambda *_, keep=into: None)
         return out
 
 
-def _become(child: Child, line: socket.socket, others: list[socket.socket], name: str) -> None:
+def _become(child: Child, line: socket.socket, others: list[socket.socket | BinaryIO], name: str) -> None:
     """In a fork of the guard.  Does not return."""
     code = 1
     try:
         _call_this(name)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in (signal.SIGTERM, signal.SIGINT):  # until it can deal with them; the guard has got them too, or none of them was meant for the job
+        for number in signal_info.ENDING:  # until it can deal with them; the guard has got them too, or none of them was meant for the job
             signal.signal(number, signal.SIG_IGN)
+        signal_info.unblock()
         for end in others:  # of the guard: it would not be gone here
             end.close()
         code = child(line)

@@ -6,10 +6,10 @@ What ends this process ends all others.  Imports no torch and no DeepSpeed.
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 from typing import Mapping
 
+from recycle_plugin.runtime import senders
 from recycle_plugin.runtime.place import Here
 from recycle_plugin.runtime.spawn import SERVER_VARIABLE, NoServer, ServerProcess
 from recycle_plugin.runtime.supervisor import BadMaster, Hosted, Supervisor
@@ -41,8 +41,7 @@ class Launcher:
     async def run(self) -> int:
         """The exit code: 0 when the job has come to its end, whoever died on the way; 1 when it was told to end; else the largest of its workers."""
         self._running = asyncio.current_task()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._signalled, number.name)
+        senders.take(self._signalled)
         if self._imports is None:
             self._environment.pop(SERVER_VARIABLE, None)
         server = await self._server() if self._imports is not None and SERVER_VARIABLE not in self._environment else None
@@ -78,13 +77,13 @@ class Launcher:
         described = self._environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         return Supervisor(self._command, described, self._placement, Here(), self._hosted)
 
-    def _signalled(self, name: str) -> None:
+    def _signalled(self, what: str) -> None:
         """The job ends at a commit; at the second one, where there is no job yet, or once it takes too long: at once."""
         if self._told or self._hosted is None:
             self._running.cancel()
         else:
             self._told = True
-            self._hosted.terminate(f"the launcher got {name}")
+            self._hosted.terminate(f"the launcher got {what}")
             asyncio.get_running_loop().call_later(END_S, self._running.cancel)
 
 

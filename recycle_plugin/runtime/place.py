@@ -10,6 +10,7 @@ import socket
 from contextlib import suppress
 from typing import Callable, Protocol
 
+from recycle_plugin.runtime import senders
 from recycle_plugin.runtime.spawn import Process, spawn
 
 
@@ -24,7 +25,7 @@ class Place(Protocol):
         """As runtime/spawn.py's; ``rank`` is what the next supervisor finds."""
 
     async def watch(self, told_to_end: Callable[[str], None]) -> None:
-        """Until the place is lost.  ``told_to_end`` is called with the name of a signal that says so."""
+        """Until the place is lost.  ``told_to_end`` is called with the signal that says so, and its sender where that is known."""
 
 
 class Here:
@@ -58,8 +59,7 @@ class Guarded:
             self.worker = GuardedProcess(held["pid"], self._code, self._tell)
         if held["code"] is not None:
             self._code.set_result(held["code"])
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._signalled, number.name)
+        senders.take(self._signalled)
         self._hearing = asyncio.create_task(self._hear())
 
     @classmethod
@@ -80,15 +80,15 @@ class Guarded:
 
     async def watch(self, told_to_end: Callable[[str], None]) -> None:
         self._told_to_end = told_to_end
-        for name in self._signals[:1]:
-            told_to_end(name)
+        for what in self._signals[:1]:
+            told_to_end(what)
         await asyncio.shield(self._hearing)
 
-    def _signalled(self, name: str) -> None:
+    def _signalled(self, what: str) -> None:
         """The guard's signals mostly come here as well, and say no more."""
-        self._signals.append(name)
+        self._signals.append(what)
         if self._told_to_end is not None and len(self._signals) == 1:
-            self._told_to_end(name)
+            self._told_to_end(what)
 
     async def _hear(self) -> None:
         """Until the guard is gone, and the worker with it."""

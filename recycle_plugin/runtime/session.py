@@ -19,6 +19,7 @@ from typing import Callable, Iterator, TypeVar
 from recycle_plugin.core.line import Line
 from recycle_plugin.core.protocol import Fence, Generation, Heard, Hello, Leaving, Left, Note, OfWorker, Welcome
 from recycle_plugin.core.watch import WAITS
+from recycle_plugin.core.words import named
 from recycle_plugin.runtime.control import Control, connect
 from recycle_plugin.runtime.errors import CutOff, RecycleError, WaitTimeout
 from recycle_plugin.runtime.heart import Heart
@@ -72,7 +73,7 @@ class Session(Line):
         self.send(Hello(rank, "worker", os.getpid(), self.host))
         welcome = control.receive(CONNECT_S)
         if not isinstance(welcome, Welcome):
-            raise RecycleError(f"the coordinator has not welcomed worker {rank} within {CONNECT_S:.0f} s: {control.broken or welcome or 'it says nothing'}")
+            raise RecycleError(f"the coordinator has not welcomed {named(rank)} within {CONNECT_S:.0f} s: {control.broken or welcome or 'it says nothing'}")
         self.job_id, self.incarnation = welcome.job_id, welcome.incarnation
         threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
 
@@ -115,7 +116,7 @@ class Session(Line):
 
     def _refuse_forks(self) -> None:
         if self.forked:
-            raise RecycleError(f"process {os.getpid()} was forked from worker {self.rank}, and is not that worker: it can't train, settle or take part in the job's "
+            raise RecycleError(f"process {os.getpid()} was forked from the worker of {self}, and is not that worker: it can't train, settle or take part in the job's "
                                "collectives; do that in the script's own process")  # fmt: skip
 
     # --- listening ---------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ class Session(Line):
 
     def _raise_cut_off(self, name: str) -> None:
         raise CutOff(
-            f"worker {self.rank} has heard nothing of the coordinator for {self.regroup_timeout_s:.0f} s, so the others may have gone on "
+            f"{self} has heard nothing of the coordinator for {self.regroup_timeout_s:.0f} s, so the others may have gone on "
             f"without it; it stops waiting for {name}"
         )
 

@@ -17,6 +17,7 @@ import sys
 from contextlib import suppress
 from typing import Protocol
 
+from recycle_plugin.core.words import how_ended
 from recycle_plugin.runtime.guard import SERVER_VARIABLE
 
 SERVER_S = 180.0  # how long a server may take to import what it is to have, and to compile on a machine's very first call
@@ -102,11 +103,6 @@ def socket_name(listener: socket.socket) -> str:
     """For :func:`ask`: the path, or @ and the name of a socket that has no file."""
     name = listener.getsockname()
     return name if isinstance(name, str) else "@" + name[1:].decode()
-
-
-def how_ended(code: int) -> str:
-    """In words, of :meth:`Process.wait`'s result."""
-    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
 
 class ServerProcess:

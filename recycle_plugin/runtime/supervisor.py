@@ -24,14 +24,15 @@ from recycle_plugin.core.encoding import encode
 from recycle_plugin.core.output import Event
 from recycle_plugin.core.protocol import Exited, Fence, Heard, Hello, Over, Placed, Pulse, Terminate, Unguarded, Welcome
 from recycle_plugin.core.roster import WorkerId
-from recycle_plugin.runtime import pulse
+from recycle_plugin.core.words import how_ended
+from recycle_plugin.runtime import pulse, senders
 from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.control import InLoop, InProcess
 from recycle_plugin.runtime.coordinator import Coordinator
 from recycle_plugin.runtime.errors import CutOff
 from recycle_plugin.runtime.guard import Line
 from recycle_plugin.runtime.place import Guarded, Place
-from recycle_plugin.runtime.spawn import Process, how_ended, spawn
+from recycle_plugin.runtime.spawn import Process, spawn
 
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RESUME_S = 5.0  # the same once more, where the connection has broken
@@ -40,7 +41,6 @@ GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job
 PULSE_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
-REPORT_S = 60.0  # how long the report may take
 ANOTHER_ADDRESS = "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all others"
 END_S = 15.0  # how long a worker that was told to end may take
 
@@ -80,8 +80,8 @@ class Supervisor:
             if self._worker is not None:  # nobody waits for the job's end any more
                 self._fence()
 
-    def _told_to_end(self, name: str) -> None:
-        self._tell(Terminate(self._rank, f"a supervisor got {name}"))
+    def _told_to_end(self, what: str) -> None:
+        self._tell(Terminate(self._rank, what, socket.gethostname()))
 
     async def _connect(self) -> InLoop:
         if self._hosted is not None:
@@ -283,9 +283,12 @@ class Hosted:
             self._store.send_signal(signal.SIGKILL)
         await asyncio.wait({self._watching}, timeout=STORE_S)  # one that was forked from a stopped process is never heard of
         self._watching.cancel()
-        if self._announcer.wants_report:
-            self._announcer.say(await _write_report(self._announcer.folder), time.time())
+        folder = self._announcer.folder if self._announcer.wants_report else None
+        if folder is not None:
+            self._announcer.say(Event("report", f"{folder / 'report.html'} is being written"), time.time())
         self._announcer.close()
+        if folder is not None:
+            _begin_report(folder)
 
     async def _watch_store(self) -> None:
         """Without the store workers could not even find each other, and would wait for it."""
@@ -294,20 +297,14 @@ class Hosted:
             self._coordinator.fail(f"the key-value store's process {how}; without it workers can't find each other")
 
 
-async def _write_report(folder: Path) -> Event:
-    """In a process of its own, which nothing that goes wrong in it gets out of.  The launcher's SIGTERM is for those that train."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "recycle_plugin.cli", "report", str(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
-    )  # fmt: skip
+def _begin_report(folder: Path) -> None:
+    """In a process of its own, which outlives this one: nobody waits for it, and nothing that goes wrong in it gets out of it.  The launcher's SIGTERM is for those that train."""
+    nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     try:
-        said, _ = await asyncio.wait_for(process.communicate(), REPORT_S)
-    except asyncio.TimeoutError:
-        process.kill()
-        await process.wait()
-        return Event("warning", f"no report within {REPORT_S:.0f} s: recycle report {folder} writes it")
-    last = said.decode(errors="replace").strip().rpartition("\n")[2]
-    return Event("warning", f"no report: {last}") if process.returncode else Event("report", last)
+        subprocess.Popen([sys.executable, "-m", "recycle_plugin.report", str(folder)], start_new_session=True,
+                         preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN), **nothing)  # fmt: skip
+    except OSError as error:
+        print(f"recycle: warning: no report ({error.strerror}): recycle report {folder} writes it", file=sys.stderr, flush=True)
 
 
 def _resolved(host: str) -> str:
@@ -339,6 +336,7 @@ def supervise(command: list[str], environment: dict[str, str], placement: Callab
     """One rank's supervisor, at the end of its guard's ``line``; the exit code."""
 
     async def run() -> int:
+        senders.spare_threads()
         place = await Guarded.take(line)
         return 1 if place is None else await Supervisor(command, environment, placement(command), place).run()
 
@@ -355,9 +353,11 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
             guard.tell(folder=event.details["job"]["run_dir"])
 
     async def run() -> int:
+        senders.spare_threads()
         if ranks > int(environment.get("LOCAL_SIZE", ranks)):
             _check_reachable(address[0])
         hosted = await Hosted.start(address, ranks, environment, told)
+        senders.take(lambda what: hosted.terminate(f"the coordinator's process got {what}"))
         guard.tell(ready=True)
         reader, _ = await asyncio.open_connection(sock=line)
         await reader.read()

@@ -16,6 +16,9 @@ PAIR = Shape(replicas=2, stages=1)
 
 CASES = {
     "unknown key": "recycle.spilt_backward: no such key; did you mean split_backward?",
+    "misspelt section": '"Recyle" in the DeepSpeed config: no such section; did you mean "recycle"?',
+    "no batch size": "the DeepSpeed config has neither train_batch_size nor train_micro_batch_size_per_gpu: write one of the two",
+    "nccl": 'process groups over nccl are not supported yet: write "gloo" where your script names a backend, or leave it out',
     "one replica": "data parallelism is 1",
     "iterable dataset": "training_data is a Endless, which cannot be read by index: give a map-style dataset",
     "ZeRO 1": "zero_optimization.stage 1 shards the optimizer state",

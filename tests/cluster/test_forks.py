@@ -39,7 +39,7 @@ def test_helpers_do_what_they_do_anywhere_and_the_job_goes_on(run, how):
     }
     assert len(result.records) == 4 and len(result.losses) == 12
     if how in ("trains on", "meets"):
-        assert result.output.count("was forked from worker") >= 4, result.output[-6000:]
+        assert result.output.count("was forked from the worker of") >= 4, result.output[-6000:]
 
 
 def test_the_end_of_one_workers_helper_is_no_leave(run):

@@ -131,6 +131,7 @@ WRONG = {
     "a loss scale": ("recycle={loss_scaling: true, nonfinite: skip}", "recycle.loss_scaling: plain jobs train in fp32"),
     "an optimizer instead of a function": ("wrong=optimizer", "optimizer is a Adam: give a function that makes one for a stage's parameters"),
     "a scheduler of metrics": ("wrong=plateau", "ReduceLROnPlateau is stepped with a metric, which a step does not know"),
+    "a function as a layer": ("layer=function", "layer 1 is loss, which is called without arguments to make a module, and has missing a required argument: 'outputs'"),
     "a layer": ("layer=name", "layer 1 is a str: give a module, or a function without arguments that makes one"),
     "a limit below 0": ("gradient_clipping=-1", "clip is -1: write the largest norm that gradients may have, or 0 for any"),
     "no data": ("data=3", "data is a int: give a function of (step, replica, micro_batch), or a map-style dataset"),

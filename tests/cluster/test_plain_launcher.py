@@ -99,7 +99,7 @@ def test_a_worker_that_is_killed_before_training_ends_the_job_and_a_run_folder_t
     os.kill(records[1]["pid"], signal.SIGKILL)
     result = run.finish()
     assert result.code == 1
-    said = "the job ends: worker 1 was killed by signal 9 before training started, and nothing is lost yet: start the job again"
+    said = "the job ends: rank 1: its process was killed by signal 9 (SIGKILL) before training started, and nothing is lost yet: start the job again"
     assert_one_line(result, said)
     assert_gone([record["pid"] for record in records])
     with early_folder(result) as folder:
@@ -178,7 +178,7 @@ def test_the_death_of_the_process_that_workers_are_forked_from_ends_the_job(star
     assert {record["parent"] for record in records} == {server.pid}
     server.kill()
     result = run.finish()
-    assert_one_line(result, "recycle: error: the process that all workers were forked from was killed by signal 9, and they with it")
+    assert_one_line(result, "recycle: error: the process that all workers were forked from was killed by signal 9 (SIGKILL), and they with it")
     assert_gone([record["pid"] for record in records])
 
 
@@ -193,6 +193,8 @@ def test_a_signal_ends_the_job_at_a_commit(launch, number):
     after_step(run, 4)
     os.kill(run.launcher.pid, number)
     result = run.finish()
-    assert result.code == 1 and len(result.of("finished")) == 1 and not result.of("lost"), result.output[-6000:]
+    (finished,) = result.of("finished")
+    assert f": the launcher got {number.name} from process {os.getpid()} (" in finished["text"] and "all workers have left" not in result.output
+    assert result.code == 1 and not result.of("lost"), result.output[-6000:]
     (step,) = {event["text"].split("after step ")[1].split()[0] for event in result.of("left")}
     assert len(result.of("left")) == 4 and int(step) == result.of("committed")[-1]["step"]

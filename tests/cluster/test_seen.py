@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
+from recycle_plugin.runs import await_reports
 from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, faults
 
 SAMPLES = 4  # of a step
@@ -44,9 +45,10 @@ def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
 
     assert status["workers"] == {"live": 3, "of": 4} and status["step"] >= 12
     ((gone,), predicted) = status["gone"], status["predicted_throughput"]
-    assert gone["seat"] == "0.0" and "killed by signal 9" in gone["why"] and 0.4 < predicted < 0.7
+    assert gone["seat"] == "0.0" and "killed by signal 9 (SIGKILL), says its supervisor" in gone["why"] and 0.4 < predicted < 0.7
     (told,) = result.of("report")
-    assert told["text"] == str(run.folder / "report.html") and "0.0 lost" in Path(told["text"]).read_text()
+    await_reports(run.mark)
+    assert told["text"] == f"{run.folder / 'report.html'} is being written" and "0.0 lost" in (run.folder / "report.html").read_text()
 
 
 @pytest.mark.plain_too

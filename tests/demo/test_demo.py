@@ -58,6 +58,7 @@ def test_demo(warm, tmp_path, capsys):
     assert said.count("single point of failure") == 1
     assert len((out / "losses.csv").read_text().splitlines()) == STEPS + 1
     picture_opens(out / "gantt.png")
+    assert (out / "with_failure" / "report.html").exists(), "the demo is over when it is written"
     kinds = [event["ph"] for event in json.loads((out / "trace.json").read_text())["traceEvents"]]
     assert kinds.count("s") == kinds.count("f") > 0 and kinds.count("i") == 3
 
@@ -75,7 +76,7 @@ def test_an_interrupted_demo_leaves_no_process(warm, tmp_path, number):
     command = [Path(sys.executable).with_name("recycle"), "demo", "--out", out]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     events = out / "fault_free" / "events.jsonl"
-    until(lambda: events.exists() or demo.poll() is not None, 120)
+    until(lambda: events.exists() and events.read_text() or demo.poll() is not None, 120)
     pids = [json.loads(line)["pid"] for line in events.read_text().splitlines() if '"worker"' in line]
     demo.send_signal(number)
     said, _ = demo.communicate(timeout=60)

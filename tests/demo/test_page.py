@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,13 +14,14 @@ import pytest
 
 from recycle_plugin import report
 from recycle_plugin.cli import main
-from recycle_plugin.history import History
+from recycle_plugin.commands.status import lines, status
+from recycle_plugin.history import History, place
 from recycle_plugin.render.page import Chart, Table, chart, page, ticks
 from recycle_plugin.runtime.trace import TraceFile
 from tests.demo.test_report import spans
 
 LOG = Path(__file__).parent / "with_failure.jsonl"
-WHY = "its connection broke; rank 2 was killed by signal 9, says its supervisor"
+WHY = "its process was killed by signal 9 (SIGKILL), says its supervisor"
 VOID = {"meta", "img"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -79,7 +82,7 @@ def test_the_report(folder, traced, capsys):
     assert found.texts["h2"] == ["Job", "Steps", "Failures", "Schedule", "Events"]
     assert len(found.links) == 1 and found.links[0].startswith("data:image/png;base64,iVBOR"), "self-contained: nothing is fetched"
     cells = found.texts["td"]
-    assert {"0.1", "0.400 s", f"3 of 4 left; 0.1: {WHY}", "2 replicas of 2 stages, 4 micro-batches each"} <= set(cells)
+    assert {"0.1", "0.400 s", f"3 of 4 left; seat 0.1 (rank 2): {WHY}", "2 replicas of 2 stages, 4 micro-batches each"} <= set(cells)
     assert "34.78 samples/s, 0.23 s a step; at the end 20 samples/s, 0.4 s a step: 58%, predicted 60%" in cells
     assert found.texts["text"].count("0.1 lost") == 2, "on the throughput's and the loss's chart"
     assert any("As it ran when 0.1 was lost" in text for text in found.texts["p"]) == traced
@@ -120,7 +123,7 @@ def test_status(folder, capsys):
     assert main(["status", str(folder)]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["step"] == "9, loss 4.100000" and lines["workers"] == "3 of 4" and lines["checkpoint"] == "none"
-    assert lines["gone"].startswith("0.1, ") and lines["gone"].endswith(f" s ago: {WHY}")
+    assert lines["gone"].startswith("seat 0.1 (rank 2), ") and lines["gone"].endswith(f" s ago: {WHY}")
     assert lines["now"] == "20 samples/s, 0.400 s a step" and lines["before"] == "34.78 samples/s, 0.230 s a step"
     assert lines["predicted"] == "60% of the throughput with everybody there"
 
@@ -137,6 +140,35 @@ def test_status_as_data(folder, capsys):
     assert (found["state"], found["end"], found["step"], found["workers"]) == ("running", None, 9, {"live": 3, "of": 4})
     assert found["step_s"] == {"now": 0.4, "before": 0.23} and found["samples_per_s"] == {"now": 20.0, "before": 34.7826}
     assert found["checkpoint"] == "saved/global_step9" and found["margin"].startswith("one more loss")
+
+
+def without_end(folder: Path, *more: dict, **start: object) -> dict[str, str]:
+    """``recycle status`` of that run before its end, with ``more`` events and another ``start``, by the word that each line begins with."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines() if '"finished"' not in line and '"left"' not in line]
+    next(event for event in events if event["event"] == "start").update(start)
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in [*events, *({"time": 104.6, "text": ""} | one for one in more)]))
+    known = status(History.read(folder), 200.0)
+    assert json.loads(json.dumps(known)) == known
+    return dict(lines(known))
+
+
+def test_nothing_is_predicted_where_a_stage_is_gone_nor_before_there_is_a_plan(folder):
+    one = {"event": "lost", "seat": "0.0", "rank": 0, "how": "its connection broke", "seen_at": 104.6}
+    assert without_end(folder, one)["predicted"] == "not known yet"
+    assert without_end(folder, {**one, "seat": "1.1", "rank": 3})["predicted"] == "nothing: nobody is left in stage 1"
+    assert "predicted 0%" not in (text := report.write(folder).read_text()) and "predicted None" not in text
+
+
+def test_a_job_whose_coordinator_was_killed_runs_no_more(folder):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here = {"host": "h", "place": place()}
+    killed = f"killed: the coordinator's process on host h, {ended.pid}, is gone, and has not said why"
+    assert without_end(folder, coordinator=here | {"pid": ended.pid})["state"] == killed and killed in Read(report.write(folder).read_text()).texts["td"]
+    assert without_end(folder, coordinator=here | {"pid": os.getpid()})["state"].startswith("killed"), "the log is of 1970, and this process is not"
+    running = without_end(folder, coordinator=here | {"pid": os.getpid()}, time=time.time())
+    assert running["state"].startswith("running") and running["to stop it"] == f"kill {os.getpid()} on host h ends the job at a commit"
+    assert without_end(folder, coordinator={"host": "h", "place": "elsewhere", "pid": ended.pid})["state"].startswith("running")
 
 
 WRONG = {

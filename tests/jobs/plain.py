@@ -88,6 +88,10 @@ def main() -> None:
         layers[1] = layers[2] = Block()
     if job.layer == "name":
         layers[1] = "Block"
+    if job.layer == "function":
+        layers[1] = loss
+    if job.layer == "shape":
+        layers[-1] = lambda: nn.Linear(WIDTH + 1, 64)
     settings = OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir}
     scheduler = (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))) if job.schedule else None
     optimizer = OPTIMIZERS[job.optimizer]
@@ -105,6 +109,10 @@ def main() -> None:
         record["evaluated"].append(pipeline.evaluate(evaluated))
     while pipeline.steps < job.steps and not plans.told(plan):
         record["losses"].append(pipeline.step())
+        if job.wrong == f"raise {pipeline.seat} after {pipeline.steps}":
+            raise ValueError("two\nlines")
+        if job.wrong == f"exit {pipeline.seat} after {pipeline.steps}":
+            sys.exit(5)
         between_steps(pipeline, record)
     for name, write in (("losses", lambda path: path.write_text(json.dumps(record))), ("parameters", lambda path: torch.save(pipeline.module.state_dict(), path))):
         path = Path(job.run_dir) / name / f"rank{RANK}.{'json' if name == 'losses' else 'pt'}"

@@ -47,6 +47,10 @@ match case:
         config["fp16"] = {"enabled": True}
     case "no pipeline":
         pass
+    case "no batch size":
+        del config["train_micro_batch_size_per_gpu"]
+    case "misspelt section":
+        config["Recyle"] = config.pop("recycle")
     case "universal checkpoint":
         config["checkpoint"] = {"load_universal": True}
     case "placement unknown at the start":
@@ -54,7 +58,7 @@ match case:
     case "no compiler" | "stale lock":
         config["optimizer"] = {"type": "Adam", "params": {"lr": 0.1}}
 
-deepspeed.init_distributed()
+deepspeed.init_distributed("nccl" if case == "nccl" else "gloo")
 if case == "no pipeline":
     model = torch.nn.Linear(4, 4)
 else:

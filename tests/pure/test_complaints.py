@@ -38,4 +38,4 @@ def test_where_that_does_not_help_the_one_that_is_not_heard_goes_and_the_job_end
     out = membership.receive(Missing(1, 2, "what it waits for", source), 0.0)
     assert {worker.rank for worker in membership.lost} == lost and {fence.rank for fence in said(out, Fence)} == lost
     reasons = [end.reason.partition(" between")[0] for end in said(out, End)]
-    assert reasons == ([] if lost else ["seat 1.0 could not finish what it waits for, 3 times, and nobody in it is lost: see to the network"])
+    assert reasons == ([] if lost else ["seat 1.0 (rank 1) could not finish what it waits for, 3 times, and nobody in it is lost: see to the network"])

@@ -11,7 +11,7 @@ from recycle_plugin.core.line import Line
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import WORKERS, Output
 from recycle_plugin.core.protocol import (
-    Arrived, Beat, Collected, Committed, Contribution, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Missing,
+    Arrived, Beat, Collected, Committed, Contribution, Crashed, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Missing,
     Note, Over, Pace, Ready, Report, Resized, Resume, Stepped, Terminate,
 )  # fmt: skip
 from recycle_plugin.core.roster import Roster
@@ -53,7 +53,7 @@ def test_late_messages_of_an_older_generation_change_nothing():
 
 OF_LOST = (
     Stepped(2, 1, 1), Contribution(2, 1, "loss", {"0.0": 1.0}, 1), Contribution(2, 1, "share", {"1": 1e9}, 1), Report(2, 1, 0, "another plan"), Left(2),
-    Leaving(2, "SIGTERM"), Missing(2, 1, "a tensor", "0.0"), Fatal(2, "nobody answers"), Note(2, "checkpoint", "saved", {"path": "of nobody"}),
+    Leaving(2, "SIGTERM"), Missing(2, 1, "a tensor", "0.0"), Fatal(2, "nobody answers"), Note(2, "checkpoint", "saved", {"path": "of nobody"}), Crashed(2, "KeyError: 0", "Traceback …"),
     Beat(2, 1, 1, "computes", "1F0.0"), Arrived(2, 1, "saving", {}), Pace(2, 1, 10, 10), Fingerprint(2, 1, "unlike"), Loaded(2, 1), Resized(2, 1, 2, 4, 10),
 )  # fmt: skip
 
@@ -176,7 +176,7 @@ def test_a_stage_without_workers_ends_the_job_and_names_the_checkpoint():
 
 def test_a_death_before_the_start_ends_the_job():
     (end,) = said(Membership(4).receive(Exited(2, 1, 0.0), 0.0), End)
-    assert end.failed and end.reason == "worker 2 exited with code 1 before training started"
+    assert end.failed and end.reason == "rank 2: its process exited with code 1 before training started"
 
 
 def test_a_fatal_error_is_said_once():
@@ -189,7 +189,7 @@ def test_an_overdue_report_is_named():
     membership.receive(Exited(2, -9, 0.0), 0.0)
     membership.receive(Report(0, 1, 0, "plan"), 0.0)
     (end,) = said(membership.regroup_overdue(1.0), End)
-    assert "seats 1.0, 1.1" in end.reason
+    assert "seat 1.0 (rank 1), seat 1.1 (rank 3)" in end.reason
 
 
 def test_workers_with_different_settings_do_not_start():
@@ -277,3 +277,14 @@ def test_nothing_is_committed_once_the_job_has_failed():
     assert membership.ended.failed
     assert not any(membership.receive(Stepped(rank, 0, 1), 0.0).messages for rank in (0, 1))
     assert membership.committed == 0
+
+
+@pytest.mark.parametrize("hosts", (1, 2))
+def test_what_nobody_can_change_is_a_note_and_said_once(hosts):
+    """All on one host is no place to spread workers over."""
+    membership = Membership(4)
+    for rank in range(4):
+        out = membership.receive(Ready(member(rank, host=f"h{rank // 2 % hosts}"), 0, job()), 0.0)
+    notes = [event.text for event in out.events if event.kind == "note"]
+    assert notes == ["single point of failure: host h0 runs " + ("all workers, " if hosts == 1 else "") + "the coordinator and the store; its loss ends the job"]
+    assert len([event for event in out.events if event.kind == "warning"]) == (0 if hosts == 1 else 2)

@@ -174,7 +174,7 @@ def test_shards_are_compared_with_the_same_shard_of_other_seats():
         membership.receive(Fingerprint(rank, 2, "bad" if rank == 3 else f"shard {rank % 2}"), 0.0)
         out = membership.receive(Stepped(rank, 0, 2), 0.0)
     (end,) = said(out, End)
-    assert "the replicas 0.0, 1.0 differ after step 2, and no majority says which is right" in end.reason
+    assert "the replicas at seat 0.0 (rank 1), seat 1.0 (rank 3) differ after step 2, and no majority says which is right" in end.reason
 
 
 def test_a_seat_is_as_slow_as_its_slowest_shard():

@@ -73,7 +73,7 @@ class Played:
         return [(event.kind, event.details["seat"]) for event in self.said if event.kind in ("suspected", "cleared")]
 
     def given_up(self) -> list[str]:
-        return [event.text.partition(" lost: ")[2].partition(" for ")[0] for event in self.events if event.kind == "lost"]
+        return [event.text.partition(": ")[2].partition(" for ")[0] for event in self.events if event.kind == "lost"]
 
     def fenced(self) -> list[tuple[object, int]]:
         return [(whom, one.rank) for out in self.outs for whom, one in out.messages if isinstance(one, Fence)]

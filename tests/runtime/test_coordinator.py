@@ -132,7 +132,7 @@ def test_what_is_not_understood_is_said_and_half_a_message_is_a_death():
             await workers[1].hear_the_end()
 
     asyncio.run(play())
-    assert warnings(said) == ["worker 1 says what can't be understood: Ready.job.stages is '2', and it has to be int"]
+    assert warnings(said) == ["the worker of rank 1 says what can't be understood: Ready.job.stages is '2', and it has to be int"]
     assert [event.details["rank"] for event in said if event.kind == "lost"] in ([1, 3], [3, 1])
 
 

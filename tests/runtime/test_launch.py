@@ -180,7 +180,7 @@ def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
         lost = await ForkedProcess.start(server.address, imported("import signal; signal.pause()"), [], dict(os.environ))
         for child in set(children()) - before:
             os.kill(child, signal.SIGKILL)
-        assert await lost.wait() == -signal.SIGKILL and await server.stop() == "was killed by signal 9"
+        assert await lost.wait() == -signal.SIGKILL and await server.stop() == "was killed by signal 9 (SIGKILL)"
         with pytest.raises(ConnectionError, match="imported_first was not started: the process that it is to be forked from can't be reached"):
             await ForkedProcess.start(server.address, "imported_first", [], dict(os.environ))
 

@@ -97,7 +97,7 @@ def test_a_coordinator_that_says_nonsense_is_as_good_as_gone_and_the_reason_is_k
 
 
 def test_a_session_that_is_not_welcomed_says_why():
-    with pytest.raises(RecycleError, match="the coordinator has not welcomed worker 3 within 60 s: the other end is gone"):
+    with pytest.raises(RecycleError, match="the coordinator has not welcomed rank 3 within 60 s: the other end is gone"):
         Session(InProcess(lambda far: far.close()), 3)
 
 

@@ -24,7 +24,7 @@ from typing import Callable, TextIO
 
 import psutil
 
-from recycle_plugin.runs import MARK, environment, free_port, processes_with
+from recycle_plugin.runs import MARK, await_reports, environment, free_port, processes_with
 from recycle_plugin.runtime.spawn import ask
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -253,6 +253,8 @@ class Run:
 
     def clean(self) -> list[str]:
         """Kill what is left of the run; returns what should not have been there any more: processes, sockets, shared memory."""
+        if self.launcher.poll() is not None:
+            await_reports(self.mark)
         left = processes_with(self.mark) + (self.launcher.descendants() if isinstance(self.launcher, Tasks) else [])
         found = [f"process {' '.join(process.cmdline())[:200]}" for process in left if process.is_running()]
         for pid in [process.pid for process in left] + [each.pid for each in getattr(self.launcher, "tasks", [self.launcher]) if each.poll() is None]:

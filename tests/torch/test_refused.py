@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from recycle_plugin.adapters.deepspeed.refusals import BYPASSED, REMOVED, refusals
+from recycle_plugin.adapters.deepspeed.hook import Plugin
+from recycle_plugin.adapters.deepspeed.refusals import BYPASSED, REMOVED, refusals, sizes
 from recycle_plugin.runtime.errors import RecycleError
 
 BF16 = {"bf16": {"enabled": True}}
@@ -210,3 +212,32 @@ def test_what_changes_once_training_has_begun():
     module[1].bias.requires_grad = False
     with pytest.raises(RecycleError, match=r"requires_grad of 1\.bias has changed since training was set up: freeze and thaw parameters before that"):
         started.check()
+
+
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        ({"train_batch_size": 4}, 'there is no "recycle" section'),
+        ({"train_batch_size": 4, "recycle": {}}, "there is no recycle.enabled"),
+        ({"train_batch_size": 4, "recycle": {"enabled": False}}, None),
+        ({"train_batch_size": 4, "recycle": {"enabled": True}, "cycle": {}}, None),
+        ({}, None),  # it was not found, or can't be read: DeepSpeed says that
+    ],
+    ids=str,
+)
+def test_a_job_that_goes_without_the_plugin_says_so_once(config, said):
+    notes = []
+    for rank in range(2):
+        Plugin(SimpleNamespace(is_first=rank == 0, note=lambda kind, text: notes.append((kind, text))))._check_section(config)
+    assert [(kind, text.partition(" in the DeepSpeed")[0]) for kind, text in notes] == ([("warning", said)] if said else [])
+
+
+@pytest.mark.parametrize("name", ("recyle", "Recycle", "re-cycle"))
+def test_a_misspelt_section_is_refused(name):
+    with pytest.raises(RecycleError, match=f'"{name}" in the DeepSpeed config: no such section; did you mean "recycle"'):
+        Plugin(SimpleNamespace())._check_section({name: {"enabled": True}})
+
+
+def test_sizes_are_whole_numbers():
+    assert list(sizes({"train_batch_size": 4})) == [] and list(sizes({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2})) == []
+    assert list(sizes({"train_micro_batch_size_per_gpu": "auto"})) == ['train_micro_batch_size_per_gpu is "auto"; write a whole number of at least 1']

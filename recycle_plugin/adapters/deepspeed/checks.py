@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Iterator
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -12,7 +12,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.engine import layer_specs
-from recycle_plugin.adapters.deepspeed.refusals import bf16, refusals
+from recycle_plugin.adapters.deepspeed.refusals import bf16, refusals, sizes
 from recycle_plugin.runtime import device
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.worker.fitness import check_layers
@@ -24,14 +24,18 @@ def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters:
     if not isinstance(model, PipelineModule):
         raise RecycleError(f"recycle.enabled needs a deepspeed.pipe.PipelineModule, and the model is a {type(model).__name__}")
     _check_device()
-    wrong = next(refusals(config), None)
-    if wrong is not None:
-        raise RecycleError(wrong)
+    _refuse(refusals(config))
     _check_layers(model)
     _check_real(model, config)
     if optimizer is None and not config.get("optimizer"):
         raise RecycleError('there is no optimizer: add an "optimizer" section to the DeepSpeed config, or pass optimizer= to deepspeed.initialize')
     _check_module(model, parameters)
+    _refuse(sizes(config))
+
+
+def _refuse(wrong: Iterator[str]) -> None:
+    for line in wrong:
+        raise RecycleError(line)
 
 
 def check_placement(placement: str, model: PipelineModule, given: str) -> None:

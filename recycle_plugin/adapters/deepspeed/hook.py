@@ -8,6 +8,7 @@ the stock one, untouched, everywhere else.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib.abc
 import importlib.machinery
@@ -23,6 +24,8 @@ from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.settings import SECTION, Settings
 from recycle_plugin.versions import RANGES, releases
+
+ALIKE = 0.85  # of 1: a section of this likeness is taken for a slip of the pen
 
 
 class Plugin:
@@ -47,6 +50,8 @@ class Plugin:
             if backend in group.ASKED and device.supports(os.environ.get("DS_ACCELERATOR")):  # the job may have been told not to use what this machine has
                 group.register(self.session)
                 backend = group.BACKEND
+            elif "nccl" in (backend or "") and not module.is_nccl_available():
+                group.check_backend(backend)
             return stock(backend, *arguments, **named)
 
         stock_new_group = module.new_group
@@ -72,6 +77,7 @@ class Plugin:
         @functools.wraps(stock)
         def initialize(*arguments: Any, **named: Any) -> Any:
             config = find_config(arguments, named)
+            self._check_section(config)
             settings = Settings.from_section(config.get(SECTION))
             if not settings.enabled:
                 return stock(*arguments, **named)
@@ -81,15 +87,29 @@ class Plugin:
 
         module.initialize = initialize
 
+    def _check_section(self, config: dict) -> None:
+        """Who starts a job through the plugin means to have it."""
+        meant = next((name for name in config if difflib.get_close_matches(name.lower(), [SECTION], cutoff=ALIKE)), None)
+        if SECTION not in config and meant is not None:
+            raise RecycleError(f'"{meant}" in the DeepSpeed config: no such section; did you mean "{SECTION}"?')
+        section = config.get(SECTION, {})
+        if config and isinstance(section, dict) and "enabled" not in section and self.session.is_first:
+            missing = f'"{SECTION}" section' if SECTION not in config else f"{SECTION}.enabled"
+            self.session.note("warning", f'there is no {missing} in the DeepSpeed config: this is stock DeepSpeed, and the loss of a worker ends the job; '
+                              f'write "{SECTION}": {{"enabled": true}}, or false')  # fmt: skip
+
     @contextmanager
     def _our_engine(self, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]) -> Iterator[None]:
         """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment, which may be a class of the user's."""
         check_versions()
         from recycle_plugin.adapters.deepspeed.checks import check_config, check_dataset, check_placement
         from recycle_plugin.adapters.deepspeed.engine import Job, engine_class
+        from recycle_plugin.runtime import group
 
         if self.session.trains:
             raise RecycleError("deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet")
+        if module.comm.is_initialized():
+            group.check_backend(sys.modules["torch.distributed"].get_backend())
         check_config(config, given.get("model"), given.get("optimizer"), given.get("model_parameters"))
         check_dataset(given.get("training_data"))
         check_placement(settings.placement, given.get("model"), os.environ["RECYCLE_PLACEMENT"])

@@ -52,7 +52,7 @@ class FirstLive:
         try:
             self._stock = MonitorMaster(self._stock.monitor_config)
         except Exception as error:  # a third party's, which may not reach its server from here: training goes on without it
-            self._note("warning", f"worker {dist.get_rank()} is the first one alive, and can't open DeepSpeed's monitors: {error}")
+            self._note("warning", f"the first worker alive can't open DeepSpeed's monitors: {error}")
             self.enabled = False
             return False
         csv = self._stock.csv_monitor

@@ -27,6 +27,16 @@ def refusals(config: dict[str, Any]) -> Iterator[str]:
     yield from _exact(config)
 
 
+def sizes(config: dict[str, Any]) -> Iterator[str]:
+    """What DeepSpeed would refuse on every worker, by an assertion."""
+    given = {name: config.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            yield f"{name} is {shown(value)}; write a whole number of at least 1"
+    if given["train_batch_size"] is None and given["train_micro_batch_size_per_gpu"] is None:
+        yield "the DeepSpeed config has neither train_batch_size nor train_micro_batch_size_per_gpu: write one of the two, with gradient_accumulation_steps"
+
+
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
     found = config.get(name) or {}
     if not isinstance(found, dict):

@@ -19,6 +19,7 @@ from recycle_plugin.core.topology import Topology
 from recycle_plugin.runtime.average import BACKEND
 from recycle_plugin.runtime.device import HOST, Device, device_of
 from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.runtime.group import check_backend
 from recycle_plugin.runtime.randomness import keyed
 from recycle_plugin.runtime.session import Session
 from recycle_plugin.runtime.worker.changed import scheduler_part
@@ -119,6 +120,7 @@ def _meet(topology: Topology, stage: int) -> dist.ProcessGroup:
     """The group of this stage's workers, of those that all workers make."""
     if not dist.is_initialized():
         dist.init_process_group(BACKEND)
+    check_backend(dist.get_backend())
     replicas = topology.replicas
     return [dist.new_group(range(number * replicas, (number + 1) * replicas)) for number in range(topology.stages)][stage]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import OrderedDict
 from typing import Any, Callable, Iterable, Sequence
@@ -99,6 +100,7 @@ def _built(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
     made = OrderedDict()
     for number in numbers:
         given = layers[number]
+        _refuse_function(number, given)
         with keyed(seed + number, device()):
             layer = given() if callable(given) and not isinstance(given, nn.Module) else given
         if not isinstance(layer, nn.Module):
@@ -108,6 +110,18 @@ def _built(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise RecycleError(f"layers {numbers[0]} to {numbers[-1]}, a stage of their own, have no parameter to train: give parts= that puts them beside others")
     return module
+
+
+def _refuse_function(number: int, given: Layer) -> None:
+    """One that computes, in place of one that makes a layer."""
+    try:
+        if callable(given) and not isinstance(given, nn.Module):
+            inspect.signature(given).bind()
+    except ValueError:  # nothing is known of it
+        pass
+    except TypeError as error:
+        raise RecycleError(f"layer {number} is {getattr(given, '__name__', given)}, which is called without arguments to make a module, and has {error}: where it computes "
+                           "outputs from inputs, give a module whose forward calls it") from None  # fmt: skip
 
 
 def _source(data: Any, topology: Topology, places: Places, size: int) -> Source:
