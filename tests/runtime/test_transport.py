@@ -16,7 +16,7 @@ from recycle_plugin.core.roster import Member
 from recycle_plugin.runtime.device import CPU, There
 from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.tiers import Host
-from recycle_plugin.runtime.transport import Transport, _header
+from recycle_plugin.runtime.transport import LANGUAGE, Header, Sender, Transport
 from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.world import TorchMachine
 
@@ -132,7 +132,7 @@ def test_half_a_tensor_of_a_peer_that_dies_in_it_is_none(pair):
     sender, receiver = pair
     host, _, port = receiver.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port))) as dying:
-        dying.sendall(_header("tcp://dying:1") + _header(["act", 0, 0, 0, 1, 0, [["float32", [4]]]]) + b"12345678")
+        dying.sendall(LANGUAGE.encode(Sender("tcp://dying:1")) + LANGUAGE.encode(Header(act(0), 0, (("float32", (4,)),))) + b"12345678")
     sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
     inbox = Inbox(receiver)
     inbox.wait(act(1))
