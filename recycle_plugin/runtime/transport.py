@@ -174,7 +174,8 @@ class Transport:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                self._let_in(*self._listener.accept())
+                connection, peer = self._listener.accept()
+                self._let_in(connection, peer)
             except OSError as error:
                 if not self._closed.is_set():
                     self._closed.wait(self._refusals.pause_s(error))

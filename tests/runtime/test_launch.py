@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import json
 import os
@@ -10,11 +11,15 @@ import socket
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from recycle_plugin.core.encoding import HEAD
 from recycle_plugin.launch import OneHost, placement, run, script_command
 from recycle_plugin.runs import free_port
 from recycle_plugin.runtime import fork_server, supervisor
-from recycle_plugin.runtime.spawn import ForkedProcess, NoServer, ServerProcess, ask
+from recycle_plugin.runtime.spawn import LANGUAGE, ForkedProcess, NoServer, Request, ServerProcess, ask
+from tests.support.descriptors import none_left
 
 ON = {"recycle": {"enabled": True, "placement": "spread"}}
 
@@ -167,8 +172,8 @@ def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
         with socket.socket(socket.AF_UNIX) as nothing, socket.socket(socket.AF_UNIX) as half:
             nothing.connect(address)
             half.connect(address)
-            half.sendall(b"\0\0\1\0{")
-        ask(server.address, {"module": "none"}, [1, 2]).close()
+            half.sendall(LANGUAGE.encode(Request("none", (), {}, "/"))[:-1])
+        ask(server.address, Request("none", (), {}, "/"), [1]).close()
         worker = await ForkedProcess.start(server.address, imported("import os, sys; os._exit(int(sys.argv[1]))"), ["5"], dict(os.environ))
         assert await worker.wait() == 5
         lost = await ForkedProcess.start(server.address, imported("import signal; signal.pause()"), [], dict(os.environ))
@@ -190,6 +195,52 @@ def test_a_worker_ends_as_a_process_of_its_own_would(imported, capfd, ending, co
 
     asyncio.run(play())
     assert capfd.readouterr().err == said
+
+
+def test_a_moment_without_descriptors_ends_no_worker_and_the_next_is_forked_after_it(imported, capfd):
+    """Where there is none to come in; and where there is none for what comes along."""
+    before, said = set(children()), []
+
+    async def play() -> None:
+        server = await ServerProcess.start(["json"])
+        (pid,) = set(children()) - before
+        idle = psutil.Process(pid).num_fds()
+        first = await ForkedProcess.start(server.address, imported("import signal; signal.pause()"), [], dict(os.environ))
+        while psutil.Process(pid).num_fds() > idle + 2:  # its own of that worker, and what was to be the worker's
+            await asyncio.sleep(0.01)
+        with none_left(pid):
+            second = asyncio.create_task(ForkedProcess.start(server.address, "imported_first", [], dict(os.environ)))
+            while "accepted" not in "".join(said):
+                said.append(capfd.readouterr().err)
+                await asyncio.sleep(0.01)
+        for worker in (first, await second):
+            os.kill(worker.pid, signal.SIGTERM)
+            assert await worker.wait() == -signal.SIGTERM
+        assert await server.stop() == ""
+
+    asyncio.run(asyncio.wait_for(play(), 100))
+    line = "recycle: warning: at the process that workers are forked from a connection could not be accepted (Too many open files); it is tried again every 0.5 s, and this is said once\n"
+    assert "".join(said) + capfd.readouterr().err == line
+
+
+@given(st.one_of(st.binary(max_size=60), st.builds(lambda request, cut, more: request[:cut] + more, st.just(LANGUAGE.encode(Request("m", ("a",), {"b": "c"}, "/", 3))), st.integers(0, 40), st.binary(max_size=20))), st.integers(0, 4))
+def test_any_request_is_taken_or_refused_and_no_descriptor_is_kept_of_it(data, descriptors):
+    open_before = len(os.listdir("/proc/self/fd"))
+    near, far = socket.socketpair(socket.AF_UNIX)
+    with near, far:
+        if data:
+            near.sendmsg([data[:HEAD.size]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1] * descriptors))] if descriptors else [])
+            near.sendall(data[HEAD.size:])
+        near.shutdown(socket.SHUT_WR)
+        try:
+            request, streams = fork_server._received(far)
+        except (OSError, ValueError):
+            streams = []
+        else:
+            assert type(request) is Request and len(streams) == 3
+        for stream in streams:
+            os.close(stream)
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 def test_another_user_gets_no_process(monkeypatch):
