@@ -10,6 +10,7 @@ import signal
 import sys
 from typing import Mapping
 
+from recycle_plugin.runtime.descriptors import TooFewDescriptors, provide
 from recycle_plugin.runtime.spawn import SERVER_VARIABLE, NoServer, ServerProcess
 from recycle_plugin.runtime.supervisor import BadMaster, Hosted, Supervisor
 
@@ -39,6 +40,7 @@ class Launcher:
 
     async def run(self) -> int:
         """The exit code: 0 when the job has come to its end, whoever died on the way; 1 when it was told to end; else the largest of its workers."""
+        provide(self._workers)
         self._running = asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled, number.name)
@@ -94,7 +96,7 @@ def main(launcher: Launcher) -> int:
     """The exit code."""
     try:
         return asyncio.run(launcher.run())
-    except (BadMaster, ConnectionError) as error:
+    except (BadMaster, ConnectionError, TooFewDescriptors) as error:
         _say(f"error: {error}")
         return 1
     except asyncio.CancelledError:

@@ -27,6 +27,7 @@ from recycle_plugin.runtime import pulse
 from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.control import InLoop, InProcess
 from recycle_plugin.runtime.coordinator import Coordinator
+from recycle_plugin.runtime.descriptors import TooFewDescriptors, provide
 from recycle_plugin.runtime.errors import CutOff
 from recycle_plugin.runtime.slurm import NoPlace, described
 from recycle_plugin.runtime.spawn import Process, how_ended, spawn
@@ -320,7 +321,15 @@ def is_stopped(pid: int) -> bool:
 
 def main(command: list[str], placement: str = "deepspeed") -> int:
     try:
-        return asyncio.run(Supervisor(command, described(os.environ), placement).run())
+        environment = described(os.environ)
+        provide(int(environment["WORLD_SIZE"]))
+        return asyncio.run(Supervisor(command, environment, placement).run())
+    except TooFewDescriptors as error:  # which is so for all of this host
+        return _failed(error) if environment.get("LOCAL_RANK", "0") == "0" else 1
     except (BadMaster, ConnectionError, NoPlace) as error:
-        print(f"recycle: error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    print(f"recycle: error: {error}", file=sys.stderr, flush=True)
+    return 1

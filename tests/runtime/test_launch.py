@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -99,6 +101,37 @@ def test_a_port_that_somebody_has():
         port = taken.getsockname()[1]
         said = run(["--workers", "2", "--port", str(port), __file__])
     assert said == f"recycle: error: port {port} cannot be used (Address already in use): write another --port, or no --port at all for a free one"
+
+
+# --- descriptors ---------------------------------------------------------------------------------------
+
+
+def limited(command: list[str], soft: int, hard: int, **more: str) -> subprocess.CompletedProcess:
+    """Python with ``command``, where no process may have more descriptors."""
+    begin = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    return subprocess.run([sys.executable, "-c", begin, *command], capture_output=True, text=True, timeout=100, env=dict(os.environ) | more)
+
+
+RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    "options, more, said",
+    [(["--workers", "8"], {}, 1), ([], RANK_0, 1), ([], RANK_0 | {"RANK": "1", "LOCAL_RANK": "1"}, 0)],
+    ids=["on one host", "under a launcher", "under a launcher, another rank"],
+)
+def test_a_job_that_needs_more_descriptors_than_there_can_be_ends_with_one_line(options, more, said):
+    ended = limited(["-m", "recycle_plugin.launch", *options, __file__], 24, 24, **more)
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 1 and ended.stdout == "" and len(lines) == said, ended.stderr
+    for line in lines:
+        assert line.startswith("recycle: error: processes may open no more than 24 files and connections here, and each needs up to 96 in a job of 8 workers (64, and 4 for each)")
+
+
+def test_the_limit_is_raised_as_far_as_it_may_be_and_what_is_started_inherits_it():
+    inherits = "import resource, subprocess, sys; from recycle_plugin.runtime.descriptors import provide; provide(8); subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    ended = limited(["-c", inherits, "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"], 24, 96)
+    assert ended.stdout == "(96, 96)\n", ended.stderr
 
 
 # --- the process that workers are forked from ------------------------------------------------------------
