@@ -211,7 +211,8 @@ headers = st.builds(Header, st.just(act(0)), st.integers(), st.lists(st.tuples(t
 @st.composite
 def nonsense(draw) -> bytes:
     """Frames of movers', good ones too, with some bytes changed; or anything."""
-    data = bytearray(draw(st.binary(max_size=60) | st.lists(st.one_of(st.builds(Sender, st.text(max_size=5)), headers), max_size=3).map(lambda said: b"".join(map(LANGUAGE.encode, said)))))
+    frames = st.lists(st.builds(Sender, st.text(max_size=5)) | headers, max_size=3).map(lambda said: b"".join(map(LANGUAGE.encode, said)))
+    data = bytearray(draw(st.binary(max_size=60) | frames))
     for _ in range(draw(st.integers(0, 2))):
         place = draw(st.integers(0, len(data)))
         data[place : place + draw(st.integers(0, 2))] = draw(st.binary(max_size=4))
