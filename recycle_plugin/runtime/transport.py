@@ -135,7 +135,8 @@ class Transport:
     def _broke(self, address: str, error: OSError | None) -> None:
         """The connection to a peer has.  Most often it is dead, and the coordinator says so within moments; for want of room here, this worker is at fault itself."""
         room = error is not None and error.errno in NO_ROOM
-        timer = threading.Timer(DEATH_S, self._say_broken, (self.address if room else address, f"a connection ({error.strerror})" if room else "a connection", self._session.number))
+        what, at = (f"a connection ({error.strerror})", self.address) if room else ("a connection", address)
+        timer = threading.Timer(DEATH_S, self._say_broken, (at, what, self._session.number))
         timer.daemon = True
         timer.start()
 
