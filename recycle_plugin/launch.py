@@ -138,13 +138,17 @@ def run(arguments: list[str]) -> int | str:
 
 def guard(command: list[str]) -> int | str:
     """One rank's place, held until its worker and the job have ended (runtime/guard.py): whatever takes memory is imported in this process's children."""
+    from recycle_plugin.runtime.descriptors import TooFewDescriptors, provide
     from recycle_plugin.runtime.guard import Guard
     from recycle_plugin.runtime.slurm import NoPlace, described
 
     try:
         environment = described(os.environ)
+        provide(int(environment["WORLD_SIZE"]))
     except NoPlace as error:
         return f"recycle: error: {error}"
+    except TooFewDescriptors as error:  # which is so for all of this host
+        return f"recycle: error: {error}" if environment.get("LOCAL_RANK", "0") == "0" else 1
 
     def supervise(line: socket.socket) -> int:
         from recycle_plugin.runtime import supervisor

@@ -31,7 +31,6 @@ from recycle_plugin.core.suspicions import Suspicions
 from recycle_plugin.core.verdict import Verdicts
 from recycle_plugin.core.waitgraph import records, shown, wait_graph
 from recycle_plugin.core.watch import Suspicion
-from recycle_plugin.core.words import named
 
 EARLY = (", and nothing is lost yet: start the job again; where nobody has killed it, see by dmesg on its host whether that ran out of memory, and give its "
          "workers more, or make the model smaller")  # fmt: skip
@@ -291,7 +290,7 @@ class Course:
         if member is not None and self.roster.is_last(member):
             limit_s = watch.deadlines.last_worker_timeout_s
             if suspicion.for_s > limit_s:
-                self.end(f"{named(member.rank, member.seat)}, the last worker of stage {member.seat.stage}: {suspicion} (deadline {limit_s:.1f} s). "
+                self.end(f"{member}, the last worker of stage {member.seat.stage}: {suspicion} (deadline {limit_s:.1f} s). "
                          f"{self.ending.safe_point}. {self._say_waits(out)}", out)
         elif suspicion.overdue:
             watch.has_cost(suspicion.work)

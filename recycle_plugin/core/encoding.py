@@ -1,8 +1,8 @@
-"""Control messages as bytes: frames of a fixed head and a msgpack body.
+"""Messages as bytes: frames of a fixed head and a msgpack body.
 
 The head is two letters, the *version* (a checksum of what every message has in it, so nobody can forget to count it up) and the body's length.  All of
-it is looked at before a byte of the body is, and so is a limit on that length.  The body is the list of the message's number in
-``core.protocol.MESSAGES`` and its fields (core/typed.py); whole numbers may be of any size, and texts any that Python has.
+it is looked at before a byte of the body is, and so is a limit on that length.  The body is the list of the message's number among the kinds that are said
+on such a line and its fields (core/typed.py); texts may be any that Python has, and whole numbers any that a float can hold.
 
 Whatever bytes come, reading them raises nothing: what is no message is an :class:`~recycle_plugin.core.typed.Unreadable`.
 """
@@ -16,24 +16,55 @@ from zlib import crc32
 import msgpack
 
 from recycle_plugin.core.protocol import MESSAGES
-from recycle_plugin.core.typed import Unreadable, form_of, read, values
+from recycle_plugin.core.typed import Unreadable, form_of, read, shown, values
 
 MAGIC = b"RP"
 HEAD = Struct(">2sII")
-VERSION = crc32("\n".join(form_of(kind).text for kind in MESSAGES).encode())
 LIMIT = 1 << 24  # bytes of a body
 MOST = 1 << 20  # entries of one list or dict: room for them is made before they are there
 LARGE = 1  # msgpack's type number for whole numbers of more than 64 bits, which are ours
+LARGEST = 127  # bytes of one
 
-_NUMBERS = {kind: number for number, kind in enumerate(MESSAGES)}
+
+class Language:
+    """What is said on lines of one sort: messages of these ``kinds``."""
+
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        self._kinds = kinds
+        self._numbers = {kind: number for number, kind in enumerate(kinds)}
+        self.version = crc32("\n".join(form_of(kind).text for kind in kinds).encode())
+
+    def encode(self, message: object) -> bytes:
+        """One frame.  TypeError where a field holds what nobody could read, ValueError where the message is too long."""
+        body = msgpack.packb((self._numbers[type(message)], *values(message)), default=_other, unicode_errors="surrogatepass")
+        if len(body) > LIMIT:
+            raise ValueError(f"a {type(message).__name__} of {len(body)} bytes is too long to be sent: at most {LIMIT}")
+        return HEAD.pack(MAGIC, self.version, len(body)) + body
+
+    def size(self, head: bytes, limit: int = LIMIT) -> int | Unreadable:
+        """Of the body that comes behind ``head``, of which all has come."""
+        magic, version, size = HEAD.unpack_from(head)
+        if magic != MAGIC:
+            return Unreadable("a frame", f"begins with {bytes(head[: HEAD.size])!r}, and no message does")
+        if version != self.version:
+            return Unreadable("a frame", f"is of version {version:08x}, and this is {self.version:08x}: all need the same version of the plugin")
+        if size > limit:
+            return Unreadable("a frame", f"has a body of {size} bytes, and at most {limit} are read")
+        return size
+
+    def message(self, body: bytes) -> object:
+        try:
+            plain = msgpack.unpackb(body, ext_hook=_extension, unicode_errors="surrogatepass", max_array_len=MOST, max_map_len=MOST)
+        except (ValueError, MemoryError) as error:
+            return Unreadable("a body", f"of {len(body)} bytes is no msgpack: {str(error) or type(error).__name__}")
+        number = plain.pop(0) if type(plain) is list and plain else None
+        if type(number) is not int or not 0 <= number < len(self._kinds):
+            return Unreadable("a body", f"does not begin with the number of a message: {shown(number)}")
+        return read(self._kinds[number], plain, self._kinds[number].__name__)
 
 
-def encode(message: object) -> bytes:
-    """One frame.  TypeError where a field holds what nobody could read, ValueError where the message is too long."""
-    body = msgpack.packb((_NUMBERS[type(message)], *values(message)), default=_other, unicode_errors="surrogatepass")
-    if len(body) > LIMIT:
-        raise ValueError(f"a {type(message).__name__} of {len(body)} bytes is too long to be sent: at most {LIMIT}")
-    return HEAD.pack(MAGIC, VERSION, len(body)) + body
+CONTROL = Language(MESSAGES)
+encode = CONTROL.encode
 
 
 def decode(frame: bytes) -> object:
@@ -65,35 +96,22 @@ class Frames:
         """The next message, None while it is not whole.  After an Unreadable nothing is known of where the next would begin."""
         if len(self._rest) < HEAD.size:
             return None
-        magic, version, size = HEAD.unpack_from(self._rest)
-        if magic != MAGIC:
-            return Unreadable("a frame", f"begins with {bytes(self._rest[: HEAD.size])!r}, and no message does")
-        if version != VERSION:
-            return Unreadable("a frame", f"is of version {version:08x}, and this is {VERSION:08x}: all need the same version of the plugin")
-        if size > self._limit:
-            return Unreadable("a frame", f"has a body of {size} bytes, and at most {self._limit} are read")
+        size = CONTROL.size(self._rest, self._limit)
+        if isinstance(size, Unreadable):
+            return size
         end = HEAD.size + size
         if len(self._rest) < end:
             return None
         body = bytes(self._rest[HEAD.size : end])
         del self._rest[:end]
-        return _message(body)
-
-
-def _message(body: bytes) -> object:
-    try:
-        plain = msgpack.unpackb(body, ext_hook=_extension, unicode_errors="surrogatepass", max_array_len=MOST, max_map_len=MOST)
-    except (ValueError, MemoryError) as error:
-        return Unreadable("a body", f"of {len(body)} bytes is no msgpack: {str(error) or type(error).__name__}")
-    number = plain.pop(0) if type(plain) is list and plain else None
-    if type(number) is not int or not 0 <= number < len(MESSAGES):
-        return Unreadable("a body", f"does not begin with the number of a message: {str(number)[:80]}")
-    return read(MESSAGES[number], plain, MESSAGES[number].__name__)
+        return CONTROL.message(body)
 
 
 def _other(thing: object) -> object:
     """What msgpack does not know."""
     if type(thing) is int:
+        if thing.bit_length() >= 8 * LARGEST:
+            raise TypeError(f"a number of {thing.bit_length()} bits can't be written down")
         return msgpack.ExtType(LARGE, thing.to_bytes(thing.bit_length() // 8 + 1, "big", signed=True))
     return thing.value if isinstance(thing, Enum) else values(thing)
 
@@ -101,4 +119,6 @@ def _other(thing: object) -> object:
 def _extension(code: int, data: bytes) -> int:
     if code != LARGE:
         raise ValueError(f"type number {code} means nothing")
+    if len(data) > LARGEST:
+        raise ValueError(f"a number of {len(data)} bytes, and at most {LARGEST} are read")
     return int.from_bytes(data, "big", signed=True)

@@ -13,7 +13,6 @@ from recycle_plugin.core.output import SUPERVISORS, WORKERS, Output
 from recycle_plugin.core.protocol import End, Over
 from recycle_plugin.core.roster import Member
 from recycle_plugin.core.step import unstarted
-from recycle_plugin.core.words import named
 
 NAMED = 3  # causes in a line: one signal may reach all supervisors
 
@@ -67,14 +66,14 @@ class Ending:
 
     def scripts_end(self, member: Member, step: int) -> None:
         """That of ``member`` has, after ``step``."""
-        self._first_through = self._first_through or (named(member.rank, member.seat), step)
+        self._first_through = self._first_through or (str(member), step)
 
     def uneven(self, member: Member, step: int) -> str:
         """Why ``member``, which is in ``step``, can't go on, if that is so."""
         if self._first_through is None or step <= self._first_through[1]:
             return ""
         who, last = self._first_through
-        return (f"the training script of {who} ended after step {last}, and that of {named(member.rank, member.seat)} is in step {step}: all have to train "
+        return (f"the training script of {who} ended after step {last}, and that of {member} is in step {step}: all have to train "
                 "equally many steps, so see to what ends the loop on some ranks only")
 
     def finish(self, committed: int, out: Output) -> None:

@@ -210,19 +210,17 @@ class Membership:
     def _send_again(self, missing: Missing, now: float, out: Output) -> None:
         """A line between two live workers has lost something: all meet again, over new lines, and it is sent once more.
 
-        Where that does not help, the two can't work together, and the one that is not heard goes; the job ends where nobody knows which.
+        Where that does not help, the one goes that is to be doubted (core/complaints.py); the job ends where nobody knows which.
         """
-        if not self.course.holds(missing.generation):
-            return
-        complaint = self._complaints.add(missing, self.roster, self.committed)
+        complaint = self._complaints.add(missing, self.roster, self.committed, self.course.holds(missing.generation))
         if complaint is None:
             return
-        why, tries, source = complaint
+        why, tries, doubted = complaint
         if complaint.again:
             out.say("warning", f"{why}: all meet again, over new connections")
             self.course.regroup(why, now, out)
-        elif source is not None:
-            self.course.give_up(source, f"{why}, for the {tries}th time", now, out)
+        elif doubted is not None:
+            self.course.give_up(doubted, f"{why}, for the {tries}th time", now, out)
         else:
             self.course.end(f"{why}, {tries} times, and nobody in it is lost: see to the network between their hosts, or let GLOO_SOCKET_IFNAME name "
                              f"the interface that connects them. {self.course.ending.safe_point}", out)

@@ -6,7 +6,6 @@ from recycle_plugin.core.attendance import Attendance
 from recycle_plugin.core.output import Output
 from recycle_plugin.core.roster import Member, WorkerId
 from recycle_plugin.core.watch import Suspicion
-from recycle_plugin.core.words import named
 
 
 class Suspicions:
@@ -24,7 +23,7 @@ class Suspicions:
         for worker, suspicion in self._said.items():
             member = attendance.roster.member(worker)
             if worker not in found and member is not None:
-                out.say("cleared", f"{named(member.rank, member.seat)} goes on after {suspicion.for_s:.1f} s", seat=str(member.seat), rank=member.rank)
+                out.say("cleared", f"{member} goes on after {suspicion.for_s:.1f} s", seat=str(member.seat), rank=member.rank)
         self._said = found
 
     @staticmethod
@@ -34,5 +33,5 @@ class Suspicions:
             then = f"it is the last worker of stage {member.seat.stage}, so it is not given up, and the job ends after {end_s:g} s"
         else:
             then = f"it is given up after {suspicion.limit_s:.1f} s"
-        out.say("suspected", f"{named(member.rank, member.seat)}: {suspicion}; {then}", seat=str(member.seat), rank=member.rank, what=suspicion.what,
+        out.say("suspected", f"{member}: {suspicion}; {then}", seat=str(member.seat), rank=member.rank, what=suspicion.what,
                 for_s=round(suspicion.for_s, 3), limit_s=round(suspicion.limit_s, 3))

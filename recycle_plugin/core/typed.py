@@ -94,13 +94,17 @@ def form_of(hint: Any) -> Form:
 
 def _refusal(text: str) -> Callable[[Any], Any]:
     def make(plain: Any) -> Any:
-        raise _Wrong(f"is {_shown(plain)}, and it has to be {text}")
+        raise _Wrong(f"is {shown(plain)}, and it has to be {text}")
 
     return make
 
 
-def _shown(plain: Any) -> str:
-    text = repr(plain)
+def shown(plain: Any) -> str:
+    """In one line, and the beginning of it where it is long."""
+    try:
+        text = repr(plain)
+    except RecursionError:  # msgpack reads what is nested more deeply than Python writes
+        return f"a deep {type(plain).__name__}"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
@@ -235,7 +239,7 @@ def _plain(plain: Any, depth: int = 0) -> Any:
     if depth >= DEEPEST:
         raise _Wrong(f"is more than {DEEPEST} lists and dicts deep")
     if type(plain) is not list and not (type(plain) is dict and TEXT.issuperset(map(type, plain))):
-        raise _Wrong(f"is {_shown(plain)}, and it has to be made of numbers, texts, lists, and dicts with texts for keys")
+        raise _Wrong(f"is {shown(plain)}, and it has to be made of numbers, texts, lists, and dicts with texts for keys")
     for one in plain if type(plain) is list else plain.values():
         if type(one) not in SCALARS:
             _plain(one, depth + 1)

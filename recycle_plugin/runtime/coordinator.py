@@ -24,6 +24,7 @@ from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import TICK_S
 from recycle_plugin.core.words import named
 from recycle_plugin.runtime import pulse
+from recycle_plugin.runtime.accepting import Refusals
 from recycle_plugin.runtime.control import Control, InLoop, InProcess, SocketControl
 
 LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
@@ -32,7 +33,6 @@ CLOSING_S = 5.0  # how long closed connections may take to be noticed
 HELLO_S = 60.0  # how long who has connected may take to say who it is
 LISTEN_S = 60.0  # how long nothing need be heard of one that is there: silence is core.watch's business
 BACKLOG = 4096
-REFUSED_S = 1.0  # after an attempt to accept a connection for which there was no room
 
 
 class Coordinator:
@@ -80,13 +80,13 @@ class Coordinator:
         return InProcess(lambda far: self._loop.call_soon_threadsafe(self._answer, far))
 
     async def _accept(self, listener: socket.socket) -> None:
+        refusals = Refusals(lambda text: self._say(Event("warning", f"at the coordinator {text}"), time.time()))
         with listener:
             while True:
                 try:
                     connection, _ = await self._loop.sock_accept(listener)
-                except OSError as error:  # there is no room for it in this process, or in its host
-                    self._say(Event("warning", f"a connection could not be accepted: {error}"), time.time())
-                    await asyncio.sleep(REFUSED_S)
+                except OSError as error:
+                    await asyncio.sleep(refusals.pause_s(error))
                     continue
                 try:
                     self._answer(SocketControl(connection))
@@ -140,15 +140,15 @@ class Coordinator:
 
     async def _converse(self, control: InLoop) -> None:
         hello = await control.receive(HELLO_S)
+        roles = {"placing": self._placed, "worker": self._attend_worker, "supervisor": self._attend_supervisor}
+        who = "a connection from {}".format("{}:{}".format(*control.there) if control.there else "this process")
         if not isinstance(hello, Hello):
-            self._complain("a connection from {}".format("{}:{}".format(*control.there) if control.there else "this process"), control)
-        elif hello.role == "placing":
-            self._place(hello, control)
-            await control.receive(LISTEN_S)  # until it has its answer, and goes
-        elif hello.role == "worker":
-            await self._attend_worker(hello, control)
+            self._complain(who, control)
+        elif hello.role not in roles or not 0 <= hello.rank < self._ranks:
+            text = f"{who} says that it is {hello.role[:20]} {hello.rank}, and this job has {self._ranks} ranks: it is another job's, or was started for another one"
+            self._say(Event("warning", text), time.time())
         else:
-            await self._attend_supervisor(hello, control)
+            await roles[hello.role](hello, control)
 
     async def _attend_worker(self, hello: Hello, control: InLoop) -> None:
         worker = self._greet(hello, control)
@@ -205,6 +205,10 @@ class Coordinator:
         """A connection that speaks nonsense is as good as closed."""
         if control.broken is not None and control.broken.unreadable is not None:
             self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), time.time())
+
+    async def _placed(self, hello: Hello, control: InLoop) -> None:
+        self._place(hello, control)
+        await control.receive(LISTEN_S)  # until it has its answer, and goes
 
     def _place(self, hello: Hello, control: InLoop) -> None:
         """Once the hosts of all are known, each gets the rank of its worker."""

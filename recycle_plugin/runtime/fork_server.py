@@ -16,7 +16,6 @@ from __future__ import annotations
 import array
 import gc
 import importlib
-import json
 import os
 import runpy
 import selectors
@@ -24,11 +23,15 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Callable
 
-from recycle_plugin.runtime.spawn import die_with_parent, socket_name
+from recycle_plugin.core.encoding import HEAD
+from recycle_plugin.core.typed import Unreadable
+from recycle_plugin.runtime.accepting import Refusals
+from recycle_plugin.runtime.spawn import LANGUAGE, Request, die_with_parent, socket_name
 
 REQUEST_S = 10.0  # how long who has connected may take to say what it wants
 BACKLOG = 64
@@ -45,15 +48,25 @@ class Server:
         self._in_worker = in_worker
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._refusals = Refusals(lambda text: print(f"recycle: warning: at the process that workers are forked from {text}", file=sys.stderr, flush=True))
+        self._opens_at: float | None = None  # where nobody is let in, since there was no room
         self._workers: dict[int, tuple[socket.socket, int]] = {}  # pid: the connection of who asked for it, a pidfd
 
     def serve(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(None if self._opens_at is None else max(0.0, self._opens_at - time.monotonic())):
                 key.data()
+            if self._opens_at is not None and time.monotonic() >= self._opens_at:
+                self._opens_at = None
+                self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            self._opens_at = time.monotonic() + self._refusals.pause_s(error)
+            self._selector.unregister(self._listener)
+            return
         try:
             request, streams = _received(connection)
         except (OSError, ValueError):  # it has gone, or is not one of ours
@@ -68,7 +81,7 @@ class Server:
             for stream in streams:
                 os.close(stream)
 
-    def _fork(self, connection: socket.socket, request: dict, streams: list[int]) -> None:
+    def _fork(self, connection: socket.socket, request: Request, streams: list[int]) -> None:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -79,13 +92,18 @@ class Server:
                 traceback.print_exc()
             finally:
                 os._exit(1)
-        ended = os.pidfd_open(pid)
+        try:
+            ended = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         self._workers[pid] = (connection, ended)
         self._selector.register(ended, selectors.EVENT_READ, lambda: self._reap(pid))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._abandoned(pid))
         _tell(connection, pid)
 
-    def _become_worker(self, connection: socket.socket, request: dict, out: int, err: int, kept: int | None = None) -> None:
+    def _become_worker(self, connection: socket.socket, request: Request, out: int, err: int, kept: int | None = None) -> None:
         self._listener.close()
         self._selector.close()
         connection.close()
@@ -95,16 +113,16 @@ class Server:
         os.dup2(out, 1)
         os.dup2(err, 2)
         if kept is not None:
-            os.dup2(kept, request["keep_fd"])
-        for stream in {out, err, kept} - {1, 2, None, request["keep_fd"]}:
+            os.dup2(kept, request.keep_fd)
+        for stream in {out, err, kept} - {1, 2, None, request.keep_fd}:
             os.close(stream)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ.clear()
-        os.environ.update(request["environment"])
-        os.chdir(request["folder"])
-        sys.argv = [request["module"], *request["arguments"]]
-        os._exit(_run(request["module"], self._in_worker))
+        os.environ.update(request.environment)
+        os.chdir(request.folder)
+        sys.argv = [request.module, *request.arguments]
+        os._exit(_run(request.module, self._in_worker))
 
     def _reap(self, pid: int) -> None:
         connection, ended = self._workers.pop(pid)
@@ -122,18 +140,33 @@ class Server:
         self._selector.unregister(self._workers[pid][0])
 
 
-def _received(connection: socket.socket) -> tuple[dict, list[int]]:
+def _received(connection: socket.socket) -> tuple[Request, list[int]]:
     """A request, and the descriptors that the fork gets; ValueError for what is none, or another user's."""
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if user != os.getuid():
         raise ValueError(f"user {user}")
     connection.settimeout(REQUEST_S)
-    header, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(12))
-    if not ancillary:
-        raise ValueError("no descriptors")
+    head, ancillary, flags, _ = connection.recvmsg(HEAD.size, socket.CMSG_SPACE(12))
     streams = array.array("i")
-    streams.frombytes(ancillary[0][2])
-    return json.loads(_read(connection, int.from_bytes(header, "big"))), list(streams)
+    for _, _, descriptors in ancillary:
+        streams.frombytes(descriptors)
+    try:
+        if flags & socket.MSG_CTRUNC:
+            connection.sendall(b"there is no room for its descriptors\n")
+            raise ValueError("descriptors are missing")
+        return _request(connection, head, len(streams)), list(streams)
+    except BaseException:
+        for stream in streams:
+            os.close(stream)
+        raise
+
+
+def _request(connection: socket.socket, head: bytes, streams: int) -> Request:
+    size = LANGUAGE.size(head + _read(connection, HEAD.size - len(head)))
+    request = size if isinstance(size, Unreadable) else LANGUAGE.message(_read(connection, size))
+    if not isinstance(request, Request) or streams != 2 + (request.keep_fd is not None):
+        raise ValueError(f"{request}, with {streams} descriptors")
+    return request
 
 
 def _read(connection: socket.socket, length: int) -> bytes:

@@ -239,10 +239,10 @@ class Guard:
 
     def _forked_elsewhere(self, command: list[str], environment: dict[str, str]) -> int:
         """As long as this process has the connection, the worker runs."""
-        from recycle_plugin.runtime.spawn import ask, forked_pid
+        from recycle_plugin.runtime.spawn import Request, ask, forked_pid
 
         module, *arguments = command
-        request = {"module": module, "arguments": arguments, "environment": environment, "folder": os.getcwd(), "keep_fd": None}
+        request = Request(module, tuple(arguments), environment, os.getcwd(), None)
         connection = ask(environment[SERVER_VARIABLE], request, [1, 2])
         connection.settimeout(FORK_S)
         answer = b""

@@ -32,8 +32,11 @@ class Mover(Protocol):
     def wait_sent(self, addresses: Iterable[str]) -> None:
         """Return when the sudden death of this process can't stop any more what was sent to these peers.  Raises Interrupted when the membership changes."""
 
-    def hear_out(self, peers: set[str]) -> None:
-        """Take what all but ``peers`` have sent before they went, and nothing of theirs that comes after this."""
+    def hears(self) -> bool:
+        """Whether who comes to this worker now is let in, and may take seconds to find out: where nothing comes, that tells whose fault it is."""
+
+    def hear_out(self, peers: set[str]) -> bool:
+        """Take what all but ``peers`` have sent before they went, and nothing of theirs that comes after this.  False where it shows that nobody is let in here."""
 
     def leave(self, peers: set[str]) -> None:
         """Send nothing more to anybody but ``peers``; lines to these that are broken are made anew."""

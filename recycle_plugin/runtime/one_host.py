@@ -10,6 +10,7 @@ import sys
 from typing import Mapping
 
 from recycle_plugin.runtime import senders
+from recycle_plugin.runtime.descriptors import TooFewDescriptors, provide
 from recycle_plugin.runtime.place import Here
 from recycle_plugin.runtime.spawn import SERVER_VARIABLE, NoServer, ServerProcess
 from recycle_plugin.runtime.supervisor import BadMaster, Hosted, Supervisor
@@ -40,6 +41,7 @@ class Launcher:
 
     async def run(self) -> int:
         """The exit code: 0 when the job has come to its end, whoever died on the way; 1 when it was told to end; else the largest of its workers."""
+        provide(self._workers)
         self._running = asyncio.current_task()
         senders.take(self._signalled)
         if self._imports is None:
@@ -95,7 +97,7 @@ def main(launcher: Launcher) -> int:
     """The exit code."""
     try:
         return asyncio.run(launcher.run())
-    except (BadMaster, ConnectionError) as error:
+    except (BadMaster, ConnectionError, TooFewDescriptors) as error:
         _say(f"error: {error}")
         return 1
     except asyncio.CancelledError:

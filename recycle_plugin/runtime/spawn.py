@@ -8,15 +8,16 @@ from __future__ import annotations
 import array
 import asyncio
 import ctypes
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
+from recycle_plugin.core.encoding import HEAD, Language
 from recycle_plugin.core.words import how_ended
 from recycle_plugin.runtime.guard import SERVER_VARIABLE
 
@@ -35,6 +36,20 @@ class Process(Protocol):
         """Its exit code; negative for a signal."""
 
     def send_signal(self, number: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """For a fork that runs ``module`` with ``arguments``; ``keep_fd``: the number that the third descriptor gets, if there is one."""
+
+    module: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+    folder: str
+    keep_fd: int | None = None
+
+
+LANGUAGE = Language((Request,))
 
 
 class NoServer(RuntimeError):
@@ -63,7 +78,7 @@ class ForkedProcess:
 
     @classmethod
     async def start(cls, server: str, module: str, arguments: list[str], environment: dict[str, str], keep_fd: int | None = None) -> ForkedProcess:
-        request = {"module": module, "arguments": arguments, "environment": environment, "folder": os.getcwd(), "keep_fd": keep_fd}
+        request = Request(module, tuple(arguments), environment, os.getcwd(), keep_fd)
         connection = ask(server, request, [1, 2] if keep_fd is None else [1, 2, keep_fd])
         reader, writer = await asyncio.open_unix_connection(sock=connection)
         return cls(forked_pid(module, await reader.readline()), reader, writer)
@@ -77,17 +92,17 @@ class ForkedProcess:
         os.kill(self.pid, number)
 
 
-def ask(server: str, request: dict, descriptors: list[int]) -> socket.socket:
-    """For a fork that has them as its standard output, standard error and ``keep_fd``; answers are a line with its process and one with its code."""
-    body = json.dumps(request).encode()
+def ask(server: str, request: Request, descriptors: list[int]) -> socket.socket:
+    """For a fork that has them as its standard output, standard error and ``request.keep_fd``; answers are a line with its process and one with its code."""
+    frame = LANGUAGE.encode(request)
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(server.replace("@", "\0", 1) if server.startswith("@") else server)
-        connection.sendmsg([len(body).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
-        connection.sendall(body)
+        connection.sendmsg([frame[: HEAD.size]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
+        connection.sendall(frame[HEAD.size :])
     except OSError as error:
         connection.close()
-        raise ConnectionError(f"{request['module']} was not started: the process that it is to be forked from can't be reached ({error.strerror}); unset {SERVER_VARIABLE} where it names one of before") from error
+        raise ConnectionError(f"{request.module} was not started: the process that it is to be forked from can't be reached ({error.strerror}); unset {SERVER_VARIABLE} where it names one of before") from error
     return connection
 
 

@@ -10,33 +10,60 @@ each sender's thread reads straight into the tensor's memory.
 
 from __future__ import annotations
 
-import json
+import errno
 import socket
 import threading
 import time
 from collections import deque
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from dataclasses import dataclass
+from typing import Callable, Iterable, Iterator, NamedTuple, TypeVar
 
 import torch
 
 from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.encoding import HEAD, Language
 from recycle_plugin.core.protocol import Missing
+from recycle_plugin.core.typed import Unreadable
 from recycle_plugin.runtime import forked
+from recycle_plugin.runtime.accepting import NO_ROOM, PAUSE_S, Refusals
 from recycle_plugin.runtime.device import Copy, Device, Tensors
 from recycle_plugin.runtime.errors import RecycleError
 from recycle_plugin.runtime.session import Session
 
-HEADER_BYTES = 4  # before the header, its length
-LONGEST_HEADER = 1 << 20  # what says more is none of ours
-CONNECT_S = 10.0  # how long a peer's listener may take to answer
+T = TypeVar("T")
+LONGEST_HEADER = 1 << 20  # bytes; what says more is none of ours
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+CONNECT_S = 10.0  # how long a peer's listener, or this worker's own, may take to answer
+HELLO_S = 60.0  # how long who has connected may take to say who it is
 DEATH_S = 1.0  # how long the news may take that a peer whose connection broke is dead
 LINGER_S = 1.0  # how long what live peers still have to get may take
 
 
+@dataclass(frozen=True)
+class Sender:
+    """What a connection begins with: whose it is."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """Before the bytes of a datum's tensors: the dtype of each, and its shape."""
+
+    datum: Datum
+    era: int
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+LANGUAGE = Language((Sender, Header))
+
+
+class Nonsense(ValueError):
+    """What has come is none of ours; the message says what is wrong with it."""
+
+
 class Transport:
-    """As runtime.mover.Mover: one inbox of this worker and one outbox per peer.  Each connection begins with the sender's address.
-    ``device``: for which what arrives is."""
+    """As runtime.mover.Mover: one inbox of this worker and one outbox per peer.  ``device``: for which what arrives is."""
 
     def __init__(self, session: Session, device: Device) -> None:
         self._session, self._device = session, device
@@ -45,7 +72,9 @@ class Transport:
         self._outboxes: dict[str, Outbox] = {}
         self._listener = forked.own(socket.create_server(("", 0), backlog=1024))
         self._accepted: set[socket.socket] = set()
-        self._closed = False
+        self._closed = threading.Event()
+        self._refusals = Refusals(lambda text: session.note("warning", f"at worker {session.rank} {text}"))
+        self._said_nonsense = False
         self._readers: dict[threading.Thread, str] = {}  # with the address of whose messages each reads, once that is said
         self._heard: set[str] | None = None  # from these only, if that is said
         self._knocked: tuple[str, int] | None = None  # at this worker's own door, and not yet let in
@@ -72,15 +101,22 @@ class Transport:
         outboxes = [self._outboxes[address] for address in addresses if address in self._outboxes]
         self._session.wait("a peer to take what is sent to it", taken)
 
-    def hear_out(self, peers: set[str]) -> None:
-        self._knock()
+    def hears(self) -> bool:
+        if not self._knock():
+            return False
+        with self._session.changed:
+            return self._session.changed.wait_for(lambda: self._knocked is None, CONNECT_S)
+
+    def hear_out(self, peers: set[str]) -> bool:
+        could_knock = self._knock()
         with self._session.changed:  # a process that has ended has closed its connections, so this takes long only where a host is gone
             self._session.changed.wait_for(lambda: self._knocked is None and peers.issuperset(self._readers.values()), DEATH_S)
             self._heard = peers
+            return could_knock and self._knocked is None
 
-    def _knock(self) -> None:
-        """Come to one's own door: who came before, and has perhaps sent and died since, is let in before.  Where that can't be, for want of a descriptor as
-        may be, whoever is in is heard out."""
+    def _knock(self) -> bool:
+        """Come to one's own door: who came before, and has perhaps sent and died since, is let in before.  False where that can't be, for want of a descriptor as
+        may be; then whoever is in is heard out."""
         try:
             with socket.socket(self._listener.family) as knocking:
                 knocking.settimeout(DEATH_S)
@@ -89,22 +125,26 @@ class Transport:
                 knocking.connect((self._session.own_address, self._listener.getsockname()[1]))
         except OSError:
             self._knocked = None
+            return False
+        return True
 
     def leave(self, peers: set[str]) -> None:
         for address in [address for address, outbox in self._outboxes.items() if address not in peers or outbox.broken]:
             self._outboxes.pop(address).close(linger_s=0)
 
-    def _broke(self, address: str) -> None:
-        """The connection to a peer has.  Most often it is dead, and the coordinator says so within moments."""
-        timer = threading.Timer(DEATH_S, self._say_broken, (address, self._session.number))
+    def _broke(self, address: str, error: OSError | None) -> None:
+        """The connection to a peer has.  Most often it is dead, and the coordinator says so within moments; for want of room here, this worker is at fault itself."""
+        room = error is not None and error.errno in NO_ROOM
+        what, at = (f"a connection ({error.strerror})", self.address) if room else ("a connection", address)
+        timer = threading.Timer(DEATH_S, self._say_broken, (at, what, self._session.number))
         timer.daemon = True
         timer.start()
 
-    def _say_broken(self, address: str, generation: int) -> None:
+    def _say_broken(self, address: str, what: str, generation: int) -> None:
         session = self._session
         peer = session.roster.at(address)
-        if peer is not None and not self._closed and session.number == generation and session.interruption() is None:
-            session.send(Missing(session.rank, generation, "a connection", str(peer.seat)))
+        if peer is not None and not self._closed.is_set() and session.number == generation and session.interruption() is None:
+            session.send(Missing(session.rank, generation, what, str(peer.seat)))
 
     def _failed(self, error: RecycleError) -> None:
         """A copy of what was to be sent has: the thread that trains has to know."""
@@ -121,7 +161,7 @@ class Transport:
         for outbox in self._outboxes.values():
             outbox.close(max(0.0, deadline - time.monotonic()))
         self._outboxes.clear()
-        self._closed = True
+        self._closed.set()
         _end(self._listener)
         self._accepting.join(LINGER_S)
         self._listener.close()
@@ -133,42 +173,68 @@ class Transport:
     # --- receiving ---------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set():
             try:
                 connection, peer = self._listener.accept()
-            except OSError:  # closed
-                return
-            self._accepted.add(forked.own(connection))
-            reader = threading.Thread(target=self._read, args=(connection,), name="recycle: transport", daemon=True)
-            with self._session.changed:
-                self._readers[reader] = ""
-                self._knocked = None if peer == self._knocked else self._knocked
-            reader.start()
+                self._let_in(connection, peer)
+            except OSError as error:
+                if not self._closed.is_set():
+                    self._closed.wait(self._refusals.pause_s(error))
 
-    def _read(self, connection: socket.socket) -> None:
-        """Deliver one peer's messages until it closes, breaks off in the middle of one, or says what is none."""
-        reader = threading.current_thread()
+    def _let_in(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+        self._accepted.add(forked.own(connection))
+        reader = threading.Thread(target=self._read, args=(connection, peer), name="recycle: transport", daemon=True)
+        with self._session.changed:
+            self._readers[reader] = ""
+            self._knocked = None if peer == self._knocked else self._knocked
         try:
-            sender = str(_receive_header(connection))
-            with self._session.changed:
-                self._readers[reader] = sender
-                self._session.changed.notify_all()
-            while True:
-                kind, stage, replica, index, step, era, shapes = _receive_header(connection)
-                tensors = tuple(self._receive_tensor(connection, dtype, shape) for dtype, shape in shapes)
-                self._deliver(sender, Datum(kind, stage, MicroBatch(replica, index), step), era, tensors)
-        except (OSError, EOFError, ValueError, TypeError):
-            pass
+            reader.start()
+        except RuntimeError:  # there is no room for another thread: the peer finds its connection broken, and comes again
+            self._let_go(connection, reader)
+            raise OSError(errno.EAGAIN, "no thread") from None
+
+    def _let_go(self, connection: socket.socket, reader: threading.Thread) -> None:
         self._accepted.discard(connection)
         connection.close()
         with self._session.changed:
             del self._readers[reader]
             self._session.changed.notify_all()
 
-    def _receive_tensor(self, connection: socket.socket, dtype: str, shape: list[int]) -> torch.Tensor:
-        tensor = self._device.room(shape, getattr(torch, dtype))
-        if tensor.numel():
-            _fill(connection, _bytes(tensor))
+    def _read(self, connection: socket.socket, peer: tuple[str, int]) -> None:
+        """Deliver one peer's messages until it closes, breaks off in the middle of one, or says what is none."""
+        reader = threading.current_thread()
+        try:
+            connection.settimeout(HELLO_S)
+            sender = _receive_header(connection, Sender).address
+            connection.settimeout(None)
+            with self._session.changed:
+                self._readers[reader] = sender
+                self._session.changed.notify_all()
+            while True:
+                header = _receive_header(connection, Header)
+                tensors = tuple(self._receive_tensor(connection, dtype, shape) for dtype, shape in header.tensors)
+                self._deliver(sender, header.datum, header.era, tensors)
+        except Nonsense as nonsense:
+            self._say_nonsense(peer, nonsense)
+        except (OSError, EOFError):
+            pass
+        self._let_go(connection, reader)
+
+    def _say_nonsense(self, peer: tuple[str, int], nonsense: Nonsense) -> None:
+        """Once: a scanner of ports comes more often."""
+        if not self._said_nonsense:
+            self._said_nonsense = True
+            self._session.note("warning", f"at worker {self._session.rank} a connection from {peer[0]}:{peer[1]} says what can't be understood: {nonsense}")
+
+    def _receive_tensor(self, connection: socket.socket, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if dtype not in DTYPES:
+            raise Nonsense(f"a tensor of {dtype[:80]!r}, which is no type")
+        try:
+            tensor = self._device.room(shape, DTYPES[dtype])
+            target = _bytes(tensor) if tensor.numel() else memoryview(b"")
+        except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # torch's own words on a shape that can't be, or on one for which there is no room
+            raise Nonsense(f"a tensor of shape {str(shape)[:80]}: {str(error)[:200]}") from None
+        _fill(connection, target)
         return tensor
 
     def _deliver(self, sender: str, datum: Datum, era: int, tensors: Tensors) -> None:
@@ -192,21 +258,20 @@ class Message(NamedTuple):
 
     def parts(self) -> list[memoryview]:
         """What is written to the socket."""
-        datum, tensors = self.datum, self.tensors.wait(self.timeout_s)
-        shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-        header = _header([datum.kind, datum.stage, *datum.micro_batch, datum.step, self.era, shapes])
-        return [memoryview(header), *(_bytes(tensor) for tensor in tensors if tensor.numel())]
+        tensors = self.tensors.wait(self.timeout_s)
+        shapes = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
+        return [memoryview(LANGUAGE.encode(Header(self.datum, self.era, shapes))), *(_bytes(tensor) for tensor in tensors if tensor.numel())]
 
 
 class Outbox:
     """To one peer.  What the socket does not take at once, or is not in host memory yet, waits for a thread, so that no sender ever does.
 
-    A peer that cannot be reached any more is the coordinator's business: what was for it is dropped, and ``tell(address)``
-    is called, once.  ``emptied`` is called when nothing waits any more; ``failed`` with the error where something can't be sent.  ``own``: the
+    A peer that cannot be reached any more is the coordinator's business: what was for it is dropped, and ``tell(address, error)``
+    is called, once, with what was wrong if that is known.  ``emptied`` is called when nothing waits any more; ``failed`` with the error where something can't be sent.  ``own``: the
     sender's address.
     """
 
-    def __init__(self, address: str, own: str, tell: Callable[[str], None], emptied: Callable[[], None], failed: Callable[[RecycleError], None]) -> None:
+    def __init__(self, address: str, own: str, tell: Callable[[str, OSError | None], None], emptied: Callable[[], None], failed: Callable[[RecycleError], None]) -> None:
         self._address, self._own, self._tell, self._emptied, self._failed = address, own, tell, emptied, failed
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self._peer = (host, int(port))
@@ -259,13 +324,13 @@ class Outbox:
     def _work(self) -> None:
         """Connect, then send what could not go at once."""
         try:
-            connection = forked.own(socket.create_connection(self._peer, CONNECT_S))
+            connection = forked.own(self._connected())
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(_header(self._own))
-        except OSError:
+            connection.sendall(LANGUAGE.encode(Sender(self._own)))
+        except OSError as error:
             with self._changed:
-                self._break_off()
+                self._break_off(error)
             self._emptied()
             return
         with connection:
@@ -282,6 +347,18 @@ class Outbox:
                     self._changed.notify_all()
                 if not self._waiting:
                     self._emptied()
+
+    def _connected(self) -> socket.socket:
+        """Where there is no room for a connection here, there may be in a moment."""
+        deadline = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                return socket.create_connection(self._peer, CONNECT_S)
+            except OSError as error:
+                if error.errno not in NO_ROOM or self._closing or time.monotonic() >= deadline:
+                    raise
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, PAUSE_S)
 
     def _parts(self, waiting: Message | list[memoryview]) -> list[memoryview]:
         """Once it is on the host.  Where it does not get there, nothing comes behind it, and nobody is told that the peer is at fault."""
@@ -300,24 +377,21 @@ class Outbox:
             self._changed.wait_for(lambda: self.broken or self._waiting)
             return None if self.broken else self._waiting[0]
 
-    def _break_off(self) -> None:
+    def _break_off(self, error: OSError | None = None) -> None:
         if not self.broken and not self._closing:
-            self._tell(self._address)
+            self._tell(self._address, error)
         self.broken = True
         self._waiting.clear()
         self._changed.notify_all()
 
 
-def _header(content: object) -> bytes:
-    text = json.dumps(content).encode()
-    return len(text).to_bytes(HEADER_BYTES, "big") + text
-
-
-def _receive_header(connection: socket.socket) -> Any:
-    length = int.from_bytes(_receive(connection, HEADER_BYTES), "big")
-    if length > LONGEST_HEADER:
-        raise ValueError(f"a header of {length} bytes")
-    return json.loads(_receive(connection, length))
+def _receive_header(connection: socket.socket, kind: type[T]) -> T:
+    """Raises Nonsense where something else comes."""
+    size = LANGUAGE.size(_receive(connection, HEAD.size), LONGEST_HEADER)
+    header = size if isinstance(size, Unreadable) else LANGUAGE.message(bytes(_receive(connection, size)))
+    if not isinstance(header, kind):
+        raise Nonsense(str(header)[:200])
+    return header
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

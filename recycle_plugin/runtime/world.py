@@ -55,12 +55,13 @@ class TorchMachine:
         return iter(())
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
-        """Past the deadline the coordinator hears of it, and has it sent again; where it does nothing about it, WaitTimeout."""
+        """Past the deadline the coordinator hears of it, and whether it is this worker that lets nobody in, and has it sent again; where it does nothing about it,
+        WaitTimeout."""
         session = self._session
         try:
             return session.wait(lambda: awaited(datum, source), ready)
         except WaitTimeout:
-            session.send(Missing(session.rank, session.number, str(datum), str(source)))
+            self._miss(str(datum), source if self._mover.hears() else None)
         return session.wait(lambda: f"{awaited(datum, source)}, once more", ready)
         yield
 
@@ -72,8 +73,15 @@ class TorchMachine:
         self._mover.send(address, datum, value, era)
 
     def hear_out(self) -> None:
-        if self._session.interruption() is not None:
-            self._mover.hear_out(self._session.pending.roster.addresses)
+        if self._session.interruption() is not None and not self._mover.hear_out(self._session.pending.roster.addresses):
+            self._miss("what peers send", None)
+
+    def _miss(self, what: str, source: Seat | None) -> None:
+        """None: from whoever may send it, since it is this worker that hears nobody."""
+        session = self._session
+        own = session.roster.member(session.worker)
+        if source is not None or own is not None:  # else it is none of the members, and nobody's business
+            session.send(Missing(session.rank, session.number, what, str(source or own.seat)))
 
     # --- instructions ------------------------------------------------------------------------------
 

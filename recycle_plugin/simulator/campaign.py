@@ -96,7 +96,8 @@ def scenario(seed: int) -> Scenario:
     policy = replace(policy, block=random.choice((1, 1, 1, 2, None)))
     job = Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
     for name, change in (("ties", _with_ties), ("weather", _with_weather), ("endings", _with_endings), ("undo", _with_undo), ("coordination", _with_coordination), ("data", _with_data),
-                         ("pauses", _with_pauses), ("paces", _with_paces), ("leisure", _with_leisure), ("moments", _with_moments), ("disks", _with_full_disks)):  # fmt: skip
+                         ("pauses", _with_pauses), ("paces", _with_paces), ("leisure", _with_leisure), ("moments", _with_moments), ("disks", _with_full_disks),
+                         ("deafness", _with_deafness)):  # fmt: skip
         job = change(job, Random(f"{name} in {seed}"))  # each of its own, so that the rest of a seed's job is what it was before there were such
     return job
 
@@ -168,6 +169,16 @@ def _with_leisure(given: Scenario, random: Random) -> Scenario:
     at, seats = random.randrange(CALM_US // 4), random.sample(given.shape.seats, 2)
     leaves = tuple(Trouble("leave", at + place * random.randrange(600 * MILLISECOND), (seat,)) for place, seat in enumerate(seats))
     return replace(given, between=given.between + pauses, troubles=given.troubles + leaves)
+
+
+def _with_deafness(given: Scenario, random: Random) -> Scenario:
+    """In one job of sixteen nothing is wrong but that one worker hears nobody, itself included, from some moment on.
+
+    ``random``: as for ties.
+    """
+    if random.random() >= 1 / 16:
+        return given
+    return replace(given, troubles=(Trouble("deafened", random.randrange(CALM_US // 4), (random.choice(given.shape.seats),)),), faults=())
 
 
 def _with_paces(given: Scenario, random: Random) -> Scenario:
@@ -341,7 +352,7 @@ def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
     shape, ends = cluster.scenario.shape, (0, cluster.scenario.shape.stages - 1)
     sources = [replica for replica in range(shape.replicas) if not {Seat(replica, stage) for stage in ends} & set(gone)]
     by_stage = Counter(seat.stage for seat in gone)
-    return not sources or any(by_stage[stage] > 1 for stage in ends) or any(trouble.kind in ("drop", "cut") for trouble in cluster.scenario.troubles)
+    return not sources or any(by_stage[stage] > 1 for stage in ends) or any(trouble.kind in ("drop", "cut", "deafened", "walled") for trouble in cluster.scenario.troubles)
 
 
 def campaign(seeds: Iterable[int], jobs: int = 1) -> Report:

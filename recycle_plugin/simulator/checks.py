@@ -231,6 +231,7 @@ class Watcher:
         ended = cluster.membership.ended
         if ended is not None and ended.failed and not may_end:
             self.say(f"the job has ended although it could go on: {ended.reason}")
+        self._rightly_given_up(cluster)
         at_the_end = (None,) if ended is None or ended.failed else (None, ended.reason)
         last = self.steps if ended is None or ended.failed else min(self.steps, ended.step - 1)
         told: dict[int, dict] = {}
@@ -246,6 +247,12 @@ class Watcher:
                 self._right_weights(worker, last)
         if (ended is None or not ended.failed) and self._committed < last:
             self.say(f"only {self._committed} of {last} steps are committed")
+
+    def _rightly_given_up(self, cluster: Any) -> None:
+        """Where nothing is wrong but that somebody hears nobody, that one alone is given up; where it can't tell, perhaps one of its peers before."""
+        healthy = [str(worker.seat) for rank, worker in cluster.workers.items() if worker.line.worker in cluster.membership.lost and rank not in cluster.deafened]
+        if cluster.deafened and len(healthy) > (not all(cluster.deafened.values())):
+            self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")
 
     def _of_what_stayed(self, step: int, losses: Mapping[str, int]) -> Mapping[str, int]:
         """Without micro-batches whose batch was lost with all that was computed with it, after their loss was told: another one took its place."""

@@ -59,6 +59,7 @@ class Cluster:
         self.links: dict[tuple[int, int], tuple[str, int, int]] = {}  # kind, until, delay
         self.cut: set[int] = set()
         self.quiet = any(trouble.kind == "swallow" for trouble in scenario.troubles)  # nobody complains of what does not come
+        self.deafened: dict[int, bool] = {}  # ranks that nothing comes to, and whether they know
         self.hits: Counter[tuple[str, Op]] = Counter()  # kind of trouble, and what the worker was at
         self.exercised = Exercised()
         self.lines = Lines(scenario.weather, scenario.torn)
@@ -189,7 +190,7 @@ class Cluster:
     def send(self, source: int, target: int, datum: Datum, value: Any, era: int) -> None:
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
         self.exercised[Rule.SWALLOWED] += self.now < until and kind == "swallow"
-        if self.now < until and kind in ("drop", "swallow") or (source in self.cut) != (target in self.cut):
+        if self.now < until and kind in ("drop", "swallow") or (source in self.cut) != (target in self.cut) or target in self.deafened:
             return
         number = next(self._ticket)
         self._under_way[number] = source, target, partial(self._arrive, source, target, datum, value, era)
@@ -230,6 +231,8 @@ class Cluster:
             case "drop" | "delay" | "swallow":
                 lasts, delay = (min(trouble.for_us, DELAYING_US), trouble.for_us) if trouble.kind == "delay" else (trouble.for_us, 0)
                 self.links[ranks[0], self.rank_of[trouble.peer]] = (trouble.kind, self.now + lasts, delay)
+            case "deafened" | "walled":
+                self.deafened |= dict.fromkeys(ranks, trouble.kind == "deafened")
             case "cut":
                 self._cut_off(ranks)
             case "stall":

@@ -42,6 +42,7 @@ class Rule(str, Enum):
     LEFT_MEANWHILE = "a worker left while the membership changed"
     FENCED = "a worker was fenced"
     SENT_AGAIN = "all met again over new lines"
+    DEAF = "a worker that does not hear itself was given up"
     CHANGED_AGAIN = "the membership changed while it was changing"
     COMMITTED_BY_CHANGE = "a step was committed by a change of the membership"
     AHEAD = "somebody was a step ahead at a change of the membership"
@@ -123,6 +124,7 @@ class Exercised(Counter[Rule]):
             self[Rule.LAST_SPARED] += event.kind == "suspected" and "it is the last worker" in event.text
             self[Rule.NO_PROOF] += event.kind == "suspected" and "which has cost a worker already" in event.text
             self[Rule.STOOD_STILL] += event.text.startswith("everybody waits")
+            self[Rule.DEAF] += event.kind == "lost" and "does not hear itself" in event.text
             self[Rule.AHEAD] += event.kind == "resume" and event.details["ahead"] > 0
 
     def _published(self, generation: Generation, message: object, membership: Membership, changing: bool, lost: bool) -> None:

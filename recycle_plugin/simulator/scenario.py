@@ -20,7 +20,8 @@ class Trouble:
 
     ``kind``: kill; stop (SIGSTOP; wakes up again unless it was given up and fenced), unfenced (the same, and its supervisor
     can't kill it), stuck (an instruction never ends), slow (takes ``percent``); drop, delay (what goes from ``seat`` to
-    ``peer`` is lost, or comes late); cut (``seats`` are cut off from all others); stall (the coordinator reads nothing); mute, deaf
+    ``peer`` is lost, or comes late); deafened, walled (what others send to the worker is lost from then on; it finds so
+    itself, or can't tell that from peers that send nothing); cut (``seats`` are cut off from all others); stall (the coordinator reads nothing); mute, deaf
     (what the worker says to the coordinator, or the other way, is held up); rude (it dies where it should say goodbye); again (a second process of
     its rank asks to take part, and goes); swallow (as drop, and nobody who misses anything says so); and what is asked for: leave (a worker is to go), end (the job is).
     """

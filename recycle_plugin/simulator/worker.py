@@ -129,7 +129,9 @@ class Machine:
         return arrived
 
     def hear_out(self) -> None:
-        """What the lost have sent has left them; of a host that is gone nothing comes any more."""
+        """What the lost have sent has left them; of a host that is gone nothing comes any more.  Who finds out that it hears nobody says so."""
+        if self.cluster.deafened.get(self.rank):
+            self.send(Missing(self.rank, self.line.number, "what peers send", str(self.seat)))
         if self.line.interruption() is not None:
             live = {member.rank for member in self.line.pending.roster}
             self.cluster.hurry(self.rank, live)
@@ -171,7 +173,8 @@ class Machine:
         waits = self.alive and self.waiting and self.line.number == generation and self.at == (WAITS, awaited(datum, source))
         if waits and self.line.interruption() is None and not self.cluster.quiet:
             self.cluster.watcher.missed(self, datum, source)
-            self.send(Missing(self.rank, generation, str(datum), str(source)))
+            silent = self.seat if self.cluster.deafened.get(self.rank) else source
+            self.send(Missing(self.rank, generation, str(datum), str(silent)))
             self.cluster.later(RESEND_US, partial(self._complain, generation, datum, source))
 
     # computing

@@ -16,6 +16,7 @@ from recycle_plugin import planner
 from recycle_plugin.core import attendance, lineage, loop
 from recycle_plugin.core import worker as core_worker
 from recycle_plugin.core.attendance import Attendance
+from recycle_plugin.core.complaints import Complaints
 from recycle_plugin.core.contributions import NORM
 from recycle_plugin.core.course import Course
 from recycle_plugin.core.dataflow import Datum, goes_to
@@ -213,6 +214,14 @@ def never_again(monkeypatch) -> None:
 @mistake("a stopped worker is waited for", seen=10)
 def patient(monkeypatch) -> None:
     monkeypatch.setattr(Course, "give_up", lambda self, worker, why, now, out: None)
+
+
+@mistake("who does not hear itself is no more to be doubted than others", seen=2)
+def deaf_unheard(monkeypatch) -> None:
+    def add(self, before, missing, roster, *given):
+        return None if str(roster.member(missing.worker).seat) == missing.source else before(self, missing, roster, *given)
+
+    changed(monkeypatch, Complaints, "add", add)
 
 
 # --- who takes part, and what is known of them ------------------------------------------------------------
@@ -577,6 +586,15 @@ def waits_for_the_end(monkeypatch) -> None:
 
 
 # --- by a schedule of their own: no seed of the first 2,000 brings them about ----------------------------
+
+
+def believed_of_many(monkeypatch) -> None:
+    """The one that is not heard goes, from however many others the complainer has missed something."""
+
+    def weigh(self, before, member, source, *given):
+        return before(self, member, source, *given)._replace(doubted=source.worker)
+
+    changed(monkeypatch, Complaints, "_weigh", weigh)
 
 
 def void_is_not_heard_again(monkeypatch) -> None:

@@ -21,7 +21,7 @@ from recycle_plugin.simulator.reference import Reference
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 
 from tests.pure import mistakes_between, mistakes_suspicion  # noqa: F401  which add their own to the mistakes
-from tests.pure.mistakes import MISTAKES, SEEN, void_is_not_heard_again
+from tests.pure.mistakes import MISTAKES, SEEN, believed_of_many, void_is_not_heard_again
 
 FOUND_WITHIN = 2000  # seeds, by every mistake; most need a few
 
@@ -127,6 +127,19 @@ def test_who_has_judged_a_step_itself_hears_that_what_the_others_have_computed_s
     assert not campaign.run("x", judged_by_oneself()).violations
     void_is_not_heard_again(monkeypatch)
     assert any("waits in vain" in text for text in campaign.run("x", judged_by_oneself()).violations), "the others are in another era than 0.0, and take nothing of it"
+
+
+def hears_nobody(seat: Seat) -> Scenario:
+    """... from the first step on, and can't tell that from peers that send nothing."""
+    return Scenario(Topology(2, 2, 4), CostModel.uniform(2, 5_000, 5_000, 5_000, 500), Policy(), 4, (Trouble("walled", MILLISECOND, (seat,)),))
+
+
+@pytest.mark.parametrize("seat", Topology(2, 2, 4).seats, ids=str)
+def test_who_hears_nobody_and_can_t_tell_costs_one_peer_and_then_goes_itself(seat, monkeypatch) -> None:
+    outcome = campaign.run("x", hears_nobody(seat))
+    assert not outcome.violations and len([line for line in outcome.story if " lost: seat" in line]) == 2
+    believed_of_many(monkeypatch)
+    assert any("since another hears nobody" in text for text in campaign.run("x", hears_nobody(seat)).violations)
 
 
 # --- mistakes that it has to find ---------------------------------------------------------------------

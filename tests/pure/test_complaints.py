@@ -10,9 +10,9 @@ from recycle_plugin.core.protocol import End, Fence, Generation, Missing
 from tests.support.membership import agree, said, started, step
 
 
-def fails(membership: Membership, generation: int, source: str) -> Output:
-    """Seat 1.0 says so; where all meet again, they do."""
-    out = membership.receive(Missing(1, generation, "what it waits for", source), 0.0)
+def fails(membership: Membership, generation: int, source: str, rank: int = 1) -> Output:
+    """Seat 1.0 says so, or that of another ``rank``; where all meet again, they do."""
+    out = membership.receive(Missing(rank, generation, "what it waits for", source), 0.0)
     if said(out, Generation):
         agree(membership, generation + 1, dict.fromkeys(range(4), membership.committed))
     return out
@@ -39,3 +39,54 @@ def test_where_that_does_not_help_the_one_that_is_not_heard_goes_and_the_job_end
     assert {worker.rank for worker in membership.lost} == lost and {fence.rank for fence in said(out, Fence)} == lost
     reasons = [end.reason.partition(" between")[0] for end in said(out, End)]
     assert reasons == ([] if lost else ["seat 1.0 (rank 1) could not finish what it waits for, 3 times, and nobody in it is lost: see to the network"])
+
+
+def given_up(out: Output) -> set[int]:
+    return {fence.rank for fence in said(out, Fence)}
+
+
+def test_who_misses_something_from_several_goes_before_them():
+    """Seat 1.0 from 0.0 and 0.1, of whom nobody else complains; each commit makes good what was before it."""
+    membership = started()
+    for generation, source in enumerate(("0.0", "0.1", "1.1")):
+        assert not given_up(fails(membership, generation, source)) or generation == 2
+    assert {worker.rank for worker in membership.lost} == {1}
+    membership = started()
+    fails(membership, 0, "0.1")
+    step(membership, 1, 1)
+    for generation in (1, 2):
+        assert not given_up(fails(membership, generation, "0.0"))
+    assert given_up(fails(membership, 3, "0.0")) == {0}
+
+
+def test_whom_several_miss_something_from_goes():
+    membership = started()
+    for generation, rank in enumerate((1, 2, 3)):
+        out = fails(membership, generation, "0.0", rank)
+    assert given_up(out) == {0}
+
+
+def test_who_has_cost_one_peer_and_still_misses_something_is_the_next_to_go():
+    membership = started(replicas=4, stages=1)
+    for generation in range(3):
+        out = fails(membership, generation, "0.0")
+    assert given_up(out) == {0}
+    agree(membership, 3, dict.fromkeys((1, 2, 3), 0))
+    assert given_up(membership.receive(Missing(1, 3, "what it waits for", "2.0"), 0.0)) == {1}
+
+
+def test_who_does_not_hear_itself_goes_whoever_complains():
+    """It also says so while all meet again, which then changes nothing; a worker that waits for it complains of another."""
+    membership = started()
+    assert not given_up(membership.receive(Missing(3, 0, "act", "0.1"), 0.0))
+    assert not membership.receive(Missing(1, 0, "what peers send", "1.0"), 0.0).messages, "all meet already"
+    assert not membership.receive(Missing(2, 0, "what peers send", "0.0"), 0.0).messages, "what others miss from each other meanwhile is of an older membership"
+    agree(membership, 1, dict.fromkeys(range(4), 0))
+    out = membership.receive(Missing(3, 1, "act", "0.1"), 0.0)
+    assert given_up(out) == {1}
+    (lost,) = [event.text for event in out.events if event.kind == "lost"]
+    assert "seat 1.0 (rank 1) does not hear itself" in lost
+
+
+def test_a_seat_that_cannot_be_is_nobodys_business():
+    assert not started().receive(Missing(1, 0, "what it waits for", "the other one"), 0.0).messages

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from recycle_plugin.core import encoding
 from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.encoding import HEAD, LIMIT, MAGIC, MOST, VERSION, Frames, decode, encode
+from recycle_plugin.core.encoding import CONTROL, HEAD, LARGE, LARGEST, LIMIT, MAGIC, MOST, Frames, decode, encode
 from recycle_plugin.core.ids import MicroBatch, Seat
 from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.job import Job
@@ -26,6 +26,7 @@ from recycle_plugin.core.topology import Topology
 from recycle_plugin.core.typed import DEEPEST, Unreadable, form_of, names_of, read, values
 from tests.support.membership import job, member
 
+VERSION = CONTROL.version
 RICH = job(
     ties=((0, 1),), costs=CostModel((1, 2), (3, 4), (5, 6), slowness=((Seat(1, 0), 150),)), policy=Policy(activation_cap=(2, 3), block=None),
     max_slowdown=0.5, keep_bytes=7, clipping=1, arithmetic="torch", seed=1 << 70,
@@ -113,6 +114,8 @@ def test_what_cannot_be_said_is_named_where_it_is_said():
         encode(Note(0, "x", "y", {"z": object()}))
     with pytest.raises(ValueError, match="a Note of .* bytes is too long to be sent"):
         encode(Note(0, "x", "y" * (LIMIT + 1)))
+    with pytest.raises(TypeError, match="a number of 1016 bits can't be written down"):
+        encode(Note(1 << 1015, "x", "y"))
 
 
 # --- what is no message -------------------------------------------------------------------------------
@@ -188,10 +191,13 @@ def test_what_a_class_refuses_is_said_with_its_place():
 
 
 def test_what_is_nested_too_deeply_is_refused():
-    for depth, fine in ((DEEPEST, True), (DEEPEST + 1, False), (400, False), (5000, False)):
+    """Also where msgpack reads it, and Python can't write it any more."""
+    for depth, fine in ((DEEPEST, True), (DEEPEST + 1, False), (400, False), (1000, False), (5000, False)):
         details = b"\x81\xa1z" + b"\x91" * depth + b"\x01"  # {"z": [[…[1]…]]}
         found = decode(framed(bytes([0x96, MESSAGES.index(Note), 0]) + b"\xa1x\xa1y" + details + b"\x00"))
         assert isinstance(found, Note if fine else Unreadable), found
+        for begin in (b"\x92" + bytes([MESSAGES.index(Over)]), b""):
+            assert isinstance(decode(framed(begin + b"\x91" * depth + b"\x01")), Unreadable)
 
 
 class Odd(NamedTuple):
@@ -255,6 +261,13 @@ def test_a_list_that_says_it_is_long_makes_no_room():
         assert "no msgpack" in str(decode(framed(body)))
 
 
-@pytest.mark.parametrize("number", (0, -1, 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 63) - 1, 1 << 300, -(1 << 300)))
+@pytest.mark.parametrize("number", (0, -1, 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 63) - 1, 1 << 300, -(1 << 300), (1 << 1015) - 1, -(1 << 1015) + 1))
 def test_whole_numbers_of_any_size(number):
     assert decode(encode(Beat(number, 1, 2, "at", "what"))).rank == number
+
+
+def test_a_number_that_no_float_can_hold_and_nobody_could_print_is_refused():
+    for size in (LARGEST + 1, 3000):
+        number = msgpack.packb(msgpack.ExtType(LARGE, b"\x7f" * size))
+        for body in (b"\x91" + number, bytes([0x92, MESSAGES.index(Over)]) + number):
+            assert str(decode(framed(body))).endswith(f"is no msgpack: a number of {size} bytes, and at most 127 are read")

@@ -12,7 +12,7 @@ from typing import Callable, Iterator
 
 import pytest
 
-from recycle_plugin.core.encoding import HEAD, LIMIT, MAGIC, VERSION, encode
+from recycle_plugin.core.encoding import CONTROL, HEAD, LIMIT, MAGIC, encode
 from recycle_plugin.core.protocol import Beat, Heard, Hello, Note, Over, Placed
 from recycle_plugin.runtime import control
 from recycle_plugin.runtime.control import Broken, Control, InLoop, InProcess, SocketControl, connect
@@ -242,9 +242,9 @@ def test_a_deadline_passes_and_nothing_is_broken(ends):
     "junk, said",
     [
         (b"GET / HTTP/1.1\r\n\r\n", "a frame begins with b'GET / HTTP', and no message does"),
-        (HEAD.pack(MAGIC, VERSION ^ 1, 3), "all need the same version of the plugin"),
-        (HEAD.pack(MAGIC, VERSION, LIMIT + 1), f"has a body of {LIMIT + 1} bytes, and at most {LIMIT} are read"),
-        (HEAD.pack(MAGIC, VERSION, 2) + b"\x91\xc1", "is no msgpack"),
+        (HEAD.pack(MAGIC, CONTROL.version ^ 1, 3), "all need the same version of the plugin"),
+        (HEAD.pack(MAGIC, CONTROL.version, LIMIT + 1), f"has a body of {LIMIT + 1} bytes, and at most {LIMIT} are read"),
+        (HEAD.pack(MAGIC, CONTROL.version, 2) + b"\x91\xc1", "is no msgpack"),
         (encode(Placed("x")), "Placed.rank is 'x', and it has to be int"),
     ],
     ids=("junk", "another version", "too large", "no body", "a field"),

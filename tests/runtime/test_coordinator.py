@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,8 +15,10 @@ from recycle_plugin.core.encoding import encode
 from recycle_plugin.core.protocol import (
     Committed, End, Exited, Generation, Heard, Hello, Left, Over, Pulse, Ready, Report, Resume, Stepped, Terminate, Welcome,
 )  # fmt: skip
-from recycle_plugin.runtime.control import InLoop, connect
+from recycle_plugin.runtime.accepting import PAUSE_S
+from recycle_plugin.runtime.control import InLoop, SocketControl, connect
 from recycle_plugin.runtime.coordinator import Coordinator
+from tests.support.descriptors import none_left
 from tests.support.membership import job, member
 
 PATIENCE_S = 10.0
@@ -152,6 +155,46 @@ def test_who_does_not_say_who_it_is_is_hung_up_on_and_nobody_is_lost():
     asyncio.run(play())
     assert warnings(said) == ["a connection from this process says what can't be understood: a frame begins with b'GET / HTTP', and no message does"]
     assert "lost" not in [event.kind for event in said]
+
+
+def test_a_moment_without_descriptors_makes_it_deaf_for_that_moment_and_says_so_once(monkeypatch):
+    said, made = [], []
+    create = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda *given, **named: made.append(create(*given, **named)) or made[-1])
+
+    async def play() -> None:
+        async with serving(said):
+            with socket.socket() as caller:
+                with none_left(os.getpid()):
+                    caller.connect(made[0].getsockname())
+                    while not said:
+                        await asyncio.sleep(0.01)
+                    await asyncio.sleep(2 * PAUSE_S)
+                    assert len(said) == 1
+                control = InLoop(SocketControl(caller))
+                control.send(Hello(0, "supervisor", 1, "h"))
+                assert isinstance(await control.receive(PATIENCE_S), Welcome)
+                control.close()
+
+    asyncio.run(play())
+    assert [event.text for event in said] == ["at the coordinator a connection could not be accepted (Too many open files); it is tried again every 0.5 s, and this is said once"]
+
+
+@pytest.mark.parametrize("hello", (Hello(4, "worker", 1, "h"), Hello(-1, "placing", 1, "h"), Hello(1 << 900, "supervisor", 1, "h"), Hello(0, "king", 1, "h")), ids=str)
+def test_who_is_none_of_this_jobs_is_hung_up_on(hello):
+    """Another job's worker, say, whose launcher was given this port."""
+    said = []
+
+    async def play() -> None:
+        async with serving(said) as coordinator:
+            stranger = InLoop(coordinator.connect())
+            stranger.send(hello)
+            assert await stranger.receive(PATIENCE_S) is None and stranger.broken is not None
+            stranger.close()
+
+    asyncio.run(play())
+    (event,) = said
+    assert event.text.startswith(f"a connection from this process says that it is {hello.role} {hello.rank}, and this job has 4 ranks")
 
 
 def test_over_a_network_it_says_from_where(monkeypatch):

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 
 import psutil
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from recycle_plugin.core.encoding import HEAD
 from recycle_plugin.launch import OneHost, placement, run, script_command
 from recycle_plugin.runs import free_port
 from recycle_plugin.runtime import fork_server, supervisor
 from recycle_plugin.runtime.place import Here
-from recycle_plugin.runtime.spawn import ForkedProcess, NoServer, ServerProcess, ask
+from recycle_plugin.runtime.spawn import LANGUAGE, ForkedProcess, NoServer, Request, ServerProcess, ask
+from tests.support.descriptors import none_left
 
 ON = {"recycle": {"enabled": True, "placement": "spread"}}
 
@@ -102,6 +109,37 @@ def test_a_port_that_somebody_has():
     assert said == f"recycle: error: port {port} cannot be used (Address already in use): write another --port, or no --port at all for a free one"
 
 
+# --- descriptors ---------------------------------------------------------------------------------------
+
+
+def limited(command: list[str], soft: int, hard: int, **more: str) -> subprocess.CompletedProcess:
+    """Python with ``command``, where no process may have more descriptors."""
+    begin = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    return subprocess.run([sys.executable, "-c", begin, *command], capture_output=True, text=True, timeout=100, env=dict(os.environ) | more)
+
+
+RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    "options, more, said",
+    [(["--workers", "8"], {}, 1), ([], RANK_0, 1), ([], RANK_0 | {"RANK": "1", "LOCAL_RANK": "1"}, 0)],
+    ids=["on one host", "under a launcher", "under a launcher, another rank"],
+)
+def test_a_job_that_needs_more_descriptors_than_there_can_be_ends_with_one_line(options, more, said):
+    ended = limited(["-m", "recycle_plugin.launch", *options, __file__], 24, 24, **more)
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 1 and ended.stdout == "" and len(lines) == said, ended.stderr
+    for line in lines:
+        assert line.startswith("recycle: error: processes may open no more than 24 files and connections here, and each needs up to 96 in a job of 8 workers (64, and 4 for each)")
+
+
+def test_the_limit_is_raised_as_far_as_it_may_be_and_what_is_started_inherits_it():
+    inherits = "import resource, subprocess, sys; from recycle_plugin.runtime.descriptors import provide; provide(8); subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    ended = limited(["-c", inherits, "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"], 24, 96)
+    assert ended.stdout == "(96, 96)\n", ended.stderr
+
+
 # --- the process that workers are forked from ------------------------------------------------------------
 
 
@@ -173,8 +211,8 @@ def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
         with socket.socket(socket.AF_UNIX) as nothing, socket.socket(socket.AF_UNIX) as half:
             nothing.connect(address)
             half.connect(address)
-            half.sendall(b"\0\0\1\0{")
-        ask(server.address, {"module": "none"}, [1, 2]).close()
+            half.sendall(LANGUAGE.encode(Request("none", (), {}, "/"))[:-1])
+        ask(server.address, Request("none", (), {}, "/"), [1]).close()
         worker = await ForkedProcess.start(server.address, imported("import os, sys; os._exit(int(sys.argv[1]))"), ["5"], dict(os.environ))
         assert await worker.wait() == 5
         lost = await ForkedProcess.start(server.address, imported("import signal; signal.pause()"), [], dict(os.environ))
@@ -196,6 +234,56 @@ def test_a_worker_ends_as_a_process_of_its_own_would(imported, capfd, ending, co
 
     asyncio.run(play())
     assert capfd.readouterr().err == said
+
+
+def test_a_moment_without_descriptors_ends_no_worker_and_the_next_is_forked_after_it(imported, capfd):
+    """Where there is none to come in; and where there is none for what comes along."""
+    before, said = set(children()), []
+
+    async def play() -> None:
+        server = await ServerProcess.start(["json"])
+        (pid,) = set(children()) - before
+        idle = psutil.Process(pid).num_fds()
+        first = await ForkedProcess.start(server.address, imported("import signal; signal.pause()"), [], dict(os.environ))
+        while psutil.Process(pid).num_fds() > idle + 2:  # its own of that worker, and what was to be the worker's
+            await asyncio.sleep(0.01)
+        with none_left(pid):
+            second = asyncio.create_task(ForkedProcess.start(server.address, "imported_first", [], dict(os.environ)))
+            while "accepted" not in "".join(said):
+                said.append(capfd.readouterr().err)
+                await asyncio.sleep(0.01)
+        for worker in (first, await second):
+            os.kill(worker.pid, signal.SIGTERM)
+            assert await worker.wait() == -signal.SIGTERM
+        assert await server.stop() == ""
+
+    asyncio.run(asyncio.wait_for(play(), 100))
+    line = "recycle: warning: at the process that workers are forked from a connection could not be accepted (Too many open files); it is tried again every 0.5 s, and this is said once\n"
+    assert "".join(said) + capfd.readouterr().err == line
+
+
+REQUEST = LANGUAGE.encode(Request("m", ("a",), {"b": "c"}, "/", 3))
+
+
+@given(st.binary(max_size=60) | st.builds(lambda cut, more: REQUEST[:cut] + more, st.integers(0, len(REQUEST)), st.binary(max_size=20)), st.integers(0, 4))
+@example(REQUEST, 3)
+def test_any_request_is_taken_or_refused_and_no_descriptor_is_kept_of_it(data, descriptors):
+    open_before = len(os.listdir("/proc/self/fd"))
+    near, far = socket.socketpair(socket.AF_UNIX)
+    with near, far:
+        if data:
+            near.sendmsg([data[: HEAD.size]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1] * descriptors))] if descriptors else [])
+            near.sendall(data[HEAD.size :])
+        near.shutdown(socket.SHUT_WR)
+        try:
+            request, streams = fork_server._received(far)
+        except (OSError, ValueError):
+            streams = []
+        else:
+            assert type(request) is Request and len(streams) == 3
+        for stream in streams:
+            os.close(stream)
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 def test_another_user_gets_no_process(monkeypatch):

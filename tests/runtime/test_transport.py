@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
+from recycle_plugin.core.encoding import HEAD
 from recycle_plugin.core.executor import Interrupted
 from recycle_plugin.core.faults import FaultScript
 from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.protocol import Generation, Missing
+from recycle_plugin.core.protocol import Generation, Missing, Note
 from recycle_plugin.core.roster import Member
+from recycle_plugin.runtime import transport
+from recycle_plugin.runtime.accepting import PAUSE_S
 from recycle_plugin.runtime.device import CPU, There
 from recycle_plugin.runtime.errors import WaitTimeout
 from recycle_plugin.runtime.tiers import Host
-from recycle_plugin.runtime.transport import Transport, _header
+from recycle_plugin.runtime.transport import LANGUAGE, Header, Sender, Transport
 from recycle_plugin.runtime.worker.operations import Operations
 from recycle_plugin.runtime.world import TorchMachine
 
+from tests.support.descriptors import none_left
 from tests.support.moved import Inbox, act
 
 from .conftest import generation
@@ -132,9 +139,109 @@ def test_half_a_tensor_of_a_peer_that_dies_in_it_is_none(pair):
     sender, receiver = pair
     host, _, port = receiver.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port))) as dying:
-        dying.sendall(_header("tcp://dying:1") + _header(["act", 0, 0, 0, 1, 0, [["float32", [4]]]]) + b"12345678")
+        dying.sendall(LANGUAGE.encode(Sender("tcp://dying:1")) + LANGUAGE.encode(Header(act(0), 0, (("float32", (4,)),))) + b"12345678")
     sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
     inbox = Inbox(receiver)
     inbox.wait(act(1))
     receiver.hear_out({sender.address})
     assert inbox.take().keys() == {act(1)}
+
+
+# --- deaf and dumb ------------------------------------------------------------------------------------
+
+
+def test_a_moment_without_descriptors_makes_nobody_deaf_and_is_said_once(pair, coordinator):
+    """Who comes in that moment is let in after it, and a knock at one's own door shows it."""
+    receiver = pair[1]
+    assert receiver.hears()
+    host, _, port = receiver.address.removeprefix("tcp://").rpartition(":")
+    with socket.socket() as peer:
+        with none_left(os.getpid()):
+            peer.connect((host, int(port)))
+            peer.sendall(LANGUAGE.encode(Sender("tcp://peer:1")) + LANGUAGE.encode(Header(act(0), 7, ())))
+            (note,) = coordinator.hear(Note)
+            assert not receiver.hears()
+        assert [era for _, _, era in receiver._session.wait("the peer's datum", lambda: list(receiver.arrivals()) or None)] == [7]
+    assert receiver.hears() and coordinator.hear(Note) == [note]
+    assert note.text == "at worker 1 a connection could not be accepted (Too many open files); it is tried again every 0.5 s, and this is said once"
+
+
+def test_who_has_no_descriptor_for_a_connection_tries_again(pair):
+    sender, receiver = pair
+    with none_left(os.getpid()):
+        sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
+        outbox = sender._outboxes[receiver.address]
+        with outbox._changed:
+            assert not outbox._changed.wait_for(lambda: outbox.broken, PAUSE_S)
+    assert Inbox(receiver).wait(act(0))[0].item() == 1
+
+
+def test_who_finds_no_descriptor_complains_of_itself(pair, coordinator, monkeypatch):
+    sender, receiver = pair
+    sender._session.adopt(Generation(3, (Member(0, Seat(0, 0), sender.address, "h"), Member(1, Seat(0, 1), receiver.address, "h")), 0, "start", 0.0))
+    monkeypatch.setattr(transport, "CONNECT_S", 0.0)
+    with none_left(os.getpid()):
+        sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
+        assert coordinator.hear(Missing) == [Missing(0, 3, "a connection (Too many open files)", "0.0")]
+
+
+def test_who_lets_nobody_in_says_so_when_something_does_not_come_and_when_all_meet_again(pair, coordinator, monkeypatch):
+    receiver, session = pair[1], pair[1]._session
+    session.adopt(Generation(3, (Member(1, Seat(0, 1), receiver.address, "h"),), 0, "start", 0.0))
+    session.wait_timeout_s = 0.05
+    machine = TorchMachine(session, receiver, Operations(session, Nothing(), None, None, None), FaultScript((), Seat(0, 1)))
+    for name in ("CONNECT_S", "DEATH_S"):
+        monkeypatch.setattr(transport, name, 0.2)
+    monkeypatch.setattr(receiver, "_let_in", lambda connection, peer: connection.close())  # as a thread that is stuck
+    with pytest.raises(WaitTimeout):
+        next(machine.wait_for(act(0), Seat(0, 0), lambda: None))
+    assert coordinator.hear(Missing) == [Missing(1, 3, str(act(0)), "0.1")]
+    coordinator.tell(generation(4, [0, 1]))
+    session.wait("the news", lambda: session.interruption(), interruptible=False)
+    machine.hear_out()
+    with coordinator.news:
+        assert coordinator.news.wait_for(lambda: Missing(1, 3, "what peers send", "0.1") in coordinator.heard, 30)
+
+
+shapes = st.lists(st.integers(-2, 5) | st.integers(), max_size=3).map(tuple)
+types = st.sampled_from(("float32", "bool", "complex64", "quint8", "bits8", "nn", "int4", "__name__")) | st.text(max_size=3)
+headers = st.builds(Header, st.just(act(0)), st.integers(), st.lists(st.tuples(types, shapes), max_size=2).map(tuple))
+
+
+@st.composite
+def nonsense(draw) -> bytes:
+    """Frames of movers', good ones too, with some bytes changed; or anything."""
+    frames = st.lists(st.builds(Sender, st.text(max_size=5)) | headers, max_size=3).map(lambda said: b"".join(map(LANGUAGE.encode, said)))
+    data = bytearray(draw(st.binary(max_size=60) | frames))
+    for _ in range(draw(st.integers(0, 2))):
+        place = draw(st.integers(0, len(data)))
+        data[place : place + draw(st.integers(0, 2))] = draw(st.binary(max_size=4))
+    return bytes(data)
+
+
+def test_whatever_bytes_come_the_next_connection_is_heard(pair, coordinator, monkeypatch):
+    """... and one line is said of all that."""
+    sender, receiver = pair
+    raised = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+
+    @given(nonsense())
+    @example(LANGUAGE.encode(Sender("x")) + LANGUAGE.encode(Header(act(0), 0, (("float32", (1 << 40,)),))))
+    @example(LANGUAGE.encode(Sender("x")) + LANGUAGE.encode(Header(act(0), 0, (("nn", (1,)),))))
+    @example(HEAD.pack(b"RP", LANGUAGE.version, 1001) + b"\x91" * 1000 + b"\x01")
+    @example(b"GET / HTTP/1.1\r\n\r\n")
+    def check(data: bytes) -> None:
+        near, far = socket.socketpair()
+        with far:
+            receiver._let_in(near, ("stranger", 1))
+            (reader,) = receiver._readers
+            far.sendall(data)
+        reader.join(30)
+        assert not reader.is_alive() and not receiver._readers and not receiver._accepted and not raised
+
+    check()
+    receiver._arrived.clear()
+    sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
+    assert Inbox(receiver).wait(act(1))[0].item() == 1
+    (note,) = coordinator.hear(Note)
+    assert note.text.startswith("at worker 1 a connection from stranger:1 says what can't be understood: ")

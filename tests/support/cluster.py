@@ -25,7 +25,7 @@ from typing import Callable, TextIO
 import psutil
 
 from recycle_plugin.runs import MARK, await_reports, environment, free_port, processes_with
-from recycle_plugin.runtime.spawn import ask
+from recycle_plugin.runtime.spawn import Request, ask
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.02
@@ -64,7 +64,7 @@ class WarmLauncher:
     """``python -m module arguments`` in a fork of the server.  As much of Popen as :class:`Run` needs."""
 
     def __init__(self, server: ForkServer, module: str, arguments: list[str], variables: dict[str, str], output: TextIO) -> None:
-        request = {"module": module, "arguments": arguments, "environment": variables, "folder": str(ROOT), "keep_fd": None}
+        request = Request(module, tuple(arguments), variables, str(ROOT))
         self._module = module
         self._connection = ask(server.path, request, [output.fileno(), output.fileno()])
         self._lines = self._connection.makefile("r")

@@ -42,9 +42,13 @@ class ThreadMover:
     def wait_sent(self, addresses: Iterable[str]) -> None:
         self._session.check()
 
-    def hear_out(self, peers: set[str]) -> None:
+    def hears(self) -> bool:
+        return self.address in self._hub
+
+    def hear_out(self, peers: set[str]) -> bool:
         with self._session.changed:
             self._heard = peers
+        return self.hears()
 
     def leave(self, peers: set[str]) -> None:
         pass

@@ -1,0 +1,72 @@
+"""Whoever comes to a job's ports and is none of it: scanners of ports, browsers, other programs that were given the wrong port."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import struct
+
+import psutil
+import pytest
+
+from recycle_plugin.core.encoding import CONTROL, HEAD
+from recycle_plugin.runtime import transport
+from tests.support.cluster import Run
+from tests.support.jobs import WRAPPED, after_step, assert_same_training, hold
+
+TLS_HELLO = bytes.fromhex("16030100c1010000bd0303") + os.urandom(190)
+DEEP = b"\x91" * 1000 + b"\x01"
+SAID = (
+    b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", TLS_HELLO, bytes(64), os.urandom(400), HEAD.pack(b"RP", CONTROL.version, len(DEEP)) + DEEP,
+    HEAD.pack(b"RP", transport.LANGUAGE.version, len(DEEP)) + DEEP,
+)  # fmt: skip
+PATIENCE_S = 20.0
+
+
+def knock(port: int, said: bytes, how: str) -> None:
+    """Say it, and go at once, with a reset or without, or once the other end has gone."""
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as stranger:
+        try:
+            stranger.sendall(said)
+            if how == "reset":
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            if how == "wait":
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(1 << 16):
+                    pass
+        except ConnectionError:
+            pass
+
+
+def ports(pid: int, kind: str) -> set[int]:
+    return {each.laddr.port for each in psutil.Process(pid).net_connections(kind) if each.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)}
+
+
+def transports(run: Run) -> set[int]:
+    """What workers themselves listen at; Gloo does so at one address only."""
+    found = [each.laddr for pid in run.pids().values() for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    return {address.port for address in found if address.ip == "0.0.0.0"}
+
+
+@pytest.mark.plain_too(deepspeed=False)
+def test_no_port_of_a_job_minds_strangers(launch, reference, tmp_path):
+    """Nobody is lost, nothing is printed but lines that say from where what could not be understood has come."""
+    run = launch("recycle.progress_timeout_s=100", script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(hold(tmp_path)))
+    after_step(run, 2)
+    own = {run.port} | transports(run)
+    assert run.port in ports(run.launcher.pid, "tcp") and len(own) == 5
+    store = ports(run.store_pid(), "tcp")
+    for port, said in itertools.product(sorted(own | store), SAID):
+        for how in ("leave", "reset", "wait")[: 2 if port in store else 3]:  # torch's does not hang up
+            knock(port, said, how)
+    with socket.socket(type=socket.SOCK_DGRAM) as stranger:
+        for said in SAID:
+            stranger.sendto(said, ("127.0.0.1", run.port))
+    (tmp_path / "go").touch()
+    result = run.finish()
+    assert_same_training(result, reference())
+    assert "Traceback" not in result.output and "never retrieved" not in result.output, result.output[-6000:]
+    told = [event["text"] for event in result.of("warning") if "understood" in event["text"]]
+    assert sum("at worker" in text for text in told) == 4 and sum("worker" not in text for text in told) >= len(SAID) - 2, told
