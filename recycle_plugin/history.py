@@ -208,7 +208,7 @@ class History:
 
     @property
     def coordinator(self) -> dict[str, Any]:
-        """``host`` and ``pid`` of its process, and the ``place`` where that number holds; empty in logs that don't have it."""
+        """``host`` and ``pid`` of its process, the process to ``stop`` it by, and the ``place`` where these numbers hold; empty in logs that don't have it."""
         return self.of("start")[0].get("coordinator", {})
 
     @property

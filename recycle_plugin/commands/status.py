@@ -81,7 +81,7 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
     yield "predicted", _predicted(known["predicted_throughput"], known["unmanned_stages"]) + _if(known["margin"], "; {}")
     yield "checkpoint", known["checkpoint"] or "none"
     if known["coordinator"] and known["state"] == "running":
-        yield "to stop it", "kill {pid} on host {host} ends the job at a commit".format(**known["coordinator"])
+        yield "to stop it", "kill {stop} on host {host} ends the job at a commit".format(**known["coordinator"])
 
 
 def _predicted(throughput: float | None, unmanned: list[int]) -> str:

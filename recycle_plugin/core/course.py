@@ -260,11 +260,7 @@ class Course:
         how = self.attendance.died(message, out)
         if message.worker in self.attendance.lost and self.attendance.outnumbered and not self.ending.failed:
             self._go_on_without(f"death of rank {message.rank}", now, out)
-        if self.attendance.started or message.code < 0:
-            self.lose(message.worker, how, now, message.at, out)
-        elif not self.attendance.is_gone(message.worker):  # why, it has said itself
-            self.attendance.lost.add(message.worker)
-            self.end(f"worker {message.rank} {how} before training started", out)
+        self.lose(message.worker, how, now, message.at, out, by_itself=message.code >= 0)
 
     def unguarded(self, message: Unguarded, out: Output) -> None:
         """The process that the launcher had started for a rank is gone: some launchers end the job for that, others go on without it."""
@@ -321,15 +317,16 @@ class Course:
         self.attendance.fence(worker, why, out)
         self.lose(worker, why, now, now, out)
 
-    def lose(self, worker: WorkerId, how: str, now: float, at: float, out: Output) -> None:
-        """``at``: when that was seen."""
+    def lose(self, worker: WorkerId, how: str, now: float, at: float, out: Output, by_itself: bool = False) -> None:
+        """``at``: when that was seen.  ``by_itself``: its process has ended so, and not been killed."""
         if self.attendance.is_gone(worker) or self.ending.failed:
             return
         member = self.roster.member(worker)
         if not self.attendance.started:
             self.attendance.lost.add(worker)
             crash = self.attendance.crash([worker])
-            self.end(f"{crash or f'{self.attendance.named(worker.rank)}: {how}'} before training started{EARLY * (not crash)}", out, killed=None if crash else worker.rank)
+            killed = not crash and not by_itself
+            self.end(f"{crash or f'{self.attendance.named(worker.rank)}: {how}'} before training started{EARLY * killed}", out, killed=worker.rank if killed else None)
         elif member is None:
             self._depart(worker, out)
         else:

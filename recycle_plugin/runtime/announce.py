@@ -32,12 +32,14 @@ class Announcer:
     """Plain lines, a step each; on a terminal one live line for the steps instead, with the events above it.
 
     Logs once the run's folder is known: ``folder``, None before; ``wants_report``: there is to be a report in it.
+    ``stop``: the process that ends the job where it gets SIGTERM.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stop: int) -> None:
         from rich.console import Console
         from rich.text import Text
 
+        self._stop = stop
         self._text = Text
         self._console = Console(highlight=False, soft_wrap=True)
         self._console.on_broken_pipe = self._go_on_unread
@@ -90,7 +92,7 @@ class Announcer:
             os.dup2(nobody.fileno(), self._console.file.fileno())
 
     def _record(self, event: Event, now: float) -> None:
-        here = {"coordinator": {"host": socket.gethostname(), "pid": os.getpid(), "place": place()}} if event.kind == "start" else {}
+        here = {"coordinator": {"host": socket.gethostname(), "pid": os.getpid(), "stop": self._stop, "place": place()}} if event.kind == "start" else {}
         line = event_line(replace(event, details=event.details | here), now)
         self._early.append(line)
         if event.kind == "start":

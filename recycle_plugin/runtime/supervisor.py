@@ -245,10 +245,11 @@ class Hosted:
         self._watching = asyncio.create_task(self._watch_store())
 
     @classmethod
-    async def start(cls, address: tuple[str, int], ranks: int, environment: dict[str, str], told: Callable[[Event], None] = lambda event: None) -> Hosted:
-        """``told``: gets all events, as the user does."""
+    async def start(cls, address: tuple[str, int], ranks: int, environment: dict[str, str], told: Callable[[Event], None] = lambda event: None,
+                    stop: int | None = None) -> Hosted:  # fmt: skip
+        """``told``: gets all events, as the user does; ``stop``: the process that ends the job at SIGTERM, where it is not this one."""
         listener = socket.create_server(("", 0), backlog=4096)
-        announcer = Announcer()
+        announcer = Announcer(stop or os.getpid())
 
         def say(event: Event, now: float) -> None:
             announcer.say(event, now, coordinator.run_dir)
@@ -356,8 +357,7 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
         senders.spare_threads()
         if ranks > int(environment.get("LOCAL_SIZE", ranks)):
             _check_reachable(address[0])
-        hosted = await Hosted.start(address, ranks, environment, told)
-        senders.take(lambda what: hosted.terminate(f"the coordinator's process got {what}"))
+        hosted = await Hosted.start(address, ranks, environment, told, os.getppid())
         guard.tell(ready=True)
         reader, _ = await asyncio.open_connection(sock=line)
         await reader.read()

@@ -23,7 +23,7 @@ def strike_at(moment: str, rank: int, flag: str = "") -> dict:
 def test_a_death_before_the_first_step_ends_the_job(launch, moment, rank):
     """There is nothing to go on with: others may be in the middle of what DeepSpeed does with all of them."""
     result = launch(**strike_at(moment, rank)).finish()
-    assert_one_line(result, f"the job ends: worker {rank} was killed by signal 9 before training started, and nothing is lost yet: start the job again")
+    assert_one_line(result, f"the job ends: rank {rank}: its process was killed by signal 9 (SIGKILL) before training started, and nothing is lost yet: start the job again")
     with early_folder(result) as folder:
         (end,) = [event for event in read_events(folder / EVENTS) if event["event"] == "end"]
     assert end["killed"] == rank and not result.records

@@ -13,7 +13,7 @@ from recycle_plugin.runtime.announce import Announcer
 
 
 def test_plain_lines_and_a_complete_log(tmp_path, capsys):
-    announcer = Announcer()
+    announcer = Announcer(os.getpid())
     announcer.say(Event("worker", "worker 0 is process 7", {"rank": 0, "pid": 7}), 10.0)
     announcer.say(Event("start", "2 replicas", {"job": {"run_dir": str(tmp_path), "report": False}}), 10.5)
     announcer.say(Event("loss", "step 1", {"step": 1, "loss": 2.5}), 11.0)
@@ -32,7 +32,7 @@ def test_nobody_reads_the_lines_any_more(tmp_path, monkeypatch):
     reading, writing = os.pipe()
     with os.fdopen(writing, "w", buffering=1) as output:
         monkeypatch.setattr(sys, "stdout", output)
-        announcer = Announcer()
+        announcer = Announcer(os.getpid())
         announcer.say(Event("start", "2 replicas", {"job": {"run_dir": str(tmp_path), "report": False}}), 10.0)
         assert b"start: 2 replicas" in os.read(reading, 1000)
         os.close(reading)
@@ -49,7 +49,7 @@ def test_a_console_and_a_log_on_a_full_disk(tmp_path, monkeypatch):
     (tmp_path / "run").write_text("no folder yet")
     with suppress(OSError), open("/dev/full", "w", buffering=1) as output:  # which holds a line yet when it is closed
         monkeypatch.setattr(sys, "stdout", output)
-        announcer = Announcer()
+        announcer = Announcer(os.getpid())
         announcer.say(start, 10.0)
         announcer.say(Event("committed", "step 1 committed", {"step": 1, "workers": 4}), 11.0)
         (tmp_path / "run").unlink()
