@@ -162,13 +162,13 @@ def test_nothing_is_predicted_where_a_stage_is_gone_nor_before_there_is_a_plan(f
 def test_a_job_whose_coordinator_was_killed_runs_no_more(folder):
     ended = subprocess.Popen(["true"])
     ended.wait()
-    here = {"host": "h", "stop": 1, "stop": 1, "place": place()}
+    here = {"host": "h", "stop": 7, "place": place()}
     killed = f"killed: the coordinator's process on host h, {ended.pid}, is gone, and has not said why"
     assert without_end(folder, coordinator=here | {"pid": ended.pid})["state"] == killed and killed in Read(report.write(folder).read_text()).texts["td"]
     assert without_end(folder, coordinator=here | {"pid": os.getpid()})["state"].startswith("killed"), "the log is of 1970, and this process is not"
     running = without_end(folder, coordinator=here | {"pid": os.getpid()}, time=time.time())
-    assert running["state"].startswith("running") and running["to stop it"] == f"kill {os.getpid()} on host h ends the job at a commit"
-    assert without_end(folder, coordinator={"host": "h", "stop": 1, "place": "elsewhere", "pid": ended.pid})["state"].startswith("running")
+    assert running["state"].startswith("running") and running["to stop it"] == "kill 7 on host h ends the job at a commit"
+    assert without_end(folder, coordinator={"host": "h", "stop": 7, "place": "elsewhere", "pid": ended.pid})["state"].startswith("running")
 
 
 WRONG = {

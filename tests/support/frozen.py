@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -36,7 +35,6 @@ SAID = {  # what was in the messages when they were frozen; not what differs fro
     "Fatal": "text", "Note": "kind text", "Generation": "number members from_step cause", "Resume": "generation committed held norm void drawn", "Fence": "reason",
     "Committed": "step", "Collected": "step name values", "Met": "place values from_step", "End": "step reason failed code", "Heard": "for_s", "Pace": "step", "Over": "code",
 }  # fmt: skip
-RANK = re.compile(r" \(rank \d+\)")  # beside a seat, which alone was named when they were frozen
 
 
 def write(given: Scenario) -> dict:
@@ -110,7 +108,7 @@ class Witness(Watcher):
 def _words(message: object) -> str:
     kind = type(message).__name__
     said = {name: _plain(getattr(message, name)) for name in SAID[kind].split()}
-    return RANK.sub("", f"{kind} {json.dumps(said, sort_keys=True)}")
+    return f"{kind} {json.dumps(said, sort_keys=True)}"
 
 
 def _plain(value: Any) -> Any:
