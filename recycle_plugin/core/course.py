@@ -113,6 +113,7 @@ class Course:
         generation, held = reports.generation, reports.holdings
         if reports.loaded:
             self.steps.rewind(reports.counts[0], out)
+            self.attendance.watch.rewind(reports.counts[0])
         committed, norm, void = self.steps.agree(generation.number, reports.counts, held, reports.eras)
         self.regrouping.agreed(generation)
         if committed > self.committed:
@@ -153,7 +154,7 @@ class Course:
         self._rebalance(now, out)
 
     def _commit(self, step: int, now: float, out: Output) -> None:
-        self.attendance.watch.committed(now)
+        self.attendance.watch.committed(step, now)
         self.steps.commit(step, len(self.roster), now, out)
 
     def _compare_replicas(self, now: float, out: Output) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Hashable, Iterable, NamedTuple
+from typing import Iterable, NamedTuple
 
 from recycle_plugin.core.deadlines import SUSPECTED, Deadlines
 from recycle_plugin.core.instruction import Instruction
@@ -36,6 +36,7 @@ LATE_S = 2 * TICK_S  # no more than this is taken to have passed between two tic
 COMPUTES, WAITS, ELSEWHERE = "computes", "waits", "is in"
 REMEMBERED = 20  # steps that the median is over
 BUSY = 0.2  # of a core: who uses more is at work
+Work = tuple[int, str]  # of a step, what
 FRESH_S = 2.0  # a beat that is older says nothing of now
 
 
@@ -52,7 +53,7 @@ class Suspicion(NamedTuple):
     for_s: float
     limit_s: float
     known: str = ""
-    work: Hashable = None
+    work: Work | None = None
 
     @property
     def raised(self) -> bool:
@@ -92,8 +93,9 @@ class Watch:
     _signs: dict[WorkerId, Sign] = field(default_factory=dict)
     _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _committed_at: float | None = None
+    _committed_step: int = 0
     _all_wait_since: float | None = None
-    _costly: set[Hashable] = field(default_factory=set)  # work that has cost a worker, since the last commit
+    _costly: set[Work] = field(default_factory=set)  # that has cost a worker, of steps that are not committed
 
     def admit(self, workers: Iterable[WorkerId]) -> None:
         self._signs = {worker: Sign(self.clock, self.clock, self.clock, self.clock) for worker in workers}
@@ -133,14 +135,19 @@ class Watch:
             return "says nothing", "", self.clock - sign.beat
         return sign.last.at, sign.last.what, self.clock - sign.since
 
-    def committed(self, now: float) -> None:
-        """One more step is."""
+    def committed(self, step: int, now: float) -> None:
+        """``step`` is, and all before it: who was at one of them last is so no more."""
         if self._committed_at is not None:
             self._intervals.append(now - self._committed_at)
         self._committed_at = now
-        self._costly.clear()
+        self._committed_step = step
+        self._costly = {work for work in self._costly if work[0] > step}
 
-    def has_cost(self, work: Hashable) -> None:
+    def rewind(self, step: int) -> None:
+        """The state of ``step``, from a checkpoint, takes the place of the last one."""
+        self._committed_step = step
+
+    def has_cost(self, work: Work | None) -> None:
         """``work`` has cost a worker."""
         if work is not None:
             self._costly.add(work)
@@ -195,13 +202,15 @@ class Watch:
         same = self.clock - (sign.beat if last.at == WAITS else sign.since)
         if last.at == COMPUTES and self._committed_at is not None:
             work = _work(last.what)
+            if 0 < work[0] <= self._committed_step:
+                return None
             return Suspicion(f"it computes {last.what}", same, *self._allowance(work, sign), work)
         if not others_wait:
             return None
         what = "it says nothing" if last.at == WAITS else f"it {last.at} {last.what}"
         return Suspicion(what, same, self.deadlines.idle_timeout_s, "and others wait")
 
-    def _allowance(self, work: Hashable, sign: Sign) -> tuple[float, str]:
+    def _allowance(self, work: Work, sign: Sign) -> tuple[float, str]:
         """How long an instruction may take, and why."""
         if work in self._costly:
             return self.deadlines.idle_timeout_s, "which has cost a worker already, so it may be the work that takes long"
@@ -218,11 +227,11 @@ class Watch:
         return (sign.cpu_s - sign.cpu_since_s) / max(self.clock - sign.since, TICK_S)
 
 
-def _work(instruction: str) -> Hashable:
+def _work(instruction: str) -> Work:
     """What is slow for one worker is so for another: a micro-batch of a step, whatever is done with it, or what a stage does at the step's end.  What is no
     instruction is only itself: whatever a worker says must not hurt the others."""
     try:
         one = Instruction.parse(instruction)
     except ValueError:
-        return instruction
+        return 0, instruction
     return one.step, str(one.micro_batch or one.op)

@@ -204,6 +204,10 @@ class Session(Line):
         finally:
             self.work = before
 
+    def rewind(self, step: int) -> None:
+        super().rewind(step)
+        self.heart.step = step
+
     def adopt(self, generation: Generation) -> None:
         with self.changed:
             super().adopt(generation)

@@ -333,7 +333,7 @@ def run(name: str, given: Scenario, watch: type[Watcher] = Watcher) -> Outcome:
         watcher.finished(cluster, may_end(cluster))
     except Exception as error:  # whatever the code under test raises is what is looked for
         watcher.say(f"{type(error).__name__}: {error}")
-    faults = (*map(str, given.troubles), *map(str, given.faults))
+    faults = (*map(str, given.troubles), *map(str, given.faults), *map(str, given.heavy))
     story = tuple(f"{at / 1000:10.3f} ms  {event.kind}: {event.text}" for at, event in cluster.events)
     return Outcome(name, faults, tuple(watcher.violations), redone_share(cluster), tuple(cluster.spans), story, cluster.hits, dict(cluster.exercised))
 

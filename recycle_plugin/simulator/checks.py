@@ -249,7 +249,10 @@ class Watcher:
             self.say(f"only {self._committed} of {last} steps are committed")
 
     def _rightly_given_up(self, cluster: Any) -> None:
-        """Where nothing is wrong but that somebody hears nobody, that one alone is given up; where it can't tell, perhaps one of its peers before."""
+        """Where nothing is wrong but that somebody hears nobody, that one alone is given up; where it can't tell, perhaps one of its peers before.  Work that takes
+        long may cost somebody too."""
+        if cluster.scenario.heavy:
+            return
         healthy = [str(worker.seat) for rank, worker in cluster.workers.items() if worker.line.worker in cluster.membership.lost and rank not in cluster.deafened]
         if cluster.deafened and len(healthy) > (not all(cluster.deafened.values())):
             self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")

@@ -1,5 +1,6 @@
 """Nobody who is healthy is given up: times that vary fivefold, a slow first step, pauses for data of ten steps and more, checkpoints, and workers that
-are stopped for half a step, under deadlines shorter than the defaults.  ``--healthy-steps N`` makes it a longer job."""
+are stopped for half a step, under deadlines shorter than the defaults.  ``--healthy-steps N`` makes it a longer job, and from 1,000 on what happens in it
+takes four times as long, under the default deadlines."""
 
 from __future__ import annotations
 
@@ -7,12 +8,17 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from random import Random
 from statistics import median
 
+import psutil
 import pytest
 
-from tests.support.jobs import WRAPPED, Emulated, after_step, held
+from recycle_plugin.settings import Settings
+from tests.cluster.conftest import launching
+from tests.support.cluster import Run
+from tests.support.jobs import PLAIN, WRAPPED, Emulated, after_step, held
 
 pytestmark = pytest.mark.plain_too(deepspeed=False)
 
@@ -21,6 +27,7 @@ UNIT_S, TIMES = 0.003, 5.0
 SHAPE = Emulated(micro_batches=4, each_ms=1)
 WARM = 6  # steps until the first stop
 EACH, APART = 100, 10  # steps from pause to pause, from stop to stop
+LONG = 1000  # steps of a long job
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -59,3 +66,47 @@ def stop_for_half_a_step(run, random: Random) -> None:
 def intervals(events: list[dict]) -> list[float]:
     commits = [event["time"] for event in events if event["event"] == "committed"]
     return [later - earlier for earlier, later in zip(commits, commits[1:])]
+
+
+@pytest.fixture
+def start(plain_server, tmp_path):
+    """Jobs in which each rank has processes of its own."""
+    with launching(plain_server, tmp_path, partial(Run, launcher="tasks"), PLAIN) as launch:
+        yield launch
+
+
+def test_what_happens_in_the_life_of_a_job_costs_nobody(start, tmp_path, steps):
+    """Pools and loaders with workers, a micro-batch of 7 s, asleep and computing, a pause of 4 s of a host, and one of 10 s of the coordinator's process: or, in a
+    short job, of a quarter of that, under a quarter of the deadlines."""
+    share = 1.0 if steps >= LONG else 0.25
+    deadlines = [f"recycle.{name}={share * getattr(Settings(), name)}" for name in ("heartbeat_timeout_s", "progress_timeout_s", "busy_timeout_s")]
+    uneven = {"name": "restless", "unit_s": UNIT_S, "times": TIMES, "first_s": 0.1, "pauses": [], "pause_s": 0}
+    heavy = [
+        {"name": "linger", "seat": "", "seconds": 7 * share, "step": steps // 4 + place, "only": f"1F0.0@{steps // 4 + place}", "computes": computes}
+        for place, computes in enumerate((False, True))
+    ]
+    wraps = [uneven, *heavy, {"name": "helped", "every": max(steps // 20, 8)}, held(tmp_path, steps, "paused")]
+    run = start(f"steps={steps}", *deadlines, shape=SHAPE, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(wraps))
+    after_step(run, steps // 2)
+    guards = [task.pid for task in run.launcher.tasks]
+    paused([*named(guards[3], "recycle-super"), psutil.Process(run.pids()[3])], 4 * share)
+    after_step(run, steps // 2 + 3)
+    paused(named(guards[0], "recycle-host"), 10 * share)
+    (tmp_path / "paused").touch()
+    result = run.finish(120 + steps)
+    lengths = intervals(result.events)
+    print(f"{steps} steps of {min(lengths):.3f} to {max(lengths):.3f} s, {len(result.of('suspected'))} suspicions, {len(result.of('cleared'))} cleared")
+    assert result.code == 0 and not result.of("lost") and len(result.of("resume")) == 1, result.output[-6000:]
+    assert len(result.losses) == steps and max(lengths) > 7 * share and len(result.of("suspected")) == len(result.of("cleared"))
+
+
+def named(guard: int, name: str) -> list[psutil.Process]:
+    return [child for child in psutil.Process(guard).children() if child.name() == name]
+
+
+def paused(processes: list[psutil.Process], seconds: float) -> None:
+    for process in processes:
+        process.suspend()
+    time.sleep(seconds)
+    for process in processes:
+        process.resume()

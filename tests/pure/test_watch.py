@@ -11,7 +11,7 @@ import pytest
 from recycle_plugin.core.encoding import decode, encode
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, Event, Output
-from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Generation, Heard, Leaving, Left, Over, Pulse, Report, Resume, Stepped, Terminate
+from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Generation, Heard, Leaving, Left, Loaded, Over, Pulse, Report, Resume, Stepped, Terminate
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, LATE_S, TICK_S, WAITS
 from tests.support.membership import DEADLINES, agree, said, started, step
@@ -470,6 +470,30 @@ def test_what_has_cost_one_worker_is_no_proof_against_the_next(again, for_s):
     assert len(played.given_up()) == 1
     played.live_for(1.0)
     assert played.given_up()[1:] == [f"it computes {again}"]
+
+
+def test_who_was_at_a_step_that_is_committed_is_so_no_more():
+    """Its next beat may be under way."""
+    played = Played()
+    played.first_step()
+    played.at[2] = (COMPUTES, "1F0.1@2")
+    played.live_for(DEADLINE_S - 0.5)
+    step(played.membership, 0, 2)
+    played.live_for(1.0)
+    assert played.events == [] and played.doubts() == [("suspected", "0.1"), ("cleared", "0.1")]
+
+
+def test_after_an_earlier_checkpoint_its_steps_are_computed_again():
+    played = Played()
+    for number in range(1, 6):
+        step(played.membership, 0, number)
+    for rank in range(4):
+        played.membership.receive(Loaded(rank, 0), played.now)
+    for rank in range(4):
+        played.membership.receive(Report(rank, 1, 1, "plan", loaded=True), played.now)
+    played.at[2] = (COMPUTES, "1F0.1@2")
+    played.live_for(DEADLINE_S + 0.5)
+    assert played.given_up() == ["it computes 1F0.1@2"]
 
 
 @pytest.mark.parametrize("how", ["stopped", "gone", "computes"])
