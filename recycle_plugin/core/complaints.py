@@ -1,7 +1,8 @@
 """Workers that miss something from a live one: how often they may try again, and who goes where that does not help.
 
-Two can't work together, and nobody sees which of them is at fault.  So the one that is not heard goes, with two exceptions:
+Two can't work together, and nobody sees which of them is at fault.  So the one that is not heard goes, with three exceptions:
 
+* The other goes where the stage of the first would have nobody left, and its own has somebody.
 * The other goes where it has missed something from more workers than have missed something from this one: it is rather deaf than all of them dumb.
 * Who says that it does not hear itself goes before anybody else: all that waits, waits for it in the end.
 """
@@ -66,6 +67,8 @@ class Complaints:
         of_source = {near: tries for (near, far), tries in pairs.items() if far == source.worker}
         if len(of_member) > len(of_source):
             return Complaint(f"{why}, and has missed something from {len(of_member) - 1} more", sum(of_member.values()), member.worker)
+        if roster.is_last(source) and not roster.is_last(member):
+            return Complaint(f"{why}, which is the last one of its stage", sum(of_source.values()), member.worker)
         return Complaint(why, sum(of_source.values()), source.worker)
 
 

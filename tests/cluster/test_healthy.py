@@ -28,6 +28,7 @@ SHAPE = Emulated(micro_batches=4, each_ms=1)
 WARM = 6  # steps until the first stop
 EACH, APART = 100, 10  # steps from pause to pause, from stop to stop
 LONG = 1000  # steps of a long job
+SOON = 100  # steps that a test may wait for
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -82,15 +83,16 @@ def test_what_happens_in_the_life_of_a_job_costs_nobody(start, tmp_path, steps):
     deadlines = [f"recycle.{name}={share * getattr(Settings(), name)}" for name in ("heartbeat_timeout_s", "progress_timeout_s", "busy_timeout_s")]
     uneven = {"name": "restless", "unit_s": UNIT_S, "times": TIMES, "first_s": 0.1, "pauses": [], "pause_s": 0}
     heavy = [
-        {"name": "linger", "seat": "", "seconds": 7 * share, "step": steps // 4 + place, "only": f"1F0.0@{steps // 4 + place}", "computes": computes}
+        {"name": "linger", "seat": "", "seconds": 7 * share, "step": steps * 3 // 4 + place, "only": f"1F0.0@{steps * 3 // 4 + place}", "computes": computes}
         for place, computes in enumerate((False, True))
     ]
     wraps = [uneven, *heavy, {"name": "helped", "every": max(steps // 20, 8)}, held(tmp_path, steps, "paused")]
     run = start(f"steps={steps}", *deadlines, shape=SHAPE, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(wraps))
-    after_step(run, steps // 2)
+    middle = min(steps // 2, SOON)
+    after_step(run, middle)
     guards = [task.pid for task in run.launcher.tasks]
     paused([*named(guards[3], "recycle-super"), psutil.Process(run.pids()[3])], 4 * share)
-    after_step(run, steps // 2 + 3)
+    after_step(run, middle + 3)
     paused(named(guards[0], "recycle-host"), 10 * share)
     (tmp_path / "paused").touch()
     result = run.finish(120 + steps)

@@ -6,7 +6,7 @@ import pytest
 
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import Output
-from recycle_plugin.core.protocol import End, Fence, Generation, Missing
+from recycle_plugin.core.protocol import End, Exited, Fence, Generation, Missing
 from tests.support.membership import agree, said, started, step
 
 
@@ -90,3 +90,13 @@ def test_who_does_not_hear_itself_goes_whoever_complains():
 
 def test_a_seat_that_cannot_be_is_nobodys_business():
     assert not started().receive(Missing(1, 0, "what it waits for", "the other one"), 0.0).messages
+
+
+def test_a_stages_last_worker_stays_and_who_does_not_hear_it_goes():
+    """Seat 0.1 is lost, so that 1.1 is the last one of stage 1."""
+    membership = started()
+    membership.receive(Exited(2, -9, 0.0), 0.0)
+    for generation in range(1, 4):
+        agree(membership, generation, dict.fromkeys((0, 1, 3), 0))
+        out = fails(membership, generation, "1.1")
+    assert given_up(out) == {1} and "which is the last one of its stage" in next(event.text for event in out.events if event.kind == "lost")
