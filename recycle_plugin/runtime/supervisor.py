@@ -10,6 +10,7 @@ store; workers learn the store's port through ``MASTER_PORT``, so stock ``env://
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -275,9 +276,15 @@ class Hosted:
         """End the job, at a commit if training has started."""
         self._coordinator.terminate(reason)
 
-    async def close(self) -> None:
-        """Outlive the other supervisors, whose workers may train on without this one's."""
+    @property
+    def code(self) -> int:
+        """That the job has ended with, 0 where it has not."""
+        return self._coordinator.code
+
+    async def close(self, closing: Callable[[], None] = lambda: None) -> None:
+        """Outlive the other supervisors, whose workers may train on without this one's.  ``closing`` is called once they have gone."""
         await self._coordinator.all_gone(GOODBYE_S)
+        closing()
         await self._coordinator.close()
         self._closing = True
         if not self._watching.done():
@@ -345,7 +352,7 @@ def supervise(command: list[str], environment: dict[str, str], placement: Callab
 
 
 def host(environment: dict[str, str], line: socket.socket) -> int:
-    """Rank 0's host, at the end of its guard's ``line``: until that ends, and then until the others have gone."""
+    """Rank 0's host, at the end of its guard's ``line``: until the supervisor there has gone, and then until the others have; the job's exit code."""
     address, ranks = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"])), int(environment["WORLD_SIZE"])
     guard = Line(line)
 
@@ -360,11 +367,25 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
         hosted = await Hosted.start(address, ranks, environment, told, os.getppid())
         guard.tell(ready=True)
         reader, _ = await asyncio.open_connection(sock=line)
-        await reader.read()
-        await hosted.close()
-        return 0
+        through = asyncio.Event()
+        hearing = asyncio.create_task(_hear_guard(reader, hosted, through))
+        await through.wait()
+        await hosted.close(lambda: guard.tell(closing=True))
+        hearing.cancel()
+        return hosted.code
 
     return _in_one_line(run)
+
+
+async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asyncio.Event) -> None:
+    """Until it is gone, and its supervisor with it."""
+    while said := await reader.readline():
+        message = json.loads(said)
+        if "signal" in message:
+            hosted.terminate(f"the guard of rank 0 on host {socket.gethostname()} got {message['signal']}")
+        if "through" in message:
+            through.set()
+    through.set()
 
 
 def _check_reachable(name: str) -> None:
