@@ -230,10 +230,12 @@ class Fatal(OfWorker):
 
 @dataclass(frozen=True)
 class Crashed(OfWorker):
-    """The worker's script has ended with ``error``, in a line, and the process ends with it.  ``trace``: the traceback, if there is one."""
+    """The worker's script has ended with ``error``, in a line, and the process ends with it.  ``trace``: the traceback, if there is one; ``step``: the last one
+    that was begun."""
 
     error: str
     trace: str = ""
+    step: int = 0
 
 
 @dataclass(frozen=True)
