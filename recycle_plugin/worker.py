@@ -16,6 +16,7 @@ import sysconfig
 import threading
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 
 from recycle_plugin.adapters.deepspeed import Plugin
 from recycle_plugin.core.line import JobEnded
@@ -52,7 +53,7 @@ def main(command: list[str]) -> int:
             session.at_end()
             session.leave()
         if code and not session.forked:
-            session.send(Crashed(session.rank, f"exit code {code}"))
+            session.send(Crashed(session.rank, f"exit code {code}", step=session.heart.step))
         return code
     except JobEnded as end:
         if not end.failed:
@@ -79,7 +80,7 @@ def main(command: list[str]) -> int:
     except Exception as error:
         if session.forked or session.coordinator_is_gone:
             raise
-        session.send(crash(session.rank, error))
+        session.send(replace(crash(session.rank, error), step=session.heart.step))
         return 1
 
 

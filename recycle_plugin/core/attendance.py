@@ -166,6 +166,10 @@ class Attendance:
                 errors.setdefault(self._crashes[worker].error, []).append(self.named(worker.rank))
         return "; ".join(f"the script{'s' * (len(whose) > 1)} of {' and '.join(whose)} ended with {error}" for error, whose in errors.items())
 
+    def crash_after(self, step: int) -> str:
+        """Of the scripts that had come to ``step``."""
+        return self.crash(sorted(worker for worker, each in self._crashes.items() if each.step >= step))
+
     def crash_in(self, stage: int) -> str:
         """Of the lost workers of ``stage``."""
         return self.crash(sorted(worker for worker in self.lost if self._seats[worker.rank].stage == stage))

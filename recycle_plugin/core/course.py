@@ -119,6 +119,7 @@ class Course:
         if committed > self.committed:
             self._commit(committed, now, out)
         self.attendance.agreed(generation.roster)
+        self.attendance.watch.met_again()
         self.steps.resume(self.roster.workers, committed)
         out.tell(WORKERS, Resume(generation.number, committed, held, norm, void, reports.drawn))
         throughput = self._escalation.throughput(reports.slowest.period_us)
@@ -409,4 +410,4 @@ class Course:
     def _finish_if_empty(self, out: Output) -> None:
         if not len(self.roster) and self.attendance.started and not self.ending.failed:
             self.steps.sum_up(out)
-            self.ending.finish(self.committed, out)
+            self.ending.finish(self.committed, self.attendance.crash_after(self.committed), out)

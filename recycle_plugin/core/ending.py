@@ -3,7 +3,8 @@
 * A planned end holds from a step which nobody can have started.  The first one stays; only a failure goes before it.
 * A failure is final, is said once, and names the checkpoint to go on from where it may cost steps.
 * At a planned end all steps are committed, and a loss after that is one only for those who do something with the others yet, as saving the last state.
-* Once a worker has left that was not to, its training script is through, and so all steps are committed: whoever dies after that is no loss.
+* Once a worker has left that was not to, its training script is through, and so all steps are committed: whoever dies after that is no loss.  But what a script
+  does behind the last step counts: where that ends with an error, so does the job, once the others are through.
 * All scripts end after the same step, or the job has failed.
 """
 
@@ -76,9 +77,9 @@ class Ending:
         return (f"the training script of {who} ended after step {last}, and that of {member} is in step {step}: all have to train "
                 "equally many steps, so see to what ends the loop on some ranks only")
 
-    def finish(self, committed: int, out: Output) -> None:
-        """All have left."""
+    def finish(self, committed: int, crash: str, out: Output) -> None:
+        """All have left.  ``crash``: what scripts have ended with that had come to the last step."""
         more = f"; {len(self.causes) - NAMED} more" if len(self.causes) > NAMED else ""
-        why = "; ".join(self.causes[:NAMED]) + more
+        why = "; ".join(([crash] if crash else []) + self.causes[:NAMED]) + more
         out.say("finished", f"the job has ended after step {committed}: {why}" if why else f"all workers have left after step {committed}", step=committed)
-        out.tell(SUPERVISORS, Over(self._code))
+        out.tell(SUPERVISORS, Over(self._code or int(bool(crash))))

@@ -205,8 +205,8 @@ class Missing(OfWorker):
 
 @dataclass(frozen=True)
 class Pulse(OfWorker):
-    """From the supervisor, every so often: its worker's process is there, whether it is stopped, and how many seconds of CPU it has used or
-    waited for, None where that can't be read."""
+    """From the supervisor, every so often: its worker's process is there, whether it is stopped, and how many seconds it has used a CPU, or
+    waited for one or for a disk, None where that can't be read."""
 
     stopped: bool
     cpu_s: float | None = None
@@ -230,10 +230,12 @@ class Fatal(OfWorker):
 
 @dataclass(frozen=True)
 class Crashed(OfWorker):
-    """The worker's script has ended with ``error``, in a line, and the process ends with it.  ``trace``: the traceback, if there is one."""
+    """The worker's script has ended with ``error``, in a line, and the process ends with it.  ``trace``: the traceback, if there is one; ``step``: the last one
+    that was begun."""
 
     error: str
     trace: str = ""
+    step: int = 0
 
 
 @dataclass(frozen=True)

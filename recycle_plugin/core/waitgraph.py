@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.roster import Group, Member, Roster
-from recycle_plugin.core.watch import WAITS, Watch
+from recycle_plugin.core.watch import LONGEST, WAITS, Watch
 
 NAMED = 8  # workers in a line
 _FROM = re.compile(r".* from seat (\d+\.\d+)(, once more)?")
+
+_AMONG = re.compile(r" among ranks (\d+(?:, \d+)*)")
 
 
 def awaited(datum: object, source: Seat) -> str:
@@ -42,7 +44,7 @@ def named(members: Group) -> str:
 
 def wait_graph(roster: Roster, watch: Watch) -> list[Edge]:
     """One edge for all that do the same, in the order of the first one's rank.  Who waits for what one worker gives waits for that one; who waits for others to
-    come to the same place waits for all that are elsewhere.  Costs one look at each worker, and one more for each edge."""
+    come to the same place waits for all that are elsewhere, and are to come.  Costs one look at each worker, and one more for each edge."""
     doing: dict[tuple[str, str], list[Member]] = {}
     longest: dict[tuple[str, str], float] = {}
     for member in roster:
@@ -58,7 +60,13 @@ def _whom(at: str, what: str, who: list[Member], roster: Roster) -> Group:
     if source := _FROM.fullmatch(what):
         return roster.group(Seat.parse(source[1]))
     there = {member.worker for member in who}
-    return tuple(member for member in roster if member.worker not in there)
+    return tuple(member for member in roster if member.worker not in there and _is_to_come(member, what))
+
+
+def _is_to_come(member: Member, what: str) -> bool:
+    """To a collective only members of its group are; a name that was cut off does not have all of them."""
+    group = _AMONG.search(what)
+    return group is None or len(what) >= LONGEST or str(member.rank) in group[1].split(", ")
 
 
 def shown(edges: list[Edge]) -> str:

@@ -34,6 +34,7 @@ from recycle_plugin.core.roster import WorkerId
 TICK_S = 0.25  # how often time is to be told
 LATE_S = 2 * TICK_S  # no more than this is taken to have passed between two ticks
 COMPUTES, WAITS, ELSEWHERE = "computes", "waits", "is in"
+LONGEST = 200  # characters of what a worker is at: a group of a thousand has a long name
 REMEMBERED = 20  # steps that the median is over
 BUSY = 0.2  # of a core: who uses more is at work
 Work = tuple[int, str]  # of a step, what
@@ -164,6 +165,11 @@ class Watch:
         waits = [worker for worker, sign in self._signs.items() if sign.last is not None and sign.last.at == WAITS]
         found = {worker: self._suspicion(sign, any(other != worker for other in waits[:2])) for worker, sign in self._signs.items()}
         return {worker: suspicion for worker, suspicion in found.items() if suspicion is not None and suspicion.raised}
+
+    def met_again(self) -> None:
+        """All have, so whoever waits now waits anew, also for the same."""
+        if self._all_wait_since is not None:
+            self._all_wait_since = self.clock
 
     @property
     def standstill_s(self) -> float:

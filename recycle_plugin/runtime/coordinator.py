@@ -54,6 +54,7 @@ class Coordinator:
         self._supervised: dict[int, tuple[str, int]] = {}  # by rank: host and process of the supervisor that its worker is started by
         self._exits: dict[WorkerId, Exited] = {}
         self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
+        self._strangers: set[str] = set()  # addresses that nonsense has come from
         self._regroup_timeout_s = 120.0
         self.run_dir = f"runs/{self._welcome.job_id}"  # unless workers say another one
         self._watched = -1
@@ -92,6 +93,11 @@ class Coordinator:
                     self._answer(SocketControl(connection))
                 except OSError:  # it is gone already
                     connection.close()
+
+    @property
+    def code(self) -> int:
+        """That the job has ended with, 0 where it has not."""
+        return self._last_word.code if self._last_word is not None else 0
 
     async def all_gone(self, goodbye_s: float) -> None:
         """Return when every supervisor that can be reached has closed its connection, ``goodbye_s`` after the end of the job at the latest."""
@@ -143,7 +149,7 @@ class Coordinator:
         roles = {"placing": self._placed, "worker": self._attend_worker, "supervisor": self._attend_supervisor}
         who = "a connection from {}".format("{}:{}".format(*control.there) if control.there else "this process")
         if not isinstance(hello, Hello):
-            self._complain(who, control)
+            self._complain_of_stranger(who, control)
         elif hello.role not in roles or not 0 <= hello.rank < self._ranks:
             text = f"{who} says that it is {hello.role[:20]} {hello.rank}, and this job has {self._ranks} ranks: it is another job's, or was started for another one"
             self._say(Event("warning", text), time.time())
@@ -176,7 +182,7 @@ class Coordinator:
         await self._hear(hello, control)
         if self._supervisors.get(hello.rank) is control:
             del self._supervisors[hello.rank]
-            self._supervisor_closed()
+            self._see_who_is_gone()
 
     def _greet(self, hello: Hello, control: InLoop) -> WorkerId:
         """Ranks are given out by the launcher, incarnations here, where all workers come by."""
@@ -200,6 +206,13 @@ class Coordinator:
             self.fail(f"the coordinator met an error of its own ({error!r})")
             raise
         self._complain(f"the {hello.role} of {named(hello.rank)}", control, rank=hello.rank)
+
+    def _complain_of_stranger(self, who: str, control: InLoop) -> None:
+        """Once of each address: a scanner of ports comes more often."""
+        host = control.there[0] if control.there else ""
+        if host not in self._strangers and control.broken is not None and control.broken.unreadable is not None:
+            self._strangers.add(host)
+            self._complain(who, control)
 
     def _complain(self, who: str, control: InLoop, **details: object) -> None:
         """A connection that speaks nonsense is as good as closed."""
@@ -235,11 +248,13 @@ class Coordinator:
 
     @property
     def _awaited(self) -> set[int]:
-        """Ranks whose supervisors are still to say goodbye: also one that was killed, whose worker runs, since another takes its place."""
+        """Ranks whose supervisors are still to say goodbye: also one that was killed, whose worker runs, since another takes its place; and those of which it is
+        still to be found out whether the worker has left or was lost."""
         killed = {rank for rank in self._supervised if self._come[rank]} - self._ended
-        return (self._supervisors.keys() | killed) - {worker.rank for worker in self._membership.unreachable}
+        asked = {worker.rank for worker in self._exits}
+        return (self._supervisors.keys() | killed | asked) - {worker.rank for worker in self._membership.unreachable}
 
-    def _supervisor_closed(self) -> None:
+    def _see_who_is_gone(self) -> None:
         if not self._closing and not self._awaited:
             self._gone.set()
 
@@ -253,6 +268,7 @@ class Coordinator:
             self._lose(worker)
         else:  # nobody waits for it: how it ended, its supervisor says
             self._loop.call_later(EXIT_S, self._lose, worker)
+        self._see_who_is_gone()
 
     def _lose(self, worker: WorkerId) -> None:
         if not self._closing:
@@ -263,6 +279,7 @@ class Coordinator:
         exited = self._exits.pop(worker, None)
         if exited is not None:
             self._act(self._membership.receive(exited, time.time()))
+        self._see_who_is_gone()
 
     def _act(self, output: Output) -> None:
         now = time.time()

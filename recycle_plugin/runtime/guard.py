@@ -20,11 +20,15 @@ from the guard to a supervisor
 from a supervisor
 ``{"start": [module, argument, ...], "rank", "environment"}``  start the worker
 ``{"kill"}``                                                 send the worker that signal
+to the host
+``{"through"}``                                              the supervisor has ended by itself: the host ends once all others have gone
+``{"signal"}``                                               as for a supervisor, where there is none any more
 from the host
 ``{"ready"}``, ``{"folder"}``                                it listens; the run folder is known
+``{"closing"}``                                              all others have gone: it ends
 ===========================================================  ==================================================================================
 
-At the end of its line a supervisor knows that the guard is gone, and the host that it may go as soon as all others have.
+At the end of its line each of them knows that the guard is gone.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ Child = Callable[[socket.socket], int]  # runs in a process of its own, with its
 SERVER_VARIABLE = "RECYCLE_FORK_SERVER"  # names the process that workers are forked from, if there is one
 TRIES, WITHIN_S = 5, 60.0  # so many supervisors may be killed in that time
 FORK_S = 60.0  # how long the process that workers are forked from may take to answer
-HOST_S = 150.0  # how long the host may take to end, once the supervisor has: it waits for the others', and writes the report
+HOST_S = 150.0  # how long the host may take to end, once all others have gone
 PIECE = 1 << 16
 
 
@@ -85,6 +89,7 @@ class Guard:
         self._supervisor: Line | None = None
         self._hosted: Line | None = None
         self._ready = host is None
+        self._closing: float | None = None  # since when the host has nobody to wait for
         self._folder: str | None = None
         self._rank: int | None = None
         self._worker: int | None = None  # its process
@@ -95,7 +100,7 @@ class Guard:
         self._result: int | None = None
 
     def hold(self) -> int:
-        """The exit code for the launcher: the supervisor's."""
+        """The exit code for the launcher: the supervisor's, and where that knew of nothing bad, the host's, which sees the job's end."""
         _call_this("recycle-guard")
         wake = self._take_signals()
         self._watch(wake, lambda: self._signalled(wake.recv(PIECE)))
@@ -109,14 +114,17 @@ class Guard:
             self._serve()
         self._send_worker(signal.SIGKILL)  # if it still runs: nobody watches it any more
         if self._hosted is not None:
-            self._hosted.end.shutdown(socket.SHUT_WR)
-        deadline = time.monotonic() + HOST_S
-        while self._host_pid and (left := deadline - time.monotonic()) > 0:
-            self._serve(left)
+            self._hosted.tell(through=True)
+        while self._host_pid and (self._closing is None or self._closing_left_s > 0):
+            self._serve(None if self._closing is None else self._closing_left_s)
         if self._host_pid:
             _say(f"error: the coordinator's process has not ended within {HOST_S:.0f} s: it is killed")
             os.kill(self._host_pid, signal.SIGKILL)
         return self._result
+
+    @property
+    def _closing_left_s(self) -> float:
+        return self._closing + HOST_S - time.monotonic()
 
     def _serve(self, timeout_s: float | None = None) -> None:
         for descriptor, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000):
@@ -158,7 +166,9 @@ class Guard:
         """To end the job: a signal, with its sender where that is known."""
         if what is not None:
             self._signal = what
-            self._supervisor.tell(signal=what)
+            line = self._supervisor if self._supervisor_pid else self._hosted
+            if line is not None:
+                line.tell(signal=what)
 
     def _supervisor_ended(self, code: int) -> None:
         """One that ends by itself is through with its worker and the job."""
@@ -173,7 +183,8 @@ class Guard:
             _say(f"error: {TRIES + 1} supervisors of one worker were killed within {WITHIN_S:.0f} s, the last by signal {-code}: no other is started")
             self._result = 1
         else:
-            _say(f"warning: a supervisor was killed by signal {-code}: another one goes on with its worker")
+            whose = "a supervisor" if self._rank is None else f"the supervisor of rank {self._rank}"
+            _say(f"warning: {whose} was killed by signal {-code}: another one goes on with its worker")
             self._begin()
 
     def _host_ended(self, code: int) -> None:
@@ -181,6 +192,7 @@ class Guard:
         self._forget(self._hosted.end)
         self._hosted = None
         if self._result is not None:
+            self._result = self._result or max(code, 0)
             return
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         if self._ready or code < 0:
@@ -210,6 +222,8 @@ class Guard:
             if "ready" in message:
                 self._ready = True
                 self._introduce()
+            if "closing" in message:
+                self._closing = time.monotonic()
 
     def _hear_supervisor(self) -> None:
         messages = self._supervisor.heard()

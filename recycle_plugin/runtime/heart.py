@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from typing import Callable, Iterator
 
 from recycle_plugin.core.protocol import Beat, Heard
-from recycle_plugin.core.watch import COMPUTES, ELSEWHERE
+from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, LONGEST
 
 SCRIPT = "the training script"
 SLOWEST_S = 1.0  # between two beats
-LONGEST = 200  # characters of what a worker is at: a group of a thousand has a long name
 
 
 class Heart:

@@ -40,7 +40,7 @@ class Launcher:
         self._told = False  # to end
 
     async def run(self) -> int:
-        """The exit code: 0 when the job has come to its end, whoever died on the way; 1 when it was told to end; else the largest of its workers."""
+        """The exit code: 0 when the job has come to its end, whoever died on the way; 1 when it was told to end; else the largest of its workers, and of what the job has ended with."""
         provide(self._workers)
         self._running = asyncio.current_task()
         senders.take(self._signalled)
@@ -73,7 +73,7 @@ class Launcher:
                 each.cancel()
             await asyncio.wait(running)
             await self._hosted.close()
-        return 1 if self._told else max(codes)
+        return 1 if self._told else max(*codes, self._hosted.code)
 
     def _supervisor(self, rank: int) -> Supervisor:
         described = self._environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -10,6 +10,7 @@ store; workers learn the store's port through ``MASTER_PORT``, so stock ``env://
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -186,9 +187,12 @@ class Supervisor:
     async def _pulse(self) -> None:
         """Say now and then that the worker's process is there, and whether it runs; over a network also by datagram."""
         datagrams = await pulse.connect(self._control.there) if self._control.there else None
+        on_disk_s = 0.0  # it has waited for a disk, or for memory that is on one: that is work too
         try:
             while self._worker is not None and not self._over.done():
-                message = Pulse(self._rank, *life_of(self._worker.pid))
+                state, cpu_s = life_of(self._worker.pid)
+                on_disk_s += PULSE_S * (state == "D")
+                message = Pulse(self._rank, state == "T", None if cpu_s is None else cpu_s + on_disk_s)
                 self._tell(message)
                 if datagrams is not None:
                     datagrams.sendto(encode(message))
@@ -275,9 +279,15 @@ class Hosted:
         """End the job, at a commit if training has started."""
         self._coordinator.terminate(reason)
 
-    async def close(self) -> None:
-        """Outlive the other supervisors, whose workers may train on without this one's."""
+    @property
+    def code(self) -> int:
+        """That the job has ended with, 0 where it has not."""
+        return self._coordinator.code
+
+    async def close(self, closing: Callable[[], None] = lambda: None) -> None:
+        """Outlive the other supervisors, whose workers may train on without this one's.  ``closing`` is called once they have gone."""
         await self._coordinator.all_gone(GOODBYE_S)
+        closing()
         await self._coordinator.close()
         self._closing = True
         if not self._watching.done():
@@ -315,19 +325,19 @@ def _resolved(host: str) -> str:
         raise BadMaster(f"master address {host} is unknown on its own host ({error.strerror}): {ANOTHER_ADDRESS}") from error
 
 
-def life_of(pid: int) -> tuple[bool, float | None]:
-    """Whether the process has got SIGSTOP or the like, and how many seconds of CPU its threads have used or, of its main thread, waited for, which on a crowded
-    machine is most of it; None where that can't be read."""
+def life_of(pid: int) -> tuple[str, float | None]:
+    """The process's state, as ps has it, and how many seconds of CPU its threads have used or, of its main thread, waited for, which on a crowded machine is most
+    of it; None where that can't be read."""
     process = Path(f"/proc/{pid}")
     try:
         fields = (process / "stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has just ended
-        return False, None
+        return "", None
     try:
         waited_ns = int((process / "schedstat").read_text().split()[1])
     except (OSError, IndexError, ValueError):  # a kernel that does not keep it
         waited_ns = 0
-    return fields[0] == "T", sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9
+    return fields[0], sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9
 
 
 # --- the guard's children ------------------------------------------------------------------------------
@@ -345,7 +355,7 @@ def supervise(command: list[str], environment: dict[str, str], placement: Callab
 
 
 def host(environment: dict[str, str], line: socket.socket) -> int:
-    """Rank 0's host, at the end of its guard's ``line``: until that ends, and then until the others have gone."""
+    """Rank 0's host, at the end of its guard's ``line``: until the supervisor there has gone, and then until the others have; the job's exit code."""
     address, ranks = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"])), int(environment["WORLD_SIZE"])
     guard = Line(line)
 
@@ -360,11 +370,25 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
         hosted = await Hosted.start(address, ranks, environment, told, os.getppid())
         guard.tell(ready=True)
         reader, _ = await asyncio.open_connection(sock=line)
-        await reader.read()
-        await hosted.close()
-        return 0
+        through = asyncio.Event()
+        hearing = asyncio.create_task(_hear_guard(reader, hosted, through))
+        await through.wait()
+        await hosted.close(lambda: guard.tell(closing=True))
+        hearing.cancel()
+        return hosted.code
 
     return _in_one_line(run)
+
+
+async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asyncio.Event) -> None:
+    """Until it is gone, and its supervisor with it."""
+    while said := await reader.readline():
+        message = json.loads(said)
+        if "signal" in message:
+            hosted.terminate(f"the guard of rank 0 on host {socket.gethostname()} got {message['signal']}")
+        if "through" in message:
+            through.set()
+    through.set()
 
 
 def _check_reachable(name: str) -> None:

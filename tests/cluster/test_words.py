@@ -54,6 +54,21 @@ def test_an_error_in_one_script_is_the_loss_of_its_worker(launch, wrong, error):
     assert len(result.losses) == 20
 
 
+@pytest.mark.parametrize("wrong, error", (("raise", "ValueError: two …"), ("exit", "exit code 5")), ids=("an exception", "an exit code"))
+def test_an_error_behind_the_last_step_is_the_jobs_end(launch, wrong, error):
+    """Whichever script is through first."""
+    result = launch(f"wrong={wrong} 1.0 after 20").finish()
+    (finished,) = result.of("finished")
+    assert finished["text"].startswith(f"the job has ended after step 20: the script of seat 1.0 (rank 1) ended with {error}") and result.code in (1, 5), result.output[-6000:]
+    assert len(result.of("left")) == 3
+
+
+def test_processes_that_vanish_with_code_0_have_not_done_the_job(launch):
+    result = launch("wrong=vanish after 20").finish()
+    (end,) = result.of("end")
+    assert "has no live worker left" in end["text"] and result.code == 1, result.output[-6000:]
+
+
 def test_an_error_before_training_is_the_jobs_cause(launch):
     result = launch("wrong=optimizer", "optimizer=adamw").finish()
     assert result.output.count("Traceback") == 1 and result.code == 1

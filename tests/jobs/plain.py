@@ -113,6 +113,8 @@ def main() -> None:
             raise ValueError("two\nlines")
         if job.wrong == f"exit {pipeline.seat} after {pipeline.steps}":
             sys.exit(5)
+        if job.wrong == f"vanish after {pipeline.steps}":
+            os._exit(0)
         between_steps(pipeline, record)
     for name, write in (("losses", lambda path: path.write_text(json.dumps(record))), ("parameters", lambda path: torch.save(pipeline.module.state_dict(), path))):
         path = Path(job.run_dir) / name / f"rank{RANK}.{'json' if name == 'losses' else 'pt'}"

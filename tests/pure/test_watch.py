@@ -11,7 +11,7 @@ import pytest
 from recycle_plugin.core.encoding import decode, encode
 from recycle_plugin.core.membership import Membership
 from recycle_plugin.core.output import SUPERVISORS, Event, Output
-from recycle_plugin.core.protocol import Beat, Committed, End, Exited, Fence, Generation, Heard, Leaving, Left, Loaded, Over, Pulse, Report, Resume, Stepped, Terminate
+from recycle_plugin.core.protocol import Beat, Committed, Crashed, End, Exited, Fence, Generation, Heard, Leaving, Left, Loaded, Over, Pulse, Report, Resume, Stepped, Terminate
 from recycle_plugin.core.roster import WorkerId
 from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, LATE_S, TICK_S, WAITS
 from tests.support.membership import DEADLINES, agree, said, started, step
@@ -560,6 +560,37 @@ def test_where_everybody_waits_all_meet_again_once_and_then_the_job_ends_with_th
     assert "which seats 0.0 (rank 0), 0.1 (rank 2) have not come to" in end.reason
 
 
+def test_the_second_time_counts_from_when_all_had_met_again():
+    """Also where nobody has done anything since: what is sent once more may be under way."""
+    played = Played()
+    played.first_step()
+    all_wait(played)
+    played.live_for(2 * DEADLINE_S + 0.5)
+    agree(played.membership, 1, dict.fromkeys(range(4), 1))
+    played.live_for(2 * DEADLINE_S - 0.5)
+    assert not ends(played)
+    played.live_for(1.0)
+    (end,) = ends(played)
+    assert "everybody waits for 10.2 s, once more" in end.reason, end.reason
+
+
+@pytest.mark.parametrize("what, missing", [
+    ("all_reduce among ranks 0, 2", "seat 0.1 (rank 2) has"),
+    ("the connections among ranks 0, 2; not there of 2 are number 1 for all_reduce among ranks 0, 2", "seat 0.1 (rank 2) has"),
+    ("all_reduce among ranks 0, 1, 2, 3", "seats 1.0 (rank 1), 0.1 (rank 2), 1.1 (rank 3) have"),
+    ("barrier among ranks 0, 1".ljust(200, "0"), "seats 1.0 (rank 1), 0.1 (rank 2), 1.1 (rank 3) have"),
+])  # fmt: skip
+def test_a_collective_waits_for_members_of_its_group_only(what, missing):
+    """A name that was cut off does not have all of them."""
+    played = Played()
+    played.first_step()
+    all_wait(played)
+    played.at[0] = (WAITS, what)
+    played.live_for(2 * DEADLINE_S + 0.5)
+    (waits,) = (event for event in played.events if event.kind == "waits")
+    assert f"which {missing} not come to" in waits.text.split("; seat")[0], waits.text
+
+
 def test_after_a_commit_it_may_happen_again():
     played = Played()
     played.first_step()
@@ -621,6 +652,20 @@ def test_scripts_that_end_alike_end_well_in_any_order():
     for rank in (3, 0, 2, 1):
         played.outs.append(played.membership.receive(Left(rank, 0, False, 1), played.now))
     assert not ends(played) and played.events[-1].kind == "finished"
+
+
+@pytest.mark.parametrize("step, code", [(1, 1), (0, 0)], ids=["behind the last step", "before it"])
+def test_what_a_script_ends_with_behind_the_last_step_is_the_jobs_code(step, code):
+    """In any order; and one that was lost on the way is not."""
+    played = Played()
+    played.first_step()
+    played.membership.receive(Crashed(0, "ValueError: no", "", step), played.now)
+    for rank in (3, 2, 1):
+        played.outs.append(played.membership.receive(Left(rank, 0, False, 1), played.now))
+    played.outs.append(played.membership.receive(Exited(0, 1, played.now), played.now))
+    (finished,) = (event for event in played.events if event.kind == "finished")
+    assert ("the script of seat 0.0 (rank 0) ended with ValueError: no" in finished.text) == bool(code), finished.text
+    assert [one.code for out in played.outs for whom, one in out.messages if isinstance(one, Over)] == [code]
 
 
 def test_who_leaves_as_planned_ends_no_script():

@@ -144,10 +144,11 @@ def test_who_does_not_say_who_it_is_is_hung_up_on_and_nobody_is_lost():
 
     async def play() -> None:
         async with four_workers(said) as (coordinator, workers):
-            stranger = coordinator.connect()
-            stranger._out.put(b"GET / HTTP/1.1\r\n\r\n")
-            await InLoop(stranger).receive(PATIENCE_S)
-            stranger.close()
+            for _ in range(2):  # and said so once
+                stranger = coordinator.connect()
+                stranger._out.put(b"GET / HTTP/1.1\r\n\r\n")
+                await InLoop(stranger).receive(PATIENCE_S)
+                stranger.close()
             for rank, worker in enumerate(workers):
                 worker.send(Stepped(rank, 0, 1))
             await workers[0].hear(Committed)
