@@ -6,7 +6,6 @@ by the coordinator once, for all workers.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import runpy
@@ -27,6 +26,7 @@ from recycle_plugin.core.sources import Gone
 from recycle_plugin.planner import PlanError
 from recycle_plugin.runtime import forked, signal_info
 from recycle_plugin.runtime.errors import CutOff, RecycleError
+from recycle_plugin.runtime.process_end import flush, leave_process
 from recycle_plugin.runtime.session import Session, connect_from_environment
 from recycle_plugin.runtime.spawn import die_with_parent
 from recycle_plugin.settings import SettingsError
@@ -123,7 +123,7 @@ def _end_early(session: Session) -> None:
     if session.incarnation:  # nobody reads the job's own lines beside a process that was not part of it
         _say(f"recycle: error: {session.end.reason}")
     session.leave()
-    _flush()
+    flush()
     os._exit(1)
 
 
@@ -148,22 +148,9 @@ def _interrupt(session: Session) -> None:
         raise KeyboardInterrupt
 
 
-def leave_process(code: int) -> None:
-    """End at once, without waiting for threads that were left behind in broken operations."""
-    atexit._run_exitfuncs()
-    _flush()
-    os._exit(code)
-
-
 def _say(line: str) -> None:
     with suppress(OSError):  # whoever ends does so on a full disk too
         print(line, file=sys.stderr, flush=True)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # what was computed is right all the same
-            stream.flush()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,26 @@
+"""How a worker's process ends: with what its script has left to do, and without what the plugin has."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from contextlib import suppress
+
+
+def leave_process(code: int) -> None:
+    """End, without waiting for the plugin's threads that were left behind in broken operations; they are daemons.  Where the script has ended well, its own
+    threads and pools of them come to their end before, as with Python: an upload that is under way, say."""
+    if code == 0:
+        threading._shutdown()
+    atexit._run_exitfuncs()
+    flush()
+    os._exit(code)
+
+
+def flush() -> None:
+    """What was printed is out, as far as that is possible."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # on a full disk
+            stream.flush()

@@ -1,0 +1,36 @@
+"""The end of a worker's process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SCRIPT = """
+    import atexit, os, threading
+    from concurrent.futures import ThreadPoolExecutor
+    from recycle_plugin.runtime.process_end import leave_process
+    atexit.register(print, "at exit")
+    begun, stuck = threading.Event(), threading.Event()
+
+    def upload(name):
+        begun.set()
+        threading.main_thread().join(0.2)  # until the script itself is through
+        print(name)
+
+    threading.Thread(target=stuck.wait, daemon=True).start()
+    ThreadPoolExecutor().submit(upload, "pool")
+    threading.Thread(target=upload, args=("thread",)).start()
+    begun.wait()
+    leave_process(CODE)
+"""
+
+
+@pytest.mark.parametrize("code", (0, 3))
+def test_a_scripts_own_threads_end_before_a_process_that_ends_well(code):
+    """... and a daemon that never does is not waited for."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT).replace("CODE", str(code))], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and not done.stderr
+    assert sorted(done.stdout.split("\n")) == (["", "at exit", "pool", "thread"] if code == 0 else ["", "at exit"])
