@@ -35,9 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", metavar="N", type=int, default=30, help="optimizer steps of each of the two runs (default: 30)")
     demo.set_defaults(run=_demo)
 
-    from recycle_plugin.commands import campaign, doctor, plan, profile, report, simulate, status
+    from recycle_plugin.commands import campaign, docs, doctor, plan, profile, report, simulate, status
 
-    for command in (doctor, plan, simulate, profile, campaign, status, report):
+    for command in (doctor, plan, simulate, profile, campaign, status, report, docs):
         command.add(commands)
 
     settings = commands.add_parser("settings", help='print the settings of the "recycle" section as a table')

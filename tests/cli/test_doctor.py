@@ -18,7 +18,7 @@ from recycle_plugin.core.topology import Topology
 
 from tests.support.doctor import HEALTHY, MIB, ON, SIZES, data, small_profile
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+DOCUMENT = (Path(__file__).parents[2] / "recycle_plugin/docs/planning.md").read_text()
 
 
 # --- the text --------------------------------------------------------------------------------------------
@@ -36,8 +36,8 @@ def test_a_job_with_much_to_change(doctor, surroundings) -> None:
     assert doctor(config, "--pp 2 --dp 3 --profile small.json", {"a": 2, "b": 2, "c": 4}) == (1, MUCH)
 
 
-def test_the_readmes_example(doctor) -> None:
-    example = README.split("for three hosts with four slots each:\n\n```\n")[1].split("```")[0].splitlines()
+def test_the_documents_example(doctor) -> None:
+    example = DOCUMENT.split("for three hosts with four slots each:\n\n```\n")[1].split("```")[0].splitlines()
     _, text = doctor({**SIZES, **ON}, "--pp 4 --dp 3", dict.fromkeys("abc", 4))
     assert len(example) > 10 and [line for line in example if line not in text.splitlines()] == []
 

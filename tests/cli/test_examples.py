@@ -1,4 +1,4 @@
-"""The commands that the README and the help texts show do what they say."""
+"""The commands that the README, the documents and the help texts show do what they say."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 from recycle_plugin.cli import main
 from recycle_plugin.commands import plan, simulate
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+TEXTS = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "recycle_plugin/docs").glob("*.md")))]
 
 
 def examples() -> list[str]:
     """All without --help, and without a file that another command would have to write first."""
-    shown = f"{README}\n{plan.DESCRIPTION}\n{simulate.DESCRIPTION}".splitlines()
+    shown = "\n".join([*TEXTS, plan.DESCRIPTION, simulate.DESCRIPTION]).splitlines()
     lines = [line.partition("  #")[0].strip() for line in shown if line.startswith(("recycle plan ", "recycle simulate "))]
     return sorted({line for line in lines if "--help" not in line and "--profile" not in line})
 

@@ -188,12 +188,12 @@ def test_what_a_loop_does_wrong_is_one_line(launch: Launch, wrong: str, said: st
     assert_one_line(launch(wrong, shape=Shape(2, 1, 1), script=LOOP).finish(), said)
 
 
-# --- what the README shows ---------------------------------------------------------------------------
+# --- what the documents show -------------------------------------------------------------------------
 
 
-def test_the_readmes_scripts_run_as_they_stand(plain_server, tmp_path):
+def test_the_documents_scripts_run_as_they_stand(plain_server, tmp_path):
     """Both, though a worker is lost; only the number of steps is smaller."""
-    pipeline, replicas = re.findall(r"```python\n(.*?)```", Path("README.md").read_text(), re.DOTALL)[:2]
+    pipeline, replicas = re.findall(r"```python\n(.*?)```", Path("recycle_plugin/docs/jobs.md").read_text(), re.DOTALL)[:2]
     settings = f'{{"run_dir": {str(tmp_path / "run")!r}, "report": False, "faults": ["kill 1.0 before 0REDUCE@3"]}}'
     first = pipeline.replace("settings={}", f"settings={settings}").replace("200", "6").replace('"checkpoint"', repr(str(tmp_path / "saved")))
     data, model = pipeline[: pipeline.index("pipeline = ")], "model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))\n"

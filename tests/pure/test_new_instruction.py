@@ -1,4 +1,4 @@
-"""Where an instruction has to be made known: the README's list is that of the modules that tell those that end a step apart."""
+"""Where an instruction has to be made known: the documents' list is that of the modules that tell those that end a step apart."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 from recycle_plugin.core.instruction import STAGE_WIDE, Op
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "recycle_plugin"
+PACKAGE = Path(__file__).parents[2] / "recycle_plugin"
 ENDS = {op.name for op in STAGE_WIDE}
 
 
@@ -23,8 +22,8 @@ def named(source: str) -> set[str]:
 
 
 def documented() -> tuple[list[str], list[str]]:
-    """The modules of the README's table, which know every instruction of their kind, and those below it, which know those that are special there."""
-    section = (ROOT / "README.md").read_text().partition("### Adding an instruction\n")[2].partition("\n#")[0]
+    """The modules of the document's table, which know every instruction of their kind, and those below it, which know those that are special there."""
+    section = (PACKAGE / "docs/extending.md").read_text().partition("## An instruction\n")[2].partition("\n#")[0]
     table = re.findall(r"^\| `(\S+\.py)`", section, re.MULTILINE)
     return table, [name for name in re.findall(r"`((?!tests/)\S+\.py)`", section) if name not in table]
 
@@ -34,7 +33,7 @@ def untold(ends: set[str]) -> set[str]:
     return {name for name in documented()[0] if ends - named((PACKAGE / name).read_text())}
 
 
-def test_the_readme_names_every_module_that_tells_them_apart() -> None:
+def test_the_document_names_every_module_that_tells_them_apart() -> None:
     """Which is to name most of them."""
     apart = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if len(ENDS & named(path.read_text())) > len(ENDS) / 2}
     table, special = documented()

@@ -36,7 +36,7 @@ class Pipeline(PlainJob):
     * ``data``: ``data(step, replica, micro_batch)`` gives (inputs, labels), the same whoever asks; steps count from 1.  Or a map-style dataset of such pairs, read in
       order, of which a micro-batch has ``micro_batch_size``.
     * ``stages``: of each replica; there are as many replicas as the job's workers are enough for, at least two.  ``micro_batches``: of a replica, in a step.
-    * ``settings``: the plugin's, as in a DeepSpeed config's section "recycle" (README, "Settings").  ``seed``: of the layers that are made here.
+    * ``settings``: the plugin's, as in a DeepSpeed config's section "recycle" (``recycle docs settings``).  ``seed``: of the layers that are made here.
 
     ``module`` has the stage's layers, by their numbers in ``layers``; ``optimizer`` and ``scheduler`` are the stage's.
     Raises RecycleError where something does not fit, and SettingsError.

@@ -1,0 +1,52 @@
+"""``recycle docs``: the documents that the package ships, printed as they stand."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from importlib.resources import files
+
+DESCRIPTION = """\
+Without a name: list the documents.  With one: print it, in Markdown.
+
+recycle docs tutorial | less
+"""
+_ROW = re.compile(r"^\| \[(\w+)\]\(\w+\.md\) \| (.+?) \|$", re.MULTILINE)
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    made = commands.add_parser("docs", help="print the documents: tutorial, operations, settings, ...", description=DESCRIPTION,
+                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    made.add_argument("name", metavar="NAME", nargs="?", help="one of the list")
+    made.set_defaults(run=run)
+
+
+def run(found: argparse.Namespace) -> int:
+    print(listing() if found.name is None else document(found.name).rstrip())
+    return 0
+
+
+def documents() -> dict[str, str]:
+    """What each document answers, by its name, in the order of the index."""
+    return dict(_ROW.findall(_text("index")))
+
+
+def listing() -> str:
+    """A line for each document."""
+    known = documents()
+    width = max(map(len, known))
+    return "\n".join(f"{name:<{width}}  {answers}" for name, answers in known.items())
+
+
+def document(name: str) -> str:
+    """The text of the document ``name``.  Raises ValueError, in one line, where there is none."""
+    known = documents()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        raise ValueError(f"there is no document {name!r}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"))
+    return _text(name)
+
+
+def _text(name: str) -> str:
+    return (files("recycle_plugin") / "docs" / f"{name}.md").read_text(encoding="utf-8")
