@@ -1,11 +1,15 @@
-"""Options of the whole test run."""
+"""Options of the whole test run, and what is started once for all tests of this pytest process."""
 
 from __future__ import annotations
 
 import os
 import random
+from typing import TYPE_CHECKING, Iterator
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.cluster import ForkServer
 
 KILL_SEED = "RECYCLE_TEST_KILL_SEED"
 # Of all processes that tests start: torch asks the name server for the name of each address that a store's client connects to, and waits 5 s where no answer comes; or
@@ -21,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=float, default=0, metavar="MINUTES", help="go on losing workers for that long (default: one job)")
     parser.addoption("--models", type=int, default=100, metavar="N", help="random models, plugin against stock autograd (default 100)")
     parser.addoption("--models-seed", type=int, default=0, metavar="S", help="... which ones (default 0)")
-    parser.addoption("--campaign-seeds", type=int, default=300, metavar="N", help="simulated jobs with failures (default 300; with fewer some rule of the protocol may not be needed)")
+    parser.addoption("--campaign-seeds", type=int, default=100, metavar="N", help="simulated jobs with failures (default 100; with fewer, more is looked for that needs all rules)")
     parser.addoption("--frozen-jobs", type=int, default=100, metavar="N", help="of 2000 simulated jobs that were written down, so many are compared (default 100)")
     parser.addoption("--freeze", action="store_true", help="write down anew what later runs are compared with: simulated jobs, and real ones (with --all-kills all of them; without -n)")
 
@@ -43,14 +47,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all-kills"):
         leave_out(config, items, [item for item in items if _is_of_all_kills(item)])
-        leave_out(config, items, _not_chosen(items, config.getoption("--kill-seed")))
+        leave_out(config, items, not_chosen(items, config.getoption("--kill-seed")))
 
 
 def _is_of_all_kills(item: pytest.Item) -> bool:
     return item.get_closest_marker("all_kills") is not None and item.get_closest_marker("plain_too") is None
 
 
-def _not_chosen(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+def not_chosen(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
     """Of cases that are much alike; of those under DeepSpeed's launcher, which were chosen before, none."""
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -67,3 +71,22 @@ def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[py
     config.hook.pytest_deselected(items=left_out)
     kept = set(items).difference(left_out)
     items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    yield from _served(tmp_path_factory, "deepspeed")
+
+
+@pytest.fixture(scope="session")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """For jobs of scripts without DeepSpeed."""
+    yield from _served(tmp_path_factory, "plain")
+
+
+def _served(folders: pytest.TempPathFactory, kind: str) -> Iterator[ForkServer]:
+    from tests.support.cluster import ForkServer  # which most tests do without
+
+    server = ForkServer(folders.mktemp("server"), kind)
+    yield server
+    server.stop()

@@ -1,4 +1,4 @@
-"""Jobs of real processes: a fork server for all tests of this pytest process, and no test that leaves anything behind."""
+"""Jobs of real processes, and no test that leaves anything behind."""
 
 from __future__ import annotations
 
@@ -54,21 +54,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _vehicle(item: pytest.Item) -> Vehicle | None:
     return item.callspec.params.get("vehicle") if hasattr(item, "callspec") else None
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    server = ForkServer(tmp_path_factory.mktemp("server"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="session")
-def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """For jobs of scripts without DeepSpeed."""
-    server = ForkServer(tmp_path_factory.mktemp("plain"), "plain")
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")
