@@ -1,11 +1,15 @@
-"""Options of the whole test run."""
+"""Options of the whole test run, and what is started once for all tests of this pytest process."""
 
 from __future__ import annotations
 
 import os
 import random
+from typing import TYPE_CHECKING, Iterator
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.cluster import ForkServer
 
 KILL_SEED = "RECYCLE_TEST_KILL_SEED"
 # Of all processes that tests start: torch asks the name server for the name of each address that a store's client connects to, and waits 5 s where no answer comes; or
@@ -14,21 +18,22 @@ os.environ |= {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-kills", action="store_true", help="the full matrix of kills, and 20 kills at random times")
-    parser.addoption("--kill-seed", type=int, metavar="S", help="chooses which kills run with DeepSpeed, under its launcher (default: another one each time)")
+    parser.addoption("--all-kills", action="store_true", help="the full matrix of kills, 20 kills at random times, and all cases of tests of which else some run")
+    parser.addoption("--kill-seed", type=int, metavar="S", help="chooses which kills run with DeepSpeed, under its launcher, and which of many cases (default: another one each time)")
     parser.addoption("--real-seeds", type=int, default=1, metavar="N", help="real jobs with failures close together (default 1)")
     parser.addoption("--healthy-steps", type=int, default=40, metavar="N", help="steps of a job in which everybody is healthy, and uneven (default 40)")
     parser.addoption("--soak", type=float, default=0, metavar="MINUTES", help="go on losing workers for that long (default: one job)")
     parser.addoption("--models", type=int, default=100, metavar="N", help="random models, plugin against stock autograd (default 100)")
     parser.addoption("--models-seed", type=int, default=0, metavar="S", help="... which ones (default 0)")
-    parser.addoption("--campaign-seeds", type=int, default=300, metavar="N", help="simulated jobs with failures (default 300; with fewer some rule of the protocol may not be needed)")
+    parser.addoption("--campaign-seeds", type=int, default=100, metavar="N", help="simulated jobs with failures (default 100; with fewer, more is looked for that needs all rules)")
     parser.addoption("--frozen-jobs", type=int, default=100, metavar="N", help="of 2000 simulated jobs that were written down, so many are compared (default 100)")
     parser.addoption("--freeze", action="store_true", help="write down anew what later runs are compared with: simulated jobs, and real ones (with --all-kills all of them; without -n)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "all_kills: with DeepSpeed only with --all-kills; all_kills(plain=True): in plain torch too")
+    config.addinivalue_line("markers", "all_kills: with DeepSpeed only with --all-kills")
     config.addinivalue_line("markers", "plain_too: by jobs in plain torch, all of them, and with DeepSpeed one of each function, which --kill-seed chooses; with deepspeed=False none, but with --all-kills")
+    config.addinivalue_line("markers", "some_of(n): n of the function's cases, which --kill-seed chooses; all of them with --all-kills")
     config.addinivalue_line("markers", "real_launcher: under DeepSpeed's own launcher")
     if config.option.kill_seed is None:  # one for all workers of pytest-xdist, which inherit the environment
         config.option.kill_seed = int(os.environ.setdefault(KILL_SEED, str(random.randrange(1000))))
@@ -36,20 +41,52 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     chosen = "all" if config.option.all_kills else f"some, by --kill-seed {config.option.kill_seed}"
-    terminalreporter.write_line(f"kills with DeepSpeed, under its launcher: {chosen}")
+    terminalreporter.write_line(f"kills with DeepSpeed, under its launcher, and cases of many: {chosen}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all-kills"):
         leave_out(config, items, [item for item in items if _is_of_all_kills(item)])
+        leave_out(config, items, not_chosen(items, config.getoption("--kill-seed")))
 
 
 def _is_of_all_kills(item: pytest.Item) -> bool:
-    marker = item.get_closest_marker("all_kills")
-    return marker is not None and (marker.kwargs.get("plain", False) or not item.get_closest_marker("plain_too"))
+    return item.get_closest_marker("all_kills") is not None and item.get_closest_marker("plain_too") is None
+
+
+def not_chosen(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Of cases that are much alike; of those under DeepSpeed's launcher, which were chosen before, none."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some_of") and not item.get_closest_marker("real_launcher"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = []
+    for name, cases in functions.items():
+        (count,) = cases[0].get_closest_marker("some_of").args
+        left_out += random.Random(f"{seed} {name}").sample(cases, max(0, len(cases) - count))
+    return left_out
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=left_out)
     kept = set(items).difference(left_out)
     items[:] = [item for item in items if item in kept]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    yield from _served(tmp_path_factory, "deepspeed")
+
+
+@pytest.fixture(scope="session")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """For jobs of scripts without DeepSpeed."""
+    yield from _served(tmp_path_factory, "plain")
+
+
+def _served(folders: pytest.TempPathFactory, kind: str) -> Iterator[ForkServer]:
+    from tests.support.cluster import ForkServer  # which most tests do without
+
+    server = ForkServer(folders.mktemp("server"), kind)
+    yield server
+    server.stop()

@@ -10,7 +10,6 @@ import pytest
 
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.topology import Topology
-from tests.support.cluster import ForkServer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_recovery.py"
 
@@ -32,13 +31,9 @@ def test_only_seats_whose_stage_keeps_a_worker_are_killed(bench):
 
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-def test_a_kill_in_a_real_job_is_measured(bench, tmp_path, monkeypatch, capsys):
-    server = ForkServer(tmp_path)
+def test_a_kill_in_a_real_job_is_measured(bench, server, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RECYCLE_FORK_SERVER", server.path)
-    try:
-        bench.main(["--topology", "2x2", "--step", "0.1", "--kills", "1", "--out", str(tmp_path / "out")])
-    finally:
-        server.stop()
+    bench.main(["--topology", "2x2", "--step", "0.1", "--kills", "1", "--out", str(tmp_path / "out")])
     (result,) = json.loads((tmp_path / "out" / "recovery.json").read_text())
     (kill,) = result["kills"]
     assert kill["detection_s"] > 0 and kill["regroup_s"] > kill["plan_s"] >= 0

@@ -1,4 +1,4 @@
-"""Jobs of real processes: a fork server for all tests of this pytest process, and no test that leaves anything behind."""
+"""Jobs of real processes, and no test that leaves anything behind."""
 
 from __future__ import annotations
 
@@ -26,46 +26,34 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests that run in plain torch too, one of each function runs with DeepSpeed, under its launcher; of each other file one test runs under that."""
+    """Of tests that run in plain torch too, one of each function runs with DeepSpeed; of each file one test with DeepSpeed runs under its launcher."""
     mine = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in mine:
         item.add_marker(pytest.mark.processes)
         item.add_marker(pytest.mark.timeout(DEADLINE_S))
     everything, seed = config.getoption("--all-kills"), config.getoption("--kill-seed")
-    features: dict[str, list[pytest.Item]] = {}
+    functions: dict[str, list[pytest.Item]] = {}
+    files: dict[str, list[pytest.Item]] = {}
     left_out = []
     for item in mine:
         plain = _vehicle(item) is PLAIN or hasattr(item.module, "vehicle")  # a file with one of its own is about that
         if not plain and "vehicle" in getattr(item, "fixturenames", ()):
-            both = item.get_closest_marker("plain_too") is not None
-            features.setdefault(item.nodeid.partition("[")[0] if both else str(item.path), []).append(item)
-    for name, feature in features.items():
-        chosen = Random(f"{seed} {Path(name).name}").choice([item for item in feature if item.get_closest_marker("plain_too") or not item.get_closest_marker("all_kills")] or feature)
-        for item in feature:
-            if everything or item is chosen:
-                item.add_marker(pytest.mark.real_launcher)
-            elif item.get_closest_marker("plain_too"):
-                left_out.append(item)
+            if item.get_closest_marker("plain_too"):
+                functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            elif everything or not item.get_closest_marker("all_kills"):
+                files.setdefault(str(item.path), []).append(item)
+    for name, function in functions.items():
+        chosen = function if everything else [Random(f"{seed} {Path(name).name}").choice(function)]
+        left_out += [item for item in function if item not in chosen]
+        files.setdefault(str(function[0].path), []).extend(chosen)
+    for name, file in files.items():
+        for item in file if everything else [Random(f"{seed} {Path(name).name}").choice(file)]:
+            item.add_marker(pytest.mark.real_launcher)
     leave_out(config, items, left_out)
 
 
 def _vehicle(item: pytest.Item) -> Vehicle | None:
     return item.callspec.params.get("vehicle") if hasattr(item, "callspec") else None
-
-
-@pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    server = ForkServer(tmp_path_factory.mktemp("server"))
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="session")
-def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """For jobs of scripts without DeepSpeed."""
-    server = ForkServer(tmp_path_factory.mktemp("plain"), "plain")
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")

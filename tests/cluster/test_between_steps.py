@@ -80,6 +80,7 @@ SEATS = ["0.0", "0.1", "1.0", "1.1"]
 
 
 @PLAIN_TOO
+@pytest.mark.some_of(1)
 @pytest.mark.parametrize("settings", ((), ("recycle.split_backward=false",), ("recycle.undo=inverse",)))
 def test_what_is_touched_is_committed(launch, waited, clipped, tmp_path, settings):
     assert_committed(launch, waited, clipped, tmp_path / "touched", settings)

@@ -87,14 +87,10 @@ def assert_exact(result: Result, reference: Result, lost: set[str], struck: tupl
 
 # --- every seat, every kind of instruction ------------------------------------------------------------
 
+
 @pytest.mark.plain_too
-@pytest.mark.parametrize(
-    "first, second",
-    [
-        pytest.param(*pair, id=f"{pair[0]}, {pair[1]}", marks=() if number % 4 == 0 else pytest.mark.all_kills(plain=True))
-        for number, pair in enumerate(matrix())
-    ],
-)
+@pytest.mark.some_of(4)
+@pytest.mark.parametrize("first, second", [pytest.param(*pair, id=f"{pair[0]}, {pair[1]}") for pair in matrix()])
 def test_each_rank_at_named_instructions(train, calm, first: Kill, second: Kill):
     kills = first.at(FIRST), second.at(SECOND)
     assert_exact(train(EXACT, faults(*kills)), calm(EXACT), {first.seat, second.seat}, kills)
@@ -160,7 +156,8 @@ def test_a_worker_that_is_stopped(train, calm):
 
 
 @pytest.mark.plain_too(deepspeed=False)
-@pytest.mark.parametrize("kills", [pytest.param(kills, id=named(kills)) for kills in schedules()[:4]])
+@pytest.mark.some_of(2)
+@pytest.mark.parametrize("kills", [pytest.param(kills, id=named(kills)) for kills in schedules()])
 def test_kills_from_outside(launch, calm, tmp_path, kills):
     result = kill_all(launch, tmp_path / "gate", kills, EXACT, others=(recorded(tmp_path),))
     assert result.code == 0, result.output[-6000:]
@@ -168,7 +165,8 @@ def test_kills_from_outside(launch, calm, tmp_path, kills):
 
 
 @pytest.mark.plain_too(deepspeed=False)
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.all_kills(plain=True)) for seed in range(4, 12))])
+@pytest.mark.some_of(2)
+@pytest.mark.parametrize("seed", range(12))
 def test_kills_close_together(launch, calm, tmp_path, seed):
     """Those of tests/cluster/test_double_faults.py, on 4 x 2 and 3 x 3."""
     given = double_faults.scenario(seed)

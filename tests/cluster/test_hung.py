@@ -13,6 +13,7 @@ SOON = "recycle.progress_timeout_s=2"
 
 
 @pytest.mark.plain_too
+@pytest.mark.some_of(2)
 @pytest.mark.parametrize("fault", ("stop 0.1 before 1F0.1@6", "stop 1.0 after 0REDUCE@6", "stop 0.0 before 0STEP@6", "stop 1.1 after 1I1.0@6"))
 def test_a_stopped_worker_is_given_up(launch, reference, fault):
     """Its supervisor kills it: at the end of every test nothing is left."""

@@ -61,16 +61,18 @@ def assert_same_losses(result, reference) -> None:
 
 
 @pytest.mark.plain_too(deepspeed=False)
-def test_a_second_process_of_a_rank_hears_at_once_that_it_cannot_take_part(launch, reference, vehicle):
-    """Started by hand beside the job, as the supervisor starts it: the job does not notice."""
-    run = launch("steps=100000")
+def test_a_second_process_of_a_rank_hears_at_once_that_it_cannot_take_part(launch, reference, vehicle, tmp_path):
+    """Started by hand beside the job, as the supervisor starts it: the job, which waits until that has imported what it needs, does not notice."""
+    wrap = json.dumps(held(tmp_path / "gate", 5, "heard"))
+    run = launch("steps=100000", "recycle.progress_timeout_s=100", script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
     after_step(run, 2)
     variables = environment(**{MARK: run.mark}, RECYCLE_COORDINATOR=f"127.0.0.1:{run.port}", RANK="2")
     command = [sys.executable, "-m", "recycle_plugin.worker", str(ROOT / vehicle.script)]
     second = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
     assert second.returncode == 1 and "Traceback" not in second.stderr
     assert re.search(r"^recycle: error: the job has started, and is at step \d+; nobody can join as rank 2 yet$", second.stderr, re.MULTILINE), second.stderr
-    after_step(run, 2 + max(event["step"] for event in run.events() if event["event"] == "committed"))
+    (tmp_path / "gate" / "heard").touch()
+    after_step(run, 7)
     os.kill(run.launcher.pid, signal.SIGTERM)
     result = run.finish()
     assert_ended_together(result)

@@ -58,6 +58,7 @@ def test_who_has_the_reduced_gradient_gives_it_to_who_has_not(launch, reference,
 
 
 @pytest.mark.plain_too(deepspeed=False)
+@pytest.mark.some_of(3)
 @pytest.mark.parametrize("when", ("at recovery.report:2", "at recovery.resume:2", "before {}REDUCE@7:2", "after {}REDUCE@7:2"))
 @pytest.mark.parametrize("stage", (0, 1))
 def test_who_has_the_reduced_gradient_dies_as_well(launch, reference, tmp_path, stage, when):

@@ -97,6 +97,7 @@ def kills(vehicle, deaths: tuple[str, ...]) -> str:
 
 
 @PLAIN_TOO
+@pytest.mark.some_of(3)
 @pytest.mark.parametrize("deaths", [pytest.param(deaths, id=deaths[0].split(".")[-1].partition(":")[0]) for deaths in DEATHS])
 def test_a_death_while_saving(start, vehicle, undisturbed, tmp_path, deaths):
     """One in the second save, and one in its repetition or in the third one; all three end up whole."""
@@ -128,12 +129,12 @@ def test_everybody_dies_while_saving(start, vehicle, undisturbed, tmp_path, poin
 
 
 @PLAIN_TOO
-def test_sigterm_to_everything_while_saving(start, vehicle, undisturbed, tmp_path):
-    """The checkpoint is finished, and the job ends at a commit.  The plain launcher's process has all supervisors in it."""
+def test_sigterm_to_everything_while_saving(start, undisturbed, tmp_path):
+    """The checkpoint is finished, and the job ends at a commit.  The process of the launcher for one host has all supervisors in it."""
     run = start("steps=1000", save_at=SAVES[:2], hold=True)
     saved = tmp_path / "saved"
     run.wait_for(lambda: list(saved.glob("global_step6.incomplete-*")), "the second save")
-    supervisors = [process.pid for process in processes_with(run.mark) if process.pid != run.launcher.pid or vehicle.name == "plain"]
+    supervisors = [process.pid for process in processes_with(run.mark) if process.pid != run.launcher.pid or run.one_host]
     for pid in [*supervisors, *run.pids().values()]:
         os.kill(pid, signal.SIGTERM)
     (tmp_path / "flags").mkdir()

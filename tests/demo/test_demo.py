@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from recycle_plugin.cli import main
-from tests.support.cluster import ForkServer
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 ASKED_FOR = (
@@ -24,12 +23,10 @@ STEPS = 10
 
 
 @pytest.fixture(scope="module")
-def warm(tmp_path_factory):
-    server = ForkServer(tmp_path_factory.mktemp("server"))
+def warm(server):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RECYCLE_FORK_SERVER", server.path)
-        yield server
-    server.stop()
+        yield
 
 
 def processes_that_name(text: str) -> list[str]:
@@ -70,6 +67,7 @@ def picture_opens(path: Path) -> None:
     assert 1000 < width <= 1400 and 400 < height < 1200 and path.stat().st_size < 300_000
 
 
+@pytest.mark.some_of(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_leaves_no_process(warm, tmp_path, number):
     out = tmp_path / "interrupted"

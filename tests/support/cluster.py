@@ -158,7 +158,7 @@ class Run:
 
     ``launcher`` "deepspeed", "plain" for the plugin's own, or "tasks" for srun's way on one host.  ``cold``: everything is started as a user starts it, from the command on, workers included.
     ``plugin``: the module under which DeepSpeed's launcher runs the script, None for the script alone, or that is the plugin's own.  ``more``: environment
-    variables.
+    variables.  ``one_host``: whether it is the plugin's own.
     """
 
     def __init__(
@@ -168,6 +168,7 @@ class Run:
         self.folder = folder
         self.mark = uuid.uuid4().hex
         self.port = port or free_port()
+        self.one_host = launcher == "plain"
         folder.mkdir(parents=True, exist_ok=True)
         self._server = server
         self._output = folder / "output.txt"

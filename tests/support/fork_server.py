@@ -1,6 +1,6 @@
 """The tests' fork servers: recycle_plugin.runtime.fork_server, of which launchers come as well (cluster.WarmLauncher), and whose forks may be on other hosts.
 
-``python -u -m tests.support.fork_server PATH deepspeed|plain``: with DeepSpeed and Megatron imported, or with what a plain launcher imports.
+``python -u -m tests.support.fork_server PATH deepspeed|plain``: with DeepSpeed and Megatron imported and a job composed, or with what a plain launcher imports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from recycle_plugin.launch import IMPORTED
 from recycle_plugin.runtime import fork_server
 
 LAUNCHER = ["rich.console", "rich.status", "psutil", "recycle_plugin.runs", "recycle_plugin.runtime.one_host", "omegaconf"]  # what one imports, and the tests' jobs
-FRAMEWORKS = ["deepspeed", "hydra", "recycle_plugin.adapters.deepspeed.engine", "recycle_plugin.adapters.megatron.gpt"]
+FRAMEWORKS = [
+    "deepspeed", "deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer",  # these two with the first engine
+    "recycle_plugin.adapters.deepspeed.engine", "recycle_plugin.adapters.deepspeed.refusals", "recycle_plugin.adapters.megatron.gpt",
+    "recycle_plugin.adapters.megatron.indexed", "recycle_plugin.adapters.megatron.text",
+]  # fmt: skip
 
 
 def enter_host() -> None:
@@ -28,6 +32,13 @@ def enter_host() -> None:
                 raise OSError(ctypes.get_errno(), f"setns {space}")
 
 
+def compose_once() -> None:
+    """Hydra loads its plugins and its parser's tables when it first composes a job, which takes as long as all else that a worker does before its first step."""
+    from recycle_plugin.compose import compose
+
+    compose(["model=gpt_tiny", "recycle.enabled=true", 'recycle.faults=["kill 0.1 before 1F0.1@6"]'])
+
+
 if __name__ == "__main__":
     path, kind = sys.argv[1:]
     modules = IMPORTED + LAUNCHER
@@ -36,4 +47,5 @@ if __name__ == "__main__":
 
         megatron_cpu.apply()
         modules += FRAMEWORKS
+        compose_once()
     fork_server.main(path, modules, enter_host)

@@ -1,4 +1,4 @@
-"""Run by test_stock_pipeline.py under torchrun: what this package adds, inside DeepSpeed's own pipeline engine.
+"""Run by test_stock_pipeline.py, two of it: what this package adds, inside DeepSpeed's own pipeline engine.
 
 Prints one JSON line per rank: losses and a digest of the rank's parameters for each kind of run.
 """
@@ -6,6 +6,7 @@ Prints one JSON line per rank: losses and a digest of the rank's parameters for 
 import faulthandler
 import hashlib
 import json
+import multiprocessing
 
 import torch
 
@@ -61,5 +62,8 @@ report = {
     "converted, checkpointed": train(gpt, gpt_loss, text, convert=True, checkpoint=1),
     "emulated": train([LayerSpec(EmulatedLayer, 4, 1e-3, 1e-3, 1e-3)] * 4, torch.nn.functional.mse_loss, vectors),
 }
-# one write: the launcher passes both ranks' output to one pipe
+# one write: both ranks' output goes to one file
 print(f"REPORT {json.dumps(report)}\n", end="", flush=True)
+for loader in multiprocessing.active_children():  # of DeepSpeed's data loaders, whom the end of a forked process tells nothing
+    loader.terminate()
+    loader.join()

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support.cluster import Run
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("megatron.core")
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> list[dict]:
+def reports(server, tmp_path_factory) -> list[dict]:
     """What pipeline_job.py printed, by rank."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    environment["TORCH_EXTENSIONS_DIR"] = str(tmp_path_factory.mktemp("extensions"))
-    job = Path(__file__).with_name("pipeline_job.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(job)]
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    extensions = tmp_path_factory.mktemp("extensions")
+    job = Run(server, tmp_path_factory.mktemp("job"), 2, "", [], plugin="tests.torch.pipeline_job", launcher="tasks", TORCH_EXTENSIONS_DIR=str(extensions))
     try:
-        output, _ = process.communicate(timeout=110)
+        result = job.finish(timeout_s=110)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
-    lines = [line[line.index("REPORT ") + 7 :] for line in output.splitlines() if "REPORT " in line]
-    assert process.returncode == 0 and len(lines) == 2, output[-4000:]
-    assert not os.listdir(environment["TORCH_EXTENSIONS_DIR"]), "DeepSpeed has built an extension"
+        left = job.clean()
+    lines = [line[line.index("REPORT ") + 7 :] for line in result.output.splitlines() if "REPORT " in line]
+    assert result.code == 0 and len(lines) == 2 and not left, result.output[-4000:]
+    assert not os.listdir(extensions), "DeepSpeed has built an extension"
     return [json.loads(line) for line in lines]
 
 
