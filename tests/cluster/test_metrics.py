@@ -90,9 +90,14 @@ def test_a_scrape_says_what_the_log_says(launch, reference, tmp_path):
     assert_same_training(run.finish(), reference(), {"0.1"})
 
 
-def test_the_url_is_said_and_gone_with_the_job(launch, tmp_path):
-    with held_with_a_loss(launch, tmp_path) as run:
-        (said,) = of(run.events(), "metrics")
+@pytest.mark.parametrize("launcher", ["plain", "tasks"])
+def test_the_url_is_said_and_gone_with_the_job(launch, tmp_path, launcher):
+    """Of the launcher for one host, which is the coordinator's process too, and of rank 0's guard, which has one for it."""
+    run = launch("recycle.metrics={port: 0}", launcher=launcher, RECYCLE_TEST_WRAP=json.dumps(hold(tmp_path)))
+    after_step(run, 4)
+    (said,), found = of(run.events(), "metrics"), scrape(run.events())
+    assert 4 <= found["recycle_step",] < STEPS and found["recycle_workers", "live"] == 4
+    (tmp_path / "go").touch()
     result = run.finish()
     assert result.code == 0 and f"metrics: for Prometheus at {said['url']}" in result.output
     with pytest.raises(urllib.error.URLError):
