@@ -50,12 +50,11 @@ class Metrics:
             "recycle_recovery_seconds", "From a worker's failure to the next committed step, in three parts that follow each other.", ["phase"],
             registry=self.registry, buckets=BUCKETS_S,
         )  # fmt: skip
-        self._bound = self._gauge("recycle_plan_bound_ratio", "Predicted time of a step over the least that any plan for these workers could take: 1 is the best.")
+        self._bound = self._gauge("recycle_plan_bound_ratio", "Predicted time of a step over the least that any plan for these workers takes: at best 1.")
         self._predicted = self._gauge("recycle_predicted_throughput_ratio", "The planner's throughput with these workers, where 1 is that with all of them.")
         self._checkpoints = self._counter("recycle_checkpoints_total", "Checkpoints that are in place.")
-        self._gauge("recycle_ettr_ratio", "Effective training time ratio: committed work at the job's undisturbed pace, over the time since its start.").set_function(
-            self._training.ratio
-        )
+        ettr = self._gauge("recycle_ettr_ratio", "Effective training time ratio: committed work at the job's undisturbed pace, over the time since its start.")
+        ettr.set_function(self._training.ratio)
         self._begin_counts()
 
     def take(self, event: Event, now: float) -> None:
@@ -189,15 +188,16 @@ class Recoveries:
 class TrainingTime:
     """The effective training time ratio (ETTR): of the time since the job's start, the part that its committed steps are worth.
 
-    Elsewhere (Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2025) it is the part of the wall-clock time in which a job made
-    progress that it kept: no restarts, and no steps computed twice.  There jobs run at full speed or not at all.  Here one also goes on with fewer workers, more
-    slowly, so what it has done is counted, and not how long it was at it::
+    Elsewhere (Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2025) it is the part of the wall-clock time in which a
+    job made progress that it kept: no restarts, and no steps computed twice.  There jobs run at full speed or not at all.  Here one also goes on with fewer
+    workers, more slowly, so what it has done is counted, and not how long it was at it::
 
         ETTR = samples of committed steps that stand × usual seconds a sample / seconds since the start event
 
-    The usual seconds a sample are the median of this job's own steps before anybody was lost or left, without the first ones (History.before_s), so that hardware, input
-    and the schedule's bubbles are no loss, and failures, slower steps after them, checkpoints that steps wait for, evaluations and the time until the first step
-    are.  Steps that a loaded checkpoint took back don't stand.  It is NaN until two steps are committed, for good where somebody was lost before; the end of the job stops the clock.
+    The usual seconds a sample are the median of this job's own steps before anybody was lost or left, without the first ones (History.before_s).  So hardware,
+    input and the schedule's bubbles are no loss; failures, slower steps after them, checkpoints that steps wait for, evaluations and the time until the first
+    step are.  Steps that a loaded checkpoint took back don't stand.  It is NaN until two steps are committed, for good where somebody was lost before; the
+    end of the job stops the clock.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
