@@ -19,6 +19,7 @@ from recycle_plugin.core.cost import CostModel
 from recycle_plugin.core.deadlines import Deadlines
 from recycle_plugin.core.faults import Fault, FaultScript
 from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.job import Endpoint
 from recycle_plugin.core.plan import Policy
 from recycle_plugin.core.profile import Profile, read
 from recycle_plugin.core.topology import Topology
@@ -107,6 +108,19 @@ class Checkpoint(BaseModel):
         "what they may cost, as a share of the steps between them: how often one is made follows from what the last ones have cost", gt=0, lt=1, allow_inf_nan=False,
     )
     keep: int = _setting(2, "a whole number of at least 1", "how many of a run's stay", ge=1)
+
+
+class Metrics(BaseModel):
+    """What the coordinator's process serves over HTTP, in Prometheus' text format, while the job runs."""
+
+    model_config = _STRICT
+
+    port: int = _setting(0, "a whole number from 0 to 65535", "where it listens; 0: a port that is free, which the event `metrics` says", ge=0, le=65535)
+    address: str = _setting(
+        "127.0.0.1", 'an address of the host, such as "127.0.0.1"',
+        'address that it is bound to; nobody has to say who they are, so "0.0.0.0", which other hosts can reach, is for networks that are trusted',
+        min_length=1,
+    )
 
 
 class Settings(BaseModel):
@@ -282,10 +296,20 @@ class Settings(BaseModel):
         'an object such as {"overhead": 0.035}, or null',
         "checkpoints that are made by themselves: copied to host memory between two steps, and written in the background; null for none",
     )
+    metrics: Metrics | None = _setting(
+        None,
+        'an object such as {"port": 9400}, or null',
+        "serve the job's numbers to Prometheus from the host of rank 0; null for no server",
+    )
 
     @property
     def deadlines(self) -> Deadlines:
         return Deadlines(**{one.name: getattr(self, one.name) for one in fields(Deadlines)})
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Where metrics are served, if they are."""
+        return Endpoint(self.metrics.address, self.metrics.port) if self.metrics else None
 
     @classmethod
     def from_section(cls, section: dict[str, Any] | None) -> Settings:
@@ -451,7 +475,7 @@ class Settings(BaseModel):
             raise SettingsError("costs.profile", str(error), "name the profile of this job's model") from None
 
 
-SECTIONS = {"costs": Costs, "checkpoint": Checkpoint}
+SECTIONS = {"costs": Costs, "checkpoint": Checkpoint, "metrics": Metrics}
 """Settings that are objects of their own."""
 
 

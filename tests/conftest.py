@@ -27,6 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--models-seed", type=int, default=0, metavar="S", help="... which ones (default 0)")
     parser.addoption("--campaign-seeds", type=int, default=100, metavar="N", help="simulated jobs with failures (default 100; with fewer, more is looked for that needs all rules)")
     parser.addoption("--frozen-jobs", type=int, default=100, metavar="N", help="of 2000 simulated jobs that were written down, so many are compared (default 100)")
+    parser.addoption("--prometheus", metavar="PATH_OR_NAME", help="Prometheus itself, which a job's metrics are tried with (Debian: apt-get install prometheus; default: not tried)")
     parser.addoption("--freeze", action="store_true", help="write down anew what later runs are compared with: simulated jobs, and real ones (with --all-kills all of them; without -n)")
 
 

@@ -64,6 +64,7 @@ def status(history: History, now: float) -> dict:
         "unmanned_stages": list(history.unmanned),
         "margin": next((event["text"] for event in reversed(history.of("margin"))), None),
         "checkpoint": history.checkpoint,
+        "metrics": next((event["url"] for event in reversed(history.of("metrics"))), None),
     }
 
 
@@ -80,6 +81,8 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
         yield "before", f"{rate['before']:.4g} samples/s, {speed['before']:.3f} s a step"
     yield "predicted", _predicted(known["predicted_throughput"], known["unmanned_stages"]) + _if(known["margin"], "; {}")
     yield "checkpoint", known["checkpoint"] or "none"
+    if known["metrics"] and known["state"] == "running":
+        yield "metrics", known["metrics"]
     if known["coordinator"] and known["state"] == "running":
         yield "to stop it", "kill {stop} on host {host} ends the job at a commit".format(**known["coordinator"])
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Iterable
 
+from recycle_plugin.core.causes import Cause
 from recycle_plugin.core.ids import Seat
 from recycle_plugin.core.job import Job
 from recycle_plugin.core.output import SUPERVISORS, Output
@@ -180,24 +181,24 @@ class Attendance:
         for whom in (SUPERVISORS, worker):
             out.tell(whom, Fence(worker.rank, why, incarnation=worker.incarnation))
 
-    def lose(self, member: Member, how: str, at: float, out: Output) -> None:
+    def lose(self, member: Member, cause: Cause, how: str, at: float, out: Output) -> None:
         """... and whoever is given up with it."""
         first, *others = self._domain.of(member, self.roster)
-        self._lose(first, how, at, out)
+        self._lose(first, cause, how, at, out)
         for other in others:
             why = f"it is given up with {member}, which is lost"
             self.fence(other.worker, why, out)
-            self._lose(other, why, at, out)
+            self._lose(other, Cause.TOGETHER, why, at, out)
 
-    def _lose(self, member: Member, how: str, at: float, out: Output) -> None:
+    def _lose(self, member: Member, cause: Cause, how: str, at: float, out: Output) -> None:
         if member.worker in self._crashes:
-            how = f"its script ended with {self._crashes[member.worker].error}"
+            cause, how = Cause.ERROR, f"its script ended with {self._crashes[member.worker].error}"
         self.lost.add(member.worker)
         self._remove(member.worker)
         live = self.view(self.roster).live_replicas(member.seat.stage)
         count = {0: "no live worker", 1: "one live worker"}.get(len(live), f"{len(live)} live workers")
         out.say("lost", f"{member}: {how}. Stage {member.seat.stage} has {count} left",
-                seat=str(member.seat), rank=member.rank, how=how, seen_at=at)
+                seat=str(member.seat), rank=member.rank, cause=cause.value, how=how, seen_at=at)
 
     # --- enough to go on -------------------------------------------------------------------------
 

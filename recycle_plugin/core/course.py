@@ -17,6 +17,7 @@ members say (core/regrouping.py), what is known of steps (core/steps.py), how th
 from __future__ import annotations
 
 from recycle_plugin.core.attendance import Attendance
+from recycle_plugin.core.causes import Cause
 from recycle_plugin.core.ending import Ending
 from recycle_plugin.core.escalation import Escalation
 from recycle_plugin.core.job import Job
@@ -133,7 +134,7 @@ class Course:
         slowest, ahead = reports.slowest, max(reports.counts) - committed
         out.say("resume", f"{len(self.roster)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
                 generation=reports.generation.number, committed=committed, ahead=ahead, regroup_s=round(now - reports.generation.at, 4),
-                digest=slowest.digest, timings=slowest.timings, throughput=throughput)
+                digest=slowest.digest, timings=slowest.timings, throughput=throughput, period_us=slowest.period_us, bound_us=slowest.bound_us)
 
     def _escalate(self, throughput: float, out: Output) -> None:
         reason = self._escalation.reason(throughput)
@@ -156,7 +157,7 @@ class Course:
 
     def _commit(self, step: int, now: float, out: Output) -> None:
         self.attendance.watch.committed(step, now)
-        self.steps.commit(step, len(self.roster), now, out)
+        self.steps.commit(step, self.roster, now, out)
 
     def _compare_replicas(self, now: float, out: Output) -> None:
         """Whoever differs from a majority is lost as if it had died; what it has contributed since it was right is in everybody's
@@ -166,7 +167,7 @@ class Course:
                 self.end(f"{mismatch}. {self.ending.safe_point}", out)
                 return
             for worker in mismatch.workers:
-                self.give_up(worker, str(mismatch), now, out)
+                self.give_up(worker, Cause.DIFFERS, str(mismatch), now, out)
 
     def _rebalance(self, now: float, out: Output) -> None:
         """Plan anew, for a step that nobody has started, where a worker has become slow, or is so no longer."""
@@ -262,7 +263,7 @@ class Course:
         how = self.attendance.died(message, out)
         if message.worker in self.attendance.lost and self.attendance.outnumbered and not self.ending.failed:
             self._go_on_without(f"death of rank {message.rank}", now, out)
-        self.lose(message.worker, how, now, message.at, out, by_itself=message.code >= 0)
+        self.lose(message.worker, Cause.DIED, how, now, message.at, out, by_itself=message.code >= 0)
 
     def unguarded(self, message: Unguarded, out: Output) -> None:
         """The process that the launcher had started for a rank is gone: some launchers end the job for that, others go on without it."""
@@ -292,7 +293,7 @@ class Course:
                          f"{self.ending.safe_point}. {self._say_waits(out)}", out)
         elif suspicion.overdue:
             watch.has_cost(suspicion.work)
-            self.give_up(worker, f"{suspicion} (deadline {suspicion.limit_s:.1f} s)", now, out)
+            self.give_up(worker, suspicion.cause, f"{suspicion} (deadline {suspicion.limit_s:.1f} s)", now, out)
 
     def _see_standstill(self, now: float, out: Output) -> None:
         """Once it may be a message that was lost, and then all say again what they hold; twice it is a mistake that nobody here can mend."""
@@ -314,12 +315,12 @@ class Course:
         out.say("waits", shown(edges), edges=records(edges))
         return f"Who waits for whom: {shown(edges)}"
 
-    def give_up(self, worker: WorkerId, why: str, now: float, out: Output) -> None:
+    def give_up(self, worker: WorkerId, cause: Cause, why: str, now: float, out: Output) -> None:
         """Lose a worker that may be alive."""
         self.attendance.fence(worker, why, out)
-        self.lose(worker, why, now, now, out)
+        self.lose(worker, cause, why, now, now, out)
 
-    def lose(self, worker: WorkerId, how: str, now: float, at: float, out: Output, by_itself: bool = False) -> None:
+    def lose(self, worker: WorkerId, cause: Cause, how: str, now: float, at: float, out: Output, by_itself: bool = False) -> None:
         """``at``: when that was seen.  ``by_itself``: its process has ended so, and not been killed."""
         if self.attendance.is_gone(worker) or self.ending.failed:
             return
@@ -332,7 +333,7 @@ class Course:
         elif member is None:
             self._depart(worker, out)
         else:
-            self.attendance.lose(member, how, at, out)
+            self.attendance.lose(member, cause, how, at, out)
             self._after_loss(member, now, out)
 
     def _depart(self, worker: WorkerId, out: Output) -> None:

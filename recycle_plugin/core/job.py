@@ -11,6 +11,14 @@ from recycle_plugin.core.topology import Topology
 
 
 @dataclass(frozen=True)
+class Endpoint:
+    """Where the coordinator listens for who wants the job's metrics; port 0: one that is free."""
+
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
 class Job:
     """As its workers ask for it; the ``start`` event shows it to the user, field by field.
 
@@ -43,6 +51,7 @@ class Job:
     seed: int = 0
     exact: bool = False
     arithmetic: str | None = None
+    metrics: Endpoint | None = None
 
     @property
     def shape(self) -> Topology:

@@ -238,7 +238,8 @@ class Loop:
         timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
         drawn = self._replica.drawn()  # first: from here on nothing of a lost worker's is taken any more
         held = pack({*self._replica.held(), Datum("params", self.seat.stage, None, self.machine.stepped + 1)})
-        report = Report(self._line.rank, generation.number, self.machine.stepped, plan.digest, held, timings, self._loaded, plan.period_us, drawn, self._replica.era)
+        report = Report(self._line.rank, generation.number, self.machine.stepped, plan.digest, held, timings, self._loaded, plan.period_us, plan.bound_us,
+                        drawn, self._replica.era)  # fmt: skip
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
         resume = yield from self._port.wait(what, lambda: self._line.resume_of(generation), interruptible=False)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from math import isfinite
 
+from recycle_plugin.core.causes import Cause
 from recycle_plugin.core.complaints import Complaints
 from recycle_plugin.core.course import Course
 from recycle_plugin.core.deadlines import shown
@@ -145,7 +146,7 @@ class Membership:
     def connection_lost(self, worker: WorkerId, now: float) -> Output:
         """The worker's connection broke without a goodbye: it is gone, or cut off, which is the same to its peers."""
         out = Output()
-        self.course.lose(worker, BROKEN, now, now, out)
+        self.course.lose(worker, Cause.DIED, BROKEN, now, now, out)
         return out
 
     def tick(self, now: float) -> Output:
@@ -220,7 +221,7 @@ class Membership:
             out.say("warning", f"{why}: all meet again, over new connections")
             self.course.regroup(why, now, out)
         elif doubted is not None:
-            self.course.give_up(doubted, f"{why}, for the {tries}th time", now, out)
+            self.course.give_up(doubted, Cause.LINK, f"{why}, for the {tries}th time", now, out)
         else:
             self.course.end(f"{why}, {tries} times, and nobody in it is lost: see to the network between their hosts, or let GLOO_SOCKET_IFNAME name "
                              f"the interface that connects them. {self.course.ending.safe_point}", out)

@@ -57,7 +57,7 @@ class Ready:
 @dataclass(frozen=True)
 class Report(OfWorker):
     """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest``, by which a step
-    takes ``period_us``, and still holds ``held`` (core.dataflow.pack), and of plain iterators' data ``drawn`` (core.sources.pack).
+    takes ``period_us``, and no plan's takes less than ``bound_us``, and still holds ``held`` (core.dataflow.pack), and of plain iterators' data ``drawn`` (core.sources.pack).
     ``loaded``: its state is that of a checkpoint that all have loaded.  ``era``: core.stepstore's, in which it computes."""
 
     generation: int
@@ -67,6 +67,7 @@ class Report(OfWorker):
     timings: dict[str, float] = field(default_factory=dict)
     loaded: bool = False
     period_us: int = 0
+    bound_us: int = 0
     drawn: dict[str, str] = field(default_factory=dict)
     era: int = 0
 

@@ -65,16 +65,16 @@ class Steps:
 
     # --- what follows ------------------------------------------------------------------------------
 
-    def commit(self, step: int, workers: int, now: float, out: Output) -> None:
-        """``step`` stays, whatever happens."""
+    def commit(self, step: int, roster: Roster, now: float, out: Output) -> None:
+        """``step`` stays, whatever happens.  ``roster``: who is live."""
         self.committed = step
         self.verdicts.committed(step)
         for late, values in self._contributions.committed(step):  # what the others have said of it is all here
             out.say("warning", f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it", step=late)
             _tell_collected(late, LOSS, values, out)
-        figures = self._work.committed(step, workers, now)
+        figures, more = self._work.committed(step, {member.rank: member.seat.stage for member in roster}, now)
         out.tell(WORKERS, Committed(step, figures))
-        out.say("committed", f"step {step} committed", step=step, **figures)
+        out.say("committed", f"step {step} committed", step=step, **figures, **more)
 
     def mismatches(self, roster: Roster) -> Iterator[Mismatch]:
         """Replicas that differ, of the committed steps that were not compared yet."""

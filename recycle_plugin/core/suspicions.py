@@ -33,5 +33,5 @@ class Suspicions:
             then = f"it is the last worker of stage {member.seat.stage}, so it is not given up, and the job ends after {end_s:g} s"
         else:
             then = f"it is given up after {suspicion.limit_s:.1f} s"
-        out.say("suspected", f"{member}: {suspicion}; {then}", seat=str(member.seat), rank=member.rank, what=suspicion.what,
+        out.say("suspected", f"{member}: {suspicion}; {then}", seat=str(member.seat), rank=member.rank, cause=suspicion.cause.value, what=suspicion.what,
                 for_s=round(suspicion.for_s, 3), limit_s=round(suspicion.limit_s, 3))

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Iterable, NamedTuple
 
+from recycle_plugin.core.causes import Cause
 from recycle_plugin.core.deadlines import SUSPECTED, Deadlines
 from recycle_plugin.core.instruction import Instruction
 from recycle_plugin.core.protocol import Beat, Heard, Pulse
@@ -55,6 +56,7 @@ class Suspicion(NamedTuple):
     limit_s: float
     known: str = ""
     work: Work | None = None
+    cause: Cause = Cause.STUCK
 
     @property
     def raised(self) -> bool:
@@ -199,9 +201,9 @@ class Watch:
         """What is worst, if anything is: who is silent has not said what it is at now."""
         heartbeat_s, seen = self.deadlines.heartbeat_timeout_s - TICK_S, max(sign.pulse, sign.beat)
         if (silent := self.clock - sign.heard) > SUSPECTED * heartbeat_s:
-            return Suspicion("nothing was heard of it or its supervisor", silent, max(heartbeat_s, sign.promised - sign.heard))
+            return Suspicion("nothing was heard of it or its supervisor", silent, max(heartbeat_s, sign.promised - sign.heard), cause=Cause.SILENT)
         if sign.stopped:
-            return Suspicion("its process is stopped", self.clock - seen, max(self.deadlines.instruction_s(self._step_s), sign.promised - seen))
+            return Suspicion("its process is stopped", self.clock - seen, max(self.deadlines.instruction_s(self._step_s), sign.promised - seen), cause=Cause.STOPPED)
         return self._slowness(sign, sign.last, others_wait) if sign.last is not None else None
 
     def _slowness(self, sign: Sign, last: Beat, others_wait: bool) -> Suspicion | None:

@@ -31,6 +31,7 @@ from recycle_plugin.runtime.announce import Announcer
 from recycle_plugin.runtime.control import InLoop, InProcess
 from recycle_plugin.runtime.coordinator import Coordinator
 from recycle_plugin.runtime.errors import CutOff
+from recycle_plugin.runtime.exporter import Exporter
 from recycle_plugin.runtime.guard import Line
 from recycle_plugin.runtime.place import Guarded, Place
 from recycle_plugin.runtime.spawn import Process, spawn
@@ -241,10 +242,11 @@ class Supervisor:
 class Hosted:
     """What only rank 0's guard has a process for, or the launcher for one host runs: the coordinator and the store's process."""
 
-    def __init__(self, coordinator: Coordinator, store: Process, announcer: Announcer) -> None:
+    def __init__(self, coordinator: Coordinator, store: Process, announcer: Announcer, exporter: Exporter) -> None:
         self._coordinator = coordinator
         self._store = store
         self._announcer = announcer
+        self._exporter = exporter
         self._closing = False
         self._watching = asyncio.create_task(self._watch_store())
 
@@ -258,7 +260,9 @@ class Hosted:
         def say(event: Event, now: float) -> None:
             announcer.say(event, now, coordinator.run_dir)
             told(event)
+            exporter.take(event, now)
 
+        exporter = Exporter(lambda event: say(event, time.time()))
         coordinator = Coordinator(ranks, listener.getsockname()[1], say)
         try:
             await coordinator.start("0.0.0.0", address[1])
@@ -269,7 +273,7 @@ class Hosted:
         os.set_inheritable(listener.fileno(), True)
         store = await spawn("recycle_plugin.runtime.store", [str(listener.fileno())], environment, keep_fd=listener.fileno())
         listener.close()
-        return cls(coordinator, store, announcer)
+        return cls(coordinator, store, announcer, exporter)
 
     def connect(self) -> InProcess:
         """To the coordinator."""
@@ -298,6 +302,7 @@ class Hosted:
         if folder is not None:
             self._announcer.say(Event("report", f"{folder / 'report.html'} is being written"), time.time())
         self._announcer.close()
+        self._exporter.close()
         if folder is not None:
             _begin_report(folder)
 

@@ -142,6 +142,12 @@ def test_status_as_data(folder, capsys):
     assert found["checkpoint"] == "saved/global_step9" and found["margin"].startswith("one more loss")
 
 
+def test_status_says_where_metrics_are_while_the_job_runs(folder):
+    url = "http://127.0.0.1:9400/metrics"
+    assert without_end(folder, {"event": "metrics", "url": url})["metrics"] == url
+    assert "metrics" not in without_end(folder, {"event": "metrics", "url": url}, {"event": "finished", "text": "all have left"})
+
+
 def without_end(folder: Path, *more: dict, **start: object) -> dict[str, str]:
     """``recycle status`` of that run before its end, with ``more`` events and another ``start``, by the word that each line begins with."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines() if '"finished"' not in line and '"left"' not in line]

@@ -16,6 +16,7 @@ from recycle_plugin import planner
 from recycle_plugin.core import attendance, lineage, loop
 from recycle_plugin.core import worker as core_worker
 from recycle_plugin.core.attendance import Attendance
+from recycle_plugin.core.causes import Cause
 from recycle_plugin.core.complaints import Complaints
 from recycle_plugin.core.contributions import NORM
 from recycle_plugin.core.course import Course
@@ -213,7 +214,7 @@ def never_again(monkeypatch) -> None:
 
 @mistake("a stopped worker is waited for", seen=10)
 def patient(monkeypatch) -> None:
-    monkeypatch.setattr(Course, "give_up", lambda self, worker, why, now, out: None)
+    monkeypatch.setattr(Course, "give_up", lambda self, worker, cause, why, now, out: None)
 
 
 @mistake("who does not hear itself is no more to be doubted than others", seen=2)
@@ -566,7 +567,7 @@ def committed_after_failure(monkeypatch) -> None:
 
 @mistake("whoever is gone without a goodbye once its leave holds is looked for among the members", seen=68)
 def departed_looked_for(monkeypatch) -> None:
-    monkeypatch.setattr(Course, "_depart", lambda self, worker, out: self.attendance.lose(self.roster.member(worker), "is gone", 0.0, out))
+    monkeypatch.setattr(Course, "_depart", lambda self, worker, out: self.attendance.lose(self.roster.member(worker), Cause.DIED, "is gone", 0.0, out))
 
 
 @mistake("a death at a planned end is a loss", seen=1505)

@@ -6,6 +6,8 @@ from recycle_plugin.core.protocol import Committed, Pace, Stepped
 from recycle_plugin.core.work import Work
 from tests.support.membership import said, started
 
+SQUARE = {0: 0, 1: 1, 2: 0, 3: 1}  # of each rank its stage
+
 
 def told(work: Work, step: int, spent: dict[int, tuple[int, int]]) -> None:
     for rank, (spent_us, again_us) in spent.items():
@@ -15,24 +17,37 @@ def told(work: Work, step: int, spent: dict[int, tuple[int, int]]) -> None:
 def test_bubbles_and_redone_work_are_shares_of_all_live_workers():
     work = Work()
     told(work, 1, dict.fromkeys(range(4), (100_000, 0)))
-    assert work.committed(1, 4, 10.0) == {"workers": 4, "redone_share": 0.0}  # since when?
+    assert work.committed(1, SQUARE, 10.0) == ({"workers": 4, "redone_share": 0.0}, {"redone_s": 0.0})  # since when?
     told(work, 2, dict.fromkeys(range(3), (600_000, 150_000)))
-    assert work.committed(2, 3, 11.0) == {"workers": 3, "step_s": 1.0, "bubble_share": 0.4, "redone_share": 0.25}
+    figures, more = work.committed(2, {0: 0, 1: 1, 2: 0}, 11.0)
+    assert figures == {"workers": 3, "step_s": 1.0, "bubble_share": 0.4, "redone_share": 0.25}
+    assert more == {"redone_s": 0.45, "stage_bubbles": [0.4, 0.4]}
+
+
+def test_bubbles_of_a_stage_are_of_its_live_workers():
+    """Rank 3 is lost: what it said of the step counts as computed, and for no stage's live workers."""
+    work = Work()
+    work.committed(1, SQUARE, 1.0)
+    told(work, 2, {0: (900_000, 0), 1: (500_000, 0), 2: (700_000, 0), 3: (100_000, 0)})
+    figures, more = work.committed(2, {0: 0, 1: 1, 2: 0}, 2.0)
+    assert (figures["bubble_share"], more["stage_bubbles"]) == (round(1 - 2.2 / 3, 4), [0.2, 0.5])
 
 
 def test_what_is_said_of_a_later_step_waits_for_it():
     work = Work()
     told(work, 2, {0: (1_000_000, 0)})
-    assert work.committed(1, 1, 0.0) == {"workers": 1}
+    assert work.committed(1, {0: 0}, 0.0) == ({"workers": 1}, {"redone_s": 0.0})
     told(work, 2, {0: (500_000, 500_000)})  # it was taken back and applied again
-    assert work.committed(2, 1, 2.0) == {"workers": 1, "step_s": 2.0, "bubble_share": 0.25, "redone_share": 0.3333}
+    figures, more = work.committed(2, {0: 0}, 2.0)
+    assert figures == {"workers": 1, "step_s": 2.0, "bubble_share": 0.25, "redone_share": 0.3333} and more["redone_s"] == 0.5
 
 
 def test_steps_that_overlap_are_no_negative_bubble():
     work = Work()
-    work.committed(1, 1, 1.0)
+    work.committed(1, {0: 0}, 1.0)
     told(work, 2, {0: (1_500_000, 0)})
-    assert work.committed(2, 1, 2.0)["bubble_share"] == 0.0
+    figures, more = work.committed(2, {0: 0}, 2.0)
+    assert figures["bubble_share"] == 0.0 and more["stage_bubbles"] == [0.0]
 
 
 def test_everybody_hears_the_figures_and_so_does_the_log():
@@ -43,7 +58,7 @@ def test_everybody_hears_the_figures_and_so_does_the_log():
             out = membership.receive(Stepped(rank, 0, step), now)
     expected = {"workers": 4, "step_s": 0.5, "bubble_share": 0.5, "redone_share": 0.0}
     assert [commit.figures for commit in said(out, Committed)] == [expected]
-    assert [event.details for event in out.events if event.kind == "committed"] == [{"step": 2, **expected}]
+    assert [event.details for event in out.events if event.kind == "committed"] == [{"step": 2, **expected, "redone_s": 0.0, "stage_bubbles": [0.5, 0.5]}]
 
 
 def test_paces_deal_nothing_out_anew_unless_that_is_wanted():

@@ -54,6 +54,9 @@ SEEN = {
     "costs.profile": "cluster/test_caps.py::test_what_a_profile_does_not_fit_is_refused",
     "checkpoint.overhead": "cluster/test_saving.py::test_checkpoints_by_themselves",
     "checkpoint.keep": "cluster/test_saving.py::test_checkpoints_by_themselves",
+    "metrics": "cluster/test_metrics.py::test_a_scrape_says_what_the_log_says",
+    "metrics.port": "cluster/test_metrics.py::test_a_port_that_is_taken_costs_nothing",
+    "metrics.address": "runtime/test_metrics.py::test_port_0_is_one_that_is_free_and_is_said",
 }
 
 

@@ -218,7 +218,7 @@ class Trainer:
         settings, shape, framework = self._settings, self.topology, self._framework
         return Job(
             shape.replicas, shape.stages, shape.micro_batches, shape.ties, self.run_dir, costs, policy, batch=framework.batch(), norm=str(settings.norm),
-            clipping=framework.clipping, arithmetic=framework.model.device.arithmetic() if settings.exact else None, **{name: getattr(settings, name) for name in IN_RECORD},
+            clipping=framework.clipping, arithmetic=framework.model.device.arithmetic() if settings.exact else None, metrics=settings.endpoint, **{name: getattr(settings, name) for name in IN_RECORD},
         )  # fmt: skip
 
     def _make_stage(self, blocks: BlockSums | None) -> Stage | ScriptedStage:

@@ -1,0 +1,18 @@
+"""What workers are suspected of, and given up for: few words, so that failures can be counted by them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Cause(Enum):
+    """The value stands in the events ``lost`` and ``suspected``, and labels metrics: it stays the same from release to release."""
+
+    ERROR = "error"  # its script ended with an error
+    DIED = "died"  # its process ended, or its connection broke: which of the two is seen first is chance
+    SILENT = "silent"  # nothing came from it, nor from its supervisor
+    STOPPED = "stopped"  # its process had got SIGSTOP or the like
+    STUCK = "stuck"  # it did not get on with what others waited for
+    DIFFERS = "differs"  # its state is unlike that of its stage's other replicas
+    LINK = "link"  # data between it and another live worker was lost again and again
+    TOGETHER = "together"  # it shares a failure domain with one that is lost
