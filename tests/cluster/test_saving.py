@@ -278,4 +278,4 @@ def test_a_worker_that_has_loaded_otherwise_than_its_peers_is_given_up(start, un
 @PLAIN
 def test_of_two_that_have_loaded_differently_nobody_knows_which_is_right(start):
     result = start(save_at=[3], load_at=7, load_step=3, flip="1.1").finish()
-    assert_one_line(result, "the job ends: the replicas 0.1, 1.1 differ after step 3, and no majority says which is right")
+    assert_one_line(result, "the job ends: the replicas at seat 0.1 (rank 2), seat 1.1 (rank 3) differ after step 3, and no majority says which is right")

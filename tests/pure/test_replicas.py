@@ -68,7 +68,7 @@ def test_steps_that_a_regrouping_commits_are_compared_too():
         membership.receive(Fingerprint(rank, 1, digest), 0.0)
     membership.receive(Exited(2, -9, 0.0), 0.0)
     (end,) = said(agree(membership, 1, {0: 1, 1: 1, 3: 1}), End)
-    assert "0.0, 1.0" in end.reason
+    assert "the replicas at seat 0.0 (rank 0), seat 1.0 (rank 1) differ" in end.reason
 
 
 def test_nothing_is_compared_until_all_who_live_have_said_it():
