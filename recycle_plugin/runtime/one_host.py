@@ -66,13 +66,15 @@ class Launcher:
     async def _train(self) -> int:
         self._hosted = await Hosted.start((HERE, self._port), self._workers, self._environment)
         running = [asyncio.create_task(self._supervisor(rank).run()) for rank in range(self._workers)]
+        given_up = True
         try:
             codes = await asyncio.gather(*running)
+            given_up = False
         finally:
             for each in running:
                 each.cancel()
             await asyncio.wait(running)
-            await self._hosted.close()
+            await self._hosted.close(at_once=given_up)
         return 1 if self._told else max(*codes, self._hosted.code)
 
     def _supervisor(self, rank: int) -> Supervisor:

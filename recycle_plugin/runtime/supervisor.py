@@ -288,9 +288,11 @@ class Hosted:
         """That the job has ended with, 0 where it has not."""
         return self._coordinator.code
 
-    async def close(self, closing: Callable[[], None] = lambda: None) -> None:
-        """Outlive the other supervisors, whose workers may train on without this one's.  ``closing`` is called once they have gone."""
-        await self._coordinator.all_gone(GOODBYE_S)
+    async def close(self, closing: Callable[[], None] = lambda: None, at_once: bool = False) -> None:
+        """Outlive the other supervisors, whose workers may train on without this one's, unless that is to be ``at_once``.  ``closing`` is called once they have
+        gone."""
+        if not at_once:
+            await self._coordinator.all_gone(GOODBYE_S)
         closing()
         await self._coordinator.close()
         self._closing = True

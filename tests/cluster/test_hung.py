@@ -85,7 +85,7 @@ def test_work_that_takes_long_costs_one_worker_at_most_and_none_where_it_compute
     assert_same_training(result, reference(), {"1.1"})
     (lost,) = result.of("lost")
     assert re.search(r"it computes 1F1\.1@8 for .*, its process using 1?\d% of a core", lost["how"]), lost
-    assert [event["seat"] for event in result.of("suspected")][:2] == ["0.0", "1.1"] and [event["seat"] for event in result.of("cleared")][:1] == ["0.0"]
+    assert list(dict.fromkeys(event["seat"] for event in result.of("suspected")))[:2] == ["0.0", "1.1"] and result.of("cleared")[0]["seat"] == "0.0"
 
 
 @pytest.mark.plain_too(deepspeed=False)

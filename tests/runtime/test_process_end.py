@@ -18,7 +18,7 @@ SCRIPT = """
     def upload(name):
         begun.set()
         threading.main_thread().join(0.2)  # until the script itself is through
-        print(name)
+        os.write(1, name.encode() + bytes([10]))  # in one piece
 
     threading.Thread(target=stuck.wait, daemon=True).start()
     ThreadPoolExecutor().submit(upload, "pool")
@@ -31,6 +31,6 @@ SCRIPT = """
 @pytest.mark.parametrize("code", (0, 3))
 def test_a_scripts_own_threads_end_before_a_process_that_ends_well(code):
     """... and a daemon that never does is not waited for."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT).replace("CODE", str(code))], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT).replace('CODE', str(code))], capture_output=True, text=True, timeout=60)
     assert done.returncode == code and not done.stderr
     assert sorted(done.stdout.split("\n")) == (["", "at exit", "pool", "thread"] if code == 0 else ["", "at exit"])
