@@ -48,6 +48,7 @@ class Guarded:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, held: dict) -> None:
         self._reader, self._writer = reader, writer
         self._loop = asyncio.get_running_loop()
+        self._supervising = asyncio.current_task()
         self._started: asyncio.Future[int] = self._loop.create_future()
         self._told_to_end: Callable[[str], None] | None = None
         self._signals = [held["signal"]] if held["signal"] else []
@@ -85,8 +86,10 @@ class Guarded:
         await asyncio.shield(self._hearing)
 
     def _signalled(self, what: str) -> None:
-        """The guard's signals mostly come here as well, and say no more."""
+        """The guard's signals mostly come here as well, and say no more.  Before there is a worker nobody has anything to lose, and the supervisor just ends."""
         self._signals.append(what)
+        if self.worker is None:
+            self._supervising.cancel()
         if self._told_to_end is not None and len(self._signals) == 1:
             self._told_to_end(what)
 

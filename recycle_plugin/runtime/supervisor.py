@@ -407,6 +407,8 @@ def _check_reachable(name: str) -> None:
 def _in_one_line(run: Callable[[], Coroutine[None, None, int]]) -> int:
     try:
         return asyncio.run(run())
+    except asyncio.CancelledError:  # told to end before there was anything to end
+        return 1
     except (BadMaster, ConnectionError) as error:
         print(f"recycle: error: {error}", file=sys.stderr, flush=True)
         return 1

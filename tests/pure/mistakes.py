@@ -252,7 +252,7 @@ def stays_on_the_roster(monkeypatch) -> None:
     monkeypatch.setattr(Roster, "without", lambda self, workers: self)
 
 
-@mistake("the coordinator forgets who has applied what when its state is read again", seen=36)
+@mistake("the coordinator forgets who has applied what when its state is read again", seen=1359)
 def forgotten_field(monkeypatch) -> None:
     def forgetful(record):
         membership = load(record)
@@ -565,7 +565,7 @@ def committed_after_failure(monkeypatch) -> None:
     changed(monkeypatch, Course, "step", step)
 
 
-@mistake("whoever is gone without a goodbye once its leave holds is looked for among the members", seen=68)
+@mistake("whoever is gone without a goodbye once its leave holds is looked for among the members", seen=249)
 def departed_looked_for(monkeypatch) -> None:
     monkeypatch.setattr(Course, "_depart", lambda self, worker, out: self.attendance.lose(self.roster.member(worker), Cause.DIED, "is gone", 0.0, out))
 

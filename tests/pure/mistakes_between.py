@@ -195,7 +195,7 @@ def dealt_too_early(monkeypatch) -> None:
     monkeypatch.setattr(course, "unstarted", lambda committed: committed + 1)
 
 
-@mistake("nobody needs anybody any more at a planned end", seen=154)
+@mistake("nobody needs anybody any more at a planned end", seen=204)
 def no_need(monkeypatch) -> None:
     after_loss = Course._after_loss
 
@@ -214,8 +214,9 @@ def not_departed(monkeypatch) -> None:
     monkeypatch.setattr(Line, "has_left", lambda self, generation: False)
 
 
-@mistake("who knows that all is committed reports for a change at a planned end", seen=4829)
-def asked_again(monkeypatch) -> None:
+def reports_for_a_change_that_nobody_needs(monkeypatch) -> None:
+    """Who knows that all is committed does, at a planned end."""
+
     def await_commit(self, step):
         yield from self._port.wait("the commit", lambda: self._line.is_committed(step))
 

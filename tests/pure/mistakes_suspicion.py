@@ -29,12 +29,12 @@ def suspicion_is_eviction(monkeypatch) -> None:
     monkeypatch.setattr(Suspicion, "overdue", Suspicion.raised)
 
 
-@mistake("nobody sees that everybody waits", seen=215)
+@mistake("nobody sees that everybody waits", seen=585)
 def nobody_sees_a_standstill(monkeypatch) -> None:
     monkeypatch.setattr(Course, "_see_standstill", lambda self, now, out: None)
 
 
-@mistake("where everybody waits, the job ends at once", seen=215)
+@mistake("where everybody waits, the job ends at once", seen=585)
 def a_standstill_is_the_end(monkeypatch) -> None:
     real = Course._see_standstill
 

@@ -156,6 +156,23 @@ def test_who_hears_nobody_and_can_t_tell_costs_one_peer_and_then_goes_itself(sea
     assert any("since another hears nobody" in text for text in campaign.run("x", hears_nobody(seat)).violations)
 
 
+def two_that_go_at_a_planned_end() -> Scenario:
+    """Stages 0 and 1 share weights.  Both workers of stage 0 die where they should say goodbye, and those of stage 1 before, one after the other."""
+    costs = CostModel((8_000, 5_000), (5_000, 8_000), (6_000, 5_000), 500, tie=4_000)
+    one, other, *rest = (Seat(replica, stage) for stage in (0, 1) for replica in (0, 1))
+    asked = Trouble("end", 561_758, (one,)), Trouble("leave", 106_738, (one,)), Trouble("leave", 486_044, (rest[1],)), Trouble("rude", 0, (one, other))
+    pauses = tuple((step, "pause") for step in (2, 4, 6))
+    dies = Trouble("kill", 1_100_000, (rest[0],))
+    return Scenario(Topology(2, 2, 2, ((0, 1),)), costs, Policy(block=2), 6, (dies, *asked), (Fault.parse("kill 1.1 after 1TIE@4"),), torn=4829, weather=UNEVEN, between=pauses)
+
+
+def test_who_knows_that_all_is_committed_at_a_planned_end_reports_for_no_change(monkeypatch) -> None:
+    assert not campaign.run("x", two_that_go_at_a_planned_end()).violations
+    mistakes_between.reports_for_a_change_that_nobody_needs(monkeypatch)
+    said = campaign.run("x", two_that_go_at_a_planned_end()).violations
+    assert any(text.startswith("the job has failed at its planned end, with all steps committed") for text in said)
+
+
 # --- mistakes that it has to find ---------------------------------------------------------------------
 
 
