@@ -72,7 +72,7 @@ class Steps:
         for late, values in self._contributions.committed(step):  # what the others have said of it is all here
             out.say("warning", f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it", step=late)
             _tell_collected(late, LOSS, values, out)
-        figures, more = self._work.committed(step, {member.rank: member.seat.stage for member in roster}, now)
+        figures, more = self._work.committed(step, {rank: seat.stage for rank, seat in roster.seats_by_rank().items()}, now)
         out.tell(WORKERS, Committed(step, figures))
         out.say("committed", f"step {step} committed", step=step, **figures, **more)
 
