@@ -35,6 +35,7 @@ from recycle_plugin.runtime.spawn import LANGUAGE, Request, die_with_parent, soc
 
 REQUEST_S = 10.0  # how long who has connected may take to say what it wants
 BACKLOG = 64
+FOR_THE_JOB = (signal.SIGINT, signal.SIGTERM)  # who ends the job ends this process too
 
 
 class Server:
@@ -118,6 +119,7 @@ class Server:
             os.close(stream)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_THE_JOB)
         os.environ.clear()
         os.environ.update(request.environment)
         os.chdir(request.folder)
@@ -232,8 +234,7 @@ def unsafe() -> str:
 def main(address: str, modules: list[str], in_worker: Callable[[], None] = lambda: None) -> None:
     """Import, say so, and serve until this process is ended.  ``in_worker``: see :class:`Server`."""
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # are for the job; who ends that ends this process too
-        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_JOB)  # not ignored: a worker that gets one before it is set up would lose it
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an import may print something
     listener = socket.socket(socket.AF_UNIX)
