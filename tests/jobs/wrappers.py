@@ -151,7 +151,8 @@ def masks_by_worker() -> None:
 
 
 def gate(folder: str, before: str, until: str, by: list[str]) -> None:
-    """Whoever is about to run ``before`` waits until the seats ``by`` have run ``until``."""
+    """Whoever is about to run ``before`` waits until the seats ``by`` have run ``until``; and these, having run it, wait for each other: one of
+    them may die then, which would keep another from running it."""
     reach = TorchMachine.reach
     flags = Path(folder)
     flags.mkdir(parents=True, exist_ok=True)
@@ -159,7 +160,7 @@ def gate(folder: str, before: str, until: str, by: list[str]) -> None:
     def changed(self: TorchMachine, when: str, seat=None, instruction=None) -> None:
         if (when, str(instruction)) == ("after", until):
             (flags / str(seat)).touch()
-        if (when, str(instruction)) == ("before", before):
+        if (when, str(instruction)) == ("before", before) or (when, str(instruction), str(seat) in by) == ("after", until, True):
             wait_until(lambda: all((flags / name).exists() for name in by), f"{until} by {by}")
         reach(self, when, seat, instruction)
 
