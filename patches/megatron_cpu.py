@@ -12,7 +12,6 @@ from operator import mul
 from typing import Any
 
 import torch
-
 from recycle_plugin.patches import Patch
 
 

@@ -35,6 +35,6 @@ def mean(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Raises TypeError for whole numbers and bools, ValueError where this rank is not in ``group``, and RecycleError inside
     a layer, a loss function, or whatever else a training step runs.
     """
-    from recycle_plugin.runtime.average import mean
+    from recycle_plugin.runtime.collectives.average import mean
 
     return mean(tensor, group)

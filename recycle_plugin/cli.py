@@ -8,7 +8,7 @@ import sys
 from typing import Sequence
 
 from recycle_plugin import __version__
-from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.errors import RecycleError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,13 +46,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(found: argparse.Namespace) -> int:
-    from recycle_plugin import demo
+    from recycle_plugin.commands import demo
 
     return demo.run(found.out, found.scenario, found.steps)
 
 
 def _settings(found: argparse.Namespace) -> int:
-    from recycle_plugin.settings import reference
+    from recycle_plugin.settings.schema import reference
 
     print(reference())
     return 0

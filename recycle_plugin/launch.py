@@ -1,7 +1,7 @@
 """Starts a job, on one host by itself or as one process of DeepSpeed's launcher or of srun.
 
 ``python -m recycle_plugin.launch --workers N [--port PORT] [--no-fork] your_script.py …``: all of a job on this host, without DeepSpeed
-(runtime/one_host.py).  ``--no-fork``: workers import everything themselves, instead of being forked from a process that has.
+(runtime/processes/one_host.py).  ``--no-fork``: workers import everything themselves, instead of being forked from a process that has.
 
 ``deepspeed … --module recycle_plugin.launch your_script.py …``: the launcher's per-rank process; or srun's task, ``python -m recycle_plugin.launch``.
 DeepSpeed's launcher puts ``--local_rank=N`` before the script's name; it goes behind it here.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 CONFIG, DEFAULT = "--deepspeed_config", "deepspeed"
 IMPORTED = [  # by the process that workers are forked from
-    "recycle_plugin.adapters.deepspeed", "recycle_plugin.adapters.plain", "recycle_plugin.runtime.group",
+    "recycle_plugin.adapters.deepspeed", "recycle_plugin.adapters.plain", "recycle_plugin.runtime.collectives.group",
     "torch._dynamo",  # which every optimizer of torch's imports when the first one is made
 ]  # fmt: skip
 HERE = "python -m recycle_plugin.launch --workers 4 your_script.py"
@@ -49,7 +49,7 @@ def placement(command: list[str]) -> str:
         text = Path(given[-1]).read_text()
         if '"placement"' not in text:
             return DEFAULT
-        from recycle_plugin.settings import Settings, SECTION  # takes longer to import than all else that a supervisor needs
+        from recycle_plugin.settings.schema import SECTION, Settings  # takes longer to import than all else that a supervisor needs
 
         settings = Settings.from_section(json.loads(text).get(SECTION))
         return settings.placement if settings.enabled else DEFAULT
@@ -112,8 +112,8 @@ def _port(text: str) -> int:
 
 def launch_here(arguments: list[str]) -> int:
     """A whole job; its exit code.  Raises BadCommand."""
-    from recycle_plugin.runs import free_port
-    from recycle_plugin.runtime import one_host
+    from recycle_plugin.experiments.runs import free_port
+    from recycle_plugin.runtime.processes import one_host
 
     asked = OneHost.asked_for(arguments)
     imports = IMPORTED if asked.fork else None
@@ -137,10 +137,10 @@ def run(arguments: list[str]) -> int | str:
 
 
 def guard(command: list[str]) -> int | str:
-    """One rank's place, held until its worker and the job have ended (runtime/guard.py): whatever takes memory is imported in this process's children."""
-    from recycle_plugin.runtime.descriptors import TooFewDescriptors, provide
-    from recycle_plugin.runtime.guard import Guard
-    from recycle_plugin.runtime.slurm import NoPlace, described
+    """One rank's place, held until its worker and the job have ended (runtime/processes/guard.py): whatever takes memory is imported in this process's children."""
+    from recycle_plugin.runtime.processes.descriptors import TooFewDescriptors, provide
+    from recycle_plugin.runtime.processes.guard import Guard
+    from recycle_plugin.runtime.processes.slurm import NoPlace, described
 
     try:
         environment = described(os.environ)
@@ -151,12 +151,12 @@ def guard(command: list[str]) -> int | str:
         return f"recycle: error: {error}" if environment.get("LOCAL_RANK", "0") == "0" else 1
 
     def supervise(line: socket.socket) -> int:
-        from recycle_plugin.runtime import supervisor
+        from recycle_plugin.runtime.processes import supervisor
 
         return supervisor.supervise(command, environment, placement, line)
 
     def host(line: socket.socket) -> int:
-        from recycle_plugin.runtime import supervisor
+        from recycle_plugin.runtime.processes import supervisor
 
         return supervisor.host(environment, line)
 

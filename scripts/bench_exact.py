@@ -23,14 +23,14 @@ import torch.multiprocessing as multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recycle_plugin.core.blocks import Block  # noqa: E402
-from recycle_plugin.runtime.blocks import fixed_order_sum  # noqa: E402
+from recycle_plugin.core.vocabulary.blocks import Block  # noqa: E402
+from recycle_plugin.runtime.stage.block_sums import fixed_order_sum  # noqa: E402
 
 TIMEOUT = timedelta(seconds=120)
 
 
 class Group:
-    """A Gloo group as runtime.blocks.Group."""
+    """A Gloo group as runtime.stage.block_sums.Group."""
 
     def __init__(self, gloo: dist.ProcessGroupGloo) -> None:
         self.gloo = gloo

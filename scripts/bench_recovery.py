@@ -25,12 +25,12 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Mapping
 
-from recycle_plugin.bench import script
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.measure import REPLACED, WARM_UP, Kill, RecoveryCost, recovery_costs
-from recycle_plugin.runs import TrainingRun
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.experiments.benchmark import script
+from recycle_plugin.experiments.measurements import REPLACED, WARM_UP, Kill, RecoveryCost, recovery_costs
+from recycle_plugin.experiments.runs import TrainingRun
+from recycle_plugin.observability.trace import read_traces
 
 TARGET_S = {4: 0.3, 8: 0.5}  # by workers
 MICRO_BATCHES = 4

@@ -22,12 +22,12 @@ from pathlib import Path
 from statistics import mean, median
 
 from recycle_plugin import planner
-from recycle_plugin.bench import calibration, one_loss, run_part, script
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.measure import Constants
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.experiments.benchmark import calibration, one_loss, run_part, script
+from recycle_plugin.experiments.measurements import Constants
 from recycle_plugin.simulator import analytic, predict, simulate, traces
 from recycle_plugin.simulator.history import Trainer
 from recycle_plugin.simulator.machine import LOCAL

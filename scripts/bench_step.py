@@ -26,13 +26,13 @@ from typing import Callable, Mapping, NamedTuple, Sequence
 import psutil
 
 from recycle_plugin import planner
-from recycle_plugin.bench import DEADLINE_S, calibration, one_loss, run_part, script
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.measure import WARM_UP, Constants
-from recycle_plugin.runs import Outcome, TrainingRun
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.experiments.benchmark import DEADLINE_S, calibration, one_loss, run_part, script
+from recycle_plugin.experiments.measurements import WARM_UP, Constants
+from recycle_plugin.experiments.runs import Outcome, TrainingRun
 from recycle_plugin.simulator import predict
 
 OVERHEAD, CHANGED, SAVING, GAIN, ERROR = 1.05, 1.02, 1.035, 1.15, 0.05

@@ -12,7 +12,7 @@ from typing import Callable
 
 import torch
 
-from recycle_plugin.runtime.touch import FirstTouch
+from recycle_plugin.runtime.state.touch import FirstTouch
 
 CALLS, RUNS = 20_000, 15
 

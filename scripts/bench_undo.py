@@ -25,8 +25,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
-from recycle_plugin.runtime.undo import KINDS  # noqa: E402
+from recycle_plugin.errors import RecycleError  # noqa: E402
+from recycle_plugin.runtime.state.undo import KINDS  # noqa: E402
 from tests.support.optimizers import Lamb, Make, Subject  # noqa: E402
 
 OPTIMIZERS: dict[str, Make] = {

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from recycle_plugin.compose import GPTModel, IndexedData, Job, compose_from_command_line
+from recycle_plugin.settings.compose import GPTModel, IndexedData, Job, compose_from_command_line
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -43,7 +43,6 @@ def train(job: Job):
     import torch
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
-
     from recycle_plugin.patches import deepspeed_cpu
 
     deepspeed_cpu.apply()
@@ -84,7 +83,7 @@ def emulated(job: Job):
     import torch
     from deepspeed.pipe import LayerSpec
 
-    from recycle_plugin.runtime.emulated import EmulatedLayer
+    from recycle_plugin.runtime.stage.emulated import EmulatedLayer
 
     model = job.model
     times = [milliseconds / 1000 for milliseconds in (model.forward_ms, model.input_ms, model.weight_ms)]

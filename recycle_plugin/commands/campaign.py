@@ -72,7 +72,7 @@ def _story(outcome) -> int:
 
 def _table(hits: Mapping[tuple[str, Any], int]) -> str:
     """How often which trouble has met a worker at which instruction."""
-    from recycle_plugin.core.instruction import Op
+    from recycle_plugin.core.vocabulary.instruction import Op
 
     ops = [op for op in Op if any(of is op for _, of in hits)]
     lines = [f"{'struck at':>10} " + " ".join(f"{op.value:>6}" for op in ops)]
@@ -81,7 +81,7 @@ def _table(hits: Mapping[tuple[str, Any], int]) -> str:
 
 
 def _drawn(outcome) -> str:
-    from recycle_plugin.core.instruction import COMPUTE
+    from recycle_plugin.core.vocabulary.instruction import COMPUTE
     from recycle_plugin.render import grid
 
     spans = [span for span in outcome.spans if span.instruction.op in COMPUTE]

@@ -10,17 +10,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from recycle_plugin import cap as caps
-from recycle_plugin.core.blocks import Blocks
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.placement import spread, stages_at_risk
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.profile import Profile, read
-from recycle_plugin.core.roster import Member
-from recycle_plugin.core.topology import ClusterView, Topology
-from recycle_plugin.settings import SECTION, Settings
-from recycle_plugin.wording import shown
+from recycle_plugin.core.vocabulary.blocks import Blocks
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.placement import spread, stages_at_risk
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.profile import Profile, read
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.settings import activation_cap as caps
+from recycle_plugin.settings.schema import SECTION, Settings
+from recycle_plugin.settings.wording import shown
 
 TOTAL, SAMPLES, COUNT = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 CLIPPING, DEFAULT_CLIPPING = "gradient_clipping", 1.0  # DeepSpeed's default

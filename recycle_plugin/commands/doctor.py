@@ -14,12 +14,12 @@ from typing import Any, Iterator
 from recycle_plugin.commands.config_job import CLIPPING, COUNT, ONE_HOST, Job, at_risk, job_of
 from recycle_plugin.commands.exact_mode import buffer_bytes, cost
 from recycle_plugin.commands.losses import NAMED, clipped, host_cases, stages_text, worker_cases
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.placement import remedy
-from recycle_plugin.core.profile import STATE_BYTES, UNDO_BYTES
-from recycle_plugin.settings import SECTION
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.placement import remedy
+from recycle_plugin.core.vocabulary.profile import STATE_BYTES, UNDO_BYTES
+from recycle_plugin.settings.schema import SECTION
+from recycle_plugin.settings.wording import shown
 from recycle_plugin.versions import releases
-from recycle_plugin.wording import shown
 
 DESCRIPTION = """\
 Say which failures a job survives, how much slower each makes it, what its settings cost, what is refused, and whether it

@@ -1,4 +1,4 @@
-"""What exact mode (core/blocks.py) costs a job: freedom to reroute, gradient buffers, and what the sums move."""
+"""What exact mode (core/vocabulary/blocks.py) costs a job: freedom to reroute, gradient buffers, and what the sums move."""
 
 from __future__ import annotations
 

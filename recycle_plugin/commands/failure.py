@@ -8,16 +8,16 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from recycle_plugin.commands.given import Given
-from recycle_plugin.core.executor import Span, run_again
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.instruction import COMPUTE, STAGE_WIDE
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, STAGE_WIDE
+from recycle_plugin.core.vocabulary.span import Span, run_again
 
 DRAWN_COLUMNS = 120
 
 
 def run(found: argparse.Namespace, given: Given, machine: Any) -> int:
     from recycle_plugin import planner
-    from recycle_plugin.simulator.job import Job
+    from recycle_plugin.simulator.simulated_job import Job
 
     faults = tuple(map(Fault.parse, found.fault))
     if found.steps < 1:

@@ -8,12 +8,12 @@ from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import Any, Callable
 
-from recycle_plugin import cap as caps
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import ONE_F_ONE_B, Plan, Policy
-from recycle_plugin.core.profile import Profile, read
-from recycle_plugin.core.topology import ClusterView, Topology, tied
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Plan, Policy
+from recycle_plugin.core.vocabulary.profile import Profile, read
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology, tied
+from recycle_plugin.settings import activation_cap as caps
 
 COSTS_HELP = (
     "F, I, W (one micro-batch), comm (a boundary tensor), across (the same between replicas), reduce, tie, step, "

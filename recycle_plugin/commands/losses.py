@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Iterator, Sequence
 
 from recycle_plugin.commands.config_job import Job, at_risk
-from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.vocabulary.ids import Seat
 
 NAMED, NAME_WIDTH = 4, 16  # stages in a name, a host's name
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from recycle_plugin.compose import GPTModel, compose
-from recycle_plugin.core.profile import Part, Profile, Wire
-from recycle_plugin.runtime.split_backward import DeferredWeights
+from recycle_plugin.core.vocabulary.profile import Part, Profile, Wire
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights
+from recycle_plugin.settings.compose import GPTModel, compose
 
 WARM_UP = 3
 INSIDE = Wire(5, 240_000)  # NVLink of an A100 at 80%; nothing uses it but placements on one host

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Iterator
 
 from recycle_plugin.commands.given import Given, add_job, job
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.instruction import COMPUTE, Op
-from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.topology import Topology
 
 DESCRIPTION = """\
 Plan one step for the live workers of a job, draw it, and say how far it lies above its lower bound.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from recycle_plugin.core.profile import Part, Profile
+from recycle_plugin.core.vocabulary.profile import Part, Profile
 
 DESCRIPTION = """\
 Measure embedding, one transformer layer and the head of a GPT on this machine's device, one micro-batch at a time: F, and
@@ -43,7 +43,7 @@ def run(found: argparse.Namespace) -> int:
     if found.out is not None and not found.out.resolve().parent.is_dir():
         raise ValueError(f"--out {found.out}: there is no folder {found.out.resolve().parent}")
     from recycle_plugin.commands import measure_gpt
-    from recycle_plugin.core import profile
+    from recycle_plugin.core.vocabulary import profile
 
     taken = measure_gpt.measure(found)
     if taken is None:  # a rank other than 0

@@ -20,7 +20,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def run(found: argparse.Namespace) -> int:
-    from recycle_plugin import report
+    from recycle_plugin.observability import report
 
     print(report.write(found.folder))
     return 0

@@ -106,7 +106,7 @@ def span(text: str, name: str) -> float:
 
 def simulate(given: Given, costs: Any, changes: list, length_s: float, normalise: bool, seed: int) -> dict:
     """Everything that is printed; times in seconds, throughput in micro-batches' samples per second."""
-    from recycle_plugin.core.plan import ONE_F_ONE_B, Policy
+    from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Policy
     from recycle_plugin.simulator.history import Paces, Trainer
 
     shape = given.view.topology

@@ -9,8 +9,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Iterator
 
-from recycle_plugin.core.words import named
-from recycle_plugin.history import EVENTS, KILLED, History, read_events
+from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.observability.run_history import EVENTS, KILLED, History, read_events
 
 DESCRIPTION = """\
 Say where a job is: steps, live workers, who is lost and why, throughput now and before, the last checkpoint, and what the

@@ -6,13 +6,13 @@ Every worker plans for itself and compares digests, so planning depends on nothi
 from __future__ import annotations
 
 from recycle_plugin.planner.alternatives import Option, options
-from recycle_plugin.planner.errors import PlanError, VerificationError
 from recycle_plugin.planner.lower import lowered
 from recycle_plugin.planner.make import plan, refine
-from recycle_plugin.planner.margin import Margin, margin
 from recycle_plugin.planner.normalise import Move, Normalisation, normalise
-from recycle_plugin.planner.rest import arrange
-from recycle_plugin.planner.store import PlanStore
+from recycle_plugin.planner.plan_error import PlanError, VerificationError
+from recycle_plugin.planner.plan_store import PlanStore
+from recycle_plugin.planner.recovery_order import arrange
+from recycle_plugin.planner.throughput_margin import Margin, margin
 from recycle_plugin.planner.verify import verify
 from recycle_plugin.planner.warming import warm
 

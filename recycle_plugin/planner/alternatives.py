@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.planner.bounds import bound
-from recycle_plugin.planner.errors import PlanError
 from recycle_plugin.planner.make import prepare
+from recycle_plugin.planner.plan_error import PlanError
 
 LAYERS_A_STAGE = 8  # where the number of layers isn't told
 

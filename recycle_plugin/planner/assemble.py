@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Op
-from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.program import OP_SHIFT, OPS, STAGE_SHIFT, Packed, Programs
-from recycle_plugin.core.topology import ClusterView
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.program import OP_SHIFT, OPS, STAGE_SHIFT, Packed, Programs
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.planner.flat import KINDS, Array, Problem, met, routing_of
-from recycle_plugin.planner.schedule import Solution, windows_of
+from recycle_plugin.planner.list_scheduling import Solution, windows_of
 from recycle_plugin.planner.timing import project
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from random import Random
 from typing import Iterator
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.topology import ClusterView, Topology
-from recycle_plugin.planner.exact import exact, exists
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.planner.cp_sat import exact, exists
 from recycle_plugin.planner.make import plan, prepare, refine, solve
 from recycle_plugin.planner.search import search
 from recycle_plugin.planner.warming import warm

@@ -4,7 +4,7 @@ The classic neighbourhood of job shops (van Laarhoven, Aarts, Lenstra 1992; inse
 and Trubian 1993): only a change on a critical path can shorten a schedule.  Here the path is that of the
 stage whose window is the widest.  Unlike the greedy rules it may leave a worker idle on purpose,
 which pays where costs are unequal.  A micro-batch that was dealt to a peer of its lost worker may also be
-handed to another peer, or swapped with one of theirs (with its block: core/blocks.py).  Changes that lengthen a little are accepted too, less and
+handed to another peer, or swapped with one of theirs (with its block: core/vocabulary/blocks.py).  Changes that lengthen a little are accepted too, less and
 less (threshold accepting), from a generator with a seed: the same arguments give the same order anywhere.
 """
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.instruction import Op
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import ClusterView
-from recycle_plugin.planner.errors import PlanError
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.planner.memory import Memory, memory
+from recycle_plugin.planner.plan_error import PlanError
 from recycle_plugin.planner.reroute import Routing
 
 Array = NDArray[np.int64]

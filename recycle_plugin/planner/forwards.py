@@ -1,4 +1,4 @@
-"""An evaluation (core/evaluation.py) as programs: the forwards of a batch over whoever is left.
+"""An evaluation (core/worker/evaluation.py) as programs: the forwards of a batch over whoever is left.
 
 The order of all forwards is by micro-batch, and each program is the part of it that its seat runs, so it can't deadlock.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Iterator
 
-from recycle_plugin.core.dataflow import Datum, goes_to
-from recycle_plugin.core.evaluation import readers, runner
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.plan import Plan
+from recycle_plugin.core.vocabulary.dataflow import Datum, goes_to
+from recycle_plugin.core.vocabulary.evaluation_route import readers, runner
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.planner.lower import Way, lower
 
 

@@ -1,4 +1,4 @@
-"""Event-driven greedy list scheduling, compiled.  See ``planner.schedule`` for the rules that drive it.
+"""Event-driven greedy list scheduling, compiled.  See ``planner.list_scheduling`` for the rules that drive it.
 
 Compiled by numba on the first call on a machine and cached on disk; ``planner.warm`` does it before a
 failure can pay for it.  Everything is int64, so that there is one compiled version of each function.

@@ -1,16 +1,16 @@
 """From what is computed to what a worker executes: data loading and transport put around the computation, as the dataflow says.
 
-The one lowering: of a plan's step, of what is left of a step after a failure (planner/rest.py), and of an evaluation (planner/forwards.py).
+The one lowering: of a plan's step, of what is left of a step after a failure (planner/recovery_order.py), and of an evaluation (planner/forwards.py).
 """
 
 from __future__ import annotations
 
 from typing import Callable, Iterable, Iterator, NamedTuple
 
-from recycle_plugin.core.dataflow import Datum, TRAVELS, goes_to, provides, requires
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.plan import Plan
+from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, goes_to, provides, requires
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Plan
 
 
 class Way(NamedTuple):

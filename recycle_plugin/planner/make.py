@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.topology import ClusterView
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.planner.assemble import assemble
 from recycle_plugin.planner.bounds import bound
-from recycle_plugin.planner.exact import check, exact
+from recycle_plugin.planner.cp_sat import check, exact
 from recycle_plugin.planner.flat import Problem, flatten
+from recycle_plugin.planner.list_scheduling import Solution, best_order, timed
 from recycle_plugin.planner.one_f_one_b import fits, one_f_one_b
 from recycle_plugin.planner.reroute import route
-from recycle_plugin.planner.schedule import Solution, best_order, timed
 from recycle_plugin.planner.search import fused, polish, search
 from recycle_plugin.planner.verify import verify
 
@@ -33,7 +33,7 @@ def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0, exac
     """A better plan for the same view and policy, or ``planned``; searches until the bound is met or ``budget_s`` seconds of CPU are spent.
 
     May deal rerouted micro-batches out in other ways.  ``exact_s``: seconds that constraint programming
-    (``planner.exact``) then gets, beginning with the best found; it can prove that there is no better one for the same
+    (``planner.cp_sat``) then gets, beginning with the best found; it can prove that there is no better one for the same
     routes.  For a plan that stays long enough to pay for the seconds, in the background or ahead of the run.  Because it
     goes by a clock, only one process may decide to use it, and has to hand the plan to the others.  Raises PlanError
     where ``exact_s`` is given and the exact search can't be made: without the extra ``exact``, for more than

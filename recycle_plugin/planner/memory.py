@@ -14,9 +14,9 @@ from typing import NamedTuple, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.planner.errors import PlanError
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.planner.plan_error import PlanError
 
 
 class Memory(NamedTuple):

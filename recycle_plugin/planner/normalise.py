@@ -12,10 +12,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Sequence
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import ClusterView
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.planner.make import prepare, solve
 
 CANDIDATES = 4  # stages to take a worker from that are looked at per move

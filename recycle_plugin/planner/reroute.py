@@ -9,7 +9,7 @@ Where workers differ in speed, a stage's micro-batches are shared so that its sl
 earliest: a straggler keeps fewer than its replica brings, and hands out the others as a lost worker
 does, every so-manieth of them.
 
-Where the policy keeps micro-batches together (core/blocks.py), all of this is done with whole blocks.
+Where the policy keeps micro-batches together (core/vocabulary/blocks.py), all of this is done with whole blocks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.program import Route
-from recycle_plugin.core.topology import ClusterView
-from recycle_plugin.planner.errors import PlanError
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.program import Route
+from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.planner.plan_error import PlanError
 
 
 class Routing(NamedTuple):

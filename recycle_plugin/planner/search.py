@@ -15,8 +15,8 @@ import numpy as np
 
 from recycle_plugin.planner.climb import climb
 from recycle_plugin.planner.flat import Array, Problem
+from recycle_plugin.planner.list_scheduling import Rule, Solution, beginnings, better, further, greedy_order, keys, timed
 from recycle_plugin.planner.moves import Net
-from recycle_plugin.planner.schedule import Rule, Solution, beginnings, better, further, greedy_order, keys, timed
 
 
 def net(problem: Problem, order: Array, release: Array, closing: Array, deal: bool) -> Net:

@@ -142,7 +142,7 @@ def project(order, starts, stages, ranks, worker, row, ends, kinds, closing, clo
 
     ``row[worker]``: its row, -1 where nobody is; rows end before ``ends``.  ``kinds``: codes of F, I, W and B of stage 0 (the stage
     is added).  ``closing``: [stage, place] codes of a program's last instructions, -1 where there is none, and ``closing_at`` their starts.
-    ``names[rank]``: replica number.  ``codes`` as in ``core.program``.
+    ``names[rank]``: replica number.  ``codes`` as in ``core.vocabulary.program``.
     """
     records = worker.size
     width = records // stages

@@ -21,15 +21,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum, provides, requires
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.core.instruction import COMPUTE, STAGE_WIDE, Instruction, Op
-from recycle_plugin.core.plan import Plan
-from recycle_plugin.core.program import OPS, decode
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum, provides, requires
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, STAGE_WIDE, Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Plan
+from recycle_plugin.core.vocabulary.program import OPS, decode
 from recycle_plugin.planner import verify_loops as loops
-from recycle_plugin.planner.errors import VerificationError
 from recycle_plugin.planner.memory import memory
+from recycle_plugin.planner.plan_error import VerificationError
 
 ORDERS = ([Op.F, Op.I, Op.W], [Op.F, Op.B])
 INPUTS = ("data", "params")

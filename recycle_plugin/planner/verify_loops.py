@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from recycle_plugin.core import program
+from recycle_plugin.core.vocabulary import program
 from recycle_plugin.planner.compiled import compiled
 
 OP, STAGE_AT, REPLICA_AT = program.OP_SHIFT, program.STAGE_SHIFT, program.REPLICA_SHIFT

@@ -12,10 +12,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner.bounds import bound
 from recycle_plugin.planner.make import plan, prepare, solve
 from recycle_plugin.planner.search import climbed

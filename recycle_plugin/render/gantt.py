@@ -9,9 +9,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Iterable, Mapping, NamedTuple, Sequence
 
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.vocabulary.span import Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Callable, Iterable, Mapping
 
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import STAGE_WIDE, Instruction
-from recycle_plugin.planner.errors import VerificationError
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import STAGE_WIDE, Instruction
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.planner.plan_error import VerificationError
 
 IDLE, GOES_ON = ".", "="
 HERE = "<-- HERE"

@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping
 
-from recycle_plugin.core.dataflow import TRAVELS, Datum, provides, requires
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import COMPUTE, RECEIVES
+from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides, requires
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, RECEIVES
+from recycle_plugin.core.vocabulary.span import Span
 
 CATEGORY = "dependency"
 

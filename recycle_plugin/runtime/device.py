@@ -15,7 +15,7 @@ as soon as the call returns, and the copy has memory of its own.  Who needs what
 * a checkpoint that is written in the background: not shared, since training goes on meanwhile.
 
 **Events** tell when work is done.  An instruction that computes waits for the one behind its work (worker/operations.py), so that traces and a worker's pace
-(core/stopwatch.py), which the host's clock measures, are of the work and not of its start, and a device that hangs is found at the instruction that it hangs in,
+(core/worker/stopwatch.py), which the host's clock measures, are of the work and not of its start, and a device that hangs is found at the instruction that it hangs in,
 by name.  That costs the device the time until the host has started the next instruction; copies go on meanwhile.  A worker's beats (heart.py) say what its thread
 is at, and need no device.
 
@@ -30,7 +30,7 @@ from typing import Callable, Mapping, NamedTuple, Protocol, Sequence
 import psutil
 import torch
 
-from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.errors import RecycleError
 
 Tensors = tuple[torch.Tensor, ...]
 COPY_S = 300.0  # how long a copy may take that its thread waits for

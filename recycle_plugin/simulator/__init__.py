@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recycle_plugin.simulator.exact import ExactWorld, train
+from recycle_plugin.simulator.arithmetic import ExactWorld, train
 from recycle_plugin.simulator.predict import Prediction, predict
 from recycle_plugin.simulator.virtual import Conditions, Deadlock, VirtualWorld, simulate
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.core.profile import Part, Profile, Wire, ring_us
+from recycle_plugin.core.vocabulary.profile import Part, Profile, Wire, ring_us
 
 WRITTEN = "2026-11-21"
 

@@ -1,6 +1,6 @@
 """Seeded failures against the production code of executor, loop, worker and its store, membership, commit and lineage.
 
-A seed gives a job, its troubles and the instants of them; ``simulator.cluster`` runs it, ``simulator.checks`` says what
+A seed gives a job, its troubles and the instants of them; ``simulator.cluster`` runs it, ``simulator.checkers`` says what
 was wrong.  First anything may happen, and safety is checked; after :data:`CALM_US` nothing new goes wrong, and progress is
 demanded.  :func:`every_instant` kills every worker of one job before and after each of its instructions.
 """
@@ -16,22 +16,21 @@ from multiprocessing import get_context
 from random import Random
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.deadlines import SUSPECTED
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology, tied
-from recycle_plugin.core.watch import LATE_S
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.deadlines import LATE_S, SUSPECTED
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.planner import lowered, plan
-from recycle_plugin.simulator.checks import Watcher
+from recycle_plugin.simulator.checkers import Watcher
 from recycle_plugin.simulator.cluster import Cluster, redone_share
 from recycle_plugin.simulator.exercised import Rule
-from recycle_plugin.simulator.lines import FAIR, STORMY, UNEVEN
+from recycle_plugin.simulator.message_delays import FAIR, STORMY, UNEVEN
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
-from recycle_plugin.simulator.worker import DEADLINES
+from recycle_plugin.simulator.simulated_worker import DEADLINES
 
 WEIGHTS = (3, 5, 7, 11)
 CALM_US = 2_000 * MILLISECOND  # no trouble begins later

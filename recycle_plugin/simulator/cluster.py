@@ -1,9 +1,9 @@
 """A whole job in virtual time, coordinator and all, in which only clock, network and tensors are simulated.
 
-Every worker runs ``core.loop`` over ``core.executor``; its messages go through ``core.protocol`` objects to the one
-``core.membership``, whose answers come back over lines that take time (``simulator.lines``), stop, or break.  Weights are exact numbers
-(``simulator.exact``).  What may go wrong is in ``simulator.scenario``; what must hold is checked while it runs and at the end
-(``simulator.checks``).  The same seed gives the same events.
+Every worker runs ``core.worker.training_loop`` over ``core.worker.executor``; its messages go through ``core.messages.protocol`` objects to the one
+``core.coordinator.membership``, whose answers come back over lines that take time (``simulator.message_delays``), stop, or break.  Weights are exact numbers
+(``simulator.arithmetic``).  What may go wrong is in ``simulator.scenario``; what must hold is checked while it runs and at the end
+(``simulator.checkers``).  The same seed gives the same events.
 
 Unlike ``simulator.virtual``, which runs one membership at a time and answers how long things take, workers here learn of
 changes one by one, at any instant, so this answers whether anything can break.
@@ -19,22 +19,23 @@ from itertools import count
 from random import Random
 from typing import Any, Callable
 
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.dump import dump, load
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import COMPUTE, Op
-from recycle_plugin.core.loop import LEAVE
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.output import SUPERVISORS, WORKERS, Event, Output
-from recycle_plugin.core.protocol import Beat, End, Exited, Fatal, Fence, Leaving, Pulse, Terminate
-from recycle_plugin.core.roster import WorkerId
-from recycle_plugin.core.watch import TICK_S, WAITS
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, Event, Output
+from recycle_plugin.core.coordinator.state_dump import dump, load
+from recycle_plugin.core.messages.activity import WAITS
+from recycle_plugin.core.messages.protocol import Beat, End, Exited, Fatal, Fence, Leaving, Pulse, Terminate
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.deadlines import TICK_S
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.training_loop import LEAVE
 from recycle_plugin.simulator.exercised import Exercised, Rule
-from recycle_plugin.simulator.lines import Lines
+from recycle_plugin.simulator.message_delays import Lines
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from recycle_plugin.simulator.script import Died, Script
-from recycle_plugin.simulator.worker import DEADLINES, Machine, Planner, Sum
+from recycle_plugin.simulator.simulated_worker import DEADLINES, Machine, Planner, Sum
 
 WORKER, SECOND, SUPERVISOR, DATA = "worker", "second", "supervisor", "data"  # lines: to the coordinator and back (there, back); from rank to rank
 DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
@@ -43,7 +44,7 @@ BEAT_US = 200 * MILLISECOND
 
 
 class Cluster:
-    """Runs one scenario; ``watcher`` is told what it may want to check (``simulator.checks``)."""
+    """Runs one scenario; ``watcher`` is told what it may want to check (``simulator.checkers``)."""
 
     def __init__(self, scenario: Scenario, weights: tuple[int, ...], watcher: Any) -> None:
         self.scenario, self.watcher, self.random = scenario, watcher, Random(scenario.torn)

@@ -9,13 +9,13 @@ from collections import Counter
 from enum import Enum
 from typing import Iterable
 
-from recycle_plugin.core.attendance import OF_MEMBERS
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.line import Line
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.output import SUPERVISORS, Output
-from recycle_plugin.core.protocol import Committed, Contribution, Exited, Fence, Generation, Left, Missing, Report, Resume, Stepped
-from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.core.coordinator.attendance import OF_MEMBERS
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import SUPERVISORS, Output
+from recycle_plugin.core.messages.protocol import Committed, Contribution, Exited, Fence, Generation, Left, Missing, Report, Resume, Stepped
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.worker.step_store import StepStore
 
 
 class Rule(str, Enum):

@@ -4,10 +4,10 @@ Between two changes nothing happens that a step time does not tell, so hours cos
 memberships that occur; those that differ in the numbering of replicas only are one.
 
 A loss costs detection, stopping, regrouping and planning, the copies of moved stages, and what died with the worker.
-Survivors keep what they have (``core.lineage``), so the unfinished step goes on where it was, at the new pace: at
+Survivors keep what they have (``core.vocabulary.recovery_plan``), so the unfinished step goes on where it was, at the new pace: at
 fraction f of it, a stage that loses k of n workers has lost k/n of the fraction f of its work, and its peers run that
 again, f × k/n of a step at the new pace.  At a random instant that is half of the lost workers' share.
-Approximations, all against ``simulator.job``, instruction by instruction (tests/pure/test_simulator_history.py):
+Approximations, all against ``simulator.simulated_job``, instruction by instruction (tests/pure/test_simulator_history.py):
 
 * work is spread evenly over a step and stages end it together.  Who dies in a step's last few instructions may already
   have summed its gradients, so that nothing of it is lost; here it costs its whole share.
@@ -28,10 +28,10 @@ from itertools import count
 from typing import Callable, Collection, Iterable, Sequence
 
 from recycle_plugin import planner
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.simulator.machine import MachineCosts
 from recycle_plugin.simulator.network import Network
 from recycle_plugin.simulator.predict import predict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from recycle_plugin.core.profile import Wire
+from recycle_plugin.core.vocabulary.profile import Wire
 
 
 @dataclass(frozen=True)

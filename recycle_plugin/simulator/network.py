@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Callable, Hashable, Protocol
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.profile import Profile, Wire
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.profile import Profile, Wire
 
 
 class Network(Protocol):

@@ -1,16 +1,16 @@
-"""What a simulated worker computes with: exact numbers (simulator/exact.py), sums of weight gradients, and which weights a stash was made with."""
+"""What a simulated worker computes with: exact numbers (simulator/arithmetic.py), sums of weight gradients, and which weights a stash was made with."""
 
 from __future__ import annotations
 
 from functools import reduce
 from typing import Any, Mapping
 
-from recycle_plugin.core.blocks import Block
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.simulator.exact import added, compute, over_tie, share
+from recycle_plugin.core.vocabulary.blocks import Block
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.simulator.arithmetic import added, compute, over_tie, share
 from recycle_plugin.simulator.scenario import Scenario
 
 Sums = Mapping[Block, int]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.core.sources import Draw
-from recycle_plugin.simulator.exact import Batch, sampled
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.iterator_draws import Draw
+from recycle_plugin.simulator.arithmetic import Batch, sampled
 
 
 class PlainIterator:
-    """Of one end of ``replica``, as core.supply.Iterator: both ends read the same."""
+    """Of one end of ``replica``, as core.worker.iterator_data.Iterator: both ends read the same."""
 
     def __init__(self, replica: int) -> None:
         self._replica, self._given = replica, 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.instruction import Op
-from recycle_plugin.core.plan import Plan
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.plan import Plan
+from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.simulator.virtual import Conditions, simulate
 
 

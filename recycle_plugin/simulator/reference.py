@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Callable
 
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.simulator.exact import LEARNING_RATE, PRIME, added, clipped, sampled, share
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.simulator.arithmetic import LEARNING_RATE, PRIME, added, clipped, sampled, share
 
 Data = Callable[[MicroBatch], tuple[int, int]]  # input and label of each micro-batch of a step
 
@@ -16,13 +16,13 @@ class Reference:
     """The run without a failure: weights before each step, and the last stage's losses, as far as it has been followed."""
 
     def __init__(self, shape: Topology, weights: tuple[int, ...], clip: float = 0.0, block: int | None = 1) -> None:
-        """``block``: as core.plan.Policy's."""
+        """``block``: as core.vocabulary.plan.Policy's."""
         self._shape, self._clip, self._exact, self._block = shape, clip, block != 1, block or shape.micro_batches
         self.weights = {1: weights}
         self.losses: dict[int, dict[str, int]] = {}
 
     def follow(self, step: int, data: Data | None = None) -> None:
-        """Train ``step``, with ``data``, or what belongs to it (simulator.exact.sampled)."""
+        """Train ``step``, with ``data``, or what belongs to it (simulator.arithmetic.sampled)."""
         addressed = data or partial(sampled, step=step)
         gradients: list[list[int]] = [[] for _ in range(self._shape.stages)]  # of each stage, in the micro-batches' order
         weights, losses = self.weights[step], {}

@@ -1,4 +1,4 @@
-"""What must hold of plain iterators' data in a simulated job, whoever is lost; of :mod:`recycle_plugin.simulator.checks`.
+"""What must hold of plain iterators' data in a simulated job, whoever is lost; of :mod:`recycle_plugin.simulator.checkers`.
 
 Both ends of the pipeline compute with one batch for each micro-batch, each batch is used once in the whole job, and as long as both ends of a replica live its
 own iterator gives its micro-batches, in their order.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import AbstractSet, Callable
 
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.simulator.exact import Batch
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.simulator.arithmetic import Batch
 from recycle_plugin.simulator.reference import Data
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.simulator.lines import FAIR, Weather
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.simulator.message_delays import FAIR, Weather
 
 MILLISECOND = 1000
 
@@ -59,7 +59,7 @@ class Scenario:
     without the result when a peer dies in a REDUCE, and how late messages come; ``budget``: boundary tensors that a worker may keep before those that it has
     sent go; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that they wait for), 0: there is none;
     ``rounds``: sums depend on their order, and nothing keeps it, as in real training outside exact mode; ``reloads``: before which share of what
-    the coordinator does its state is written down and read again; ``iterators``: data comes from one plain iterator for each replica (core/sources.py);
+    the coordinator does its state is written down and read again; ``iterators``: data comes from one plain iterator for each replica (core/vocabulary/iterator_draws.py);
     ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after steps: evaluate, save, or pause;
     ``heavy``: work that takes long, whoever does it; ``full``: after which step a seat's share of a checkpoint, or its "latest", can't be written."""
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Iterator
 
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.evaluation import Evaluations
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.core.line import JobEnded
-from recycle_plugin.core.loop import LEAVE
-from recycle_plugin.core.protocol import Fatal, Left
-from recycle_plugin.core.saving import save
-from recycle_plugin.core.sources import Gone
-from recycle_plugin.core.watch import ELSEWHERE
+from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.messages.protocol import Fatal, Left
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.iterator_draws import Gone
+from recycle_plugin.core.worker.checkpoint_saving import save
+from recycle_plugin.core.worker.control_view import JobEnded
+from recycle_plugin.core.worker.evaluation import Evaluations
+from recycle_plugin.core.worker.training_loop import LEAVE
 from recycle_plugin.planner.forwards import forwards
-from recycle_plugin.simulator.exact import Batch, sampled
+from recycle_plugin.simulator.arithmetic import Batch, sampled
 from recycle_plugin.simulator.exercised import Rule
 from recycle_plugin.simulator.scenario import MILLISECOND
 
 if TYPE_CHECKING:
-    from recycle_plugin.simulator.worker import Machine
+    from recycle_plugin.simulator.simulated_worker import Machine
 
 PAUSE_US = 150 * MILLISECOND  # at least
 WRITING_US = 5 * MILLISECOND  # a worker's share of a checkpoint
@@ -83,7 +83,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Files:
-    """A checkpoint of ``step``, as core.saving.Files: each worker whose disk is not full writes its stage's weight."""
+    """A checkpoint of ``step``, as core.worker.checkpoint_saving.Files: each worker whose disk is not full writes its stage's weight."""
 
     machine: Machine
     step: int

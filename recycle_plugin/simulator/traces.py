@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Iterator, Sequence
 
-from recycle_plugin.core.ids import Seat
+from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.simulator.history import Change
 from recycle_plugin.simulator.peers import published
 

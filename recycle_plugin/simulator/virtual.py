@@ -1,13 +1,13 @@
-"""A world in virtual time: one process drives every seat through ``core.executor.execute``.
+"""A world in virtual time: one process drives every seat through ``core.worker.executor.execute``.
 
 Data live where they were made or sent to; a seat waits until what ``requires`` names is there.  A
 transfer occupies no worker; how long it takes says the network.  REDUCE is a joint event of its
 stage's live workers, TIE of those of all stages that share weights, VALIDATE of all.  Nothing else joins seats.
-Steps are applied by the commit rule of ``core.step``.
+Steps are applied by the commit rule of ``core.vocabulary.commit_rule``.
 
 A worker dies at a named instruction or at a given time: it never ends what it is at.  When that has been
 detected, every other worker stops at its next instruction boundary, or at once if it waits.
-``simulator.job`` goes on from there, with what every survivor still holds: boundary tensors are kept by who
+``simulator.simulated_job`` goes on from there, with what every survivor still holds: boundary tensors are kept by who
 made them, and a stage's reduced gradient by who has it, until the step is committed.
 
 Seats yield what they wait for: an int (microseconds) or a ``Key``.  Ties in time are resolved in the
@@ -25,15 +25,16 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum, provides
-from recycle_plugin.core.executor import Interrupted, Span, execute
-from recycle_plugin.core.faults import FaultScript
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import RECEIVES, SENDS, Instruction, Op
-from recycle_plugin.core.plan import Plan
-from recycle_plugin.core.step import StepMachine
-from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum, provides
+from recycle_plugin.core.vocabulary.faults import FaultScript
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Plan
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.executor import Interrupted, execute
+from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.planner import lowered
 from recycle_plugin.simulator.network import Network, Uncontended
 
@@ -160,7 +161,7 @@ class VirtualWorld:
     def contribute(self, seat: Seat, instruction: Instruction) -> Any:
         """What ``seat`` brings to a joint REDUCE or TIE."""
 
-    # core.executor.World
+    # core.worker.executor.World
 
     def check_generation(self) -> None:
         if self.interrupted_us is not None:

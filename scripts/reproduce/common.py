@@ -15,10 +15,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recycle_plugin.compose import CONFIGS
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.profile import Profile, read
-from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.profile import Profile, read
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.settings.compose import CONFIGS
 from recycle_plugin.simulator.analytic import SHAPES, profile
 from recycle_plugin.simulator.peers import Job, recycle
 

@@ -20,9 +20,9 @@ from statistics import median
 import common
 from common import OURS, Column, Table
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.planner import plan, warm
 
 COLUMNS = (
@@ -32,7 +32,7 @@ COLUMNS = (
 GOALS_MS = {(8, 4, 32): 20.0, (32, 48, 64): 500.0}
 FIRST = """
 import json, sys, time
-from recycle_plugin.core.cost import CostModel; from recycle_plugin.core.plan import Policy; from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel; from recycle_plugin.core.vocabulary.plan import Policy; from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
 stages, replicas, micro_batches, cap = json.loads(sys.argv[1])
 start = time.perf_counter()

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import common
 from common import OURS, Column, Table
 
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import ClusterView
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.planner import PlanError, normalise, plan, warm
 from recycle_plugin.simulator.peers import Job
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import common
 from common import OURS, PUBLISHED, Column, Table
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import ONE_F_ONE_B, Plan, Policy
-from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Plan, Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.planner import plan
 from recycle_plugin.planner.assemble import timeline
 from recycle_plugin.render.gantt import Panel, draw

@@ -18,7 +18,18 @@ from common import OURS, PUBLISHED, Column, Table
 
 from recycle_plugin.planner import options, refine, warm
 from recycle_plugin.simulator.peers import (
-    Bamboo, CheckFreq, ElasticBatching, ElasticHorovod, FaultScaled, Job, Oobleck, Recycle, RestartFromCheckpoint, Run, changes_of, published,
+    Bamboo,
+    CheckFreq,
+    ElasticBatching,
+    ElasticHorovod,
+    FaultScaled,
+    Job,
+    Oobleck,
+    Recycle,
+    RestartFromCheckpoint,
+    Run,
+    changes_of,
+    published,
     replay,
 )  # fmt: skip
 from recycle_plugin.simulator.peers.policy import label

@@ -16,7 +16,18 @@ from common import OURS, Column, Table
 
 from recycle_plugin.planner import warm
 from recycle_plugin.simulator.peers import (
-    Bamboo, CheckFreq, ElasticBatching, ElasticHorovod, FaultScaled, Job, Oobleck, Recycle, RestartFromCheckpoint, label, regular_losses, replay,
+    Bamboo,
+    CheckFreq,
+    ElasticBatching,
+    ElasticHorovod,
+    FaultScaled,
+    Job,
+    Oobleck,
+    Recycle,
+    RestartFromCheckpoint,
+    label,
+    regular_losses,
+    replay,
 )  # fmt: skip
 
 OWN = "ReCycle, ours"

@@ -15,8 +15,8 @@ from pathlib import Path
 import common
 from common import OURS, Column, Table
 
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.topology import ClusterView
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.planner import plan, warm
 from recycle_plugin.simulator.peers import Job
 

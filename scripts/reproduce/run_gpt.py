@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train_gpt  # noqa: E402
 
-from recycle_plugin.compose import GPTModel, Job, compose_from_command_line  # noqa: E402
-from recycle_plugin.core.plan import Policy  # noqa: E402
-from recycle_plugin.core.profile import STATE_BYTES, UNDO_BYTES  # noqa: E402
-from recycle_plugin.settings import Settings  # noqa: E402
+from recycle_plugin.core.vocabulary.plan import Policy  # noqa: E402
+from recycle_plugin.core.vocabulary.profile import STATE_BYTES, UNDO_BYTES  # noqa: E402
+from recycle_plugin.settings.compose import GPTModel, Job, compose_from_command_line  # noqa: E402
+from recycle_plugin.settings.schema import Settings  # noqa: E402
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.topology import Topology
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_recovery.py"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin import planner
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Instruction
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.measure import Constants, Kill, TooShort, calibrate, intervals, recovery_costs
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.experiments.measurements import Constants, Kill, TooShort, calibrate, intervals, recovery_costs
 from recycle_plugin.simulator import simulate
 
 LOST = Seat(0, 1)

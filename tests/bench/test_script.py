@@ -10,9 +10,9 @@ from typing import Callable
 
 import pytest
 
-from recycle_plugin.bench import run_part, script
-from recycle_plugin.measure import TooShort
-from recycle_plugin.runs import RunFailed
+from recycle_plugin.experiments.benchmark import run_part, script
+from recycle_plugin.experiments.measurements import TooShort
+from recycle_plugin.experiments.runs import RunFailed
 
 
 def raises(error: BaseException) -> Callable[[list[str]], int]:

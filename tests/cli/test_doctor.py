@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin import planner
-from recycle_plugin.cli import main
-from recycle_plugin.core import profile
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.profile import Part, Profile, Wire
-from recycle_plugin.core.topology import Topology
-
+from recycle_plugin.core.vocabulary import profile
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from tests.support.doctor import HEALTHY, MIB, ON, SIZES, data, small_profile
 
 DOCUMENT = (Path(__file__).parents[2] / "recycle_plugin/docs/planning.md").read_text()

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.core import profile
-
-from tests.support.doctor import HEALTHY, SIZES, small_profile
+from recycle_plugin.core.vocabulary import profile
+from tests.support.doctor import HEALTHY, small_profile
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 SHAPE = "--pp 2 --dp 2"

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from recycle_plugin.cli import main  # noqa: E402
-from recycle_plugin.core import profile  # noqa: E402
+from recycle_plugin.core.vocabulary import profile  # noqa: E402
 
 
 def measured(path: Path, *more: str) -> profile.Profile:

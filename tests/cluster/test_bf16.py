@@ -12,9 +12,22 @@ import pytest
 import torch
 
 from tests.cluster.test_as_stock import OFF
-from tests.cluster.test_kills import CONTROLS, FIRST, SECOND, one_stage_ahead, replica_lost, matrix, struck
+from tests.cluster.test_kills import CONTROLS, FIRST, SECOND, matrix, one_stage_ahead, replica_lost, struck
 from tests.support.cluster import Result
-from tests.support.jobs import BF16, DEEPSPEED, LOSS_TOLERANCE, PARAMETER_TOLERANCE, SQUARE, STEPS, WRAPPED, Difference, Shape, assert_same_training, difference, faults
+from tests.support.jobs import (
+    BF16,
+    DEEPSPEED,
+    LOSS_TOLERANCE,
+    PARAMETER_TOLERANCE,
+    SQUARE,
+    STEPS,
+    WRAPPED,
+    Difference,
+    Shape,
+    assert_same_training,
+    difference,
+    faults,
+)
 
 ZERO_1 = "deepspeed={bf16: {enabled: true}, zero_optimization: {stage: 1}, data_types: {grad_accum_dtype: fp32}, communication_data_type: fp32}"
 STOCK = "recycle.enabled=false", ZERO_1

@@ -15,12 +15,12 @@ from random import Random
 
 import pytest
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Instruction
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import lowered, plan
 from tests.support.cluster import Result, Run
 from tests.support.jobs import STEPS, WRAPPED, Shape, assert_same_training, faults, held

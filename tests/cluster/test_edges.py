@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from recycle_plugin.history import EVENTS, read_events
-from recycle_plugin.runs import processes_with
+from recycle_plugin.experiments.runs import processes_with
+from recycle_plugin.observability.run_history import EVENTS, read_events
 from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, difference, early_folder, faults
 
 

@@ -18,11 +18,11 @@ from typing import Callable, Iterator
 import pytest
 import torch
 
-from recycle_plugin.core.executor import Span, run_again
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.span import Span, run_again
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.observability.trace import read_traces
 from tests.cluster.conftest import launching
 from tests.cluster.test_iterators import ends, retired
 from tests.support.cluster import ForkServer, Result

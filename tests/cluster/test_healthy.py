@@ -15,7 +15,7 @@ from statistics import median
 import psutil
 import pytest
 
-from recycle_plugin.settings import Settings
+from recycle_plugin.settings.schema import Settings
 from tests.cluster.conftest import launching
 from tests.support.cluster import Run
 from tests.support.jobs import PLAIN, WRAPPED, Emulated, after_step, held

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from recycle_plugin.core.executor import run_again
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.instruction import COMPUTE
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.instruction import COMPUTE
+from recycle_plugin.core.vocabulary.span import run_again
+from recycle_plugin.observability.trace import read_traces
 from tests.support.jobs import WRAPPED, Shape, assert_same_training, difference, faults
 
 pytestmark = pytest.mark.plain_too

@@ -12,8 +12,8 @@ import sys
 import psutil
 import pytest
 
-from recycle_plugin.runs import MARK, environment
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.experiments.runs import MARK, environment
+from recycle_plugin.observability.trace import read_traces
 from tests.support.cluster import ROOT
 from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, assert_one_line, assert_same_training, faults, held
 
@@ -67,7 +67,7 @@ def test_a_second_process_of_a_rank_hears_at_once_that_it_cannot_take_part(launc
     run = launch("steps=100000", "recycle.progress_timeout_s=100", script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
     after_step(run, 2)
     variables = environment(**{MARK: run.mark}, RECYCLE_COORDINATOR=f"127.0.0.1:{run.port}", RANK="2")
-    command = [sys.executable, "-m", "recycle_plugin.worker", str(ROOT / vehicle.script)]
+    command = [sys.executable, "-m", "recycle_plugin.worker_process", str(ROOT / vehicle.script)]
     second = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
     assert second.returncode == 1 and "Traceback" not in second.stderr
     assert re.search(r"^recycle: error: the job has started, and is at step \d+; nobody can join as rank 2 yet$", second.stderr, re.MULTILINE), second.stderr

@@ -20,7 +20,7 @@ from typing import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from recycle_plugin.runs import free_port
+from recycle_plugin.experiments.runs import free_port
 from tests.cluster.conftest import Launch
 from tests.runtime.test_metrics import expressions
 from tests.support.cluster import Run

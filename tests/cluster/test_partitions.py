@@ -8,8 +8,8 @@ import signal
 import psutil
 import pytest
 
-from recycle_plugin.core.instruction import Op
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.observability.trace import read_traces
 from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, WRAPPED, Shape, after_step, assert_one_line, assert_same_training, difference
 
 SOON = ("recycle.heartbeat_timeout_s=2", "recycle.regroup_timeout_s=4")

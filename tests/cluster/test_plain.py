@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recycle_plugin.core.faults import Fault
+from recycle_plugin.core.vocabulary.faults import Fault
 from tests.cluster.conftest import Launch
 from tests.support.cluster import Run
 from tests.support.jobs import PLAIN, Shape, assert_one_line, difference, faults

@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.runs import processes_with
+from recycle_plugin.experiments.runs import processes_with
 from tests.cluster.conftest import DEADLINE_S
 from tests.support.cluster import Run
 from tests.support.jobs import TRAIN, after_step, assert_one_line, assert_same_training, early_folder, faults
 
 SCRIPT = "tests/jobs/launched.py"
-SERVER = "recycle_plugin.runtime.fork_server"
+SERVER = "recycle_plugin.runtime.processes.fork_server"
 # Of each process of a run, before anything else: nobody can import these, and who tries is found out although it may bear it.
 SITE = """
 import os, sys

@@ -11,8 +11,8 @@ import struct
 import psutil
 import pytest
 
-from recycle_plugin.core.encoding import CONTROL, HEAD
-from recycle_plugin.runtime import transport
+from recycle_plugin.core.messages.encoding import CONTROL, HEAD
+from recycle_plugin.runtime.movers import tcp as transport
 from tests.support.cluster import Run
 from tests.support.jobs import WRAPPED, after_step, assert_same_training, hold
 

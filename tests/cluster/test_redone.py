@@ -14,9 +14,9 @@ from random import Random
 
 import pytest
 
-from recycle_plugin.core.executor import run_again
-from recycle_plugin.core.instruction import COMPUTE
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.core.vocabulary.instruction import COMPUTE
+from recycle_plugin.core.vocabulary.span import run_again
+from recycle_plugin.observability.trace import read_traces
 from tests.support.jobs import WRAPPED, Emulated, after_step, held
 
 pytestmark = pytest.mark.plain_too(deepspeed=False)

@@ -11,8 +11,8 @@ from collections import Counter
 
 import pytest
 
-from recycle_plugin.core.instruction import COMPUTE, Instruction, Op
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.observability.trace import read_traces
 from tests.support.jobs import WRAPPED, Shape, assert_same_training, faults
 
 THREE, FOUR = Shape(replicas=3), Shape(replicas=4)

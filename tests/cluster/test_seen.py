@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.runs import await_reports
+from recycle_plugin.experiments.runs import await_reports
 from tests.support.jobs import CHECKPOINT, LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, faults
 
 SAMPLES = 4  # of a step

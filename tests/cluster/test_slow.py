@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from recycle_plugin.core.instruction import Op
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.observability.trace import read_traces
 from tests.support.jobs import WRAPPED, assert_same_training
 
 pytestmark = pytest.mark.plain_too(deepspeed=False)

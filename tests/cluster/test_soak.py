@@ -14,8 +14,8 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.topology import Topology
 from tests.cluster.conftest import launching
 from tests.support.jobs import WRAPPED, Shape, after_step, held
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.observability.trace import read_traces
 from tests.support.jobs import LOSS_TOLERANCE, STEPS, assert_one_line, assert_same_training, faults
 
 pytestmark = pytest.mark.plain_too(deepspeed=False)

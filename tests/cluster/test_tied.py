@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from recycle_plugin.core.instruction import COMPUTE, Instruction, Op
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.observability.trace import read_traces
 from tests.cluster.test_kills import FIRST, SECOND, matrix, struck
 from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, WRAPPED, Shape, assert_same_training, difference, faults
 

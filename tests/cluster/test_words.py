@@ -11,7 +11,7 @@ from typing import Callable
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.runs import await_reports, processes_with
+from recycle_plugin.experiments.runs import await_reports, processes_with
 from tests.support.jobs import PLAIN, after_step
 
 SCRIPT = PLAIN.script
@@ -81,7 +81,7 @@ def test_exit_does_not_wait_for_the_report_which_is_whole_or_not_there(launch, t
     (tmp_path / "sitecustomize.py").write_text(STOPPED)
     run = launch("recycle.report=true", PYTHONPATH=str(tmp_path))
     assert run.finish().code == 0
-    (writer,) = processes_with(run.mark, of="recycle_plugin.report")
+    (writer,) = processes_with(run.mark, of="recycle_plugin.observability.report")
     assert not [path.name for path in run.folder.glob("*report*")]
     os.kill(writer.pid, signal.SIGTERM)  # the launcher's, for those that train
     (tmp_path / "go").touch()
@@ -117,7 +117,7 @@ def wait_for(found: Callable[[], bool]) -> None:
 
 STOPPED = """
 import os, sys, time
-if "recycle_plugin.report" in sys.orig_argv:
+if "recycle_plugin.observability.report" in sys.orig_argv:
     while not os.path.exists(os.path.join(os.path.dirname(__file__), "go")):
         time.sleep(0.01)
 """

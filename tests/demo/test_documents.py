@@ -14,8 +14,8 @@ import pytest
 
 from recycle_plugin.cli import main
 from recycle_plugin.commands import docs
-from recycle_plugin.runtime.announce import QUIET, STEPS, STYLES
-from recycle_plugin.settings import reference
+from recycle_plugin.observability.console import QUIET, STEPS, STYLES
+from recycle_plugin.settings.schema import reference
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "recycle_plugin"

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin import report
 from recycle_plugin.cli import main
 from recycle_plugin.commands.status import lines, status
-from recycle_plugin.history import History, place
+from recycle_plugin.observability import report
+from recycle_plugin.observability.run_history import History, place
+from recycle_plugin.observability.trace import TraceFile
 from recycle_plugin.render.page import Chart, Table, chart, page, ticks
-from recycle_plugin.runtime.trace import TraceFile
 from tests.demo.test_report import spans
 
 LOG = Path(__file__).parent / "with_failure.jsonl"

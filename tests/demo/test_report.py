@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin import demo
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Instruction
-from recycle_plugin.history import History, step_times
-from recycle_plugin.report import panels
-from recycle_plugin.runs import Outcome, RunFailed
+from recycle_plugin.commands import demo
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.experiments.runs import Outcome, RunFailed
+from recycle_plugin.observability.report import panels
+from recycle_plugin.observability.run_history import History, step_times
 
 STEPS = 9
 LOSSES = [5.0 - step / 10 for step in range(STEPS)]

@@ -11,15 +11,15 @@ import os
 import signal
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed
-
-import deepspeed
-import recycle_plugin
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
-from recycle_plugin.runtime.errors import RecycleError
 from samples import Samples
+
+import recycle_plugin
+from recycle_plugin.errors import RecycleError
 
 STEPS, WIDTH = 5, 8
 job = json.loads(os.environ["RECYCLE_TEST_AVERAGES"])

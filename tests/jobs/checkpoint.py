@@ -15,14 +15,14 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 import deepspeed
 import plans
+import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
-from recycle_plugin.compose import compose_from_command_line
-from recycle_plugin.runtime.errors import RecycleError
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.settings.compose import compose_from_command_line
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from train_gpt import gpt, write  # noqa: E402

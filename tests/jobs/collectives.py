@@ -10,15 +10,15 @@ import json
 import os
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
-
-import deepspeed
-import recycle_plugin
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
-from recycle_plugin.runtime.errors import RecycleError
+from torch.utils.checkpoint import checkpoint
+
+import recycle_plugin
+from recycle_plugin.errors import RecycleError
 
 STEPS, WIDTH = 3, 8
 job = json.loads(os.environ["RECYCLE_TEST_COLLECTIVES"])

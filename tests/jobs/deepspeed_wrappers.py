@@ -9,14 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import touching
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import topology
-
-import touching
-from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
-from recycle_plugin.compose import Job
 from wrappers import TRAINERS
 
+from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
+from recycle_plugin.settings.compose import Job
 
 # --- configuration ----------------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import torch
+from plain import batch, loss
 from torch import nn
 
-from plain import batch, loss
 from recycle_plugin.adapters.plain import Pipeline
 
 how, run_dir = sys.argv[1], Path(sys.argv[2])

@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import os
 
-import torch
-
 import deepspeed
+import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.utils import RepeatingLoader

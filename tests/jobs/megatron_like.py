@@ -10,9 +10,8 @@ import os
 from functools import partial
 from types import SimpleNamespace
 
-import torch
-
 import deepspeed
+import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from scripts_models import VOCABULARY, Block, Embed, Tokens, logits, masked_loss, save

@@ -8,9 +8,8 @@ import json
 import math
 import os
 
-import torch
-
 import deepspeed
+import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from scripts_models import VOCABULARY, Block, Embed, Head, Tokens, masked_loss, save

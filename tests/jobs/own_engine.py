@@ -12,9 +12,8 @@ import json
 import os
 from pathlib import Path
 
-import torch
-
 import deepspeed
+import torch
 import wrappers
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine

@@ -11,13 +11,13 @@ import os
 import sys
 from pathlib import Path
 
+import plain_wrappers
+import plans
 import torch
+import wrappers
 from omegaconf import OmegaConf
 from torch import nn
 
-import plain_wrappers
-import plans
-import wrappers
 from recycle_plugin.adapters.plain import Pipeline
 
 RANK, WIDTH, TOKENS = os.environ["RANK"], 16, 32

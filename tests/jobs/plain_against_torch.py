@@ -16,7 +16,7 @@ from torch import nn
 
 from recycle_plugin.adapters.plain import Pipeline
 from recycle_plugin.runtime.device import CPU
-from recycle_plugin.runtime.randomness import keyed
+from recycle_plugin.runtime.stage.randomness import keyed
 
 WIDTH, STEPS, SEED = 8, 6, 3
 job = OmegaConf.merge({"optimizer": "adam", "gradient_clipping": 0.0, "schedule": False, "parts": None, "dataset": False, "recycle": {}}, OmegaConf.from_dotlist(sys.argv[1:]))

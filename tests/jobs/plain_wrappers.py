@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-
 import touching
+
 from recycle_plugin.adapters.plain import Pipeline
 
 SCRIPT = touching.Script(Pipeline, "step", lambda pipeline: pipeline.steps, lambda pipeline: pipeline.optimizer, lambda pipeline: torch.float32)

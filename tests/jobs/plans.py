@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Callable
 
 import torch
-
-from recycle_plugin.runtime import folders
-from recycle_plugin.runtime.worker.trainer import Trainer
-from recycle_plugin.runtime.world import TorchMachine
 from wrappers import TRAINERS, gate, wait_until
+
+from recycle_plugin import folders
+from recycle_plugin.runtime.worker.machine import TorchMachine
+from recycle_plugin.runtime.worker.trainer import Trainer
 
 
 def follow(plan: dict) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-import torch
-
 import deepspeed
+import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import torch
-
 import wrappers
 
 REPLICAS, STAGES, MICRO_BATCHES, SIZE = 2, 2, 2, 2

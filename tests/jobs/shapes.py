@@ -13,9 +13,8 @@ import json
 import os
 from pathlib import Path
 
-import torch
-
 import deepspeed
+import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from shapes_models import LENGTHS, MICRO_BATCHES, REPLICAS, SIZE, STEPS, Texts, Vectors, groups, loss_of, model_layers

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Callable
 
 import torch
-
 from wrappers import wait_until
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 
 from recycle_plugin.launch import run
-from recycle_plugin.runtime import supervisor
+from recycle_plugin.runtime.processes import supervisor
 
 
 def wake_up(self: supervisor.Supervisor) -> None:

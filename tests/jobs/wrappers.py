@@ -16,20 +16,20 @@ from random import Random
 
 import torch
 
-from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.core.instruction import COMPUTE, Op
-from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.core.worker import Worker
-from recycle_plugin.runtime.gloo import GlooLink
-from recycle_plugin.runtime.heart import Heart
-from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.tied import TiedWeight
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
+from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.core.worker.worker import Worker
+from recycle_plugin.runtime.collectives.gloo import GlooLink
+from recycle_plugin.runtime.control.heartbeats import Heart
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.stage.gradients import Gradients
+from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.stage.stage import Stage
+from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.worker import trainer as trainer_module
-from recycle_plugin.runtime.worker.gradients import Gradients
-from recycle_plugin.runtime.worker.operations import Operations
-from recycle_plugin.runtime.worker.stage import Stage
+from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.trainer import Trainer
-from recycle_plugin.runtime.world import TorchMachine
 
 DEADLINE_S = 150.0
 POLL_S = 0.002

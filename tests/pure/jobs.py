@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import ClusterView, Topology, tied
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology, tied
 
 EXAMPLE = Topology(replicas=3, stages=4, micro_batches=6)
 LOST = Seat(1, 2)

@@ -13,28 +13,32 @@ from typing import Callable
 import pytest
 
 from recycle_plugin import planner
-from recycle_plugin.core import attendance, lineage, loop
-from recycle_plugin.core import worker as core_worker
-from recycle_plugin.core.attendance import Attendance
-from recycle_plugin.core.causes import Cause
-from recycle_plugin.core.complaints import Complaints
-from recycle_plugin.core.contributions import NORM
-from recycle_plugin.core.course import Course
-from recycle_plugin.core.dataflow import Datum, goes_to
-from recycle_plugin.core.dump import load
-from recycle_plugin.core.ending import Ending
-from recycle_plugin.core.instruction import Op
-from recycle_plugin.core.line import Line
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.protocol import OfWorker
-from recycle_plugin.core.regrouping import Regrouping
-from recycle_plugin.core.roster import Roster, WorkerId
-from recycle_plugin.core.step import StepMachine
-from recycle_plugin.core.steps import Steps
-from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.core.worker import Worker
-from recycle_plugin.planner import rest
-from recycle_plugin.simulator import cluster, exact, worker
+from recycle_plugin.core.coordinator import attendance
+from recycle_plugin.core.coordinator.attendance import Attendance
+from recycle_plugin.core.coordinator.complaints import Complaints
+from recycle_plugin.core.coordinator.course import Course
+from recycle_plugin.core.coordinator.ending import Ending
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.regrouping import Regrouping
+from recycle_plugin.core.coordinator.state_dump import load
+from recycle_plugin.core.coordinator.step_ledger import Steps
+from recycle_plugin.core.messages.contributions import NORM
+from recycle_plugin.core.messages.protocol import OfWorker
+from recycle_plugin.core.vocabulary import recovery_plan as lineage
+from recycle_plugin.core.vocabulary.causes import Cause
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.dataflow import Datum, goes_to
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
+from recycle_plugin.core.worker import training_loop as loop
+from recycle_plugin.core.worker import worker as core_worker
+from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.core.worker.worker import Worker
+from recycle_plugin.planner import recovery_order as rest
+from recycle_plugin.simulator import arithmetic as exact
+from recycle_plugin.simulator import cluster
+from recycle_plugin.simulator import simulated_worker as worker
 from recycle_plugin.simulator.numbers import Numbers
 
 Patch = Callable[[pytest.MonkeyPatch], None]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from recycle_plugin.core import course, saving, sources
-from recycle_plugin.core.course import Course
-from recycle_plugin.core.evaluation import Evaluations, runner
-from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.core.instruction import Op
-from recycle_plugin.core.line import Line
-from recycle_plugin.core.loop import Loop
-from recycle_plugin.core.meeting import Meetings
-from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.core.supply import Supply
+from recycle_plugin.core.coordinator import course
+from recycle_plugin.core.coordinator.barriers import Meetings
+from recycle_plugin.core.coordinator.course import Course
+from recycle_plugin.core.vocabulary import iterator_draws as sources
+from recycle_plugin.core.vocabulary.evaluation_route import runner
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.worker import checkpoint_saving as saving
+from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.worker.evaluation import Evaluations
+from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.iterator_data import Supply
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.core.worker.training_loop import Loop
 from recycle_plugin.simulator import script
-from recycle_plugin.simulator.worker import Machine
+from recycle_plugin.simulator.simulated_worker import Machine
 from tests.pure.mistakes import mistake
 
 # --- iterators' data ------------------------------------------------------------------------------------
@@ -30,7 +33,7 @@ def no_keeper(monkeypatch) -> None:
         kept = tuple(one for one in found.handouts if runs.get((one.taker.stage, one.micro_batch)) == one.taker)
         return replace(found, handouts=kept)
 
-    monkeypatch.setattr("recycle_plugin.core.supply.share", without)
+    monkeypatch.setattr("recycle_plugin.core.worker.iterator_data.share", without)
 
 
 @mistake("a batch goes once it is loaded", seen=3)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.course import Course
-from recycle_plugin.core.deadlines import Deadlines
-from recycle_plugin.core.roster import Roster
-from recycle_plugin.core.watch import Suspicion, Watch
+from recycle_plugin.core.coordinator.course import Course
+from recycle_plugin.core.coordinator.failure_detector import Suspicion, Watch
+from recycle_plugin.core.vocabulary.deadlines import Deadlines
+from recycle_plugin.core.vocabulary.roster import Roster
 from tests.pure.mistakes import mistake
 
 

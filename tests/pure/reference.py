@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from recycle_plugin.core.dataflow import Datum, provides, requires
-from recycle_plugin.core.instruction import COMPUTE, Op
-from recycle_plugin.core.plan import Plan
+from recycle_plugin.core.vocabulary.dataflow import Datum, provides, requires
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
+from recycle_plugin.core.vocabulary.plan import Plan
 
 ORDERS = ([Op.F, Op.I, Op.W], [Op.F, Op.B])
 

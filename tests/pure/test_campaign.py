@@ -9,18 +9,17 @@ from dataclasses import replace
 import pytest
 
 from recycle_plugin import cli
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Op
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.simulator import campaign
 from recycle_plugin.simulator.exercised import Rule
-from recycle_plugin.simulator.lines import UNEVEN
+from recycle_plugin.simulator.message_delays import UNEVEN
 from recycle_plugin.simulator.reference import Reference
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
-
 from tests.pure import mistakes_between, mistakes_suspicion  # noqa: F401  which add their own to the mistakes
 from tests.pure.mistakes import MISTAKES, SEEN, believed_of_many, void_is_not_heard_again
 

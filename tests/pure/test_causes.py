@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Callable, Iterator
 
-from recycle_plugin.core.causes import Cause
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.output import Output
-from recycle_plugin.core.protocol import Beat, Crashed, Exited, Fingerprint, Missing, Pulse, Ready, Stepped
-from recycle_plugin.core.roster import FailureDomain
-from recycle_plugin.core.watch import COMPUTES, TICK_S, WAITS
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import Output
+from recycle_plugin.core.messages.activity import COMPUTES, WAITS
+from recycle_plugin.core.messages.protocol import Beat, Crashed, Exited, Fingerprint, Missing, Pulse, Ready, Stepped
+from recycle_plugin.core.vocabulary.causes import Cause
+from recycle_plugin.core.vocabulary.deadlines import TICK_S
+from recycle_plugin.core.vocabulary.roster import FailureDomain
 from tests.support.membership import agree, job, member, started, step
 
 Outputs = Iterator[Output]

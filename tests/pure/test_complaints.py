@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.output import Output
-from recycle_plugin.core.protocol import End, Exited, Fence, Generation, Missing
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import Output
+from recycle_plugin.core.messages.protocol import End, Exited, Fence, Generation, Missing
 from tests.support.membership import agree, said, started, step
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.blocks import Blocks
-from recycle_plugin.core.dataflow import Datum, provides, requires
-from recycle_plugin.core.faults import KINDS, POINTS, Fault
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import RECEIVES, SENDS, STAGE_WIDE, Instruction, Op
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.blocks import Blocks
+from recycle_plugin.core.vocabulary.dataflow import Datum, provides, requires
+from recycle_plugin.core.vocabulary.faults import KINDS, POINTS, Fault
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, STAGE_WIDE, Instruction, Op
+from recycle_plugin.core.vocabulary.topology import Topology
 
 small = st.integers(0, 20)
 seats = st.builds(Seat, small, small)

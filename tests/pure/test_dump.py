@@ -13,16 +13,14 @@ from typing import Any, Iterator
 
 import pytest
 
-from recycle_plugin.core import dump as module
-from recycle_plugin.core.dump import dump, load
-from recycle_plugin.core.encoding import encode
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.meeting import Meetings
-from recycle_plugin.core.protocol import Beat, Missing
-from recycle_plugin.core.roster import FailureDomain, Roster, WorkerId
-from recycle_plugin.core.steps import Steps
-from recycle_plugin.core.watch import Watch
+from recycle_plugin.core.coordinator import state_dump as module
+from recycle_plugin.core.coordinator.failure_detector import Watch
+from recycle_plugin.core.coordinator.state_dump import dump, load
+from recycle_plugin.core.coordinator.step_ledger import Steps
+from recycle_plugin.core.messages.encoding import encode
+from recycle_plugin.core.messages.protocol import Beat, Missing
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import FailureDomain, Roster, WorkerId
 from recycle_plugin.simulator import campaign, cluster
 from tests.support.membership import member, started, step
 

@@ -12,18 +12,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from recycle_plugin.core import encoding
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.encoding import CONTROL, HEAD, LARGE, LARGEST, LIMIT, MAGIC, MOST, Frames, decode, encode
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction
-from recycle_plugin.core.job import Job
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import MESSAGES, Beat, Committed, Generation, Heard, Note, Over, Ready, Report, Resume, Stepped
-from recycle_plugin.core.roster import FailureDomain, Member
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.core.typed import DEEPEST, Unreadable, form_of, names_of, read, values
+from recycle_plugin.core.messages import encoding
+from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LARGE, LARGEST, LIMIT, MAGIC, MOST, Frames, decode, encode
+from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.messages.protocol import MESSAGES, Beat, Committed, Generation, Heard, Note, Over, Ready, Report, Resume, Stepped
+from recycle_plugin.core.messages.typed import DEEPEST, Unreadable, form_of, names_of, read, values
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.roster import FailureDomain, Member
+from recycle_plugin.core.vocabulary.topology import Topology
 from tests.support.membership import job, member
 
 VERSION = CONTROL.version
@@ -38,7 +38,7 @@ SIMPLE = {int: st.integers(), float: numbers, str: texts, bool: st.booleans(), t
 
 
 def of(hint: Any) -> st.SearchStrategy:
-    """Values of an annotation, in another way than core.typed reads them."""
+    """Values of an annotation, in another way than core.messages.typed reads them."""
     if hint in SIMPLE:
         return SIMPLE[hint]
     if get_origin(hint) is dict:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.encoding import decode, encode
-from recycle_plugin.core.line import JobEnded, Line
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.output import SUPERVISORS, WORKERS, Output
-from recycle_plugin.core.protocol import TRY_AGAIN, End, Exited, Left, Over, Ready, Report, Terminate
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, Output
+from recycle_plugin.core.messages.encoding import decode, encode
+from recycle_plugin.core.messages.protocol import TRY_AGAIN, End, Exited, Left, Over, Ready, Report, Terminate
+from recycle_plugin.core.worker.control_view import JobEnded, Line
 from tests.support.membership import job, member, resumed, said, step
 
 

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recycle_plugin import planner
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.evaluation import readers
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.evaluation_route import readers
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner.forwards import forwards
 
 

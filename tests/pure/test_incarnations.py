@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from recycle_plugin.core.encoding import decode, encode
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.output import SUPERVISORS
-from recycle_plugin.core.protocol import Beat, Contribution, End, Exited, Fatal, Fence, Generation, Left, Missing, Pulse, Ready, Stepped
-from recycle_plugin.core.roster import FailureDomain, WorkerId
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import SUPERVISORS
+from recycle_plugin.core.messages.encoding import decode, encode
+from recycle_plugin.core.messages.protocol import Beat, Contribution, End, Exited, Fatal, Fence, Generation, Left, Missing, Pulse, Ready, Stepped
+from recycle_plugin.core.vocabulary.roster import FailureDomain, WorkerId
 from tests.support.membership import agree, job, member, said, started, step
 
 LATE = WorkerId(2, 1)

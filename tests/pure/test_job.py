@@ -7,15 +7,15 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.encoding import decode, encode
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.job import Job
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import End, Ready
-from recycle_plugin.core.typed import read
-from recycle_plugin.history import History
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.messages.encoding import decode, encode
+from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.messages.protocol import End, Ready
+from recycle_plugin.core.messages.typed import read
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.observability.run_history import History
 from tests.support.membership import job, member, said
 
 RICH = job(

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.line import JobEnded, Line
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.protocol import TRY_AGAIN, Committed, End, Exited, Generation, Leaving, Left, Over, Ready, Report, Resume, Terminate, Unguarded
-from recycle_plugin.core.roster import WorkerId
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.messages.protocol import (
+    TRY_AGAIN,
+    Committed,
+    End,
+    Exited,
+    Generation,
+    Leaving,
+    Left,
+    Over,
+    Ready,
+    Report,
+    Resume,
+    Terminate,
+    Unguarded,
+)
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.worker.control_view import JobEnded, Line
 from tests.support.membership import agree, job, member, resumed, said, started, step
 
 

@@ -12,18 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum, consumes, pack, provides, requires, unpack
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import COMPUTE, Instruction, Op
-from recycle_plugin.core.lineage import Torn, remainder, unfinished
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, pack, provides, requires, unpack
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.recovery_plan import Torn, remainder, unfinished
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import arrange, lowered, plan
-from recycle_plugin.simulator.job import Job
 from recycle_plugin.simulator.machine import by_name
-
+from recycle_plugin.simulator.simulated_job import Job
 from tests.pure.jobs import costs, jobs, policies
 
 SHAPE = Topology(3, 4, 6)

@@ -6,19 +6,19 @@ from typing import Any, Callable, Iterator
 
 import pytest
 
-from recycle_plugin.core.contributions import LOSS, Contributions
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum, pack
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Op
-from recycle_plugin.core.line import JobEnded, Line
-from recycle_plugin.core.loop import Loop, Program
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import Committed, Contribution, End, Generation, Report, Resume
-from recycle_plugin.core.roster import Member
-from recycle_plugin.core.step import StepMachine
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.simulator.worker import Planner
+from recycle_plugin.core.messages.contributions import LOSS, Contributions
+from recycle_plugin.core.messages.protocol import Committed, Contribution, End, Generation, Report, Resume
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum, pack
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.control_view import JobEnded, Line
+from recycle_plugin.core.worker.training_loop import Loop, Program
+from recycle_plugin.simulator.simulated_worker import Planner
 
 SHAPE, COSTS = Topology(2, 2, 2), CostModel.uniform(2)
 MEMBERS = tuple(Member(rank, seat, str(rank), "here") for rank, seat in enumerate(sorted(SHAPE.seats)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin import planner
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 
 SHAPE, POLICY = Topology(4, 2, 6), Policy()
 COSTS = CostModel.uniform(2, 1000, 1000, 1000)

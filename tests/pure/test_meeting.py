@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.core.line import JobEnded, Line
-from recycle_plugin.core.protocol import Arrived, Committed, End, Exited, Generation, Leaving, Left, Loaded, Met, Over, Report, Resized, Resume, Terminate
-from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.messages.protocol import (
+    Arrived,
+    Committed,
+    End,
+    Exited,
+    Generation,
+    Leaving,
+    Left,
+    Loaded,
+    Met,
+    Over,
+    Report,
+    Resized,
+    Resume,
+    Terminate,
+)
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.worker.control_view import JobEnded, Line
+from recycle_plugin.core.worker.executor import Interrupted
 from tests.support.membership import agree, resumed, said, started, step
 
 

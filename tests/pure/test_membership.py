@@ -6,16 +6,36 @@ import random
 
 import pytest
 
-from recycle_plugin.core.attendance import OF_MEMBERS
-from recycle_plugin.core.line import Line
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.output import WORKERS, Output
-from recycle_plugin.core.protocol import (
-    Arrived, Beat, Collected, Committed, Contribution, Crashed, End, Exited, Fatal, Fence, Fingerprint, Generation, Leaving, Left, Loaded, Member, Missing,
-    Note, Over, Pace, Ready, Report, Resized, Resume, Stepped, Terminate,
+from recycle_plugin.core.coordinator.attendance import OF_MEMBERS
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import WORKERS, Output
+from recycle_plugin.core.messages.protocol import (
+    Arrived,
+    Beat,
+    Collected,
+    Committed,
+    Contribution,
+    Crashed,
+    End,
+    Exited,
+    Fatal,
+    Fingerprint,
+    Generation,
+    Leaving,
+    Left,
+    Loaded,
+    Missing,
+    Note,
+    Pace,
+    Ready,
+    Report,
+    Resized,
+    Resume,
+    Stepped,
 )  # fmt: skip
-from recycle_plugin.core.roster import Roster
-from recycle_plugin.core.step import StepMachine
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.roster import Roster
+from recycle_plugin.core.worker.control_view import Line
 from tests.support.membership import agree, job, member, resumed, said, started, step
 
 

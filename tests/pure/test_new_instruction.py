@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.core.instruction import STAGE_WIDE, Op
+from recycle_plugin.core.vocabulary.instruction import STAGE_WIDE, Op
 
 PACKAGE = Path(__file__).parents[2] / "recycle_plugin"
 ENDS = {op.name for op in STAGE_WIDE}

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import COMPUTE
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import COMPUTE
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
-
 from tests.pure.jobs import STOCK
 
 SHAPES = [(1, 1), (1, 4), (2, 1), (2, 3), (4, 1), (4, 2), (4, 8), (5, 3), (8, 16)]

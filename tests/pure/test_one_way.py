@@ -35,7 +35,7 @@ def test_transport_is_put_around_computation_in_one_module() -> None:
 
 def test_what_an_instruction_uses_up_is_asked_for_in_one_module() -> None:
     users = {name for name, tree in modules() for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "consumes"}
-    assert users == {"core/stepstore.py"}
+    assert users == {"core/worker/step_store.py"}
 
 
 def test_data_of_a_step_is_held_voided_and_dropped_in_one_class() -> None:
@@ -46,9 +46,9 @@ def test_data_of_a_step_is_held_voided_and_dropped_in_one_class() -> None:
         for name, tree in modules("core", "runtime", "adapters", "simulator") for each in ast.walk(tree) if isinstance(each, ast.ClassDef)
         for method in each.body if isinstance(method, ast.FunctionDef) and method.name in verbs
     }  # fmt: skip
-    store = {f"core/stepstore.py: StepStore.{verb}" for verb in ("held", "void", "forget_evaluation")}
-    handed_on = {f"core/worker.py: Worker.{verb}" for verb in ("held", "void", "forget_evaluation")} | {f"core/loop.py: Replica.{verb}" for verb in ("held", "void")}
-    coordinators = {"core/contributions.py: Contributions.void", "core/verdict.py: Verdicts.void"}
+    store = {f"core/worker/step_store.py: StepStore.{verb}" for verb in ("held", "void", "forget_evaluation")}
+    handed_on = {f"core/worker/worker.py: Worker.{verb}" for verb in ("held", "void", "forget_evaluation")} | {f"core/worker/training_loop.py: Replica.{verb}" for verb in ("held", "void")}
+    coordinators = {"core/messages/contributions.py: Contributions.void", "core/coordinator/step_validation.py: Verdicts.void"}
     assert found == store | handed_on | coordinators
 
 
@@ -134,10 +134,10 @@ def test_what_is_asked_of_a_roster_is_no_search(source) -> None:
 def test_members_are_searched_in_one_module() -> None:
     """Who has a rank, seat, stage or address, and who comes first, a roster says; what else is found are no members."""
     found = {(path.relative_to(PACKAGE).as_posix(), each) for path in sorted(PACKAGE.rglob("*.py")) for each in searches(path.read_text())}
-    faults = {("runtime/worker/trainer.py", "fault.seat not in topology.seats"), ("commands/failure.py", "fault.seat not in struck"), ("core/faults.py", "fault.seat == seat")}
+    faults = {("runtime/worker/trainer.py", "fault.seat not in topology.seats"), ("commands/failure.py", "fault.seat not in struck"), ("core/vocabulary/faults.py", "fault.seat == seat")}
     spans = {("render/perfetto.py", "source.seat == span.seat")}
-    assert {each for each in found if each[0] != "core/roster.py"} == faults | spans
-    assert any(name == "core/roster.py" for name, _ in found)
+    assert {each for each in found if each[0] != "core/vocabulary/roster.py"} == faults | spans
+    assert any(name == "core/vocabulary/roster.py" for name, _ in found)
 
 
 # --- devices -----------------------------------------------------------------------------------------------
@@ -146,9 +146,9 @@ KINDS = {"cpu", "cuda"}
 ASKS = {"get_accelerator", "is_cpu", "is_cuda"}
 DEVICES = "runtime/device.py"
 NAMED = {  # elsewhere, and why
-    "adapters/deepspeed/checks.py": {"get_accelerator"},  # asks what DeepSpeed has found, for that module to judge
+    "adapters/deepspeed/engine_checks.py": {"get_accelerator"},  # asks what DeepSpeed has found, for that module to judge
     "commands/doctor.py": {"cpu"},  # what DeepSpeed's variable has to be, said without torch
-    "runs.py": {"cpu"},  # sets it for the jobs that it starts
+    "experiments/runs.py": {"cpu"},  # sets it for the jobs that it starts
     "commands/profile.py": {"cpu", "cuda"},  # the choices of a measurement, also of devices that nothing trains on yet
     "commands/measure_gpt.py": {"cpu", "cuda", "torch.cuda"},  # the measurement
 }
@@ -205,13 +205,13 @@ def test_the_campaign_runs_what_trains() -> None:
             campaign.run_seed(seed)
     finally:
         sys.setprofile(None)
-    core = {name.removeprefix("recycle_plugin.core.") for name in ran if name.startswith("recycle_plugin.core.")}
+    core = {name.rpartition(".")[2] for name in ran if name.startswith("recycle_plugin.core.")}
     assert core >= {
-        "attendance", "blocks", "complaints", "contributions", "course", "dataflow", "ending", "enrolment", "escalation", "evaluation", "executor", "faults",
-        "line", "lineage", "loop", "meeting", "membership", "output", "pace", "plan", "program", "protocol", "regrouping", "roster", "saving", "sources",
-        "step", "steps", "stepstore", "stopwatch", "supply", "verdict",
-        "watch", "work", "worker",
+        "attendance", "barriers", "blocks", "checkpoint_saving", "commit_rule", "complaints", "contributions", "control_view", "course", "dataflow", "ending",
+        "enrolment", "evaluation", "executor", "failure_detector", "faults", "iterator_data", "iterator_draws", "membership", "output", "plan", "program",
+        "protocol", "recovery_plan", "regrouping", "roster", "step_figures", "step_ledger", "step_store", "step_validation", "stopwatch", "straggler_detector",
+        "throughput_floor", "training_loop", "worker",
     }  # fmt: skip
     planner = {name.removeprefix("recycle_plugin.planner.") for name in ran if name.startswith("recycle_plugin.planner.")}
-    assert planner >= {"forwards", "lower", "rest", "make"}
+    assert planner >= {"forwards", "lower", "recovery_order", "make"}
     assert not any(name.startswith(("recycle_plugin.runtime", "recycle_plugin.adapters")) for name in ran), "which need torch, and do what core tells them"

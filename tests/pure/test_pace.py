@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from recycle_plugin.core.encoding import decode, encode
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.pace import WIDTH, Paces
-from recycle_plugin.core.protocol import Committed, Exited, Generation, Leaving, Pace, Stepped
-from recycle_plugin.core.roster import Roster
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.straggler_detector import WIDTH, Paces
+from recycle_plugin.core.messages.encoding import decode, encode
+from recycle_plugin.core.messages.protocol import Committed, Exited, Generation, Leaving, Pace, Stepped
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import Roster
 from tests.support.membership import agree, member, said, started
 
 ROSTER = Roster(tuple(member(rank, replicas=3) for rank in range(3)))

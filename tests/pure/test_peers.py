@@ -9,11 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.simulator.analytic import SHAPES, profile
 from recycle_plugin.simulator.peers import (
-    Bamboo, Change, CheckFreq, ElasticBatching, ElasticHorovod, FaultScaled, Job, Oobleck, Recycle, RestartFromCheckpoint, changes_of,
-    label, published, regular_losses, replay,
+    Bamboo,
+    Change,
+    CheckFreq,
+    ElasticBatching,
+    ElasticHorovod,
+    FaultScaled,
+    Job,
+    Oobleck,
+    Recycle,
+    RestartFromCheckpoint,
+    changes_of,
+    label,
+    published,
+    regular_losses,
+    replay,
 )  # fmt: skip
 from recycle_plugin.simulator.peers.bamboo import Nodes, fits_memory
 from recycle_plugin.simulator.peers.oobleck import Template, distribute, multisets, template

@@ -6,10 +6,10 @@ from typing import Iterator
 
 import pytest
 
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.placement import at_risk, most_on_a_host, spread, stages_at_risk
-from recycle_plugin.core.roster import Member
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.placement import at_risk, most_on_a_host, spread, stages_at_risk
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.topology import Topology
 
 
 def members(hosts: list[str], replicas: int) -> list[Member]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.places import Places
+from recycle_plugin.core.worker.data_cursor import Places
 
 
 def test_places_follow_from_all_earlier_steps():

@@ -11,16 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import RECEIVES, SENDS, Op
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.planner import PlanError, lowered, plan
 from recycle_plugin.planner.assemble import timeline
 from recycle_plugin.planner.reroute import route
 from recycle_plugin.render.grid import draw
-
 from tests.pure.jobs import EXAMPLE, LOST, REROUTE, SPLIT, STOCK, UNIT, jobs, views
 
 FULL, DEGRADED = EXAMPLE.full(), EXAMPLE.full().without(LOST)
@@ -127,8 +126,8 @@ def test_numbering_of_replicas_changes_nothing(job, random) -> None:
 
 def test_digest_does_not_depend_on_the_hash_seed() -> None:
     script = (
-        "from recycle_plugin.core.cost import CostModel; from recycle_plugin.core.ids import Seat\n"
-        "from recycle_plugin.core.plan import Policy; from recycle_plugin.core.topology import Topology\n"
+        "from recycle_plugin.core.vocabulary.cost import CostModel; from recycle_plugin.core.vocabulary.ids import Seat\n"
+        "from recycle_plugin.core.vocabulary.plan import Policy; from recycle_plugin.core.vocabulary.topology import Topology\n"
         "from recycle_plugin.planner import plan\n"
         "view = Topology(4, 4, 6).full().without(Seat(1, 2), Seat(0, 1), Seat(3, 2))\n"
         "print(plan(view, CostModel.uniform(4, 9, 11, 10, 2), Policy(activation_cap=5)).digest)"

@@ -7,16 +7,15 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import PlanError, PlanStore, normalise, options, plan, refine
 from recycle_plugin.planner.benchmark import against_exact, bounds_hold, small_case
 from recycle_plugin.planner.make import prepare, solve
+from recycle_plugin.planner.plan_store import next_failures
 from recycle_plugin.planner.search import climbed
-from recycle_plugin.planner.store import next_failures
-
 from tests.pure.jobs import EXAMPLE, LOST, UNIT, wide_jobs
 
 SHAPE = Topology(4, 4, 16)

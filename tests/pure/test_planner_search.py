@@ -9,18 +9,17 @@ from random import Random
 import numpy as np
 import pytest
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import PlanError, plan, refine
 from recycle_plugin.planner.benchmark import small_case
 from recycle_plugin.planner.climb import climb, measure
-from recycle_plugin.planner.exact import exact
+from recycle_plugin.planner.cp_sat import exact
 from recycle_plugin.planner.make import prepare, solve
 from recycle_plugin.planner.moves import opened
 from recycle_plugin.planner.search import climbed, net
-
 from tests.pure.jobs import UNIT
 
 IMPROVABLE = Topology(1, 3, 3).full(), CostModel((3,) * 3, (2, 1, 2), (3,) * 3, step=(1,) * 3), Policy(activation_cap=4)

@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.program import Packed, Programs, Route, decode, encode
-from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.program import Packed, Programs, Route, decode, encode
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.planner import PlanError, VerificationError, memory, plan, verify
 from recycle_plugin.planner.assemble import timeline
 from recycle_plugin.planner.reroute import shares
-
 from tests.pure.jobs import EXAMPLE, LOST, UNIT, jobs, wide_jobs
 from tests.pure.reference import acceptable
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.executor import Span, run_again
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import COMPUTE, STAGE_WIDE, Instruction, Op
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, STAGE_WIDE, Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.span import Span, run_again
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
 from recycle_plugin.render import curves, gantt, grid, perfetto
 from recycle_plugin.simulator import simulate

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.encoding import decode, encode
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.output import Output
-from recycle_plugin.core.protocol import End, Exited, Fence, Fingerprint, Generation, Resume, Stepped
-from recycle_plugin.core.roster import WorkerId
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import Output
+from recycle_plugin.core.messages.encoding import decode, encode
+from recycle_plugin.core.messages.protocol import End, Exited, Fence, Fingerprint, Generation, Resume, Stepped
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import agree, said, started
 
 

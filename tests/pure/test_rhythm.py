@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.rhythm import COSTS, DOUBTED, FIRST, Cost, Meter, Rhythm
-from recycle_plugin.core.step import unstarted
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.worker.checkpoint_interval import COSTS, DOUBTED, FIRST, Cost, Meter, Rhythm
 
 seconds = st.floats(0, 100)
 step_times = st.floats(0.001, 10)

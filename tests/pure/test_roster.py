@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.roster import FailureDomain, Member, Roster, WorkerId
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 
 SHARDS, REPLICAS, STAGES = 2, 3, 2
 

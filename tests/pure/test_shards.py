@@ -8,21 +8,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recycle_plugin.core.contributions import LOSS, NORM, Contributions
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum, pack, provides, requires, unpack
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import RECEIVES, Instruction
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.pace import STEPS
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import (
-    Collected, Committed, Contribution, End, Exited, Fence, Fingerprint, Generation, Missing, Pace, Ready, Report, Resume, Stepped,
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.shards import JOINT, WITH_OTHERS, Lockstep, drawn_by_all, held_by_all
+from recycle_plugin.core.coordinator.step_validation import Verdicts
+from recycle_plugin.core.coordinator.straggler_detector import STEPS
+from recycle_plugin.core.messages.contributions import LOSS, NORM, Contributions
+from recycle_plugin.core.messages.protocol import (
+    Collected,
+    Committed,
+    Contribution,
+    End,
+    Exited,
+    Fence,
+    Fingerprint,
+    Generation,
+    Missing,
+    Pace,
+    Ready,
+    Report,
+    Resume,
+    Stepped,
 )  # fmt: skip
-from recycle_plugin.core.roster import Member, WorkerId
-from recycle_plugin.core.shards import JOINT, WITH_OTHERS, Lockstep, drawn_by_all, held_by_all
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.core.verdict import Verdicts
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum, pack, provides, requires, unpack
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import RECEIVES, Instruction
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.roster import Member, WorkerId
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import lowered, plan
 from tests.support.membership import job, said
 

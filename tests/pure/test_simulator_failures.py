@@ -12,21 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recycle_plugin.commands.failure import moments
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import COMPUTE, Instruction
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import PlanError, lowered, plan
 from recycle_plugin.render import perfetto
 from recycle_plugin.render.grid import draw
 from recycle_plugin.simulator import ExactWorld, predict, train
 from recycle_plugin.simulator.campaign import initial_weights
-from recycle_plugin.simulator.job import Job
 from recycle_plugin.simulator.machine import LOCAL, by_name
-
+from recycle_plugin.simulator.simulated_job import Job
 from tests.pure.jobs import jobs
 
 STEPS = 3

@@ -8,14 +8,14 @@ from statistics import mean
 
 import pytest
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.simulator import traces
 from recycle_plugin.simulator.history import Change, Paces, Trainer, pattern
-from recycle_plugin.simulator.job import Job
 from recycle_plugin.simulator.machine import LOCAL, by_name
+from recycle_plugin.simulator.simulated_job import Job
 
 SHAPE = Topology(3, 3, 4)
 COSTS = CostModel.uniform(3, 10_000, 10_000, 10_000, 1_000, 2_000, 3_000)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.profile import Wire
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.profile import Wire
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
 from recycle_plugin.simulator import Conditions, simulate
 from recycle_plugin.simulator.network import Contended, alone, by_replica, by_stage

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recycle_plugin.core import profile
-from recycle_plugin.core.profile import Wire, ring_us
+from recycle_plugin.core.vocabulary import profile
+from recycle_plugin.core.vocabulary.profile import Wire, ring_us
 from recycle_plugin.simulator import analytic
 
 MEDIUM = analytic.preset("gpt3_medium")

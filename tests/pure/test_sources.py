@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.lineage import Torn
-from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.sources import Draw, Gone, Standing, pack, share, sources, unpack
-from recycle_plugin.core.topology import ClusterView, Topology
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.iterator_draws import Draw, Gone, Standing, pack, share, sources, unpack
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.recovery_plan import Torn
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.planner import plan
 
 names = st.builds(MicroBatch, st.integers(0, 50), st.integers(0, 99))

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.dataflow import Datum, consumes, provides, requires
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import STAGE_WIDE, Instruction, Op
-from recycle_plugin.core.stepstore import Retention, StepStore
+from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, provides
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import STAGE_WIDE, Instruction, Op
+from recycle_plugin.core.worker.step_store import Retention, StepStore
 
 STAGES, STAGE, STEP = 3, 1, 7
 ONE, OTHER = MicroBatch(0, 0), MicroBatch(1, 2)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Instruction
-from recycle_plugin.core.loop import Program
-from recycle_plugin.core.protocol import Pace
-from recycle_plugin.core.stopwatch import Stopwatch
+from recycle_plugin.core.messages.protocol import Pace
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.stopwatch import Stopwatch
+from recycle_plugin.core.worker.training_loop import Program
 
 OWN, REST = "0F0.0@1 0F0.1@1 0I0.0@1 0REDUCE@1", "0F0.1@1 0F1.0@1 0F0.0@1 0REDUCE@1"
 

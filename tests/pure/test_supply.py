@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.line import Line
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import Committed
-from recycle_plugin.core.sources import Draw, Standing, unpack
-from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.core.supply import Supply
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.messages.protocol import Committed
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.iterator_draws import Draw, Standing, unpack
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.worker.iterator_data import Supply
+from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.planner import plan
 
 SHAPE = Topology(2, 2, 3)

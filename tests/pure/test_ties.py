@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Op
-from recycle_plugin.core.lineage import remainder
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology, tied
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.recovery_plan import remainder
+from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.planner import plan
 from recycle_plugin.simulator import predict
-
 from tests.pure.jobs import EXAMPLE, LOST, UNIT
 
 ENDS = replace(EXAMPLE, ties=((0, 3),))

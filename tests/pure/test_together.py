@@ -12,18 +12,17 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.plan import Plan, Policy
-from recycle_plugin.core.topology import ClusterView, Topology, tied
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology, tied
 from recycle_plugin.planner import plan
 from recycle_plugin.planner.assemble import timeline
 from recycle_plugin.simulator import simulate
-from recycle_plugin.simulator.job import Job
 from recycle_plugin.simulator.machine import LOCAL
-
+from recycle_plugin.simulator.simulated_job import Job
 from tests.pure.jobs import EXAMPLE, LOST, jobs, wide_jobs
 
 TOGETHER = Policy(activation_cap=8, stagger_optimizer=False)

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.contributions import LOSS, NORM
-from recycle_plugin.core.dataflow import Datum, pack
-from recycle_plugin.core.encoding import decode, encode
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.lineage import uninformed
-from recycle_plugin.core.output import Output
-from recycle_plugin.core.protocol import Collected, Committed, Contribution, End, Exited, Generation, Report, Resume
-from recycle_plugin.core.verdict import SHARE, Verdicts, over
+from recycle_plugin.core.coordinator.output import Output
+from recycle_plugin.core.coordinator.step_validation import Verdicts, over
+from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
+from recycle_plugin.core.messages.encoding import decode, encode
+from recycle_plugin.core.messages.protocol import Collected, Committed, Contribution, End, Exited, Generation, Report, Resume
+from recycle_plugin.core.vocabulary.dataflow import Datum, pack
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.recovery_plan import uninformed
 from tests.support.membership import said, started, step
 
 LIMIT = 2.0

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.planner import VerificationError, plan, verify
 from recycle_plugin.render.grid import draw_error
-
 from tests.pure.jobs import EXAMPLE, LOST, UNIT
 
 GOOD = plan(EXAMPLE.full().without(LOST), UNIT, Policy(activation_cap=8))
@@ -62,8 +61,8 @@ def test_broken_plans_are_refused(what: str) -> None:
 
 def test_programs_that_wait_for_each_other_are_refused() -> None:
     """Stage 0 wants a gradient of micro-batch 1 before it forwards 0; stage 1 needs 0 before 1."""
-    from recycle_plugin.core.cost import CostModel
-    from recycle_plugin.core.topology import Topology
+    from recycle_plugin.core.vocabulary.cost import CostModel
+    from recycle_plugin.core.vocabulary.topology import Topology
 
     good = plan(Topology(1, 2, 2).full(), CostModel.uniform(2), Policy())
     def program(text: str) -> tuple[Instruction, ...]:

@@ -8,12 +8,31 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from recycle_plugin.core.encoding import decode, encode
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.output import SUPERVISORS, Event, Output
-from recycle_plugin.core.protocol import Beat, Committed, Crashed, End, Exited, Fence, Generation, Heard, Leaving, Left, Loaded, Over, Pulse, Report, Resume, Stepped, Terminate
-from recycle_plugin.core.roster import WorkerId
-from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, LATE_S, TICK_S, WAITS
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import SUPERVISORS, Event, Output
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
+from recycle_plugin.core.messages.encoding import decode, encode
+from recycle_plugin.core.messages.protocol import (
+    Beat,
+    Committed,
+    Crashed,
+    End,
+    Exited,
+    Fence,
+    Generation,
+    Heard,
+    Leaving,
+    Left,
+    Loaded,
+    Over,
+    Pulse,
+    Report,
+    Resume,
+    Stepped,
+    Terminate,
+)
+from recycle_plugin.core.vocabulary.deadlines import LATE_S, TICK_S
+from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import DEADLINES, agree, said, started, step
 
 BUSY_S, LAST_S = DEADLINES.busy_timeout_s, DEADLINES.last_worker_timeout_s

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.protocol import Committed, Pace, Stepped
-from recycle_plugin.core.work import Work
+from recycle_plugin.core.coordinator.step_figures import Work
+from recycle_plugin.core.messages.protocol import Committed, Pace, Stepped
 from tests.support.membership import said, started
 
 SQUARE = {0: 0, 1: 1, 2: 0, 3: 1}  # of each rank its stage

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.compose import compose
-from recycle_plugin.core.instruction import Instruction
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.runs import TrainingRun
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.experiments.runs import TrainingRun
+from recycle_plugin.settings.compose import compose
 from recycle_plugin.simulator.peers import published
 from recycle_plugin.simulator.peers.kills import kills
 

@@ -8,11 +8,11 @@ from typing import Callable
 
 import pytest
 
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.protocol import Generation, Welcome
-from recycle_plugin.core.roster import Member
-from recycle_plugin.runtime.control import Control, InProcess, SocketControl
-from recycle_plugin.runtime.session import Session
+from recycle_plugin.core.messages.protocol import Generation, Welcome
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.runtime.control.connections import Control, InProcess, SocketControl
+from recycle_plugin.runtime.control.session import Session
 
 PATIENCE_S = 60.0
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from recycle_plugin import planner
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.roster import Member
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.runtime.ahead import Ahead
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.runtime.worker.plan_prefetcher import Ahead
 
 SHAPE, COSTS, POLICY = Topology(3, 2, 4), CostModel.uniform(2, 10, 11, 9, 1), Policy()
 

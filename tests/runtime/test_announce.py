@@ -7,9 +7,9 @@ import os
 import sys
 from contextlib import suppress
 
-from recycle_plugin.core.output import Event
-from recycle_plugin.runtime import telemetry
-from recycle_plugin.runtime.announce import Announcer
+from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.observability import telemetry
+from recycle_plugin.observability.console import Announcer
 
 
 def test_plain_lines_and_a_complete_log(tmp_path, capsys):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recycle_plugin.runtime.batches import described, packed, unpacked
-from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.movers.batches import described, packed, unpacked
 
 
 def test_tensors_in_tuples_and_lists_come_back_with_the_label():

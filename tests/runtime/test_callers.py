@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 import recycle_plugin
-from recycle_plugin.core.instruction import Instruction
-from recycle_plugin.core.protocol import Note
-from recycle_plugin.runtime import group
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.control import connect
-from recycle_plugin.runtime.session import Session
+from recycle_plugin.core.messages.protocol import Note
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives import group
+from recycle_plugin.runtime.control.connections import connect
+from recycle_plugin.runtime.control.session import Session
 
 from .conftest import FakeCoordinator, generation
 

@@ -12,10 +12,10 @@ from typing import Callable, Iterator
 
 import pytest
 
-from recycle_plugin.core.encoding import CONTROL, HEAD, LIMIT, MAGIC, encode
-from recycle_plugin.core.protocol import Beat, Heard, Hello, Note, Over, Placed
-from recycle_plugin.runtime import control
-from recycle_plugin.runtime.control import Broken, Control, InLoop, InProcess, SocketControl, connect
+from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LIMIT, MAGIC, encode
+from recycle_plugin.core.messages.protocol import Beat, Heard, Hello, Note, Over, Placed
+from recycle_plugin.runtime.control import connections as control
+from recycle_plugin.runtime.control.connections import Broken, Control, InLoop, InProcess, SocketControl, connect
 
 PATIENCE_S = 60.0
 HELLO = Hello(1, "worker", 2, "h")

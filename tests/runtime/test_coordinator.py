@@ -11,13 +11,27 @@ from math import inf
 
 import pytest
 
-from recycle_plugin.core.encoding import encode
-from recycle_plugin.core.protocol import (
-    Committed, End, Exited, Generation, Heard, Hello, Left, Over, Pulse, Ready, Report, Resume, Stepped, Terminate, Welcome,
+from recycle_plugin.core.messages.encoding import encode
+from recycle_plugin.core.messages.protocol import (
+    Committed,
+    End,
+    Exited,
+    Generation,
+    Heard,
+    Hello,
+    Left,
+    Over,
+    Pulse,
+    Ready,
+    Report,
+    Resume,
+    Stepped,
+    Terminate,
+    Welcome,
 )  # fmt: skip
-from recycle_plugin.runtime.accepting import PAUSE_S
-from recycle_plugin.runtime.control import InLoop, SocketControl, connect
-from recycle_plugin.runtime.coordinator import Coordinator
+from recycle_plugin.runtime.control.connections import InLoop, SocketControl, connect
+from recycle_plugin.runtime.control.coordinator import Coordinator
+from recycle_plugin.runtime.processes.accepting import PAUSE_S
 from tests.support.descriptors import none_left
 from tests.support.membership import job, member
 

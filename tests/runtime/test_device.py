@@ -10,20 +10,20 @@ import weakref
 import pytest
 import torch
 
-from recycle_plugin.core.faults import FaultScript
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.stepstore import StepStore
+from recycle_plugin.core.vocabulary.faults import FaultScript
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.errors import RecycleError, WaitTimeout
 from recycle_plugin.runtime import device as ours
-from recycle_plugin.runtime.batches import packed, unpacked
 from recycle_plugin.runtime.device import CPU, Cpu, There, device_of, fetch
-from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
-from recycle_plugin.runtime.randomness import keyed, keyed_torch
-from recycle_plugin.runtime.state import raw
-from recycle_plugin.runtime.tiers import AsMade, Host
-from recycle_plugin.runtime.transport import Transport
-from recycle_plugin.runtime.worker.operations import Operations
-from recycle_plugin.runtime.world import TorchMachine
+from recycle_plugin.runtime.movers.batches import packed, unpacked
+from recycle_plugin.runtime.movers.tcp import Transport
+from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.stage.randomness import keyed, keyed_torch
+from recycle_plugin.runtime.state.stage_state import raw
+from recycle_plugin.runtime.worker.machine import TorchMachine
+from recycle_plugin.runtime.worker.tiers import AsMade, Host
 from tests.support.late_device import LateDevice
 from tests.support.moved import Inbox, act
 

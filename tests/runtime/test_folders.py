@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.runtime import folders
+from recycle_plugin import folders
 
 
 def folder(path: Path, **files: str) -> Path:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from recycle_plugin.runtime.callers import Callers
-from recycle_plugin.runtime.group import MemberGroup
-from recycle_plugin.runtime.outcomes import Outcomes
-from recycle_plugin.runtime.touch import FirstTouch
+from recycle_plugin.runtime.collectives.callers import Callers
+from recycle_plugin.runtime.collectives.group import MemberGroup
+from recycle_plugin.runtime.collectives.outcomes import Outcomes
+from recycle_plugin.runtime.state.touch import FirstTouch
 
 from .conftest import FakeCoordinator, generation
 
@@ -27,11 +27,11 @@ def worker(rank: int, port: int, store_port: int, results, between_steps: bool) 
     import torch
     import torch.distributed as dist
 
-    from recycle_plugin.core.executor import Interrupted
-    from recycle_plugin.runtime import group
-    from recycle_plugin.runtime.control import connect
-    from recycle_plugin.runtime.errors import RecycleError
-    from recycle_plugin.runtime.session import Session
+    from recycle_plugin.core.worker.executor import Interrupted
+    from recycle_plugin.errors import RecycleError
+    from recycle_plugin.runtime.collectives import group
+    from recycle_plugin.runtime.control.connections import connect
+    from recycle_plugin.runtime.control.session import Session
 
     session = Session(connect(("127.0.0.1", port), 10), rank, wait_timeout_s=8)
     group.register(session)
@@ -149,12 +149,12 @@ def overtaken(rank: int, port: int, store_port: int, results, last: str) -> None
     import torch
     import torch.distributed as dist
 
-    from recycle_plugin.runtime import group
-    from recycle_plugin.runtime.control import connect
-    from recycle_plugin.runtime.errors import RecycleError
-    from recycle_plugin.runtime.gloo import GlooLink
-    from recycle_plugin.runtime.link import Handle
-    from recycle_plugin.runtime.session import Session
+    from recycle_plugin.errors import RecycleError
+    from recycle_plugin.runtime.collectives import group
+    from recycle_plugin.runtime.collectives.gloo import GlooLink
+    from recycle_plugin.runtime.collectives.link import Handle
+    from recycle_plugin.runtime.control.connections import connect
+    from recycle_plugin.runtime.control.session import Session
 
     session = Session(connect(("127.0.0.1", port), 10), rank, wait_timeout_s=10)
     group.register(session)

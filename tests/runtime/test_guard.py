@@ -9,9 +9,7 @@ from typing import Callable
 
 import pytest
 
-from recycle_plugin.runtime import guard
-
-
+from recycle_plugin.runtime.processes import guard
 
 
 def in_a_process(run: Callable[[], int]) -> int:

@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.core.protocol import Beat, Committed, Fence, Heard
-from recycle_plugin.core.watch import COMPUTES, ELSEWHERE, WAITS
-from recycle_plugin.runtime.errors import CutOff
-from recycle_plugin.runtime.heart import SCRIPT
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
+from recycle_plugin.core.messages.protocol import Beat, Committed, Fence, Heard
+from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.errors import CutOff
+from recycle_plugin.runtime.control.heartbeats import SCRIPT
 
 from .conftest import generation
 

@@ -15,12 +15,12 @@ from typing import Any, Callable
 import torch
 import torch.distributed as dist
 
-from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.core.instruction import Instruction
-from recycle_plugin.runtime import group
-from recycle_plugin.runtime.control import connect
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.session import Session
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives import group
+from recycle_plugin.runtime.control.connections import connect
+from recycle_plugin.runtime.control.session import Session
 
 from .conftest import FakeCoordinator, generation
 
@@ -68,7 +68,7 @@ def worker(scenario: Callable[[Script], Any], rank: int, ranks: int, coordinator
 def run(scenario: Callable[[Script], Any], ranks: int, loses: bool = False) -> list[Any]:
     """What it returns on each rank.  ``loses``: the last one dies, and the others are told."""
     coordinator, context = FakeCoordinator(), multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "recycle_plugin.runtime.group"])
+    context.set_forkserver_preload(["torch", "recycle_plugin.runtime.collectives.group"])
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     ends = [context.Pipe(duplex=False) for _ in range(ranks)]
     started = [context.Process(target=worker, args=(scenario, rank, ranks, coordinator.address, store.port, end[1]), daemon=True) for rank, end in enumerate(ends)]

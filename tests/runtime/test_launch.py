@@ -16,12 +16,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.encoding import HEAD
+from recycle_plugin.core.messages.encoding import HEAD
+from recycle_plugin.experiments.runs import free_port
 from recycle_plugin.launch import OneHost, placement, run, script_command
-from recycle_plugin.runs import free_port
-from recycle_plugin.runtime import fork_server, supervisor
-from recycle_plugin.runtime.place import Here
-from recycle_plugin.runtime.spawn import LANGUAGE, ForkedProcess, NoServer, Request, ServerProcess, ask
+from recycle_plugin.runtime.processes import fork_server, supervisor
+from recycle_plugin.runtime.processes.spawn import LANGUAGE, ForkedProcess, NoServer, Request, ServerProcess, ask
+from recycle_plugin.runtime.processes.worker_keeper import Here
 from tests.support.descriptors import none_left
 
 ON = {"recycle": {"enabled": True, "placement": "spread"}}
@@ -135,7 +135,7 @@ def test_a_job_that_needs_more_descriptors_than_there_can_be_ends_with_one_line(
 
 
 def test_the_limit_is_raised_as_far_as_it_may_be_and_what_is_started_inherits_it():
-    inherits = "import resource, subprocess, sys; from recycle_plugin.runtime.descriptors import provide; provide(8); subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    inherits = "import resource, subprocess, sys; from recycle_plugin.runtime.processes.descriptors import provide; provide(8); subprocess.run([sys.executable, '-c', sys.argv[1]])"
     ended = limited(["-c", inherits, "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"], 24, 96)
     assert ended.stdout == "(96, 96)\n", ended.stderr
 

@@ -1,4 +1,4 @@
-"""What every link has to do (recycle_plugin/runtime/link.py): over Gloo between processes, and between threads of one.
+"""What every link has to do (recycle_plugin/runtime/collectives/link.py): over Gloo between processes, and between threads of one.
 
 Each test is a scenario that every member runs; what they return comes in the members' order, DIED for who has.
 """
@@ -19,10 +19,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
-from recycle_plugin.runtime.gloo import GlooLink, Rendezvous
-from recycle_plugin.runtime.link import (
-    AllGather, AllReduce, AllToAll, Barrier, Broadcast, Broken, Gather, Handle, Link, Receive, Reduce, ReduceScatter, Scatter, Send,
+from recycle_plugin.errors import RecycleError, WaitTimeout
+from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
+from recycle_plugin.runtime.collectives.link import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Broken,
+    Gather,
+    Handle,
+    Link,
+    Receive,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+    Send,
 )  # fmt: skip
 from tests.support.threads_link import Meeting, ThreadsLink
 
@@ -80,7 +93,7 @@ def in_a_process(scenario: Callable, position: int, members: int, port: int, res
 def over_gloo(scenario: Callable, members: int) -> list[Any]:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "recycle_plugin.runtime.gloo"])
+    context.set_forkserver_preload(["torch", "recycle_plugin.runtime.collectives.gloo"])
     ends = [context.Pipe(duplex=False) for _ in range(members)]
     started = [
         context.Process(target=in_a_process, args=(scenario, position, members, store.port, writing), daemon=True) for position, (_, writing) in enumerate(ends)

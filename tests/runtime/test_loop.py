@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.faults import FaultScript
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import Committed, Report
-from recycle_plugin.core.step import StepMachine
-from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.core.worker import Judging, Worker
-from recycle_plugin.runtime.errors import WaitTimeout
-from recycle_plugin.runtime.loop import Loop
-from recycle_plugin.runtime.world import TorchMachine
+from recycle_plugin.core.messages.protocol import Committed, Report
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.faults import FaultScript
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.core.worker.worker import Judging, Worker
+from recycle_plugin.errors import WaitTimeout
+from recycle_plugin.runtime.worker.blocking_loop import Loop
+from recycle_plugin.runtime.worker.machine import TorchMachine
 
 from .conftest import generation
 

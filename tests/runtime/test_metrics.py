@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import recycle_plugin
-from recycle_plugin.core.causes import Cause
-from recycle_plugin.core.job import Endpoint
-from recycle_plugin.core.output import Event
-from recycle_plugin.runtime.exporter import Exporter
-from recycle_plugin.runtime.metrics import Metrics
+from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.messages.job_spec import Endpoint
+from recycle_plugin.core.vocabulary.causes import Cause
+from recycle_plugin.observability.exporter import Exporter
+from recycle_plugin.observability.metrics import Metrics
 from tests.support.membership import job
 
 DOCS = Path(recycle_plugin.__file__).parent / "docs"

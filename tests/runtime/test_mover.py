@@ -1,4 +1,4 @@
-"""What everything that moves tensors between workers does (runtime/mover.py): they arrive under their own name, whole, with their sender's era; what somebody lost
+"""What everything that moves tensors between workers does (runtime/movers/mover.py): they arrive under their own name, whole, with their sender's era; what somebody lost
 has sent is heard, and nothing of it after."""
 
 from __future__ import annotations
@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from recycle_plugin.core.executor import Interrupted
+from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.runtime.device import CPU, Cpu
-from recycle_plugin.runtime.tiers import Host
-from recycle_plugin.runtime.transport import Transport
+from recycle_plugin.runtime.movers.tcp import Transport
+from recycle_plugin.runtime.worker.tiers import Host
 from tests.support.late_device import LateDevice
 from tests.support.moved import Inbox, act
 from tests.support.thread_mover import ThreadMover

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recycle_plugin.runtime.outcomes import KEPT, KEPT_BYTES, LARGEST, Said
+from recycle_plugin.runtime.collectives.outcomes import KEPT, KEPT_BYTES, LARGEST, Said
 
 
 def test_they_may_come_to_an_end_in_any_order() -> None:

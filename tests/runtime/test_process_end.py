@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
     import atexit, os, threading
     from concurrent.futures import ThreadPoolExecutor
-    from recycle_plugin.runtime.process_end import leave_process
+    from recycle_plugin.runtime.processes.process_end import leave_process
     atexit.register(print, "at exit")
     begun, stuck = threading.Event(), threading.Event()
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from recycle_plugin.core.encoding import encode
-from recycle_plugin.core.protocol import Hello, Pulse
-from recycle_plugin.runtime import pulse
+from recycle_plugin.core.messages.encoding import encode
+from recycle_plugin.core.messages.protocol import Hello, Pulse
+from recycle_plugin.runtime.control import supervisor_heartbeat as pulse
 
 
 def test_pulses_get_through_and_nothing_else_does():

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from recycle_plugin.core.encoding import encode
-from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.core.line import JobEnded
-from recycle_plugin.core.protocol import Collected, Committed, End, Left, Resume
-from recycle_plugin.runtime.control import InProcess
-from recycle_plugin.runtime.errors import RecycleError, WaitTimeout
-from recycle_plugin.runtime.session import Session, connect_from_environment
+from recycle_plugin.core.messages.encoding import encode
+from recycle_plugin.core.messages.protocol import Collected, Committed, End, Left, Resume
+from recycle_plugin.core.worker.control_view import JobEnded
+from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.errors import RecycleError, WaitTimeout
+from recycle_plugin.runtime.control.connections import InProcess
+from recycle_plugin.runtime.control.session import Session, connect_from_environment
 
 from .conftest import generation
 

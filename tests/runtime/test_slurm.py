@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.runtime.slurm import NoPlace, described, first_host, tasks
+from recycle_plugin.runtime.processes.slurm import NoPlace, described, first_host, tasks
 
 TASK = {
     "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",

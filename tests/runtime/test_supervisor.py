@@ -7,10 +7,11 @@ import signal
 import socket
 from contextlib import asynccontextmanager
 
-from recycle_plugin.core.protocol import Exited, Heard, Hello, Over, Pulse, Welcome
-from recycle_plugin.runs import free_port
-from recycle_plugin.runtime import place, supervisor
-from recycle_plugin.runtime.control import InLoop, SocketControl
+from recycle_plugin.core.messages.protocol import Exited, Heard, Hello, Over, Pulse, Welcome
+from recycle_plugin.experiments.runs import free_port
+from recycle_plugin.runtime.control.connections import InLoop, SocketControl
+from recycle_plugin.runtime.processes import supervisor
+from recycle_plugin.runtime.processes import worker_keeper as place
 
 PATIENCE_S = 60.0
 

@@ -10,9 +10,10 @@ import sys
 
 import pytest
 
-from recycle_plugin.runtime import folders, telemetry
-from recycle_plugin.runtime.errors import NotSaved, RecycleError
-from recycle_plugin.runtime.telemetry import UNWRITTEN, WRITTEN, Droppable, Lines
+from recycle_plugin import folders
+from recycle_plugin.errors import NotSaved, RecycleError
+from recycle_plugin.observability import telemetry
+from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN, Droppable, Lines
 
 
 @pytest.fixture

@@ -11,21 +11,20 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.encoding import HEAD
-from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.core.faults import FaultScript
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.protocol import Generation, Missing, Note
-from recycle_plugin.core.roster import Member
-from recycle_plugin.runtime import transport
-from recycle_plugin.runtime.accepting import PAUSE_S
+from recycle_plugin.core.messages.encoding import HEAD
+from recycle_plugin.core.messages.protocol import Generation, Missing, Note
+from recycle_plugin.core.vocabulary.faults import FaultScript
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.device import CPU, There
-from recycle_plugin.runtime.errors import WaitTimeout
-from recycle_plugin.runtime.tiers import Host
-from recycle_plugin.runtime.transport import LANGUAGE, Header, Sender, Transport
-from recycle_plugin.runtime.worker.operations import Operations
-from recycle_plugin.runtime.world import TorchMachine
-
+from recycle_plugin.runtime.movers import tcp as transport
+from recycle_plugin.runtime.movers.tcp import LANGUAGE, Header, Sender, Transport
+from recycle_plugin.runtime.processes.accepting import PAUSE_S
+from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.worker.machine import TorchMachine
+from recycle_plugin.runtime.worker.tiers import Host
 from tests.support.descriptors import none_left
 from tests.support.moved import Inbox, act
 

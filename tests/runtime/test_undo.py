@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from recycle_plugin.runtime.undo import KINDS
+from recycle_plugin.runtime.state.undo import KINDS
 from tests.support.optimizers import INVERTIBLE, OTHERS, Subject, same
 
 ALL = INVERTIBLE | OTHERS

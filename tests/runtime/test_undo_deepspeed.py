@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recycle_plugin.runtime.undo.rules import of
+from recycle_plugin.runtime.state.undo.rules import of
 from tests.support.optimizers import Subject, stage_state
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -19,8 +19,10 @@ deepspeed_adam = pytest.importorskip("deepspeed.ops.adam")
 
 from deepspeed.runtime.engine import DeepSpeedEngine  # noqa: E402
 
-from recycle_plugin.adapters.deepspeed.ports import Skipped  # noqa: E402
-from recycle_plugin.adapters.deepspeed.ports import COUNTERS  # noqa: E402
+from recycle_plugin.adapters.deepspeed.ports import (
+    COUNTERS,  # noqa: E402
+    Skipped,  # noqa: E402
+)
 from recycle_plugin.runtime.worker.stepping import undo_record  # noqa: E402
 
 

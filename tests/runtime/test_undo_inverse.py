@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.undo import KINDS
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.state.undo import KINDS
 from tests.support.optimizers import INVERTIBLE, OTHERS, Lamb, Make, Subject, stage_state
 
 ROUNDINGS = 8  # of an element, at most, in a step and its way back

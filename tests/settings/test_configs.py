@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from recycle_plugin import configs
-from recycle_plugin.compose import ComposeError, EmulatedModel, GPTModel, compose, compose_from_command_line
-from recycle_plugin.core import profile
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.settings import Settings, SettingsError
+from recycle_plugin.core.vocabulary import profile
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.settings.compose import ComposeError, EmulatedModel, GPTModel, compose, compose_from_command_line
+from recycle_plugin.settings.schema import Settings, SettingsError
 from recycle_plugin.simulator import analytic
 
 ROOT = Path(configs.__file__).parent

@@ -5,16 +5,17 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings as hypothesis_settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from recycle_plugin import planner
-from recycle_plugin.core import profile
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.settings import Costs, Settings, SettingsError, reference
+from recycle_plugin.core.vocabulary import profile
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.settings.schema import Costs, Settings, SettingsError, reference
 from recycle_plugin.simulator import analytic
 
 
@@ -344,7 +345,7 @@ def test_the_reference_lists_every_setting():
     assert all(f"| `costs.{name}` |" in table for name in Costs.model_fields)
 
 
-@pytest.mark.parametrize("module", ["recycle_plugin", "recycle_plugin.settings", "recycle_plugin.cli", "recycle_plugin.compose"])
+@pytest.mark.parametrize("module", ["recycle_plugin", "recycle_plugin.settings.schema", "recycle_plugin.cli", "recycle_plugin.settings.compose"])
 def test_importing_loads_neither_torch_nor_deepspeed(module):
     code = f"import sys, {module}; print(*sorted({{'torch', 'deepspeed', 'megatron'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
-from recycle_plugin.settings import SECTIONS, Costs, Settings
+from recycle_plugin.settings.schema import SECTIONS, Costs, Settings
 from recycle_plugin.simulator import predict
 
 ROOT = Path(__file__).parents[2]

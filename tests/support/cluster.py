@@ -24,8 +24,8 @@ from typing import Callable, TextIO
 
 import psutil
 
-from recycle_plugin.runs import MARK, await_reports, environment, free_port, processes_with
-from recycle_plugin.runtime.spawn import Request, ask
+from recycle_plugin.experiments.runs import MARK, await_reports, environment, free_port, processes_with
+from recycle_plugin.runtime.processes.spawn import Request, ask
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.02

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from recycle_plugin.core.executor import Span
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Op
-from recycle_plugin.runtime.trace import read_traces
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.observability.trace import read_traces
 from tests.support.cluster import Result
 
 Place = tuple[int, int]  # stage, step

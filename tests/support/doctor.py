@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.core.profile import Part, Profile, Wire
+from recycle_plugin.core.vocabulary.profile import Part, Profile, Wire
 
 SIZES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6}
 ON = {"recycle": {"enabled": True}}

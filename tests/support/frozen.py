@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from recycle_plugin import planner
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import Member
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.messages.protocol import Member
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.simulator import campaign
-from recycle_plugin.simulator.checks import Watcher
-from recycle_plugin.simulator.lines import Weather
+from recycle_plugin.simulator.checkers import Watcher
+from recycle_plugin.simulator.message_delays import Weather
 from recycle_plugin.simulator.scenario import Heavy, Scenario, Trouble
 
 FILE = Path(__file__).parents[1] / "pure" / "frozen" / "scenarios.jsonl.gz"

@@ -19,7 +19,7 @@ from typing import Callable, Iterator, TextIO, TypeVar
 import psutil
 
 import recycle_plugin.launch
-from recycle_plugin.runs import environment
+from recycle_plugin.experiments.runs import environment
 from tests.support.cluster import DEEPSPEED, POLL_S, ROOT, ForkServer, Run, WarmLauncher
 from tests.support.launchers import install
 

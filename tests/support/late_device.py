@@ -8,8 +8,8 @@ from typing import NamedTuple, Sequence
 
 import torch
 
+from recycle_plugin.runtime.collectives.link import Handle
 from recycle_plugin.runtime.device import CPU, Copy, Tensors
-from recycle_plugin.runtime.link import Handle
 
 
 class Asked(NamedTuple):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.deadlines import Deadlines
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.job import Job
-from recycle_plugin.core.membership import Membership
-from recycle_plugin.core.output import Output
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import Ready, Report, Resume, Stepped
-from recycle_plugin.core.roster import Member
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import Output
+from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.messages.protocol import Ready, Report, Resume, Stepped
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.deadlines import Deadlines
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.roster import Member
 
 REPLICAS, STAGES = 2, 2
 DEADLINES = Deadlines(

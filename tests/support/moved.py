@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.runtime.mover import Mover
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.runtime.movers.mover import Mover
 
 
 def act(index: int, step: int = 1) -> Datum:

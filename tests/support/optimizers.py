@@ -7,8 +7,8 @@ from typing import Any, Callable
 
 import torch
 
-from recycle_plugin.runtime.state import OptimizerState, Part, StageState, of_parameters
-from recycle_plugin.runtime.undo import KINDS
+from recycle_plugin.runtime.state.stage_state import OptimizerState, Part, StageState, of_parameters
+from recycle_plugin.runtime.state.undo import KINDS
 
 
 class Lamb(torch.optim.Optimizer):

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.runtime.worker.stage import Stage
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.runtime.stage.stage import Stage
 
 Key = tuple[int, MicroBatch]  # step, micro-batch
 Tensors = tuple[torch.Tensor, ...]

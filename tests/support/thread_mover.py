@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import deque
 from typing import Iterable, Iterator
 
-from recycle_plugin.core.dataflow import Datum
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.device import COPY_S, Copy, Tensors
-from recycle_plugin.runtime.session import Session
 
 Hub = dict[str, "ThreadMover"]
 """Those that can be reached, by address."""
 
 
 class ThreadMover:
-    """As runtime.mover.Mover, of those that share ``hub``."""
+    """As runtime.movers.mover.Mover, of those that share ``hub``."""
 
     def __init__(self, session: Session, hub: Hub) -> None:
         self._session, self._hub = session, hub

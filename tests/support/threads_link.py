@@ -1,4 +1,4 @@
-"""A link whose members are threads of one process: the port's second implementation (recycle_plugin/runtime/link.py).
+"""A link whose members are threads of one process: the port's second implementation (recycle_plugin/runtime/collectives/link.py).
 
 Whoever comes last to an operation carries it out for all.
 """
@@ -12,7 +12,22 @@ from typing import Callable, Sequence
 import torch
 from torch.distributed import ReduceOp
 
-from recycle_plugin.runtime.link import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Broken, Gather, Handle, Operation, Receive, Reduce, ReduceScatter, Scatter, Send
+from recycle_plugin.runtime.collectives.link import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Broken,
+    Gather,
+    Handle,
+    Operation,
+    Receive,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+    Send,
+)
 
 Begun = tuple[Operation, Handle]
 REDUCTIONS = {ReduceOp.SUM: torch.sum, ReduceOp.MAX: torch.amax, ReduceOp.MIN: torch.amin, ReduceOp.PRODUCT: torch.prod}

@@ -14,7 +14,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 torch = pytest.importorskip("torch")
 
-from recycle_plugin.runtime.split_backward import DeferredWeights  # noqa: E402
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 
 import torch
-
 from recycle_plugin.patches import deepspeed_cpu
 
 faulthandler.dump_traceback_later(90, exit=True)
@@ -22,8 +21,8 @@ deepspeed.init_distributed("gloo")
 
 from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss  # noqa: E402
 from recycle_plugin.adapters.megatron.text import TextWindows  # noqa: E402
-from recycle_plugin.runtime.emulated import EmulatedLayer  # noqa: E402
-from recycle_plugin.runtime.split_backward import DeferredWeights  # noqa: E402
+from recycle_plugin.runtime.stage.emulated import EmulatedLayer  # noqa: E402
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights  # noqa: E402
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,

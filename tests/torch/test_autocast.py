@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from recycle_plugin.core.dataflow import provides
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.places import Places
+from recycle_plugin.core.vocabulary.dataflow import provides
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.worker.data_cursor import Places
 from recycle_plugin.runtime.device import CPU
+from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.worker.ports import StageModel
-from recycle_plugin.runtime.worker.stage import Stage
-from recycle_plugin.settings import Settings
+from recycle_plugin.settings.schema import Settings
 from tests.support.stored_stage import StoredStage
 
 pytest.importorskip("deepspeed")
 
 from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockBuckets, StockOptimizer  # noqa: E402
-from recycle_plugin.runtime.worker.changed import stage_state  # noqa: E402
-from recycle_plugin.runtime.worker.clipping import Clipping, TrueNorm  # noqa: E402
-from recycle_plugin.runtime.worker.gradients import Gradients  # noqa: E402
+from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm  # noqa: E402
+from recycle_plugin.runtime.stage.gradients import Gradients  # noqa: E402
+from recycle_plugin.runtime.worker.changed_state import stage_state  # noqa: E402
 from recycle_plugin.runtime.worker.scaling import LossScale  # noqa: E402
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record  # noqa: E402
 

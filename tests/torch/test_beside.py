@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("deepspeed")
 
 from recycle_plugin.adapters.deepspeed.checkpoint import Copied, Inventory, beside, file_beside, take_beside  # noqa: E402
-from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
-from recycle_plugin.runtime.state import Part  # noqa: E402
+from recycle_plugin.errors import RecycleError  # noqa: E402
+from recycle_plugin.runtime.state.stage_state import Part  # noqa: E402
 from tests.support.optimizers import same  # noqa: E402
 from tests.torch.test_state import Worker, without  # noqa: E402
 

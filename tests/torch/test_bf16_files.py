@@ -16,10 +16,10 @@ from deepspeed.checkpoint import constants as names  # noqa: E402
 
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles  # noqa: E402
 from recycle_plugin.adapters.deepspeed.checkpoint import check_loadable  # noqa: E402
-from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
-from recycle_plugin.runtime.masters import Masters  # noqa: E402
-from recycle_plugin.runtime.state import OptimizerState, StageState, of_parameters  # noqa: E402
-from recycle_plugin.runtime.undo import KINDS  # noqa: E402
+from recycle_plugin.errors import RecycleError  # noqa: E402
+from recycle_plugin.runtime.stage.masters import Masters  # noqa: E402
+from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, of_parameters  # noqa: E402
+from recycle_plugin.runtime.state.undo import KINDS  # noqa: E402
 from tests.support.optimizers import same  # noqa: E402
 
 MAKE: dict[str, Callable] = {
@@ -180,7 +180,6 @@ def stock(process_group, monkeypatch):
     """``stock(module, optimizer)``: DeepSpeed's BF16_Optimizer in a job of one worker."""
     import deepspeed.comm as comm
     from deepspeed.runtime import bf16_optimizer
-
     from recycle_plugin.patches import deepspeed_cpu
 
     deepspeed_cpu.apply()

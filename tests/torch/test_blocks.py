@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from recycle_plugin.core.blocks import Block
-from recycle_plugin.runtime import blocks
-from recycle_plugin.runtime.blocks import fixed_order_sum
+from recycle_plugin.core.vocabulary.blocks import Block
+from recycle_plugin.runtime.stage import block_sums as blocks
+from recycle_plugin.runtime.stage.block_sums import fixed_order_sum
 
 DEADLINE_S = 30
 BLOCKS = [Block(replica, number) for replica in range(3) for number in range(2)]

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.errors import RecycleError
 from tests.support.differential import HABITS, MODES, OPTIMIZERS, Course, Model, Plugin, Stuck, compare, differ
 from tests.support.grammar import BOUNDARIES, CAN_NOT_TRAVEL, DATA, LOSSES, NO_LOSSES, PIECES, REFUSED
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from recycle_plugin.runtime import emulated
-from recycle_plugin.runtime.emulated import EmulatedLayer
-from recycle_plugin.runtime.split_backward import DeferredWeights
+from recycle_plugin.runtime.stage import emulated
+from recycle_plugin.runtime.stage.emulated import EmulatedLayer
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 
 
 @pytest.fixture

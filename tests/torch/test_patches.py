@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from recycle_plugin.patches import Patch, PatchMismatch, source_sha256
 
 
@@ -132,9 +131,8 @@ def test_deepspeed_builds_no_extension_for_its_collectives():
     pytest.importorskip("deepspeed")
     import importlib
 
-    from recycle_plugin.patches import deepspeed_cpu
-
     import deepspeed
+    from recycle_plugin.patches import deepspeed_cpu
 
     comm = importlib.import_module("deepspeed.comm.torch")
     before = dict(deepspeed.ops.__compatible_ops__)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
-from recycle_plugin.adapters.deepspeed.checks import check_placement
-from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.adapters.deepspeed.engine_checks import check_placement
+from recycle_plugin.errors import RecycleError
 
 
 def module(topology: ProcessTopology) -> SimpleNamespace:

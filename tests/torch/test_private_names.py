@@ -93,7 +93,7 @@ def test_what_a_users_engine_adds_takes_no_part_of_ours_away() -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     from recycle_plugin.adapters.deepspeed.engine import RecycleEngine, engine_class
-    from recycle_plugin.runtime.errors import RecycleError
+    from recycle_plugin.errors import RecycleError
 
     everyday = dict.fromkeys(("norm", "share", "compute", "record", "read", "undo", "running"), lambda self: None)
     made = engine_class(type("Mine", (PipelineEngine,), everyday), job=None)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from recycle_plugin.adapters.deepspeed.hook import Plugin
+from recycle_plugin.adapters.deepspeed.entry import Plugin
 from recycle_plugin.adapters.deepspeed.refusals import BYPASSED, REMOVED, refusals, sizes
-from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.errors import RecycleError
 
 BF16 = {"bf16": {"enabled": True}}
 ZERO_1, REPLICATE = {"zero_optimization": {"stage": 1}}, {"recycle": {"zero": "replicate"}}
@@ -165,7 +165,6 @@ MODELS = {
 def deepspeed_alone(process_group):
     """DeepSpeed in one process."""
     import deepspeed
-
     from recycle_plugin.patches import deepspeed_cpu
 
     deepspeed_cpu.apply()
@@ -180,7 +179,7 @@ def deepspeed_alone(process_group):
 def test_a_model_that_asks_for_what_is_not_supported(deepspeed_alone, name):
     from deepspeed.pipe import PipelineModule
 
-    from recycle_plugin.adapters.deepspeed.checks import check_config
+    from recycle_plugin.adapters.deepspeed.engine_checks import check_config
 
     layers, more, line = MODELS[name]
     kind = type("Model", (*more.get("bases", ()), PipelineModule), {})
@@ -196,7 +195,7 @@ def test_checkpointing_that_the_script_has_configured(deepspeed_alone, monkeypat
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.activation_checkpointing import checkpointing
 
-    from recycle_plugin.adapters.deepspeed.checks import check_config
+    from recycle_plugin.adapters.deepspeed.engine_checks import check_config
 
     monkeypatch.setattr(checkpointing, option, True)
     with pytest.raises(RecycleError, match="deepspeed.checkpointing.configure with contiguous_checkpointing or partition_activations wants"):
@@ -204,7 +203,7 @@ def test_checkpointing_that_the_script_has_configured(deepspeed_alone, monkeypat
 
 
 def test_what_changes_once_training_has_begun():
-    from recycle_plugin.runtime.surroundings import AsStarted
+    from recycle_plugin.runtime.state.surroundings import AsStarted
 
     module = nn.Sequential(linear(), linear())
     started = AsStarted(module)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.runtime.blocks import BlockSums
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.device import CPU
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.randomness import keyed
+from recycle_plugin.runtime.stage.block_sums import BlockSums
+from recycle_plugin.runtime.stage.randomness import keyed
+from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.worker.ports import StageModel
-from recycle_plugin.runtime.worker.stage import Stage
 from tests.support.stored_stage import StoredStage
 
 KEY = 1, MicroBatch(0, 0)

@@ -12,14 +12,14 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.device import CPU
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.randomness import key as random_key
-from recycle_plugin.runtime.randomness import keyed
-from recycle_plugin.runtime.split_backward import DeferredWeights
+from recycle_plugin.runtime.stage.randomness import key as random_key
+from recycle_plugin.runtime.stage.randomness import keyed
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights
+from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.worker.ports import StageModel
-from recycle_plugin.runtime.worker.stage import Stage
 from tests.support.stored_stage import StoredStage
 
 WIDTH, MICRO_BATCHES, STEP = 6, 3, 2

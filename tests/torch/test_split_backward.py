@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from recycle_plugin.runtime.operators import CONVERTERS, Converter, register_converter
-from recycle_plugin.runtime.split_backward import DeferredWeights, PendingWeights
+from recycle_plugin.runtime.stage.operators import CONVERTERS, Converter, register_converter
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights
 
 
 class Checkpointed(nn.Module):

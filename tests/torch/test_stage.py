@@ -10,20 +10,20 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from recycle_plugin.core.dataflow import Datum, consumes, provides, requires
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.runtime.blocks import BlockSums
+from recycle_plugin.core.vocabulary.dataflow import Datum, consumes, provides, requires
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.device import CPU, Device
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.masters import Masters
-from recycle_plugin.runtime.randomness import key as random_key
-from recycle_plugin.runtime.randomness import keyed
-from recycle_plugin.runtime.split_backward import DeferredWeights
+from recycle_plugin.runtime.stage.block_sums import BlockSums
+from recycle_plugin.runtime.stage.masters import Masters
+from recycle_plugin.runtime.stage.randomness import key as random_key
+from recycle_plugin.runtime.stage.randomness import keyed
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights
+from recycle_plugin.runtime.stage.stage import Key, Stage
 from recycle_plugin.runtime.worker.ports import StageModel
-from recycle_plugin.runtime.worker.stage import Key, Stage
 from tests.support.late_device import Asked, LateDevice
 from tests.support.stored_stage import StoredStage
 
@@ -317,7 +317,7 @@ OWN, TAKEN = [MicroBatch(0, index) for index in range(4)], [MicroBatch(1, index)
 
 
 class Alone:
-    """A stage's only live worker, as runtime.blocks.Group."""
+    """A stage's only live worker, as runtime.stage.block_sums.Group."""
 
     def live_position(self) -> tuple[int, int]:
         return 0, 1

@@ -19,12 +19,12 @@ pytest.importorskip("deepspeed")
 
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer  # noqa: E402
 from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockOptimizer, counters_part, loss_scaler  # noqa: E402
-from recycle_plugin.core.places import Places  # noqa: E402
-from recycle_plugin.runtime.errors import RecycleError  # noqa: E402
-from recycle_plugin.runtime.masters import Masters  # noqa: E402
-from recycle_plugin.runtime.state import Chunk, Filling, Form, OptimizerState, Part, StageState, of_parameters  # noqa: E402
-from recycle_plugin.runtime.undo import KINDS  # noqa: E402
-from recycle_plugin.runtime.worker.changed import scheduler_part, stage_state  # noqa: E402
+from recycle_plugin.core.worker.data_cursor import Places  # noqa: E402
+from recycle_plugin.errors import RecycleError  # noqa: E402
+from recycle_plugin.runtime.stage.masters import Masters  # noqa: E402
+from recycle_plugin.runtime.state.stage_state import Chunk, Filling, Form, OptimizerState, Part, StageState, of_parameters  # noqa: E402
+from recycle_plugin.runtime.state.undo import KINDS  # noqa: E402
+from recycle_plugin.runtime.worker.changed_state import scheduler_part, stage_state  # noqa: E402
 from recycle_plugin.runtime.worker.scaling import LossScale  # noqa: E402
 from tests.support.optimizers import Make, same  # noqa: E402
 from tests.support.optimizers import stage_state as of_list  # noqa: E402

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from recycle_plugin.runtime.surroundings import Surroundings
+from recycle_plugin.runtime.state.surroundings import Surroundings
 
 
 def gradient(model: torch.nn.Module) -> torch.Tensor:

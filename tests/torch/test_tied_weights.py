@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.roster import Member, Roster
-from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.runtime.tied import TiedWeight
-from recycle_plugin.runtime.worker.clipping import Clipping, TrueNorm
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import Member, Roster
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
+from recycle_plugin.runtime.stage.tied import TiedWeight
 from tests.torch.test_blocks import DEADLINE_S, Threads
 
 STAGES, REPLICAS = (0, 1, 3), 3

@@ -19,9 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recycle_plugin.core.line import JobEnded
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.touch import METHODS, PROPERTIES, FirstTouch
+from recycle_plugin.core.worker.control_view import JobEnded
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.state.touch import METHODS, PROPERTIES, FirstTouch
 
 INPUT = torch.arange(8.0).view(2, 4) / 8
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from recycle_plugin.runtime.operators import LinearOperator
-from recycle_plugin.runtime.split_backward import DeferredWeights, PendingWeights
+from recycle_plugin.runtime.stage.operators import LinearOperator
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights
 
 
 def batch(seed: int, *shape: int) -> torch.Tensor:

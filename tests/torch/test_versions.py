@@ -8,8 +8,8 @@ from importlib import metadata
 
 import pytest
 
-from recycle_plugin.adapters.deepspeed.hook import check_versions
-from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.adapters.deepspeed.entry import check_versions
+from recycle_plugin.errors import RecycleError
 
 
 @pytest.fixture

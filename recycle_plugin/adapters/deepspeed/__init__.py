@@ -1,5 +1,5 @@
 """DeepSpeed: the pipeline engine that runs plans, and the way into an unmodified training script."""
 
-from recycle_plugin.adapters.deepspeed.hook import Plugin
+from recycle_plugin.adapters.deepspeed.entry import Plugin
 
 __all__ = ["Plugin"]

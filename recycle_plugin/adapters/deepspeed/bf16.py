@@ -18,8 +18,8 @@ from deepspeed.checkpoint import constants as names
 from deepspeed.git_version_info import version
 from deepspeed.utils import fragment_address
 
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.masters import Masters
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.stage.masters import Masters
 
 ALIGNMENT = 2  # numbers, of each part: stock's
 Parameters = list[torch.nn.Parameter]

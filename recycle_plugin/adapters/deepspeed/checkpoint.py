@@ -3,7 +3,7 @@
 Stock DeepSpeed lets replica 0 write each stage's layers and optimizer state, and rank 0 what belongs to all; either may be dead.
 Here the lowest live replica of each stage, and the lowest live rank, play those parts while the stock code runs.
 
-What of a stage's state (runtime/state.py) is not in what stock code hands over to be saved goes into a file of the stage's own beside it, which stock
+What of a stage's state (runtime/state/stage_state.py) is not in what stock code hands over to be saved goes into a file of the stage's own beside it, which stock
 does not read: the loss scale, and weights of tied layers that have a ``forward_fn``.  Where nothing is left there is no such file.
 """
 
@@ -19,16 +19,16 @@ import torch
 from deepspeed.checkpoint import constants as names
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from recycle_plugin import folders
 from recycle_plugin.adapters.deepspeed.bf16 import StateFiles
 from recycle_plugin.adapters.deepspeed.ties import Ties
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.protocol import Generation
-from recycle_plugin.core.watch import ELSEWHERE
-from recycle_plugin.runtime import folders
+from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.messages.protocol import Generation
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.errors import NotSaved, RecycleError
+from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.device import HOST, fetch
-from recycle_plugin.runtime.errors import NotSaved, RecycleError
-from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.state import StageState
+from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.worker.ports import Reach, Scaler
 
 STOCKS = frozenset(("optimizer", "scheduler", "counters"))  # small parts that stock's files have

@@ -27,19 +27,19 @@ from recycle_plugin.adapters.deepspeed.monitors import Reporting
 from recycle_plugin.adapters.deepspeed.ports import StockBuckets, StockNorm, StockOptimizer, counters_part, loss_scaler
 from recycle_plugin.adapters.deepspeed.schedule import INSTRUCTION_MAP, PlanSchedule
 from recycle_plugin.adapters.deepspeed.ties import Ties
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.places import Places
-from recycle_plugin.core.topology import Topology, tied
-from recycle_plugin.runtime.batches import packed
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.topology import Topology, tied
+from recycle_plugin.core.worker.data_cursor import Places
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.device import device_of
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.masters import Masters
-from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.worker.changed import scheduler_part
+from recycle_plugin.runtime.movers.batches import packed
+from recycle_plugin.runtime.stage.masters import Masters
+from recycle_plugin.runtime.worker.changed_state import scheduler_part
 from recycle_plugin.runtime.worker.data import DatasetSource
 from recycle_plugin.runtime.worker.ports import Framework, Scaler, Source, StageModel, trained
 from recycle_plugin.runtime.worker.trainer import Trainer
-from recycle_plugin.settings import Settings
+from recycle_plugin.settings.schema import Settings
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class RecycleEngine(PipelineEngine):
         something else touches them (another thread, a kept numpy array or storage, C++ without torch's dispatch) call ``settle()``.
         Learning rates and counts of steps are plain numbers: those of the step as it was applied, until then.
 
-        ``data_iter``: as in DeepSpeed, read by the first and the last stage; core/sources.py has what happens to it after a loss.
+        ``data_iter``: as in DeepSpeed, read by the first and the last stage; core/vocabulary/iterator_draws.py has what happens to it after a loss.
         """
         with self._trainer.lifted():
             self._feeding.take_iterator(data_iter)

@@ -6,8 +6,8 @@ from typing import Any, Callable
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.runtime.errors import RecycleError
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.worker.data import DatasetSource
 from recycle_plugin.runtime.worker.feed import Feed
 from recycle_plugin.runtime.worker.ports import Source

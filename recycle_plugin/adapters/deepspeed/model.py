@@ -9,7 +9,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
 from recycle_plugin.runtime.device import Device
-from recycle_plugin.runtime.randomness import keyed
+from recycle_plugin.runtime.stage.randomness import keyed
 
 
 def reentrant(module: PipelineModule) -> bool:

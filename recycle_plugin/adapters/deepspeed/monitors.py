@@ -18,8 +18,8 @@ import torch
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.telemetry import Droppable, Say, console
+from recycle_plugin.observability.telemetry import Droppable, Say, console
+from recycle_plugin.runtime.control.session import Session
 
 Entry = tuple[str, float, int]  # name, value, samples trained on so far
 RANK_0 = SimpleNamespace(get_rank=lambda: 0)
@@ -94,7 +94,7 @@ class Reporting:
 
 
 def figures(known: dict, generation: int, batch: int, samples: int) -> list[Entry]:
-    """Entries of a committed step.  ``known``: core.work's; ``batch``: samples of a step; ``samples``: of all steps so far."""
+    """Entries of a committed step.  ``known``: core.coordinator.step_figures's; ``batch``: samples of a step; ``samples``: of all steps so far."""
     values = {"live_workers": known.get("workers"), "membership_changes": generation, "bubble_share": known.get("bubble_share"),
               "redone_share": known.get("redone_share"), "samples_per_second": batch / known["step_s"] if "step_s" in known else None}  # fmt: skip
     return [(f"Recycle/{name}", value, samples) for name, value in values.items() if value is not None]

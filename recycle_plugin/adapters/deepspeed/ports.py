@@ -10,8 +10,8 @@ from deepspeed.runtime.engine import MEMORY_OPT_ALLREDUCE_SIZE
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
-from recycle_plugin.runtime.state import Part
-from recycle_plugin.runtime.worker.clipping import squared_norm
+from recycle_plugin.runtime.stage.clipping import squared_norm
+from recycle_plugin.runtime.state.stage_state import Part
 from recycle_plugin.runtime.worker.ports import Parameters, Scaler
 
 

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any, Iterator
 
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.settings import SECTION
-from recycle_plugin.wording import shown
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.settings.schema import SECTION
+from recycle_plugin.settings.wording import shown
 
 
 def refusals(config: dict[str, Any]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """A worker's program as a DeepSpeed ``PipeSchedule``, our instructions as its ``PipeInstruction`` s, and what runs each of them.
 
-For whoever looks at a pipeline engine there: the worker runtime runs the program itself (core/executor.py), and takes no way through DeepSpeed.
+For whoever looks at a pipeline engine there: the worker runtime runs the program itself (core/worker/executor.py), and takes no way through DeepSpeed.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from typing import Iterator
 
 from deepspeed.runtime.pipe import schedule as stock
 
-from recycle_plugin.core.instruction import COMPUTE, Op
-from recycle_plugin.core.loop import Program
-from recycle_plugin.core.worker import Worker
-from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
+from recycle_plugin.core.worker.training_loop import Program
+from recycle_plugin.core.worker.worker import Worker
+from recycle_plugin.runtime.stage.operations import Operations
 
 NAMES = {
     Op.LOAD: "Load",

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.masters import Masters
-from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.tied import TiedWeight
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.stage.masters import Masters
+from recycle_plugin.runtime.stage.tied import TiedWeight
 
 
 def shared(module: PipelineModule, specs: list) -> dict[str, tuple[int, ...]]:

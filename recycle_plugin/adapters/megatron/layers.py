@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import get_pg_size
 from torch import Tensor, nn
 
-from recycle_plugin.runtime.operators import (
+from recycle_plugin.runtime.stage.operators import (
     Converter,
     EmbeddingOperator,
     LinearOperator,

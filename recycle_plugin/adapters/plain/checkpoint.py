@@ -11,12 +11,12 @@ from typing import Any, Callable, Mapping
 
 import torch
 
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.runtime import folders
+from recycle_plugin import folders
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.device import HOST
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.state import StageState
+from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.worker.ports import Reach
 
 

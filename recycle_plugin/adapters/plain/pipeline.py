@@ -10,14 +10,14 @@ from typing import Any, Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from recycle_plugin.adapters.plain.job import PlainJob, check_numbers, device, settings_of
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.core.places import Places
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.runtime import session
-from recycle_plugin.runtime.batches import packed
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.randomness import keyed
+from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, device, settings_of
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.data_cursor import Places
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control import session
+from recycle_plugin.runtime.movers.batches import packed
+from recycle_plugin.runtime.stage.randomness import keyed
 from recycle_plugin.runtime.worker.data import DatasetSource
 from recycle_plugin.runtime.worker.ports import Source
 

@@ -7,7 +7,7 @@ from typing import Any, Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from recycle_plugin.runtime.state import Part
+from recycle_plugin.runtime.state.stage_state import Part
 
 BUCKET = 500_000_000  # numbers
 

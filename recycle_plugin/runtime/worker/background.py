@@ -1,7 +1,7 @@
 """Checkpoints that are made by themselves, written while training goes on.
 
 Between two steps everybody copies what it has to write (which needs a second copy of the state in host memory, on the lowest live
-replica of each stage), and a thread writes it.  How often follows from the measured cost (core/rhythm.py).  A loss before all have
+replica of each stage), and a thread writes it.  How often follows from the measured cost (core/worker/checkpoint_interval.py).  A loss before all have
 written drops the checkpoint, and the next one comes at once.  One that can't be written, by any worker, is none: what is there of it goes, and the next one is
 tried after as many steps.
 """
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
-from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.core.protocol import Arrived, Met
-from recycle_plugin.core.rhythm import Cost, Meter, Rhythm
-from recycle_plugin.core.roster import WorkerId
-from recycle_plugin.core.watch import ELSEWHERE
-from recycle_plugin.runtime import folders
-from recycle_plugin.runtime.errors import NotSaved
-from recycle_plugin.runtime.loop import Loop
-from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.worker.saving import Saving, unwatched
+from recycle_plugin import folders
+from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.messages.protocol import Arrived, Met
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.core.worker.checkpoint_interval import Cost, Meter, Rhythm
+from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.errors import NotSaved
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.worker.blocking_loop import Loop
+from recycle_plugin.runtime.worker.checkpoint_files import Saving, unwatched
 
 Write = Callable[[], None]
 

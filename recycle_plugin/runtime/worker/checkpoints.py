@@ -6,15 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Callable
 
-from recycle_plugin.core.rhythm import Rhythm
-from recycle_plugin.runtime.errors import NotSaved
-from recycle_plugin.runtime.loop import Loop
-from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.state import StageState
+from recycle_plugin.core.worker.checkpoint_interval import Rhythm
+from recycle_plugin.errors import NotSaved
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.worker.background import Background
+from recycle_plugin.runtime.worker.blocking_loop import Loop
+from recycle_plugin.runtime.worker.checkpoint_files import Saving
 from recycle_plugin.runtime.worker.ports import Checkpoints, Reach
-from recycle_plugin.runtime.worker.saving import Saving
-from recycle_plugin.settings import Settings
+from recycle_plugin.settings.schema import Settings
 
 
 class JobCheckpoints:

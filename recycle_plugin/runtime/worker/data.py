@@ -8,13 +8,14 @@ from typing import Any, Callable
 from torch.utils.data import BatchSampler, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.core.places import Places
-from recycle_plugin.core.sources import Draw
-from recycle_plugin.core.watch import ELSEWHERE
-from recycle_plugin.runtime.batches import Tensors, described, packed
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.session import Session
+from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.iterator_draws import Draw
+from recycle_plugin.core.worker.data_cursor import Places
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.movers.batches import Tensors, described, packed
+
 
 class DatasetSource:
     """A map-style dataset in the order in which DeepSpeed's own loader would read it.
@@ -44,7 +45,7 @@ class DatasetSource:
 
 
 class ScriptsIterator:
-    """As core.supply.Iterator: batches are kept as the transport carries them.  ``next_batch(what)`` gives one; ``what`` names it in errors."""
+    """As core.worker.iterator_data.Iterator: batches are kept as the transport carries them.  ``next_batch(what)`` gives one; ``what`` names it in errors."""
 
     def __init__(self, session: Session, next_batch: Callable[[str], Any]) -> None:
         self._session, self._next_batch = session, next_batch

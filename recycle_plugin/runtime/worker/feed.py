@@ -1,16 +1,16 @@
-"""Where a worker's micro-batches come from: a source that is addressed by step and micro-batch, or its script's plain iterator (core/sources.py)."""
+"""Where a worker's micro-batches come from: a source that is addressed by step and micro-batch, or its script's plain iterator (core/vocabulary/iterator_draws.py)."""
 
 from __future__ import annotations
 
 from typing import Any, Callable
 
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.sources import Batches
-from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.core.supply import Supply
-from recycle_plugin.runtime.batches import Tensors
-from recycle_plugin.runtime.session import Session
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.iterator_draws import Batches
+from recycle_plugin.core.worker.iterator_data import Supply
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.movers.batches import Tensors
 from recycle_plugin.runtime.worker.data import ScriptsIterator
 from recycle_plugin.runtime.worker.ports import Source
 

@@ -15,13 +15,13 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 import torch
 import torch.distributed as dist
 
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.places import Places
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.data_cursor import Places
 from recycle_plugin.runtime.device import Device
-from recycle_plugin.runtime.masters import Masters
-from recycle_plugin.runtime.state import Part, StageState
-from recycle_plugin.runtime.tied import TiedWeight
+from recycle_plugin.runtime.stage.masters import Masters
+from recycle_plugin.runtime.stage.tied import TiedWeight
+from recycle_plugin.runtime.state.stage_state import Part, StageState
 
 Parameters = list[torch.nn.Parameter]
 Reach = Callable[[str], None]

@@ -11,15 +11,15 @@ from typing import Any, Callable
 
 import torch
 
-from recycle_plugin.core.blocks import Blocks
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.stepstore import StepStore
-from recycle_plugin.runtime.blocks import in_place_of
+from recycle_plugin.core.vocabulary.blocks import Blocks
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.device import Device
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.repeatable import Rehearsal, State, check_unchanged
+from recycle_plugin.runtime.stage.block_sums import in_place_of
+from recycle_plugin.runtime.stage.repeatable import Rehearsal, State, check_unchanged
 from recycle_plugin.runtime.worker.ports import Compute, StageModel
 
 Computed = tuple[list[torch.Tensor | None], torch.Tensor]  # the gradient of each parameter, and the loss

@@ -1,6 +1,6 @@
 """From a stage's contributions to a step that is applied, or skipped, and from there to one that is taken back.
 
-Gradients are summed (gradients.py), those of tied weights over their stages too, judged by their norm (clipping.py, core/verdict.py), unscaled (scaling.py), clipped, and applied
+Gradients are summed (gradients.py), those of tied weights over their stages too, judged by their norm (clipping.py, core/coordinator/step_validation.py), unscaled (scaling.py), clipped, and applied
 by stock code, which also counts.  What takes the step back (runtime/undo) is recorded where the gradients are what the optimizer
 will apply: stock code clips after STEP has begun.
 """
@@ -11,14 +11,14 @@ from typing import Mapping
 
 import torch
 
-from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.state import StageState
-from recycle_plugin.runtime.undo import KINDS, Undo
-from recycle_plugin.runtime.worker.clipping import Clipping
-from recycle_plugin.runtime.worker.gradients import Gradients
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.stage.clipping import Clipping
+from recycle_plugin.runtime.stage.gradients import Gradients
+from recycle_plugin.runtime.stage.stage import Stage
+from recycle_plugin.runtime.state.stage_state import StageState
+from recycle_plugin.runtime.state.undo import KINDS, Undo
 from recycle_plugin.runtime.worker.ports import Optimizer, Parameters
 from recycle_plugin.runtime.worker.scaling import LossScale
-from recycle_plugin.runtime.worker.stage import Stage
 
 
 class Stepping:

@@ -1,7 +1,7 @@
 """The trainer of one worker: its steps, what its script does between them, and recovery from the loss of others, whatever framework built the model.
 
 ``train`` returns before its step is committed.  What it returned stays final: recovery finishes the step inside the next call.  Whatever of torch's
-touches parameters or the optimizer's state first, in the thread that trains, waits for the commit (runtime/touch.py).
+touches parameters or the optimizer's state first, in the thread that trains, waits for the commit (runtime/state/touch.py).
 """
 
 from __future__ import annotations
@@ -16,49 +16,50 @@ from typing import Any, Iterator, Sequence
 import torch
 
 from recycle_plugin import planner
-from recycle_plugin.core.blocks import Blocks
-from recycle_plugin.core.cost import CostModel
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.executor import Interrupted
-from recycle_plugin.core.ids import MicroBatch, Seat
-from recycle_plugin.core.job import Job
-from recycle_plugin.core.line import JobEnded
-from recycle_plugin.core.loop import Program
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.protocol import TRY_AGAIN, Fingerprint, Met, Ready
-from recycle_plugin.core.roster import Member
-from recycle_plugin.core.step import StepMachine
-from recycle_plugin.core.stepstore import Retention, StepStore
-from recycle_plugin.core.stopwatch import Stopwatch
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.core.watch import ELSEWHERE, promise_s
-from recycle_plugin.core.worker import Judging, Worker
-from recycle_plugin.runtime.batches import Tensors
-from recycle_plugin.runtime.blocks import BlockSums
-from recycle_plugin.runtime.errors import RecycleError
-from recycle_plugin.runtime.fingerprint import fingerprint
-from recycle_plugin.runtime.loop import Loop
-from recycle_plugin.runtime.randomness import key, keyed_torch
-from recycle_plugin.runtime.session import Session
-from recycle_plugin.runtime.split_backward import DeferredWeights
-from recycle_plugin.runtime.surroundings import AsStarted, Surroundings
-from recycle_plugin.runtime.tiers import AsMade, Host
-from recycle_plugin.runtime.touch import FirstTouch
-from recycle_plugin.runtime.trace import TraceFile
-from recycle_plugin.runtime.transport import Transport
-from recycle_plugin.runtime.worker.changed import stage_state
+from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.messages.protocol import TRY_AGAIN, Fingerprint, Met, Ready
+from recycle_plugin.core.vocabulary.blocks import Blocks
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.deadlines import promise_s
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.control_view import JobEnded
+from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.core.worker.step_store import Retention, StepStore
+from recycle_plugin.core.worker.stopwatch import Stopwatch
+from recycle_plugin.core.worker.training_loop import Program
+from recycle_plugin.core.worker.worker import Judging, Worker
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.observability.trace import TraceFile
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.movers.batches import Tensors
+from recycle_plugin.runtime.movers.tcp import Transport
+from recycle_plugin.runtime.stage.block_sums import BlockSums
+from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
+from recycle_plugin.runtime.stage.gradients import Gradients
+from recycle_plugin.runtime.stage.operations import Operations
+from recycle_plugin.runtime.stage.randomness import key, keyed_torch
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights
+from recycle_plugin.runtime.stage.stage import Stage
+from recycle_plugin.runtime.state.fingerprint import fingerprint
+from recycle_plugin.runtime.state.surroundings import AsStarted, Surroundings
+from recycle_plugin.runtime.state.touch import FirstTouch
+from recycle_plugin.runtime.worker.blocking_loop import Loop
+from recycle_plugin.runtime.worker.changed_state import stage_state
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
-from recycle_plugin.runtime.worker.clipping import Clipping, TrueNorm
 from recycle_plugin.runtime.worker.feed import Feed
-from recycle_plugin.runtime.worker.gradients import Gradients
-from recycle_plugin.runtime.worker.operations import Operations
+from recycle_plugin.runtime.worker.machine import TorchMachine
 from recycle_plugin.runtime.worker.ports import Checkpoints, Framework
 from recycle_plugin.runtime.worker.scaling import LossScale
 from recycle_plugin.runtime.worker.scripted import ScriptedStage
-from recycle_plugin.runtime.worker.stage import Stage
 from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
-from recycle_plugin.runtime.world import TorchMachine
-from recycle_plugin.settings import Settings
+from recycle_plugin.runtime.worker.tiers import AsMade, Host
+from recycle_plugin.settings.schema import Settings
 
 IN_RECORD = (
     "deadlines", "strict_placement", "max_slowdown", "report", "rebalance",
@@ -149,7 +150,7 @@ class Trainer:
     def evaluate(self, batches: Sequence[Tensors], count: int) -> float:
         """The mean loss of ``count`` micro-batches of each replica, on every worker, after all steps so far; whoever dies meanwhile.
 
-        ``batches``: this worker's, packed (runtime/batches.py), where it is of the first or the last stage.
+        ``batches``: this worker's, packed (runtime/movers/batches.py), where it is of the first or the last stage.
         """
         with self.lifted():
             self.start()

@@ -11,9 +11,9 @@ from recycle_plugin.simulator.peers.checkfreq import CheckFreq
 from recycle_plugin.simulator.peers.elastic_batching import ElasticBatching
 from recycle_plugin.simulator.peers.elastic_horovod import ElasticHorovod
 from recycle_plugin.simulator.peers.fault_scaled import FaultScaled
-from recycle_plugin.simulator.peers.job import Job
-from recycle_plugin.simulator.peers.machine import Transitions
 from recycle_plugin.simulator.peers.oobleck import Oobleck
+from recycle_plugin.simulator.peers.peer_job import Job
+from recycle_plugin.simulator.peers.peer_machine import Transitions
 from recycle_plugin.simulator.peers.policy import Change, Policy, Run, Transition, changes_of, label, regular_losses, replay
 from recycle_plugin.simulator.peers.recycle import Recycle
 from recycle_plugin.simulator.peers.restart_from_checkpoint import RestartFromCheckpoint

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.simulator.peers.job import Job
+from recycle_plugin.simulator.peers.peer_job import Job
 from recycle_plugin.simulator.peers.policy import Change, Transition
 
 FAULT_FREE_IN_RECYCLE = 0.651

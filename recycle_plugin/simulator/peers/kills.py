@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Sequence
 
-from recycle_plugin.core.faults import Fault
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.core.instruction import Instruction, Op
-from recycle_plugin.core.topology import Topology
+from recycle_plugin.core.vocabulary.faults import Fault
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.topology import Topology
 
 
 def kills(points: Sequence[tuple[float, int]], ends_h: float, topology: Topology, steps: int, seed: int = 0) -> list[Fault]:

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Iterator, Mapping, Sequence
 
-from recycle_plugin.core.profile import STATE_BYTES, Part
-from recycle_plugin.simulator.peers.job import Job
+from recycle_plugin.core.vocabulary.profile import STATE_BYTES, Part
+from recycle_plugin.simulator.peers.peer_job import Job
 from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
 
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from recycle_plugin.core.ids import Seat
-from recycle_plugin.core.plan import Policy as Techniques
-from recycle_plugin.core.topology import ClusterView
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Policy as Techniques
+from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.planner import PlanError, PlanStore, normalise
 from recycle_plugin.simulator.history import lost_share
-from recycle_plugin.simulator.peers.job import Job
-from recycle_plugin.simulator.peers.machine import Transitions
+from recycle_plugin.simulator.peers.peer_job import Job
+from recycle_plugin.simulator.peers.peer_machine import Transitions
 from recycle_plugin.simulator.peers.policy import Change, Transition
 
 MEMORY_SHARE = 0.9  # of the accelerator that state and activations may fill

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from recycle_plugin.simulator.peers.job import Job
-from recycle_plugin.simulator.peers.machine import Transitions
+from recycle_plugin.simulator.peers.peer_job import Job
+from recycle_plugin.simulator.peers.peer_machine import Transitions
 from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Iterator
 
-from recycle_plugin.runtime.boundary import Tensors
+from recycle_plugin.runtime.stage.boundary import Tensors
 
 from .model import HABITS, MODES, OPTIMIZERS, Course, Journal, Model, stage_of
 from .outcome import Outcome, differ

@@ -11,7 +11,7 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
-from recycle_plugin.core.ids import MicroBatch
+from recycle_plugin.core.vocabulary.ids import MicroBatch
 from tests.support.grammar import BOUNDARIES, CAN_NOT_TRAVEL, DATA, LOSSES, NO_LOSSES, PIECES, REFUSED, WIDTH
 
 REPLICAS, MICRO_BATCHES = 2, 2

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.runtime.boundary import Tensors
-from recycle_plugin.runtime.masters import Masters
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.runtime.stage.boundary import Tensors
+from recycle_plugin.runtime.stage.masters import Masters
 
 from .model import HABITS, OPTIMIZERS, Model
 

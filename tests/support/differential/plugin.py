@@ -9,21 +9,20 @@ from __future__ import annotations
 import random
 from typing import Any, Iterator
 
-import torch
 from torch import Tensor
 
 from recycle_plugin.adapters.deepspeed.model import keyed_forward
-from recycle_plugin.core.dataflow import Datum
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.core.plan import Policy
-from recycle_plugin.core.topology import Topology
-from recycle_plugin.runtime.blocks import BlockSums
-from recycle_plugin.runtime.boundary import Tensors
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.runtime.device import CPU
-from recycle_plugin.runtime.randomness import key as random_key
-from recycle_plugin.runtime.split_backward import DeferredWeights
+from recycle_plugin.runtime.stage.block_sums import BlockSums
+from recycle_plugin.runtime.stage.boundary import Tensors
+from recycle_plugin.runtime.stage.randomness import key as random_key
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights
+from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.worker.ports import StageModel
-from recycle_plugin.runtime.worker.stage import Stage
 from tests.support.stored_stage import StoredStage
 
 from .model import BATCH, MICRO_BATCHES, REPLICAS, SEED, Course, Journal, Model, Stretch, batches, build
@@ -33,7 +32,7 @@ Worker = tuple[int, int]  # replica (with blocks: the block's number), stage
 
 
 class Alone:
-    """A stage's only live worker, as runtime.blocks.Group."""
+    """A stage's only live worker, as runtime.stage.block_sums.Group."""
 
     def live_position(self) -> tuple[int, int]:
         return 0, 1

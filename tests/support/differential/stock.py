@@ -12,11 +12,11 @@ from typing import Any, Callable
 import torch
 from torch import Tensor
 
-from recycle_plugin.core.ids import MicroBatch
-from recycle_plugin.runtime.boundary import MARK, packed
+from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.runtime.device import CPU
-from recycle_plugin.runtime.randomness import key as random_key
-from recycle_plugin.runtime.randomness import keyed
+from recycle_plugin.runtime.stage.boundary import MARK, packed
+from recycle_plugin.runtime.stage.randomness import key as random_key
+from recycle_plugin.runtime.stage.randomness import keyed
 
 from .model import BATCH, MICRO_BATCHES, REPLICAS, SEED, Journal, Model, batches, build, stage_of
 from .outcome import Outcome, Trained

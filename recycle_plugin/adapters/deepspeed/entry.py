@@ -1,0 +1,170 @@
+"""Where the plugin enters an unmodified training script.
+
+The script imports torch and DeepSpeed when and how it likes.  An import hook waits for that and
+wraps three public functions: ``init_process_group`` and ``new_group`` of ``torch.distributed``, so that groups can lose
+members, and ``deepspeed.initialize``, which builds our engine where the config switches it on and
+the stock one, untouched, everywhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Callable, Iterator
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.settings.schema import SECTION, Settings
+from recycle_plugin.versions import RANGES, releases
+
+ALIKE = 0.85  # of 1: a section of this likeness is taken for a slip of the pen
+
+
+class Plugin:
+    """The plugin in this process, for ``deepspeed.initialize``."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+
+    def install(self) -> None:
+        """Call before the training script runs."""
+        AfterImport({"torch.distributed": self._wrap_torch, "deepspeed": self._wrap_deepspeed}).install()
+
+    # --- torch -------------------------------------------------------------------------------------
+
+    def _wrap_torch(self, module: ModuleType) -> None:
+        stock = module.init_process_group
+
+        @functools.wraps(stock)
+        def init_process_group(backend: str | None = None, *arguments: Any, **named: Any) -> Any:
+            from recycle_plugin.runtime import device
+            from recycle_plugin.runtime.collectives import group
+
+            if backend in group.ASKED and device.supports(os.environ.get("DS_ACCELERATOR")):  # the job may have been told not to use what this machine has
+                group.register(self.session)
+                backend = group.BACKEND
+            elif "nccl" in (backend or "") and not module.is_nccl_available():
+                group.check_backend(backend)
+            return stock(backend, *arguments, **named)
+
+        stock_new_group = module.new_group
+
+        @functools.wraps(stock_new_group)
+        def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *arguments: Any, **named: Any) -> Any:
+            from recycle_plugin.runtime.collectives import group
+
+            follows = module.get_backend() == group.BACKEND  # whoever asks for Gloo by name has a group that can't lose members otherwise
+            return stock_new_group(ranks, timeout, None if follows and backend in group.ASKED else backend, *arguments, **named)
+
+        module.init_process_group = init_process_group
+        module.new_group = module.distributed_c10d.new_group = new_group
+
+    # --- DeepSpeed ---------------------------------------------------------------------------------
+
+    def _wrap_deepspeed(self, module: ModuleType) -> None:
+        from recycle_plugin.patches import deepspeed_cpu
+
+        deepspeed_cpu.apply()
+        stock = module.initialize
+
+        @functools.wraps(stock)
+        def initialize(*arguments: Any, **named: Any) -> Any:
+            config = find_config(arguments, named)
+            self._check_section(config)
+            settings = Settings.from_section(config.get(SECTION))
+            if not settings.enabled:
+                return stock(*arguments, **named)
+            given = dict(zip(("args", "model", "optimizer", "model_parameters", "training_data"), arguments)) | named
+            with self._our_engine(module, config, settings, given):
+                return stock(*arguments, **named)
+
+        module.initialize = initialize
+
+    def _check_section(self, config: dict) -> None:
+        """Who starts a job through the plugin means to have it."""
+        meant = next((name for name in config if difflib.get_close_matches(name.lower(), [SECTION], cutoff=ALIKE)), None)
+        if SECTION not in config and meant is not None:
+            raise RecycleError(f'"{meant}" in the DeepSpeed config: no such section; did you mean "{SECTION}"?')
+        section = config.get(SECTION, {})
+        if config and isinstance(section, dict) and "enabled" not in section and self.session.is_first:
+            missing = f'"{SECTION}" section' if SECTION not in config else f"{SECTION}.enabled"
+            self.session.note("warning", f'there is no {missing} in the DeepSpeed config: this is stock DeepSpeed, and the loss of a worker ends the job; '
+                              f'write "{SECTION}": {{"enabled": true}}, or false')  # fmt: skip
+
+    @contextmanager
+    def _our_engine(self, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]) -> Iterator[None]:
+        """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment, which may be a class of the user's."""
+        check_versions()
+        from recycle_plugin.adapters.deepspeed.engine import Job, engine_class
+        from recycle_plugin.adapters.deepspeed.engine_checks import check_config, check_dataset, check_placement
+        from recycle_plugin.runtime.collectives import group
+
+        if self.session.trains:
+            raise RecycleError("deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet")
+        if module.comm.is_initialized():
+            group.check_backend(sys.modules["torch.distributed"].get_backend())
+        check_config(config, given.get("model"), given.get("optimizer"), given.get("model_parameters"))
+        check_dataset(given.get("training_data"))
+        check_placement(settings.placement, given.get("model"), os.environ["RECYCLE_PLACEMENT"])
+        self.session.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)
+        stock, module.PipelineEngine = module.PipelineEngine, engine_class(module.PipelineEngine, Job(self.session, settings))
+        try:
+            yield
+        finally:
+            module.PipelineEngine = stock
+
+
+def find_config(arguments: tuple, named: dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed config as ``deepspeed.initialize`` will find it; {} when it is not there or cannot be read."""
+    config = named.get("config") or named.get("config_params")
+    if config is None:
+        command_line = named.get("args", arguments[0] if arguments else None)
+        config = getattr(command_line, "deepspeed_config", None)
+    if isinstance(config, (str, Path)) and Path(config).is_file():
+        config = json.loads(Path(config).read_text())
+    return config if isinstance(config, dict) else {}
+
+
+def check_versions() -> None:
+    """Refuse releases that the plugin is not written for; megatron-core's only where the script uses it."""
+    used = [name for name in RANGES if name != "megatron-core" or "megatron.core" in sys.modules]
+    wrong = next((one for one in releases(used) if not one.fits), None)
+    if wrong is not None:
+        raise RecycleError(f"{wrong.name} {wrong.installed} is installed, and the plugin needs {wrong.needs}: pip install '{wrong.name}{wrong.needs}', "
+                           "or set recycle.enabled to false")
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls ``wrap(module)`` right after each named module has been imported for the first time."""
+
+    def __init__(self, wrappers: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._wrappers = dict(wrappers)
+
+    def install(self) -> None:
+        for name in [name for name in self._wrappers if name in sys.modules]:  # a warm process has them already
+            self._wrappers.pop(name)(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        wrap = self._wrappers.pop(name, None)
+        if wrap is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_wrap(module: ModuleType) -> None:
+            load(module)
+            wrap(module)
+
+        spec.loader.exec_module = load_and_wrap
+        return spec

@@ -1,0 +1,140 @@
+"""What all jobs in plain torch have: steps, commits, checkpoints."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from numbers import Integral
+from pathlib import Path
+from typing import Any, Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recycle_plugin.adapters.plain.checkpoint import StageFiles, chosen
+from recycle_plugin.adapters.plain.ports import Buckets, Steps
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.core.worker.data_cursor import Places
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.collectives.average import BACKEND
+from recycle_plugin.runtime.collectives.group import check_backend
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.device import HOST, Device, device_of
+from recycle_plugin.runtime.stage.fitness import check_layers, check_optimizer
+from recycle_plugin.runtime.stage.randomness import keyed
+from recycle_plugin.runtime.worker.changed_state import scheduler_part
+from recycle_plugin.runtime.worker.ports import Compute, Framework, StageModel
+from recycle_plugin.runtime.worker.trainer import Trainer
+from recycle_plugin.settings.schema import Settings
+
+
+def settings_of(section: Mapping[str, Any] | None, **defaults: Any) -> Settings:
+    """Of a plain job; raises SettingsError, and RecycleError where nothing would heed them."""
+    if not isinstance(section, Mapping | None):
+        raise RecycleError(f"settings is a {type(section).__name__}: give a dict, as the section \"recycle\" of a DeepSpeed config")
+    chosen = Settings.from_section({"enabled": True, **defaults, **(section or {})})
+    if not chosen.enabled:
+        raise RecycleError("recycle.enabled is false: a plain job has nothing else to train with; leave it out, or train without this class")
+    if chosen.loss_scaling:
+        raise RecycleError("recycle.loss_scaling: plain jobs train in fp32, whose losses need no scale; leave it out")
+    if chosen.norm == "deepspeed":
+        raise RecycleError('recycle.norm is "deepspeed": a plain job clips by the true norm over all stages; leave it out')
+    return chosen
+
+
+def check_numbers(**given: Any) -> None:
+    """RecycleError where one of them, counts by name, is none."""
+    for name, value in given.items():
+        if not isinstance(value, Integral) or value < 1:
+            raise RecycleError(f"{name} is {value!r}: write a whole number, 1 or more")
+
+
+def device() -> Device:
+    """What plain jobs compute on."""
+    return device_of(HOST)
+
+
+class PlainJob:
+    """Of the worker of ``line``, whose stage is ``module``, stepped by ``optimizer``."""
+
+    def __init__(
+        self, line: Session, settings: Settings, topology: Topology, module: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any,
+        loss: Callable[[Any, Any], torch.Tensor] | None, clip: float, micro_batch_size: int = 1, compute: Compute | None = None,
+    ) -> None:  # fmt: skip
+        stage, replica = divmod(line.rank, topology.replicas)
+        self.seat, self.module, self.optimizer, self.scheduler = Seat(replica, stage), module, optimizer, scheduler
+        check_layers(module)
+        check_optimizer(module, optimizer)
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise RecycleError("ReduceLROnPlateau is stepped with a metric, which a step does not know: give no scheduler=, and call its step() between steps")
+        if not clip >= 0:
+            raise RecycleError(f"clip is {clip}: write the largest norm that gradients may have, or 0 for any")
+        peers = _meet(topology, stage)
+        _alike(module, peers)
+        kinds = {what: type(which).__name__ for what, which in (("optimizer", optimizer), ("scheduler", scheduler))}
+        self._files = StageFiles(line, self.seat, topology.stages, module, kinds)
+        first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
+        model = StageModel(module, loss, topology.micro_batches, first, last, device(), keyed=keyed_forwards)
+        steps = Steps(optimizer, scheduler, lambda: self._trainer.clip())
+        self._places = Places(topology.micro_batches)
+        batch = len(topology.batch) * micro_batch_size
+        framework = Framework(
+            seat=self.seat, topology=topology, model=model, optimizer=steps, buckets=Buckets(peers), checkpoints=self._files, places=self._places,
+            micro_batch_size=micro_batch_size, batch=lambda: batch, next_batch=_no_iterator, forward=_forward, clipping=clip,
+            state=(scheduler_part(lambda: scheduler), steps.counters), compute=compute,
+        )  # fmt: skip
+        self._trainer = Trainer(line, settings, framework)
+        line.at_end = self._trainer.finish
+
+    def step(self) -> float:
+        """One optimizer step; the mean loss over all micro-batches of all replicas, on every worker.
+
+        It may return before the step is committed; what it returned stays final.  Whoever reads parameters or the optimizer's state with torch in the thread
+        that trains waits for the commit; call :meth:`settle` before something else does.
+        """
+        return self._trainer.train()
+
+    @property
+    def steps(self) -> int:
+        """How many were done, by the job of a loaded checkpoint too."""
+        return self._trainer.step
+
+    def settle(self) -> None:
+        """Return when all of them are committed, whoever dies meanwhile."""
+        self._trainer.settle()
+
+    def save(self, folder: str | Path, tag: str | None = None) -> None:
+        """A checkpoint of all steps so far is in ``folder``/``tag`` when this returns, complete whoever is missing.  ``tag`` None: by the step."""
+        self._trainer.save(Path(folder), tag)
+
+    def load(self, folder: str | Path, tag: str | None = None) -> None:
+        """Everybody goes on from that checkpoint, by default the one saved last, with the data and the random numbers of its next step."""
+        self._trainer.begin_loading(f"load({str(folder)!r}, {tag!r})")
+        with self._trainer.lifted():
+            self._files.read(self._trainer.state, chosen(Path(folder), tag))  # only now is nobody writing one, so that all find the same
+            self._trainer.loaded(whole=True)
+
+
+def _meet(topology: Topology, stage: int) -> dist.ProcessGroup:
+    """The group of this stage's workers, of those that all workers make."""
+    if not dist.is_initialized():
+        dist.init_process_group(BACKEND)
+    check_backend(dist.get_backend())
+    replicas = topology.replicas
+    return [dist.new_group(range(number * replicas, (number + 1) * replicas)) for number in range(topology.stages)][stage]
+
+
+@torch.no_grad()
+def _alike(module: nn.Module, peers: dist.ProcessGroup) -> None:
+    """All begin with what the first of them has: layers may have been made outside, from whatever seed."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor, src=dist.get_global_rank(peers, 0), group=peers)
+
+
+def _forward(seed: int, place: int) -> AbstractContextManager:
+    return keyed(seed, device())
+
+
+def _no_iterator(what: str) -> Any:
+    raise AssertionError(f"{what}: a plain pipeline's data comes from its source")

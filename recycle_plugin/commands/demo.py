@@ -1,0 +1,270 @@
+"""``recycle demo``: the main job twice under the ``deepspeed`` launcher, without and with a failure, and what that cost.
+
+Everything that is reported is read from what the two runs left behind: event logs, losses and traces.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import re
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Mapping, NamedTuple, Sequence
+
+from rich.console import Console
+
+from recycle_plugin import planner
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.instruction import Op
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.experiments.runs import Outcome, RunFailed, TrainingRun, terminable
+from recycle_plugin.observability.console import STYLES
+from recycle_plugin.observability.report import panels
+from recycle_plugin.observability.run_history import WARM_UP, Failure, History, step_times
+from recycle_plugin.observability.trace import read_traces
+from recycle_plugin.render import curves, gantt, perfetto
+
+TOLERANCE = 5e-6  # largest difference between the losses of the two runs
+FEWEST_STEPS = 10  # the failure comes half-way: fewer leave no steps to take a median of
+DEADLINE_S = 300.0  # of one run; a machine with two cores needs about 45 s
+POLL_S = 0.05
+FAULT_FREE, FAILED = "fault_free", "with_failure"
+PACKAGES = ("recycle_plugin", "torch", "deepspeed", "megatron-core")
+EVENT_LINE = re.compile(r"\[recycle +[\d.]+\] (\w+): .*")
+
+
+class Scenario(NamedTuple):
+    """What fails.  ``overrides``: of the run with the failure, beside those that both runs have."""
+
+    what: str
+    workers: int
+    both: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+
+SCENARIOS = {
+    "worker": Scenario("one worker gets SIGKILL in the middle of a step", 4, ("topology=pp2_dp2",), ("faults=kill_one",)),
+}
+
+
+# --- what a failure cost -----------------------------------------------------------------------------
+
+
+def failures(outcome: Outcome) -> list[Failure]:
+    """The kills of a run, in their order.  Raises RunFailed where one struck and the job did not go on."""
+    lost = {str(failure.seat): failure for failure in outcome.failures}
+    for event in outcome.of("fault"):
+        if event["seat"] not in lost or lost[event["seat"]].committed_at is None:
+            raise RunFailed(f"'{event['fault']}' struck, and no step was committed after it")
+    return [lost[event["seat"]] for event in outcome.of("fault")]
+
+
+def as_report(failure: Failure) -> dict:
+    return {
+        "seat": str(failure.seat), "instruction": failure.fault.where, "when": failure.fault.when, "pid": failure.pid, "step": failure.step,
+        "detection_s": round(failure.seen_at - failure.struck_at, 4), "regroup_s": round(failure.resumed_at - failure.seen_at, 4),
+        "rest_s": round(failure.committed_at - failure.resumed_at, 4), "stall_s": round(failure.stall_s, 4),
+    }  # fmt: skip
+
+
+def survivors(outcome: Outcome, killed: Sequence[Failure]) -> list[dict]:
+    """Who should have got to the end, with the process at the start and, None where there is no record, at the end."""
+    dead = {str(failure.seat) for failure in killed}
+    return [
+        {"seat": seat, "rank": rank, "pid": outcome.pids[rank], "pid_at_end": outcome.records.get(rank, {}).get("pid")}
+        for seat, rank in sorted(outcome.seats.items())
+        if seat not in dead
+    ]
+
+
+def report(fault_free: Outcome, failed: Outcome, spans: Sequence[Span], steps: int) -> dict:
+    """What report.json says.  ``spans``: the trace of the run with the failure.  Seconds, rounded to 0.1 ms."""
+    killed, job = failures(failed), failed.job
+    if not killed:
+        raise RunFailed("no fault struck in the run that was to have one")
+    if not (fault_free.records and failed.records):
+        raise RunFailed("no worker got to the end of the training script")
+    live = survivors(failed, killed)
+    before = step_times(failed.commits, WARM_UP + 1, killed[0].step - 1)
+    after = step_times(failed.commits, killed[-1].step + 1, steps)
+    worst = as_report(max(killed, key=lambda failure: failure.stall_s))
+    found = {
+        "topology": {key: job[key] for key in ("replicas", "stages", "micro_batches")},
+        "steps": steps,
+        "killed": [as_report(failure) for failure in killed],
+        "max_loss_difference": curves.largest_difference(_curve(fault_free), _curve(failed)),
+        "tolerance": TOLERANCE,
+        "survivors": live,
+        "survivors_restarted": sum(one["pid_at_end"] not in (None, one["pid"]) for one in live),
+        **{key: worst[key] for key in ("stall_s", "detection_s", "regroup_s", "rest_s")},
+        "step_s_before": round(before, 4),
+        "step_s_after": round(after, 4),
+        "step_s_fault_free": round(step_times(fault_free.commits, WARM_UP + 1, steps), 4),
+        "measured_ratio": round(after / before, 3),
+        "predicted_ratio": round(predicted_ratio(failed, spans, killed), 3),
+        "cores": len(os.sched_getaffinity(0)),
+        "losses": {FAULT_FREE: fault_free.losses, FAILED: failed.losses},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+    }
+    return {"passed": not (problems := what_is_wrong(found, failed)), "problems": problems} | found
+
+
+def what_is_wrong(found: Mapping, failed: Outcome) -> list[str]:
+    """Why the demo has not shown what it is to show; empty when it has."""
+    wrong = []
+    if not found["max_loss_difference"] <= TOLERANCE:  # a nan is no agreement
+        wrong.append(f"the losses differ by {found['max_loss_difference']:.1e}, more than {TOLERANCE:g}")
+    short = [name for name, losses in found["losses"].items() if len(losses) != found["steps"]]
+    if short:
+        wrong.append(f"the run {' and the run '.join(short)} has not {found['steps']} losses")
+    if len({tuple(record["losses"]) for record in failed.records.values()}) != 1:
+        wrong.append("the survivors do not agree on the losses")
+    for one in found["survivors"]:
+        if one["pid_at_end"] is None:
+            wrong.append(f"the worker of seat {one['seat']} (process {one['pid']}) did not get to the end")
+        elif one["pid_at_end"] != one["pid"]:
+            wrong.append(f"the worker of seat {one['seat']} was restarted: process {one['pid']} became {one['pid_at_end']}")
+    return wrong
+
+
+def predicted_ratio(failed: History, spans: Sequence[Span], killed: Sequence[Failure]) -> float:
+    """Degraded step time over fault-free step time as the planner has it, from the costs measured before the failure.
+
+    It holds where every worker has a core (or device) of its own: the costs stay what they were.
+    """
+    costs = measured_costs([span for span in spans if WARM_UP < span.instruction.step < killed[0].step], failed.shape.stages)
+    views = failed.shape.full().without(*(failure.seat for failure in killed)), failed.shape.full()
+    degraded, whole = (planner.plan(view, costs, failed.policy).period_us for view in views)
+    return degraded / whole
+
+
+def measured_costs(spans: Sequence[Span], stages: int) -> CostModel:
+    """Medians over the spans, in microseconds.  REDUCE is timed at the worker that comes last: the others wait in it."""
+
+    def cost(op: Op, stage: int) -> int:
+        taken: dict[object, int] = {}
+        for number, span in enumerate(span for span in spans if (span.instruction.op, span.instruction.stage) == (op, stage)):
+            group = span.instruction.step if op is Op.REDUCE else number
+            taken[group] = min(taken.get(group, sys.maxsize), span.end_us - span.start_us)
+        return round(median(taken.values())) if taken else 0
+
+    ops = {"forward": Op.F, "input": Op.I, "weight": Op.W, "reduce": Op.REDUCE, "step": Op.STEP}
+    return CostModel(**{name: tuple(cost(op, stage) for stage in range(stages)) for name, op in ops.items()})
+
+
+def _curve(outcome: Outcome) -> dict[int, float]:
+    return dict(enumerate(outcome.losses, start=1))
+
+
+# --- files -------------------------------------------------------------------------------------------
+
+
+def write(out: Path, found: dict, spans: Sequence[Span], killed: Sequence[Failure]) -> None:
+    """report.json, losses.csv, gantt.png and trace.json in ``out``."""
+    (out / "report.json").write_text(json.dumps(found, indent=1))
+    with (out / "losses.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("step", FAULT_FREE, FAILED))
+        writer.writerows((step, *pair) for step, pair in enumerate(zip(*found["losses"].values()), start=1))
+    gantt.draw(out / "gantt.png", *panels(spans, killed[0]))
+    moments = {}
+    for failure in killed:
+        moments[f"SIGKILL {failure.seat}"] = _us(failure.struck_at)
+        moments[f"{failure.seat} seen lost"] = _us(failure.seen_at)
+        moments[f"went on without {failure.seat}"] = _us(failure.resumed_at)
+    perfetto.write(out / "trace.json", spans, found["topology"]["stages"], moments)
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+# --- running -----------------------------------------------------------------------------------------
+
+
+def run(out: str | None, scenario: str, steps: int) -> int:
+    """Run the demo; returns the exit code: 0 when the losses agree and nobody was restarted, 130 when interrupted.
+
+    Raises ValueError for an unknown scenario or too few steps.
+    """
+    if scenario not in SCENARIOS:
+        raise ValueError(f"--scenario {scenario}: no such scenario; there is {', '.join(SCENARIOS)}")
+    if steps < FEWEST_STEPS:
+        raise ValueError(f"--steps {steps}: give at least {FEWEST_STEPS}, so that there are step times before and after the failure")
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        with terminable():
+            return _demo(Path(out or "runs/demo"), scenario, steps, console)
+    except RunFailed as error:
+        console.print(f"recycle demo: failed: {error}", style="bold red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("recycle demo: interrupted; all its processes are gone", style="bold red")
+        return 130
+
+
+def _demo(out: Path, name: str, steps: int, console: Console) -> int:
+    began, scenario = time.monotonic(), SCENARIOS[name]
+    cores = len(os.sched_getaffinity(0))
+    console.print(f"recycle demo: {scenario.what}; {scenario.workers} workers on {cores} cores, {steps} steps on real text, folder {out}", markup=False)
+    overrides = ["experiment=gpt_tiny", *scenario.both, f"steps={steps}", "report_every=0"]
+    said: set[str] = set()
+    console.print("\nrun 1 of 2, without a failure (starting four processes takes about half a minute)", style="bold")
+    fault_free = _train(out / FAULT_FREE, scenario.workers, overrides, console, said)
+    console.print(f"\nrun 2 of 2, with {' '.join(scenario.overrides)}", style="bold")
+    failed = _train(out / FAILED, scenario.workers, [*overrides, *scenario.overrides], console, said)
+    spans = read_traces(out / FAILED / "trace")
+    found = report(fault_free, failed, spans, steps) | {"scenario": name, "seconds": round(time.monotonic() - began, 1)}
+    write(out, found, spans, failures(failed))
+    console.print("\n" + summary(found, out), markup=False)
+    verdict = "passed: same losses, no survivor restarted" if found["passed"] else f"failed: {'; '.join(found['problems'])}"
+    console.print(f"recycle demo: {verdict}", style="bold green" if found["passed"] else "bold red", markup=False)
+    return 0 if found["passed"] else 1
+
+
+def _train(folder: Path, workers: int, overrides: Sequence[str], console: Console, said: set[str]) -> Outcome:
+    """One run, its event lines printed as they come; warnings and notes that ``said`` has are not said again."""
+    deadline, printed = time.monotonic() + DEADLINE_S, 0
+    with TrainingRun(folder, workers, overrides) as job:
+        ended = False
+        while not ended and time.monotonic() < deadline:
+            ended = job.launcher.poll() is not None
+            lines = job.output.split("\n")[printed:-1]
+            printed += len(lines)
+            _show(lines, console, said)
+            time.sleep(POLL_S)
+        return job.finish(max(deadline - time.monotonic(), 1.0))
+
+
+def _show(lines: Sequence[str], console: Console, said: set[str]) -> None:
+    """Print the job's own lines, and not what DeepSpeed and its libraries say."""
+    for match in filter(None, map(EVENT_LINE.search, lines)):
+        kind, text = match[1], match[0].partition("] ")[2]
+        if kind not in ("warning", "note") or text not in said:
+            console.print(match[0], style=STYLES.get(kind), markup=False)
+        said.add(text)
+
+
+def summary(found: Mapping, out: Path) -> str:
+    """Both loss curves, what the failure cost, who survived, and where everything lies."""
+    killed, live = found["killed"], found["survivors"]
+    table = curves.table(*(dict(enumerate(losses, start=1)) for losses in found["losses"].values()), tuple(one["step"] for one in killed))
+    workers = len(live) + len(killed)
+    shared = f" with a core for each worker (here {workers} share {found['cores']})" if found["cores"] < workers else ""
+    rows = [("killed", f"seat {one['seat']}, process {one['pid']}, by SIGKILL {one['when']} {one['instruction']}") for one in killed]
+    rows += [
+        ("stall", f"{found['stall_s']:.3f} s from SIGKILL to the next committed step: {found['detection_s']:.3f} s to notice, "
+                  f"{found['regroup_s']:.3f} s to regroup, {found['rest_s']:.3f} s to finish the step"),
+        ("step time", f"{found['step_s_before']:.3f} s before, {found['step_s_after']:.3f} s after: ratio {found['measured_ratio']:.2f}, "
+                      f"planned {found['predicted_ratio']:.2f}{shared}"),
+        ("survivors", ", ".join(f"{one['seat']} is process {one['pid_at_end']}" for one in live) + f"; {found['survivors_restarted']} restarted"),
+        ("files", f"{out}: report.json, losses.csv, gantt.png (schedule before and after), trace.json (for https://ui.perfetto.dev), {FAILED}/report.html"),
+        ("took", f"{found['seconds']:.0f} s"),
+    ]  # fmt: skip
+    return "\n".join([table, "", *(f"{name:<10}{text}" for name, text in rows)])

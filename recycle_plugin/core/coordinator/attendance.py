@@ -1,0 +1,240 @@
+"""Who takes part in a job, who has gone and how, and whether those left may go on.
+
+* A worker is one process (core/vocabulary/roster.py).  Who is lost stays lost, and a later process of its rank is another worker; nobody can join a
+  job that has started, and who asks to hears so at once.  A loss takes its failure domain with it.
+* Who is stopped or stuck (core/coordinator/failure_detector.py) is lost as whoever dies, and *fenced*: its supervisor kills it, and it hears so
+  itself, should it wake up.
+* Of the seats that are not known to be dead a new generation has a majority, or half with this coordinator among them;
+  else this is the wrong side of a partition, and it ends.  A death is known when a supervisor saw the process end.  The
+  broken connection mostly comes first, so there is a grace before deciding, in which nothing is committed.
+
+What follows for the job, a new generation or its end, core/coordinator/membership.py decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Iterable
+
+from recycle_plugin.core.coordinator.failure_detector import Watch
+from recycle_plugin.core.coordinator.output import SUPERVISORS, Output
+from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.messages.protocol import (
+    Arrived,
+    Beat,
+    Contribution,
+    Crashed,
+    End,
+    Exited,
+    Fatal,
+    Fence,
+    Fingerprint,
+    Leaving,
+    Left,
+    Loaded,
+    Missing,
+    Note,
+    Pace,
+    Report,
+    Resized,
+    Stepped,
+)  # fmt: skip
+from recycle_plugin.core.vocabulary.causes import Cause
+from recycle_plugin.core.vocabulary.describe import how_ended, named
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+
+OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Beat, Missing, Fatal, Note, Crashed)
+"""Nothing of this counts from a worker that is lost, or has come too late."""
+
+
+class Attendance:
+    """Of a job in which ``domain`` is given up as one."""
+
+    def __init__(self, domain: FailureDomain) -> None:
+        self.roster = Roster()
+        self.left: set[WorkerId] = set()
+        self.lost: set[WorkerId] = set()
+        self.dead: set[WorkerId] = set()  # of the lost ones, those known to be
+        self.late: set[WorkerId] = set()  # came when they could take part no more
+        self.leaving: set[WorkerId] = set()  # members that want to go as soon as nobody counts on them
+        self.unguarded: dict[int, int] = {}  # by rank, the process that the launcher had started for it, and that was killed
+        self.watch = Watch()
+        self._seats: dict[int, Seat] = {}  # by rank, of all that have begun
+        self._crashes: dict[WorkerId, Crashed] = {}  # what their scripts have ended with
+        self._reasons: dict[WorkerId, str] = {}  # why each of those that were leaving ever wanted to
+        self._domain = domain
+        self._shape: Topology | None = None
+        self._outnumbered_at: float | None = None  # by the watch's clock: since then too few are left to go on
+
+    @property
+    def started(self) -> bool:
+        """Whether all were there once."""
+        return self._shape is not None
+
+    @property
+    def unreachable(self) -> set[WorkerId]:
+        """Lost workers of which nobody knows whether they are dead."""
+        return self.lost - self.dead
+
+    @property
+    def staying(self) -> Roster:
+        """Without those that are leaving."""
+        return self.roster.without(self.leaving)
+
+    def is_heard(self, message: object) -> bool:
+        """Who says it may have been stopped, or cut off, or never have taken part, and then it changes nothing."""
+        return not (isinstance(message, OF_MEMBERS) and (message.worker in self.lost or message.worker in self.late))
+
+    def named(self, rank: int) -> str:
+        """... to people, wherever that worker is by now."""
+        return named(rank, self._seats.get(rank))
+
+    def is_gone(self, worker: WorkerId) -> bool:
+        """... in whatever way; that it goes once more is no news."""
+        return worker in self.lost | self.left | self.late
+
+    def view(self, roster: Roster) -> ClusterView:
+        assert self._shape is not None
+        return ClusterView(self._shape, frozenset(roster.seats))
+
+    # --- joining ---------------------------------------------------------------------------------
+
+    def begin(self, roster: Roster, job: Job) -> None:
+        """All are there."""
+        self.roster, self._shape = roster, job.shape
+        self._seats = roster.seats_by_rank()
+        self.watch = Watch(job.deadlines, self.watch.clock)
+        self.watch.admit(roster.workers)
+
+    def turn_away(self, worker: WorkerId, host: str, step: int, out: Output) -> None:
+        """Whoever comes when the job is at ``step``, or has another one's rank, hears so at once, and ends, instead of waiting for the others."""
+        if worker in self.late:
+            return
+        self.late.add(worker)
+        why = f"the job has started, and is at step {step}" if self.started else f"another process has rank {worker.rank} already"
+        out.say("late", f"a process on {host} wants to take part as rank {worker.rank}: {why}; nobody can join yet, and it is told to end",
+                rank=worker.rank, host=host, incarnation=worker.incarnation)
+        out.tell(worker, End(0, f"{why}; nobody can join as rank {worker.rank} yet", failed=True))
+
+    def resize(self, micro_batches: int) -> bool:
+        """Steps have so many of each replica from now on; whether that is news."""
+        before, self._shape = self._shape, replace(self._shape, micro_batches=micro_batches)
+        return self._shape != before
+
+    # --- leaving ---------------------------------------------------------------------------------
+
+    def announce(self, message: Leaving, out: Output) -> bool:
+        """A member wants to leave; whether that is news."""
+        member = self.roster.member(message.worker)
+        if member is None or member.worker in self.leaving:
+            return False
+        self.leaving.add(member.worker)
+        self._reasons[member.worker] = message.reason
+        out.say("leaving", f"{member} leaves at the next commit: {message.reason}", seat=str(member.seat), rank=member.rank, why=message.reason)
+        return True
+
+    @property
+    def why_leaving(self) -> str:
+        reasons: dict[str, list[str]] = {}
+        for worker, reason in sorted(self._reasons.items()):
+            reasons.setdefault(reason, []).append(self.named(worker.rank))
+        return "; ".join(f"{' and '.join(whose)} leave{'s' * (len(whose) == 1)}: {reason}" for reason, whose in reasons.items())
+
+    def agreed(self, roster: Roster) -> None:
+        """All go on in a generation of ``roster``: whoever was to leave by then is no member any more, and says goodbye."""
+        self.roster = self.roster.without({member.worker for member in roster.leaves(self.roster)})
+
+    def leave(self, worker: WorkerId) -> None:
+        """It has gone of its own will."""
+        self.left.add(worker)
+        self._remove(worker)
+
+    def _remove(self, worker: WorkerId) -> None:
+        """It is gone, whether it was a member still or not."""
+        self.roster = self.roster.without({worker})
+        self.leaving.discard(worker)
+        self.watch.dismiss(worker)
+
+    # --- dying -----------------------------------------------------------------------------------
+
+    def died(self, message: Exited, out: Output) -> str:
+        """Its supervisor has seen the process end; how."""
+        how = f"its process {how_ended(message.code)}"
+        if message.rank in self.unguarded and message.code < 0:
+            how = f"it went with its guard, process {self.unguarded[message.rank]}, which was killed"
+        self.dead.add(message.worker)
+        if message.worker in self.lost:
+            out.say("confirmed", f"{self.named(message.rank)}: {how}, says its supervisor", rank=message.rank, code=message.code, how=how)
+        return how
+
+    def crashed(self, message: Crashed, out: Output) -> None:
+        """Its script has ended with an error, which people see once, whoever else meets it.  The worker is lost once its process ends."""
+        known = {(each.error, each.trace) for each in self._crashes.values()}
+        self._crashes[message.worker] = message
+        if (message.error, message.trace) not in known:
+            out.say("error", f"the script of {self.named(message.rank)} ended with {message.error}", rank=message.rank, traceback=message.trace)
+
+    def crash(self, workers: Iterable[WorkerId]) -> str:
+        """What the scripts of ``workers`` have ended with, as far as they have; empty where none has."""
+        errors: dict[str, list[str]] = {}
+        for worker in workers:
+            if worker in self._crashes:
+                errors.setdefault(self._crashes[worker].error, []).append(self.named(worker.rank))
+        return "; ".join(f"the script{'s' * (len(whose) > 1)} of {' and '.join(whose)} ended with {error}" for error, whose in errors.items())
+
+    def crash_after(self, step: int) -> str:
+        """Of the scripts that had come to ``step``."""
+        return self.crash(sorted(worker for worker, each in self._crashes.items() if each.step >= step))
+
+    def crash_in(self, stage: int) -> str:
+        """Of the lost workers of ``stage``."""
+        return self.crash(sorted(worker for worker in self.lost if self._seats[worker.rank].stage == stage))
+
+    @staticmethod
+    def fence(worker: WorkerId, why: str, out: Output) -> None:
+        """See to it that it does nothing more."""
+        for whom in (SUPERVISORS, worker):
+            out.tell(whom, Fence(worker.rank, why, incarnation=worker.incarnation))
+
+    def lose(self, member: Member, cause: Cause, how: str, at: float, out: Output) -> None:
+        """... and whoever is given up with it."""
+        first, *others = self._domain.of(member, self.roster)
+        self._lose(first, cause, how, at, out)
+        for other in others:
+            why = f"it is given up with {member}, which is lost"
+            self.fence(other.worker, why, out)
+            self._lose(other, Cause.TOGETHER, why, at, out)
+
+    def _lose(self, member: Member, cause: Cause, how: str, at: float, out: Output) -> None:
+        if member.worker in self._crashes:
+            cause, how = Cause.ERROR, f"its script ended with {self._crashes[member.worker].error}"
+        self.lost.add(member.worker)
+        self._remove(member.worker)
+        live = self.view(self.roster).live_replicas(member.seat.stage)
+        count = {0: "no live worker", 1: "one live worker"}.get(len(live), f"{len(live)} live workers")
+        out.say("lost", f"{member}: {how}. Stage {member.seat.stage} has {count} left",
+                seat=str(member.seat), rank=member.rank, cause=cause.value, how=how, seen_at=at)
+
+    # --- enough to go on -------------------------------------------------------------------------
+
+    @property
+    def outnumbered(self) -> bool:
+        """Nobody goes on until deaths are known, or the grace is over."""
+        return self._outnumbered_at is not None
+
+    def enough(self) -> bool:
+        """Whether those left are, now that somebody is lost or a death is known; if not, the grace begins."""
+        if len(self.unreachable) <= len(self.roster):
+            self._outnumbered_at = None
+        elif self._outnumbered_at is None:
+            self._outnumbered_at = self.watch.clock
+        return not self.outnumbered
+
+    def cut_off(self) -> str:
+        """Why those left have to end, once the grace is over."""
+        if self._outnumbered_at is None or self.watch.clock - self._outnumbered_at <= self.watch.deadlines.progress_timeout_s:
+            return ""
+        return (f"{len(self.unreachable)} workers can't be reached and aren't known to be dead, and only {len(self.roster)} are left here: "
+                "this may be the smaller side of a broken network")

@@ -1,0 +1,79 @@
+"""Workers that miss something from a live one: how often they may try again, and who goes where that does not help.
+
+Two can't work together, and nobody sees which of them is at fault.  So the one that is not heard goes, with three exceptions:
+
+* The other goes where the stage of the first would have nobody left, and its own has somebody.
+* The other goes where it has missed something from more workers than have missed something from this one: it is rather deaf than all of them dumb.
+* Who says that it does not hear itself goes before anybody else: all that waits, waits for it in the end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from recycle_plugin.core.messages.protocol import Missing
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
+
+TRIES = 2  # to send something over a new line
+
+
+class Complaint(NamedTuple):
+    """``why``: in words; ``tries``: the how manieth since the last commit that is held against the same worker; ``doubted``: that worker, None for a collective of
+    many."""
+
+    why: str
+    tries: int
+    doubted: WorkerId | None
+
+    @property
+    def again(self) -> bool:
+        return self.tries <= TRIES
+
+
+class Complaints:
+    """Since the last commit.  They are few, since all meet again after each; one more is as much work as there are."""
+
+    def __init__(self) -> None:
+        self._committed = 0
+        self._tries: dict[tuple[WorkerId, WorkerId] | str, int] = {}  # by who misses something from whom, or by the collective that was not finished
+
+    def add(self, missing: Missing, roster: Roster, committed: int, holds: bool) -> Complaint | None:
+        """``committed``: the last step that is; ``holds``: whether ``missing`` is of the membership in force.  None where that is not so, and what a worker says
+        of itself then counts only with the next complaint, or where one of the two is no member any more."""
+        member = roster.member(missing.worker)
+        source = _source(missing, member, roster) if member is not None and missing.source else None
+        if member is None or (source is None and missing.source) or not (holds or member == source):
+            return None
+        if committed != self._committed:
+            self._committed = committed
+            self._tries.clear()
+        key = missing.what if source is None else (member.worker, source.worker)
+        self._tries[key] = self._tries.get(key, 0) + 1
+        if not holds:
+            return None
+        if source is None:
+            return Complaint(f"{member} could not finish {missing.what}", self._tries[key], None)
+        return self._weigh(member, source, missing.what, roster)
+
+    def _weigh(self, member: Member, source: Member, what: str, roster: Roster) -> Complaint:
+        """Which of the two, or who else, is to be doubted, and how often there was reason to."""
+        pairs = {pair: tries for pair, tries in self._tries.items() if isinstance(pair, tuple)}
+        why = f"{member} misses {what}" + f" from {source}" * (source != member)
+        deaf = min((near for near, far in pairs if near == far and near in roster.workers), default=None)
+        if deaf is not None:
+            return Complaint(f"{why}, and {roster.member(deaf)} does not hear itself", sum(pairs.values()), deaf)
+        of_member = {far: tries for (near, far), tries in pairs.items() if near == member.worker}
+        of_source = {near: tries for (near, far), tries in pairs.items() if far == source.worker}
+        if len(of_member) > len(of_source):
+            return Complaint(f"{why}, and has missed something from {len(of_member) - 1} more", sum(of_member.values()), member.worker)
+        if roster.is_last(source) and not roster.is_last(member):
+            return Complaint(f"{why}, which is the last one of its stage", sum(of_source.values()), member.worker)
+        return Complaint(why, sum(of_source.values()), source.worker)
+
+
+def _source(missing: Missing, member: Member, roster: Roster) -> Member | None:
+    try:
+        return roster.holder(Seat.parse(missing.source), member.shard)
+    except ValueError:  # no seat's name
+        return None

@@ -1,0 +1,414 @@
+"""The course of a job: in which membership it goes on, which steps it commits, and how it comes to its end.
+
+* A loss makes a generation of those left that holds at once; a planned leave one that holds from a step which nobody can have started, and is
+  announced again where a loss comes first.
+* What the members of a generation have in common when all have reported is committed, and the rest is finished from what is held (core/vocabulary/recovery_plan.py).
+* A step is committed when every live worker has applied it.  While the membership is changing at once, or too few are left, nothing is.
+* Replicas that differ are as good as lost, where a majority knows which.
+* Who is suspected for too long is given up, but for a stage's last worker, without whom the job ends: that has a longer deadline.
+* Where everybody waits and nobody does anything, all meet again, by which what was lost is sent once more; if they stand still again before another commit,
+  the job ends.
+* The job ends where a stage has nobody left, where workers contradict each other, where it has become too slow for the user, and where all have left.
+
+The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part (core/coordinator/attendance.py), what a generation's
+members say (core/coordinator/regrouping.py), what is known of steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who meets where (core/coordinator/barriers.py).
+"""
+
+from __future__ import annotations
+
+from recycle_plugin.core.coordinator.attendance import Attendance
+from recycle_plugin.core.coordinator.barriers import Meetings
+from recycle_plugin.core.coordinator.ending import Ending
+from recycle_plugin.core.coordinator.failure_detector import Suspicion
+from recycle_plugin.core.coordinator.output import WORKERS, Output
+from recycle_plugin.core.coordinator.regrouping import Regrouping, Reports
+from recycle_plugin.core.coordinator.step_ledger import Steps
+from recycle_plugin.core.coordinator.step_validation import Verdicts
+from recycle_plugin.core.coordinator.suspicions import Suspicions
+from recycle_plugin.core.coordinator.throughput_floor import Escalation
+from recycle_plugin.core.coordinator.wait_graph import records, shown, wait_graph
+from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.messages.protocol import TRY_AGAIN, Arrived, Beat, Exited, Leaving, Left, Loaded, Report, Resized, Resume, Stepped, Unguarded
+from recycle_plugin.core.vocabulary.causes import Cause
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
+from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
+
+EARLY = (", and nothing is lost yet: start the job again; where nobody has killed it, see by dmesg on its host whether that ran out of memory, and give its "
+         "workers more, or make the model smaller")  # fmt: skip
+
+
+class Course:
+    """Of a job in which ``domain`` is given up as one."""
+
+    def __init__(self, domain: FailureDomain) -> None:
+        self.attendance = Attendance(domain)
+        self.regrouping = Regrouping()
+        self.steps = Steps()
+        self.ending = Ending()
+        self._meetings = Meetings()
+        self._escalation = Escalation()
+        self._suspicions = Suspicions()
+        self._stood_still = -1  # behind which commit all have met again since everybody waited
+
+    @property
+    def roster(self) -> Roster:
+        return self.attendance.roster
+
+    @property
+    def committed(self) -> int:
+        return self.steps.committed
+
+    @property
+    def halted(self) -> bool:
+        """The membership in force has lost somebody."""
+        return self.regrouping.at_once is not None or self.attendance.outnumbered
+
+    def holds(self, generation: int) -> bool:
+        """Whether that is the membership in force, and has lost nobody."""
+        return generation == self.regrouping.in_force and not self.halted
+
+    def begin(self, roster: Roster, job: Job, stepped: int) -> None:
+        """All are there, and have the state after ``stepped`` steps."""
+        self.attendance.begin(roster, job)
+        verdicts = Verdicts(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
+        self.steps = Steps(stepped, verdicts, job.rebalance, roster.shards)
+        self._escalation = Escalation(job.max_slowdown)
+
+    def resize(self, message: Resized, out: Output) -> None:
+        """The first who says it says it for all."""
+        if self.attendance.resize(message.micro_batches):
+            self._escalation.resize(message.full_us)
+            out.say("batch", f"from step {self.committed + 1} on {message.batch} samples a step, {message.micro_batches} micro-batches of each replica",
+                    step=self.committed + 1, batch=message.batch, micro_batches=message.micro_batches)
+
+    # --- regrouping ------------------------------------------------------------------------------
+
+    def regroup(self, cause: str, now: float, out: Output, from_step: int = 0) -> None:
+        """Publish the membership; with ``from_step`` the leaving workers stay members until then."""
+        slowness = tuple(sorted(self.steps.paces.percent.items()))
+        self.regrouping.publish(self.attendance.staying if from_step else self.roster, from_step, cause, now, slowness, out)
+
+    def report(self, message: Report, now: float, out: Output) -> None:
+        if self.regrouping.add(message):
+            self._end_if_stranded(out)
+            self._complete(now, out)
+
+    def overdue(self, seconds: float, out: Output) -> None:
+        """All should have reported by now."""
+        why = self.regrouping.overdue(self.attendance.left, seconds)
+        if why is not None:
+            self.end(why, out)
+
+    def _complete(self, now: float, out: Output) -> None:
+        """Go on if everybody has reported who still can."""
+        reports = self.regrouping.complete(self.roster)
+        if reports is None:
+            return
+        contradiction = reports.contradiction()
+        if contradiction is not None:
+            self.end(contradiction, out)
+        else:
+            self._go_on(reports, now, out)
+
+    def _go_on(self, reports: Reports, now: float, out: Output) -> None:
+        generation, held = reports.generation, reports.holdings
+        if reports.loaded:
+            self.steps.rewind(reports.counts[0], out)
+            self.attendance.watch.rewind(reports.counts[0])
+        committed, norm, void = self.steps.agree(generation.number, reports.counts, held, reports.eras)
+        self.regrouping.agreed(generation)
+        if committed > self.committed:
+            self._commit(committed, now, out)
+        self.attendance.agreed(generation.roster)
+        self.attendance.watch.met_again()
+        self.steps.resume(self.roster.workers, committed)
+        out.tell(WORKERS, Resume(generation.number, committed, held, norm, void, reports.drawn))
+        throughput = self._escalation.throughput(reports.slowest.period_us)
+        self._say_resume(reports, committed, throughput, now, out)
+        self._escalate(throughput, out)
+        if self.attendance.leaving & self.roster.workers:
+            self._plan_leave(now, out)
+        self._compare_replicas(now, out)
+
+    def _say_resume(self, reports: Reports, committed: int, throughput: float, now: float, out: Output) -> None:
+        slowest, ahead = reports.slowest, max(reports.counts) - committed
+        out.say("resume", f"{len(self.roster)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
+                generation=reports.generation.number, committed=committed, ahead=ahead, regroup_s=round(now - reports.generation.at, 4),
+                digest=slowest.digest, timings=slowest.timings, throughput=throughput, period_us=slowest.period_us, bound_us=slowest.bound_us)
+
+    def _escalate(self, throughput: float, out: Output) -> None:
+        reason = self._escalation.reason(throughput)
+        if reason is None or self.ending.ended is not None:
+            return
+        self.end_planned(reason, out, TRY_AGAIN)
+        out.say("escalate", f"{reason}: the job ends with a checkpoint of step {self.ending.ended.step - 1} and exit code {TRY_AGAIN}",
+                throughput=throughput, step=self.ending.ended.step - 1, code=TRY_AGAIN)
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def step(self, message: Stepped, now: float, out: Output) -> None:
+        """A worker has applied one."""
+        if message.worker not in self.roster.workers or self.halted or self.ending.failed:
+            return
+        for step in self.steps.apply(message, self.roster.workers):
+            self._commit(step, now, out)
+        self._compare_replicas(now, out)
+        self._rebalance(now, out)
+
+    def _commit(self, step: int, now: float, out: Output) -> None:
+        self.attendance.watch.committed(step, now)
+        self.steps.commit(step, self.roster, now, out)
+
+    def _compare_replicas(self, now: float, out: Output) -> None:
+        """Whoever differs from a majority is lost as if it had died; what it has contributed since it was right is in everybody's
+        state alike, and stays.  Without a majority nobody knows which state to go on with."""
+        for mismatch in self.steps.mismatches(self.roster):
+            if not mismatch.majority:
+                self.end(f"{mismatch}. {self.ending.safe_point}", out)
+                return
+            for worker in mismatch.workers:
+                self.give_up(worker, Cause.DIFFERS, str(mismatch), now, out)
+
+    def _rebalance(self, now: float, out: Output) -> None:
+        """Plan anew, for a step that nobody has started, where a worker has become slow, or is so no longer."""
+        self.steps.measured(self.roster)
+        if self.halted or self.regrouping.under_way or self.ending.ended is not None:
+            return
+        cause = self.steps.rebalance(self.roster, out)
+        if cause is not None:
+            self.regroup(cause, now, out, from_step=unstarted(self.committed))
+
+    # --- between steps ---------------------------------------------------------------------------
+
+    def meet(self, message: Arrived | Loaded | Resized, place: str, values: dict, out: Output) -> dict | None:
+        """What all have brought along to ``place``, if with this one all are there."""
+        self._end_if_stranded(out)
+        if message.generation != self.regrouping.in_force or self.regrouping.at_once is not None:
+            return None
+        return self._meetings.arrive(message.worker, message.generation, place, values, self.roster.workers, not self.attendance.outnumbered)
+
+    # --- leaving ---------------------------------------------------------------------------------
+
+    def leave(self, message: Leaving, now: float, out: Output) -> None:
+        """A member wants to."""
+        if self.ending.ended is None and self.attendance.announce(message, out) and not self.halted:
+            self._plan_leave(now, out)
+
+    def _plan_leave(self, now: float, out: Output) -> None:
+        """Announce a generation for a step that nobody can have started.
+
+        Not in place of an earlier one whose step may have come: who leaves by that may be gone, and no other membership in force is without it.
+        """
+        if self.regrouping.has_come(self.committed):
+            return  # once all have come to it, this is called again
+        stay = self.attendance.staying
+        empty = self.attendance.view(stay).empty_stages()
+        if empty:
+            self.end_planned(f"stage {empty[0]} would have no worker left", out, cause=self.attendance.why_leaving)
+            return
+        leavers = ", ".join(str(member.seat) for member in stay.leaves(self.roster))
+        self.regroup(f"planned leave of {leavers}", now, out, from_step=unstarted(self.committed))
+
+    def goodbye(self, message: Left, now: float, out: Output) -> None:
+        """A worker has left: as planned, or since its script is through."""
+        worker, member = message.worker, self.roster.member(message.worker)
+        early = message.planned and not self._through
+        if member is not None and not message.planned and self.ending.ended is None:
+            self._script_ended(member, message.step, out)
+        self.attendance.leave(worker)
+        self.ending.goodbye(message.code, member is not None and not early)
+        if self.attendance.started and not self.ending.failed:
+            planned = early or self.ending.ended is not None
+            out.say("left", f"{self.attendance.named(worker.rank)} has left after step {self.committed}" + " as planned" * planned, rank=worker.rank)
+        self._await_without(member, early, now, out)
+        self._finish_if_empty(out)
+
+    def beat(self, message: Beat, out: Output) -> None:
+        """A worker says what it is at."""
+        out.tell(message.worker, self.attendance.watch.beat(message))
+        member = self.roster.member(message.worker)
+        if member is not None:
+            self._compare_scripts(member, message.step, out)
+
+    def _script_ended(self, member: Member, step: int, out: Output) -> None:
+        """... of ``member``, after ``step``: the others' have to do so too, or they would wait for it, or go on without its data.  One look at each worker."""
+        self.ending.scripts_end(member, step)
+        self._compare_scripts(member, step, out)
+        for other in self.roster:
+            last = self.attendance.watch.last(other.worker)
+            if last is not None:
+                self._compare_scripts(other, last.step, out)
+
+    def _compare_scripts(self, member: Member, step: int, out: Output) -> None:
+        if not self.ending.failed and (uneven := self.ending.uneven(member, step)):
+            self.end(f"{uneven}. {self.ending.safe_point}", out)
+
+    def _await_without(self, member: Member | None, early: bool, now: float, out: Output) -> None:
+        """``member`` has gone before it could hear of the membership that the others may be reporting for."""
+        if member is None or not self.regrouping.counts_on(member.worker):
+            return
+        if not len(self.roster):
+            self.regrouping.stop()
+        elif not early:  # all steps are committed, and its report is not needed
+            self._complete(now, out)
+        elif empty := self._empty_stage():
+            self.end(empty, out, self._crash)
+        else:
+            self.regroup(f"planned leave of {member.seat}", now, out)
+
+    # --- dying -----------------------------------------------------------------------------------
+
+    def died(self, message: Exited, now: float, out: Output) -> None:
+        """Its supervisor says so."""
+        how = self.attendance.died(message, out)
+        if message.worker in self.attendance.lost and self.attendance.outnumbered and not self.ending.failed:
+            self._go_on_without(f"death of rank {message.rank}", now, out)
+        self.lose(message.worker, Cause.DIED, how, now, message.at, out, by_itself=message.code >= 0)
+
+    def unguarded(self, message: Unguarded, out: Output) -> None:
+        """The process that the launcher had started for a rank is gone: some launchers end the job for that, others go on without it."""
+        self.attendance.unguarded[message.rank] = message.pid
+        out.say("unguarded", f"the guard of rank {message.rank}, process {message.pid} that the launcher had started, was killed, and its worker goes with it",
+                rank=message.rank, pid=message.pid)
+
+    def tick(self, now: float, out: Output) -> None:
+        """Time passes, and may show who is stopped or stuck, that nobody does anything, or that those left are cut off."""
+        if self.ending.failed:
+            return
+        suspicions = self.attendance.watch.tick(now)
+        self._suspicions.update(suspicions, self.attendance, out)
+        for worker, suspicion in suspicions.items():
+            if not self.ending.failed:
+                self._act_on(worker, suspicion, now, out)
+        self._see_standstill(now, out)
+        if cut_off := self.attendance.cut_off():
+            self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
+
+    def _act_on(self, worker: WorkerId, suspicion: Suspicion, now: float, out: Output) -> None:
+        member, watch = self.roster.member(worker), self.attendance.watch
+        if member is not None and self.roster.is_last(member):
+            limit_s = watch.deadlines.last_worker_timeout_s
+            if suspicion.for_s > limit_s:
+                self.end(f"{member}, the last worker of stage {member.seat.stage}: {suspicion} (deadline {limit_s:.1f} s). "
+                         f"{self.ending.safe_point}. {self._say_waits(out)}", out)
+        elif suspicion.overdue:
+            watch.has_cost(suspicion.work)
+            self.give_up(worker, suspicion.cause, f"{suspicion} (deadline {suspicion.limit_s:.1f} s)", now, out)
+
+    def _see_standstill(self, now: float, out: Output) -> None:
+        """Once it may be a message that was lost, and then all say again what they hold; twice it is a mistake that nobody here can mend."""
+        watch = self.attendance.watch
+        standstill_s = watch.standstill_s
+        if self.halted or self.ending.failed or standstill_s <= watch.stall_s:
+            return
+        why, waits = f"everybody waits for {standstill_s:.1f} s", self._say_waits(out)
+        if self._stood_still == self.committed:
+            self.end(f"{why}, once more since step {self.committed} was committed. {self.ending.safe_point}. {waits}", out)
+        else:
+            self._stood_still = self.committed
+            out.say("warning", f"{why}, and nobody does anything: all meet again. {waits}")
+            self.regroup("everybody waits", now, out)
+
+    def _say_waits(self, out: Output) -> str:
+        """The same as data."""
+        edges = wait_graph(self.roster, self.attendance.watch)
+        out.say("waits", shown(edges), edges=records(edges))
+        return f"Who waits for whom: {shown(edges)}"
+
+    def give_up(self, worker: WorkerId, cause: Cause, why: str, now: float, out: Output) -> None:
+        """Lose a worker that may be alive."""
+        self.attendance.fence(worker, why, out)
+        self.lose(worker, cause, why, now, now, out)
+
+    def lose(self, worker: WorkerId, cause: Cause, how: str, now: float, at: float, out: Output, by_itself: bool = False) -> None:
+        """``at``: when that was seen.  ``by_itself``: its process has ended so, and not been killed."""
+        if self.attendance.is_gone(worker) or self.ending.failed:
+            return
+        member = self.roster.member(worker)
+        if not self.attendance.started:
+            self.attendance.lost.add(worker)
+            crash = self.attendance.crash([worker])
+            killed = not crash and not by_itself
+            self.end(f"{crash or f'{self.attendance.named(worker.rank)}: {how}'} before training started{EARLY * killed}", out, killed=worker.rank if killed else None)
+        elif member is None:
+            self._depart(worker, out)
+        else:
+            self.attendance.lose(member, cause, how, at, out)
+            self._after_loss(member, now, out)
+
+    def _depart(self, worker: WorkerId, out: Output) -> None:
+        """Its planned leave holds, and it is gone without the goodbye: nobody needs anything of it any more."""
+        self.attendance.leave(worker)
+        out.say("left", f"{self.attendance.named(worker.rank)} has left after step {self.committed} as planned, without a word", rank=worker.rank)
+        self._finish_if_empty(out)
+
+    def _after_loss(self, member: Member, now: float, out: Output) -> None:
+        """... and of whoever was given up with it."""
+        if self.ending.finishing:
+            self._await_without(member, False, now, out)
+        elif empty := self._empty_stage():
+            self._give_up_going_on(empty, out, self._crash)
+        else:
+            self._go_on_without(f"loss of {member.seat}", now, out)
+        self._finish_if_empty(out)
+
+    def _go_on_without(self, cause: str, now: float, out: Output) -> None:
+        """... if those left are enough, which the news of a death that is known can make them."""
+        if self.attendance.enough():
+            self.ending.stranded = ""
+            self.regroup(cause, now, out)
+        else:
+            self.regrouping.stop()
+
+    # --- ending ----------------------------------------------------------------------------------
+
+    @property
+    def _through(self) -> bool:
+        """All steps up to a planned end are committed."""
+        return self.ending.through(self.committed)
+
+    def end_planned(self, reason: str, out: Output, code: int = 0, cause: str = "") -> None:
+        """``cause``: what has led to that.  Where guards were killed, that is taken for it, and the script does not know: there is to be a checkpoint."""
+        guards = ", ".join(f"the guard of rank {rank}, process {pid}, was killed" for rank, pid in sorted(self.attendance.unguarded.items()))
+        if guards and not code:
+            reason, code = f"{reason}, after {guards}", TRY_AGAIN
+        if self.attendance.started:
+            self.ending.plan(self.committed, reason, code, out, cause)
+        else:
+            self.end(reason, out)
+
+    def end(self, reason: str, out: Output, cause: str = "", killed: int | None = None) -> None:
+        """Nobody can go on.  ``killed``: a rank whose worker was, before there was a run folder to say so in."""
+        self.regrouping.stop()
+        self.ending.fail(reason, out, cause, killed)
+
+    def _empty_stage(self) -> str:
+        """Why those left can't go on, if that is so."""
+        empty = self.attendance.view(self.roster).empty_stages()
+        return f"stage {empty[0]} has no live worker left. {self.ending.safe_point}" if empty else ""
+
+    @property
+    def _crash(self) -> str:
+        """What the scripts of those have ended with who are missing in a stage that is empty."""
+        empty = self.attendance.view(self.roster).empty_stages()
+        return self.attendance.crash_in(empty[0]) if empty else ""
+
+    def _give_up_going_on(self, why: str, out: Output, cause: str = "") -> None:
+        """At a planned end that is no failure: who does nothing with the others any more just goes.  But who still meets them would wait in vain."""
+        if not self._through:
+            self.end(why, out, cause)
+        elif not self.ending.stranded:
+            self.ending.stranded = why
+            wanted = self.regrouping.wanted or self._meetings.waiting(self.regrouping.in_force)
+            self.regrouping.stop()
+            if wanted:
+                self._end_if_stranded(out)
+
+    def _end_if_stranded(self, out: Output) -> None:
+        if self.ending.stranded:
+            self.end(self.ending.stranded, out)
+
+    def _finish_if_empty(self, out: Output) -> None:
+        if not len(self.roster) and self.attendance.started and not self.ending.failed:
+            self.steps.sum_up(out)
+            self.ending.finish(self.committed, self.attendance.crash_after(self.committed), out)

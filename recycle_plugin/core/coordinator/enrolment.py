@@ -1,0 +1,80 @@
+"""The start of a job: all workers are there and want the same; and what the job will not survive, which is said before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Iterator, NamedTuple
+
+from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.messages.protocol import Ready
+from recycle_plugin.core.vocabulary.placement import at_risk, stages_at_risk
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
+from recycle_plugin.core.vocabulary.topology import Topology
+
+
+class Enrolment:
+    """Of a job of so many ``ranks``."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._ready: dict[int, Ready] = {}  # by rank
+
+    def add(self, ready: Ready) -> bool:
+        """Whether all are there."""
+        self._ready[ready.worker.rank] = ready
+        return len(self._ready) >= self._ranks
+
+    def is_stranger(self, worker: WorkerId) -> bool:
+        """Whether another worker has its rank."""
+        first = self._ready.get(worker.rank)
+        return first is not None and first.worker != worker
+
+    @property
+    def roster(self) -> Roster:
+        return Roster(tuple(ready.member for ready in self._ready.values()))
+
+    def contradiction(self) -> str | None:
+        """Why they can't train together: what they want differently, and who wants what."""
+        wants = {rank: {**_flat(asdict(ready.job)), "the checkpoint's step": ready.stepped} for rank, ready in sorted(self._ready.items())}
+        names = dict.fromkeys(name for want in wants.values() for name in want)
+        differing = [name for name in names if len({str(want.get(name)) for want in wants.values()}) > 1]
+        if not differing:
+            return None
+        found = "; ".join(f"{name} is {_by_value({rank: str(want.get(name)) for rank, want in wants.items()})}" for name in differing)
+        return f"workers were started with different recycle settings or from different checkpoints: {found}"
+
+
+def _flat(record: dict, prefix: str = "") -> dict:
+    """Nested fields by dotted names."""
+    flat: dict = {}
+    for name, value in record.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _by_value(values: dict[int, str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} (rank{'s' * (len(those) > 1)} {', '.join(map(str, those))})" for value, those in ranks.items())
+
+
+class WeakPoint(NamedTuple):
+    """``kind``: "warning" where something can be done about it, else "note".  ``refused``: the user wants no job that has it."""
+
+    kind: str
+    text: str
+    details: dict
+    refused: bool = False
+
+
+def weak_points(job: Job, roster: Roster, shape: Topology) -> Iterator[WeakPoint]:
+    """What this job does not survive, and what keeps it from its best speed."""
+    alone, strict = len({member.host for member in roster}) == 1, job.strict_placement
+    runs = "runs all workers, the coordinator and the store" if alone else "runs the coordinator and the store"
+    yield WeakPoint("note", f"single point of failure: host {roster.first.host} {runs}; its loss ends the job", {})
+    for host, stages in stages_at_risk(roster).items() if strict or not alone else ():
+        yield WeakPoint("warning", "strict_placement: " * strict + at_risk(host, stages, roster, shape), {"host": host, "stages": list(stages)}, strict)
+    if job.clipping and job.clip == "sync" and job.stagger_optimizer:
+        yield WeakPoint("warning", f"gradient_clipping is {job.clipping:g}, so each step waits for the norm over all stages and the optimizer is "
+                        "not staggered; set recycle.clip to \"validate\" where the norm is seldom over that", {})  # fmt: skip

@@ -1,0 +1,237 @@
+"""Who is stopped or stuck: a failure detector over what workers are at, as a state machine without clock or sockets.
+
+A worker's *beat* comes from a thread of its own and says what the worker is at and how many instructions it has
+finished; its supervisor's *pulse* says that the process is there, whether it is stopped, and how much CPU it has used.  To evict a healthy worker is
+as bad as to miss a dead one, hence:
+
+* Whoever waits for somebody else is not to blame, however long that takes.
+* Whoever computes one and the same instruction beyond the deadline is; an instruction computes only once its inputs are
+  there.  One that computes, by what its process uses of the CPU, has longer than one that does nothing.
+* What has cost one worker is no proof against the next: where a peer runs the same work and takes long over it too, it is the work that takes long.
+* What may take long (the script's own code, data, a checkpoint, the first step, which may compile) has the long deadline,
+  and that only counts while somebody waits.
+* A process that is stopped is lost after the deadline, whatever it was at.  That is the supervisor's word: a worker whose
+  interpreter is held up, say by a large pickle, sends no beats, and is healthy.
+* Where neither beats nor pulses come, the host is gone, or cut off: it has a deadline of its own, which no step lengthens.
+
+What this finds are suspicions; who is given up for them core/coordinator/suspicions.py decides.  The deadlines are core/vocabulary/deadlines.py's.  Time passes here by ticks, each of
+which costs one look at each worker, and a late tick counts as little more than one in time: while the coordinator itself was stopped or starved, nobody else
+could be heard.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Iterable, NamedTuple
+
+from recycle_plugin.core.messages.activity import COMPUTES, WAITS
+from recycle_plugin.core.messages.protocol import Beat, Heard, Pulse
+from recycle_plugin.core.vocabulary.causes import Cause
+from recycle_plugin.core.vocabulary.deadlines import LATE_S, SUSPECTED, TICK_S, Deadlines
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.roster import WorkerId
+
+REMEMBERED = 20  # steps that the median is over
+BUSY = 0.2  # of a core: who uses more is at work
+Work = tuple[int, str]  # of a step, what
+FRESH_S = 2.0  # a beat that is older says nothing of now
+
+
+class Suspicion(NamedTuple):
+    """A worker has owed something for ``for_s`` seconds: what, in words, for how long that is all right, and what is known about it.  ``work``: of an
+    instruction, what it is for."""
+
+    what: str
+    for_s: float
+    limit_s: float
+    known: str = ""
+    work: Work | None = None
+    cause: Cause = Cause.STUCK
+
+    @property
+    def raised(self) -> bool:
+        """Whether it is worth a word."""
+        return self.for_s > SUSPECTED * self.limit_s
+
+    @property
+    def overdue(self) -> bool:
+        return self.for_s > self.limit_s
+
+    def __str__(self) -> str:
+        return f"{self.what} for {self.for_s:.1f} s{self.known and ', '}{self.known}"
+
+
+@dataclass
+class Sign:
+    """The last that was heard of a worker, by :attr:`Watch.clock`."""
+
+    heard: float  # from itself or its supervisor
+    pulse: float  # its process was seen running
+    beat: float
+    since: float  # it is at the same
+    promised: float = 0.0  # not to be given up for its silence before
+    stopped: bool = False
+    cpu_s: float | None = None  # that its process has used, None where nobody can tell
+    cpu_since_s: float | None = None  # the same when it began what it is at
+    last: Beat | None = None
+
+
+@dataclass
+class Watch:
+    """Of nobody before ``admit``."""
+
+    deadlines: Deadlines = Deadlines()
+    clock: float = 0.0
+    _ticked: float | None = None
+    _signs: dict[WorkerId, Sign] = field(default_factory=dict)
+    _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _committed_at: float | None = None
+    _committed_step: int = 0
+    _all_wait_since: float | None = None
+    _costly: set[Work] = field(default_factory=set)  # that has cost a worker, of steps that are not committed
+
+    def admit(self, workers: Iterable[WorkerId]) -> None:
+        self._signs = {worker: Sign(self.clock, self.clock, self.clock, self.clock) for worker in workers}
+
+    def dismiss(self, worker: WorkerId) -> None:
+        self._signs.pop(worker, None)
+
+    def pulse(self, message: Pulse) -> None:
+        sign = self._signs.get(message.worker)
+        if sign is not None:
+            sign.heard, sign.stopped, sign.cpu_s = self.clock, message.stopped, message.cpu_s
+            if not message.stopped:
+                sign.pulse = self.clock
+
+    def beat(self, message: Beat) -> Heard:
+        """The answer, without a promise before the start.  The promise holds also where the deadline shrinks, and where this clock, told the time now and then, lags."""
+        sign = self._signs.get(message.worker)
+        answer = Heard(message.number, self._promise_s if sign is not None else 0.0)
+        if sign is not None:
+            if sign.last is None or (message.done, message.at, message.what) != (sign.last.done, sign.last.at, sign.last.what):
+                sign.since, sign.cpu_since_s = self.clock, sign.cpu_s
+            sign.last, sign.promised = message, self.clock + LATE_S + answer.for_s
+            sign.heard = sign.beat = self.clock
+        return answer
+
+    def last(self, worker: WorkerId) -> Beat | None:
+        """What it has said last."""
+        sign = self._signs.get(worker)
+        return sign.last if sign is not None else None
+
+    def doing(self, worker: WorkerId) -> tuple[str, str, float]:
+        """What it is at, as beats have it, or that it can't be at anything; and for how many seconds."""
+        sign = self._signs[worker]
+        if sign.stopped:
+            return "is stopped", "", self.clock - max(sign.pulse, sign.beat)
+        if sign.last is None or self.clock - sign.beat >= FRESH_S:
+            return "says nothing", "", self.clock - sign.beat
+        return sign.last.at, sign.last.what, self.clock - sign.since
+
+    def committed(self, step: int, now: float) -> None:
+        """``step`` is, and all before it: who was at one of them last is so no more."""
+        if self._committed_at is not None:
+            self._intervals.append(now - self._committed_at)
+        self._committed_at = now
+        self._committed_step = step
+        self._costly = {work for work in self._costly if work[0] > step}
+
+    def rewind(self, step: int) -> None:
+        """The state of ``step``, from a checkpoint, takes the place of the last one."""
+        self._committed_step = step
+
+    def has_cost(self, work: Work | None) -> None:
+        """``work`` has cost a worker."""
+        if work is not None:
+            self._costly.add(work)
+
+    def tick(self, now: float) -> dict[WorkerId, Suspicion]:
+        """``now``: seconds.  What is to be said against whom."""
+        if self._ticked is not None:
+            self.clock += min(max(now - self._ticked, 0.0), LATE_S)
+        self._ticked = now
+        if not self._everybody_waits():
+            self._all_wait_since = None
+        elif self._all_wait_since is None:
+            self._all_wait_since = self.clock
+        waits = [worker for worker, sign in self._signs.items() if sign.last is not None and sign.last.at == WAITS]
+        found = {worker: self._suspicion(sign, any(other != worker for other in waits[:2])) for worker, sign in self._signs.items()}
+        return {worker: suspicion for worker, suspicion in found.items() if suspicion is not None and suspicion.raised}
+
+    def met_again(self) -> None:
+        """All have, so whoever waits now waits anew, also for the same."""
+        if self._all_wait_since is not None:
+            self._all_wait_since = self.clock
+
+    @property
+    def standstill_s(self) -> float:
+        """For how long everybody has been heard to wait, and nobody done anything else; 0 where somebody has."""
+        if self._all_wait_since is None:
+            return 0.0
+        return self.clock - max([self._all_wait_since, *(sign.since for sign in self._signs.values())])
+
+    def _everybody_waits(self) -> bool:
+        signs = self._signs.values()
+        return bool(signs) and all(sign.last is not None and sign.last.at == WAITS and not sign.stopped and self.clock - sign.beat < FRESH_S for sign in signs)
+
+    @property
+    def stall_s(self) -> float:
+        """For how long they may."""
+        return self.deadlines.stall_s(self._step_s) if self._committed_at is not None else self.deadlines.idle_timeout_s
+
+    @property
+    def _step_s(self) -> float:
+        return median(self._intervals) if self._intervals else 0.0
+
+    @property
+    def _promise_s(self) -> float:
+        return min(self.deadlines.instruction_s(self._step_s), self.deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
+
+    def _suspicion(self, sign: Sign, others_wait: bool) -> Suspicion | None:
+        """What is worst, if anything is: who is silent has not said what it is at now."""
+        heartbeat_s, seen = self.deadlines.heartbeat_timeout_s - TICK_S, max(sign.pulse, sign.beat)
+        if (silent := self.clock - sign.heard) > SUSPECTED * heartbeat_s:
+            return Suspicion("nothing was heard of it or its supervisor", silent, max(heartbeat_s, sign.promised - sign.heard), cause=Cause.SILENT)
+        if sign.stopped:
+            return Suspicion("its process is stopped", self.clock - seen, max(self.deadlines.instruction_s(self._step_s), sign.promised - seen), cause=Cause.STOPPED)
+        return self._slowness(sign, sign.last, others_wait) if sign.last is not None else None
+
+    def _slowness(self, sign: Sign, last: Beat, others_wait: bool) -> Suspicion | None:
+        same = self.clock - (sign.beat if last.at == WAITS else sign.since)
+        if last.at == COMPUTES and self._committed_at is not None:
+            work = _work(last.what)
+            if 0 < work[0] <= self._committed_step:
+                return None
+            return Suspicion(f"it computes {last.what}", same, *self._allowance(work, sign), work)
+        if not others_wait:
+            return None
+        what = "it says nothing" if last.at == WAITS else f"it {last.at} {last.what}"
+        return Suspicion(what, same, self.deadlines.idle_timeout_s, "and others wait")
+
+    def _allowance(self, work: Work, sign: Sign) -> tuple[float, str]:
+        """How long an instruction may take, and why."""
+        if work in self._costly:
+            return self.deadlines.idle_timeout_s, "which has cost a worker already, so it may be the work that takes long"
+        share = self._cpu_share(sign)
+        if share is None:
+            return self.deadlines.busy_s(self._step_s), "and what its process uses of the CPU can't be read"
+        known = f"its process using {share:.0%} of a core"
+        return (self.deadlines.busy_s if share > BUSY else self.deadlines.instruction_s)(self._step_s), known
+
+    def _cpu_share(self, sign: Sign) -> float | None:
+        """Of a core, since it began what it is at; None where nobody can tell."""
+        if sign.cpu_s is None or sign.cpu_since_s is None:
+            return None
+        return (sign.cpu_s - sign.cpu_since_s) / max(self.clock - sign.since, TICK_S)
+
+
+def _work(instruction: str) -> Work:
+    """What is slow for one worker is so for another: a micro-batch of a step, whatever is done with it, or what a stage does at the step's end.  What is no
+    instruction is only itself: whatever a worker says must not hurt the others."""
+    try:
+        one = Instruction.parse(instruction)
+    except ValueError:
+        return 0, instruction
+    return one.step, str(one.micro_batch or one.op)

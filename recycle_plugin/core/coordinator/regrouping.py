@@ -1,0 +1,137 @@
+"""From one membership to the next: it is published, its members report, and when all have they go on together.
+
+* A *generation* is a version of the membership.  One that a failure makes holds at once; a planned one holds from a step which nobody can
+  have started.
+* Every member of a new generation stops and reports how many steps it has applied, what it holds of unfinished ones, and the hash of
+  the plan it made.  When all have, everybody learns all of it.
+* A newer generation replaces one that is still reported for; reports that belong to an older one are dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+from recycle_plugin.core.coordinator.output import WORKERS, Output
+from recycle_plugin.core.coordinator.shards import drawn_by_all, held_by_all
+from recycle_plugin.core.messages.protocol import Generation, Report
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
+
+
+@dataclass(frozen=True)
+class Reports:
+    """Of everybody who goes on in ``generation``, as they came."""
+
+    generation: Generation
+    by_worker: dict[WorkerId, Report]
+
+    @property
+    def counts(self) -> list[int]:
+        """Steps that each has applied."""
+        return [report.stepped for report in self.by_worker.values()]
+
+    @property
+    def eras(self) -> list[int]:
+        return [report.era for report in self.by_worker.values()]
+
+    @property
+    def loaded(self) -> bool:
+        """Whether anybody has the state of a checkpoint."""
+        return any(report.loaded for report in self.by_worker.values())
+
+    @property
+    def slowest(self) -> Report:
+        """Of whom it took longest to get this far."""
+        return max(self.by_worker.values(), key=lambda report: sum(report.timings.values()))
+
+    @property
+    def holdings(self) -> dict[str, Any]:
+        return self._by_seat(lambda told: held_by_all([report.held for report in told]))
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        return self._by_seat(lambda told: drawn_by_all([report.drawn for report in told]))
+
+    def _by_seat(self, joined: Callable[[list[Report]], Any]) -> dict[str, Any]:
+        """Of each seat of which somebody has reported, what its shards, in their order, come to."""
+        roster = self.generation.roster
+        told = {str(seat): [self.by_worker[member.worker] for member in roster.group(seat) if member.worker in self.by_worker] for seat in roster.seats}
+        return {seat: joined(reports) for seat, reports in told.items() if reports}
+
+    def contradiction(self) -> str | None:
+        """Why they can't go on together, if that is so."""
+        digests = {report.digest for report in self.by_worker.values()}
+        if len(digests) > 1:
+            return f"workers made different plans for generation {self.generation.number}: {', '.join(sorted(digests))}"
+        steps = set(self.counts)
+        if self.loaded and not (len(steps) == 1 and all(report.loaded for report in self.by_worker.values())):
+            return f"workers have loaded checkpoints of different steps: {', '.join(map(str, sorted(steps)))}"
+        return None
+
+
+class Regrouping:
+    """``generation``: the newest; ``in_force``: the last that all have agreed on."""
+
+    def __init__(self) -> None:
+        self.generation = -1
+        self.in_force = -1
+        self._awaiting: Generation | None = None
+        self._reports: dict[WorkerId, Report] = {}
+
+    @property
+    def under_way(self) -> bool:
+        return self._awaiting is not None
+
+    @property
+    def at_once(self) -> int | None:
+        """The generation that members have stopped for, if any."""
+        return self._awaiting.number if self._awaiting and not self._awaiting.from_step else None
+
+    def publish(self, roster: Roster, from_step: int, cause: str, now: float, slowness: tuple, out: Output) -> None:
+        self.generation += 1
+        self._awaiting = Generation(self.generation, tuple(roster), from_step, cause, now, slowness)
+        self._reports.clear()
+        out.tell(WORKERS, self._awaiting)
+
+    def has_come(self, committed: int) -> bool:
+        """Whether it holds from a step that may have come, with all before ``committed`` done, or at once."""
+        return self._awaiting is not None and committed >= self._awaiting.from_step - 1
+
+    def counts_on(self, worker: WorkerId) -> bool:
+        """Whether its report is waited for, or was."""
+        return self._awaiting is not None and worker in self._awaiting.roster.workers
+
+    def add(self, report: Report) -> bool:
+        """Whether it is of the newest generation, and that has not come about."""
+        if report.generation != self.generation or self.generation == self.in_force:
+            return False
+        self._reports[report.worker] = report
+        return True
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody has reported for a generation that has not come about: it has something to do with the others yet."""
+        return self.generation > self.in_force and bool(self._reports)
+
+    def complete(self, live: Roster) -> Reports | None:
+        """What all have said, once everybody has who still can: whoever has gone since has nothing to do with what is left."""
+        if self._awaiting is None or not self._reports or (self._awaiting.roster.workers & live.workers) - self._reports.keys():
+            return None
+        return Reports(self._awaiting, dict(self._reports))
+
+    def agreed(self, generation: Generation) -> None:
+        """All go on in it."""
+        self._awaiting, self.in_force = None, generation.number
+
+    def stop(self) -> None:
+        """Nobody goes on, for now or for good."""
+        self._awaiting = None
+
+    def overdue(self, left: set[WorkerId], seconds: float) -> str | None:
+        """Who is still missing after that long; ``left``: who need not report any more."""
+        if self._awaiting is None:
+            return None
+        missing = self._awaiting.roster.without(left | self._reports.keys())
+        return (f"regrouping to generation {self._awaiting.number} waited {seconds:.0f} s for the report of "
+                f"{', '.join(map(str, missing))}; raise recycle.regroup_timeout_s if "
+                "the training script may pause that long")

@@ -1,0 +1,37 @@
+"""Suspicion comes before eviction: what is said of workers that owe something, and that they go on where they do."""
+
+from __future__ import annotations
+
+from recycle_plugin.core.coordinator.attendance import Attendance
+from recycle_plugin.core.coordinator.failure_detector import Suspicion
+from recycle_plugin.core.coordinator.output import Output
+from recycle_plugin.core.vocabulary.roster import Member, WorkerId
+
+
+class Suspicions:
+    """Each is said when it is raised, once, and again when it has come to nothing."""
+
+    def __init__(self) -> None:
+        self._said: dict[WorkerId, Suspicion] = {}
+
+    def update(self, found: dict[WorkerId, Suspicion], attendance: Attendance, out: Output) -> None:
+        """``found``: all that there are now."""
+        for worker, suspicion in found.items():
+            member = attendance.roster.member(worker)
+            if worker not in self._said and member is not None:
+                self._raise(suspicion, member, attendance, out)
+        for worker, suspicion in self._said.items():
+            member = attendance.roster.member(worker)
+            if worker not in found and member is not None:
+                out.say("cleared", f"{member} goes on after {suspicion.for_s:.1f} s", seat=str(member.seat), rank=member.rank)
+        self._said = found
+
+    @staticmethod
+    def _raise(suspicion: Suspicion, member: Member, attendance: Attendance, out: Output) -> None:
+        if attendance.roster.is_last(member):
+            end_s = attendance.watch.deadlines.last_worker_timeout_s
+            then = f"it is the last worker of stage {member.seat.stage}, so it is not given up, and the job ends after {end_s:g} s"
+        else:
+            then = f"it is given up after {suspicion.limit_s:.1f} s"
+        out.say("suspected", f"{member}: {suspicion}; {then}", seat=str(member.seat), rank=member.rank, cause=suspicion.cause.value, what=suspicion.what,
+                for_s=round(suspicion.for_s, 3), limit_s=round(suspicion.limit_s, 3))

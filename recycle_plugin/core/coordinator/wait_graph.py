@@ -1,0 +1,77 @@
+"""Who waits for what from whom: what a job that stands still looks like, from the last beat of each of its workers."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from recycle_plugin.core.coordinator.failure_detector import Watch
+from recycle_plugin.core.messages.activity import LONGEST, WAITS
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import Group, Member, Roster
+
+NAMED = 8  # workers in a line
+_FROM = re.compile(r".* from seat (\d+\.\d+)(, once more)?")
+
+_AMONG = re.compile(r" among ranks (\d+(?:, \d+)*)")
+
+
+class Edge(NamedTuple):
+    """``who`` do the same, for ``for_s`` seconds at most: wait for ``what`` of ``whom``, or something else."""
+
+    who: Group
+    at: str
+    what: str
+    whom: Group
+    for_s: float
+
+    def __str__(self) -> str:
+        doing = f"{'wait' if len(self.who) > 1 else 'waits'} for {self.what or 'something'}" if self.at == WAITS else f"{self.at} {self.what}".rstrip()
+        missing = "" if self.at != WAITS or _FROM.fullmatch(self.what) else f", which {named(self.whom)} {'have' if len(self.whom) > 1 else 'has'} not come to"
+        return f"{named(self.who)} {doing} for {self.for_s:.1f} s{missing if self.whom else ''}"
+
+
+def named(members: Group) -> str:
+    """Seats with their ranks; of many the first ones."""
+    names = [f"{member.seat} (rank {member.rank})" for member in members[:NAMED]]
+    more = [f"{len(members) - NAMED} more"] if len(members) > NAMED else []
+    return f"seat{'s' * (len(members) > 1)} {', '.join(names + more)}"
+
+
+def wait_graph(roster: Roster, watch: Watch) -> list[Edge]:
+    """One edge for all that do the same, in the order of the first one's rank.  Who waits for what one worker gives waits for that one; who waits for others to
+    come to the same place waits for all that are elsewhere, and are to come.  Costs one look at each worker, and one more for each edge."""
+    doing: dict[tuple[str, str], list[Member]] = {}
+    longest: dict[tuple[str, str], float] = {}
+    for member in roster:
+        at, what, for_s = watch.doing(member.worker)
+        doing.setdefault((at, what), []).append(member)
+        longest[at, what] = max(for_s, longest.get((at, what), 0.0))
+    return [Edge(tuple(who), at, what, _whom(at, what, who, roster), longest[at, what]) for (at, what), who in doing.items()]
+
+
+def _whom(at: str, what: str, who: list[Member], roster: Roster) -> Group:
+    if at != WAITS:
+        return ()
+    if source := _FROM.fullmatch(what):
+        return roster.group(Seat.parse(source[1]))
+    there = {member.worker for member in who}
+    return tuple(member for member in roster if member.worker not in there and _is_to_come(member, what))
+
+
+def _is_to_come(member: Member, what: str) -> bool:
+    """To a collective only members of its group are; a name that was cut off does not have all of them."""
+    group = _AMONG.search(what)
+    return group is None or len(what) >= LONGEST or str(member.rank) in group[1].split(", ")
+
+
+def shown(edges: list[Edge]) -> str:
+    return "; ".join(map(str, edges))
+
+
+def records(edges: list[Edge]) -> list[dict]:
+    """For the run folder."""
+    return [
+        {"who": [str(member.seat) for member in edge.who], "at": edge.at, "what": edge.what, "whom": [str(member.seat) for member in edge.whom], "for_s": round(edge.for_s, 3)}
+        for edge in edges
+    ]

@@ -1,0 +1,13 @@
+"""What a worker is at, in the words of its heartbeats, which the failure detector and the wait graph read."""
+
+from __future__ import annotations
+
+from recycle_plugin.core.vocabulary.ids import Seat
+
+COMPUTES, WAITS, ELSEWHERE = "computes", "waits", "is in"
+LONGEST = 200  # characters of what a worker is at: a group of a thousand has a long name
+
+
+def awaited(datum: object, source: Seat) -> str:
+    """The name of a wait for what one worker gives, by which the graph knows whose it is."""
+    return f"{datum} from seat {source}"

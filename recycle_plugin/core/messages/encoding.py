@@ -1,0 +1,124 @@
+"""Messages as bytes: frames of a fixed head and a msgpack body.
+
+The head is two letters, the *version* (a checksum of what every message has in it, so nobody can forget to count it up) and the body's length.  All of
+it is looked at before a byte of the body is, and so is a limit on that length.  The body is the list of the message's number among the kinds that are said
+on such a line and its fields (core/messages/typed.py); texts may be any that Python has, and whole numbers any that a float can hold.
+
+Whatever bytes come, reading them raises nothing: what is no message is an :class:`~recycle_plugin.core.messages.typed.Unreadable`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from struct import Struct
+from zlib import crc32
+
+import msgpack
+
+from recycle_plugin.core.messages.protocol import MESSAGES
+from recycle_plugin.core.messages.typed import Unreadable, form_of, read, shown, values
+
+MAGIC = b"RP"
+HEAD = Struct(">2sII")
+LIMIT = 1 << 24  # bytes of a body
+MOST = 1 << 20  # entries of one list or dict: room for them is made before they are there
+LARGE = 1  # msgpack's type number for whole numbers of more than 64 bits, which are ours
+LARGEST = 127  # bytes of one
+
+
+class Language:
+    """What is said on lines of one sort: messages of these ``kinds``."""
+
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        self._kinds = kinds
+        self._numbers = {kind: number for number, kind in enumerate(kinds)}
+        self.version = crc32("\n".join(form_of(kind).text for kind in kinds).encode())
+
+    def encode(self, message: object) -> bytes:
+        """One frame.  TypeError where a field holds what nobody could read, ValueError where the message is too long."""
+        body = msgpack.packb((self._numbers[type(message)], *values(message)), default=_other, unicode_errors="surrogatepass")
+        if len(body) > LIMIT:
+            raise ValueError(f"a {type(message).__name__} of {len(body)} bytes is too long to be sent: at most {LIMIT}")
+        return HEAD.pack(MAGIC, self.version, len(body)) + body
+
+    def size(self, head: bytes, limit: int = LIMIT) -> int | Unreadable:
+        """Of the body that comes behind ``head``, of which all has come."""
+        magic, version, size = HEAD.unpack_from(head)
+        if magic != MAGIC:
+            return Unreadable("a frame", f"begins with {bytes(head[: HEAD.size])!r}, and no message does")
+        if version != self.version:
+            return Unreadable("a frame", f"is of version {version:08x}, and this is {self.version:08x}: all need the same version of the plugin")
+        if size > limit:
+            return Unreadable("a frame", f"has a body of {size} bytes, and at most {limit} are read")
+        return size
+
+    def message(self, body: bytes) -> object:
+        try:
+            plain = msgpack.unpackb(body, ext_hook=_extension, unicode_errors="surrogatepass", max_array_len=MOST, max_map_len=MOST)
+        except (ValueError, MemoryError) as error:
+            return Unreadable("a body", f"of {len(body)} bytes is no msgpack: {str(error) or type(error).__name__}")
+        number = plain.pop(0) if type(plain) is list and plain else None
+        if type(number) is not int or not 0 <= number < len(self._kinds):
+            return Unreadable("a body", f"does not begin with the number of a message: {shown(number)}")
+        return read(self._kinds[number], plain, self._kinds[number].__name__)
+
+
+CONTROL = Language(MESSAGES)
+encode = CONTROL.encode
+
+
+def decode(frame: bytes) -> object:
+    """Inverse of :func:`encode`, of one whole frame; an Unreadable where it is none."""
+    frames = Frames()
+    frames.feed(frame)
+    message = frames.take()
+    if message is None or frames.broken_off and not isinstance(message, Unreadable):
+        return Unreadable("a frame", "ends before its message does" if message is None else "has something behind its message")
+    return message
+
+
+class Frames:
+    """Puts together what comes in pieces; no body is longer than ``limit``."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._rest += data
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether what has come ends in the middle of a message."""
+        return bool(self._rest)
+
+    def take(self) -> object | None:
+        """The next message, None while it is not whole.  After an Unreadable nothing is known of where the next would begin."""
+        if len(self._rest) < HEAD.size:
+            return None
+        size = CONTROL.size(self._rest, self._limit)
+        if isinstance(size, Unreadable):
+            return size
+        end = HEAD.size + size
+        if len(self._rest) < end:
+            return None
+        body = bytes(self._rest[HEAD.size : end])
+        del self._rest[:end]
+        return CONTROL.message(body)
+
+
+def _other(thing: object) -> object:
+    """What msgpack does not know."""
+    if type(thing) is int:
+        if thing.bit_length() >= 8 * LARGEST:
+            raise TypeError(f"a number of {thing.bit_length()} bits can't be written down")
+        return msgpack.ExtType(LARGE, thing.to_bytes(thing.bit_length() // 8 + 1, "big", signed=True))
+    return thing.value if isinstance(thing, Enum) else values(thing)
+
+
+def _extension(code: int, data: bytes) -> int:
+    if code != LARGE:
+        raise ValueError(f"type number {code} means nothing")
+    if len(data) > LARGEST:
+        raise ValueError(f"a number of {len(data)} bytes, and at most {LARGEST} are read")
+    return int.from_bytes(data, "big", signed=True)

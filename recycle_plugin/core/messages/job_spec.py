@@ -1,0 +1,58 @@
+"""What the coordinator has to know of a run: the same on every worker, or they can't train together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.deadlines import Deadlines
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.topology import Topology
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where the coordinator listens for who wants the job's metrics; port 0: one that is free."""
+
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """As its workers ask for it; the ``start`` event shows it to the user, field by field.
+
+    ``batch``: samples in a step of all replicas.  ``clipping``: the limit of the gradient norm, 0 for none.  ``arithmetic``: in exact mode, what
+    decides how operations round.  Times are in seconds.  The others are the settings of the same name.
+    """
+
+    replicas: int
+    stages: int
+    micro_batches: int
+    ties: tuple[tuple[int, ...], ...]
+    run_dir: str
+    costs: CostModel
+    policy: Policy
+    deadlines: Deadlines = Deadlines()
+    strict_placement: bool = False
+    batch: int = 0
+    max_slowdown: float | None = None
+    report: bool = False
+    rebalance: bool = False
+    stagger_optimizer: bool = True
+    clipping: float = 0.0
+    clip: str = "sync"
+    nonfinite: str = "end"
+    norm: str = "True"
+    loss_scaling: bool = False
+    undo: str = "snapshot"
+    keep_bytes: int | None = None
+    rng: str = "keyed"
+    seed: int = 0
+    exact: bool = False
+    arithmetic: str | None = None
+    metrics: Endpoint | None = None
+
+    @property
+    def shape(self) -> Topology:
+        return Topology(self.replicas, self.stages, self.micro_batches, self.ties)

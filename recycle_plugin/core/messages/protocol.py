@@ -1,0 +1,375 @@
+"""The control messages between workers, supervisors and the coordinator; core/messages/encoding.py makes bytes of them, by their fields' annotations.
+
+Data (activations, gradients) never passes here: a step costs each worker a handful of these messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
+
+TRY_AGAIN = 75  # exit code of a job that has fallen below recycle.max_slowdown, or was ended from outside: sysexits' "temporary failure, try again"
+
+
+@dataclass(frozen=True)
+class OfWorker:
+    """From a worker, or about it: which of the processes that have had its rank is meant."""
+
+    rank: int
+    incarnation: int = field(default=0, kw_only=True)
+
+    @property
+    def worker(self) -> WorkerId:
+        return WorkerId(self.rank, self.incarnation)
+
+
+# --- from a worker or its supervisor ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """First message of every connection.  ``role`` is ``worker`` or ``supervisor``, or ``placing``: a supervisor that has no rank of its own yet."""
+
+    rank: int
+    role: str
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker's engine stands: it asks to take part."""
+
+    member: Member
+    stepped: int
+    job: Job
+
+    @property
+    def worker(self) -> WorkerId:
+        return self.member.worker
+
+
+@dataclass(frozen=True)
+class Report(OfWorker):
+    """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest``, by which a step
+    takes ``period_us``, and no plan's takes less than ``bound_us``, and still holds ``held`` (core.vocabulary.dataflow.pack), and of plain iterators' data ``drawn`` (core.vocabulary.iterator_draws.pack).
+    ``loaded``: its state is that of a checkpoint that all have loaded.  ``era``: core.worker.step_store's, in which it computes."""
+
+    generation: int
+    stepped: int
+    digest: str
+    held: dict[str, str] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    loaded: bool = False
+    period_us: int = 0
+    bound_us: int = 0
+    drawn: dict[str, str] = field(default_factory=dict)
+    era: int = 0
+
+
+@dataclass(frozen=True)
+class Loaded(OfWorker):
+    """The worker has the state of a checkpoint that all were to load."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Resized(OfWorker):
+    """The worker plans for another number of micro-batches from the next step on, as all do that have met before.
+
+    ``batch``: samples in a step of all replicas; ``full_us``: the planned period with everybody there.
+    """
+
+    generation: int
+    micro_batches: int
+    batch: int
+    full_us: int
+
+
+@dataclass(frozen=True)
+class Stepped(OfWorker):
+    """The worker has applied ``step``."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Fingerprint(OfWorker):
+    """A hash of the worker's state after ``step``; said before :class:`Stepped`.  ``tied``: of each weight that other stages have too, by name."""
+
+    step: int
+    digest: str
+    tied: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Pace(OfWorker):
+    """The worker has computed for ``spent_us`` in ``step``, and ``nominal_us`` is what that should take; said before :class:`Stepped`.
+
+    ``again_us``: of the first, on what had been another worker's, or on what it had computed before.
+    """
+
+    step: int
+    spent_us: int
+    nominal_us: int
+    again_us: int = 0
+
+
+@dataclass(frozen=True)
+class Contribution(OfWorker):
+    """Named numbers of one step that everybody needs (losses by micro-batch, squared norms by stage).
+
+    They are complete when ``expected`` keys are there, of each ``shard``.
+    """
+
+    step: int
+    name: str
+    values: dict[str, float]
+    expected: int
+    shard: int = 0
+
+
+@dataclass(frozen=True)
+class Arrived(OfWorker):
+    """The worker is at ``place`` of what all do together outside a step (core.coordinator.barriers), with ``values`` for everybody."""
+
+    generation: int
+    place: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Leaving(OfWorker):
+    """The worker wants to go at a commit line: a planned leave, no failure."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Left(OfWorker):
+    """The worker goes now, after everybody's commit, with exit code ``code``.  ``planned``: since the step has come before which it was to leave; else its
+    script is through, after ``step``."""
+
+    code: int = 0
+    planned: bool = False
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Exited(OfWorker):
+    """The supervisor saw its worker's process end.  ``code`` is negative for a signal."""
+
+    code: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Unguarded(OfWorker):
+    """The supervisor's own guard, the process ``pid`` that the launcher has started for the rank, is gone, and takes the worker with it."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class Beat(OfWorker):
+    """From a thread of the worker's, every so often: it has finished ``done`` instructions, the last ones of ``step``, and is ``at`` ``what``
+    (core.coordinator.failure_detector).
+
+    ``number`` comes back in :class:`Heard`.
+    """
+
+    number: int
+    done: int
+    at: str
+    what: str
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Missing(OfWorker):
+    """``what`` has not come from seat ``source`` for long, and both are there: the line between them is broken.
+
+    ``source`` is empty where ``what`` is a collective, which does not say whose line it is.
+    """
+
+    generation: int
+    what: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Pulse(OfWorker):
+    """From the supervisor, every so often: its worker's process is there, whether it is stopped, and how many seconds it has used a CPU, or
+    waited for one or for a disk, None where that can't be read."""
+
+    stopped: bool
+    cpu_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """The job is to end at the next commit.  ``host``: where the supervisor of ``rank`` has got what ``reason`` names, a signal; empty: another reason."""
+
+    rank: int
+    reason: str
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Fatal(OfWorker):
+    """The worker met something after which nobody can go on."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Crashed(OfWorker):
+    """The worker's script has ended with ``error``, in a line, and the process ends with it.  ``trace``: the traceback, if there is one; ``step``: the last one
+    that was begun."""
+
+    error: str
+    trace: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Note(OfWorker):
+    """Something to be said and logged: see :class:`Event`."""
+
+    kind: str
+    text: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+# --- from the coordinator ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """Answer to a Hello: where the job's key-value store listens, and the job's name; to a worker also which one of its rank it is."""
+
+    store_port: int
+    job_id: str
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class Placed:
+    """To a supervisor that was placing: the rank of its worker."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A version of the membership.  ``from_step`` 0: at once, leave what you do; otherwise from that step on.
+
+    ``slowness``: as core.vocabulary.cost.CostModel's, of what was measured.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    from_step: int
+    cause: str
+    at: float
+    slowness: tuple[tuple[Seat, int], ...] = ()
+
+    @cached_property
+    def roster(self) -> Roster:
+        return Roster(self.members)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Everybody in ``generation`` has reported: go on behind step ``committed``, with what each seat holds of later ones.
+
+    ``held``, ``drawn``: by the seat's text form, as reported.  ``norm``: where the next step was rejected (core.coordinator.step_validation), why; ``void``:
+    not everybody knew that, so what was computed after it counts nowhere.
+    """
+
+    generation: int
+    committed: int
+    held: dict[str, dict[str, str]] = field(default_factory=dict)
+    norm: float | None = None
+    void: bool = False
+    drawn: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The beat ``number`` has come: until ``for_s`` after it was sent, this worker is not given up for its silence.
+
+    To a supervisor: its :class:`Exited` has come.
+    """
+
+    number: int
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Fence(OfWorker):
+    """The worker of ``rank`` was given up.  Its supervisor kills it; where it gets this itself, it ends without doing anything more."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Committed:
+    """All stages have applied ``step``: its effects stay.  ``figures``: core.coordinator.step_figures's, for the user's monitors."""
+
+    step: int
+    figures: dict[str, float] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A complete set of contributions: the only one of its step and name, but where that is void."""
+
+    step: int
+    name: str
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Met:
+    """Everybody has arrived at ``place``; nobody has started ``from_step`` yet, or will before reading this."""
+
+    place: str
+    values: dict[str, Any]
+    from_step: int
+
+
+@dataclass(frozen=True)
+class End:
+    """The job ends before ``step`` (0: at once); ``failed`` when it could not go on.
+
+    ``code``: of its processes, for the launcher; TRY_AGAIN asks for a checkpoint first.
+    """
+
+    step: int
+    reason: str
+    failed: bool
+    code: int = 0
+
+
+@dataclass(frozen=True)
+class Over:
+    """To supervisors: the job is over, go with ``code`` once your worker is gone."""
+
+    code: int
+
+
+MESSAGES = (
+    # from a worker or its supervisor
+    Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Exited, Unguarded, Beat, Missing, Pulse, Terminate,
+    Fatal, Note, Crashed,
+    # from the coordinator
+    Welcome, Placed, Generation, Resume, Heard, Fence, Committed, Collected, Met, End, Over,
+)  # fmt: skip

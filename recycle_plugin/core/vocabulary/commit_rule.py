@@ -1,0 +1,60 @@
+"""A worker's side of the commit rule.
+
+A stage steps on its own clock and may start the next step before the others have finished this one.
+It keeps one record that takes its last step back.  That one suffices because of this rule: **step
+k+1 is applied only once step k is known to be committed.**  So at most one applied step is
+uncommitted, and after a failure every worker is at the last committed step or one ahead of it.
+Whoever is ahead stays so, unless work has to be run again on the parameters before (core/vocabulary/recovery_plan.py).
+"""
+
+from __future__ import annotations
+
+AHEAD = 3  # from the last step that is said to be committed to the first one that nobody can have started
+
+
+def unstarted(committed: int) -> int:
+    """The first step that nobody can have started while ``committed`` is the last step that the coordinator has said to be committed.
+
+    Whoever starts step c+3 has applied c+2, and that only once it knew c+1 to be committed.  The coordinator says so after whatever it says
+    now, over the same connection.  So all workers read of a change that holds from this step on before they come to it.
+    """
+    return committed + AHEAD
+
+
+class StepMachine:
+    """Counts of a worker: ``stepped`` steps applied here, ``committed`` steps that stay for good."""
+
+    def __init__(self, stepped: int) -> None:
+        self.stepped = stepped
+        self.committed = stepped
+
+    def may_apply(self, step: int) -> bool:
+        """Whether the undo record of the step before is free to be overwritten."""
+        return self.committed >= step - 1
+
+    def applied(self, step: int) -> None:
+        if step != self.stepped + 1 or not self.may_apply(step):
+            raise AssertionError(f"step {step} applied after {self.stepped} steps, of which {self.committed} committed")
+        self.stepped = step
+
+    def commit(self, step: int) -> None:
+        """News from the coordinator.  It never runs ahead of this worker's own step."""
+        if step > self.stepped:
+            raise AssertionError(f"step {step} committed, but only {self.stepped} applied here")
+        self.committed = max(self.committed, step)
+
+    def rewind(self, step: int) -> None:
+        """The state of ``step``, which all have loaded, takes the place of the last one."""
+        if self.stepped > self.committed:
+            raise AssertionError(f"a checkpoint loaded while step {self.stepped} is applied and not committed")
+        self.stepped = self.committed = step
+
+    def resume(self, committed: int, undo: bool) -> None:
+        """Everybody goes on from ``committed``.  ``undo``: this worker, which is ahead, takes its last step back."""
+        ahead = self.stepped - committed
+        if ahead not in (0, 1) or committed < self.committed or undo and not ahead:
+            raise AssertionError(
+                f"told to go on from step {committed} with {self.stepped} applied and {self.committed} committed here"
+            )
+        self.committed = committed
+        self.stepped -= undo

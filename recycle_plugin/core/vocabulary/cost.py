@@ -1,0 +1,102 @@
+"""What instructions cost, in integer microseconds (or in ticks, where a schedule is drawn)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Op
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs per stage, in microseconds.  All tuples have one entry per stage, or none where they have a default.
+
+    ``forward``, ``input``, ``weight``: one micro-batch's F, I and W.
+    ``communication``: one boundary tensor from worker to worker (latency plus transfer).
+    ``reduce``, ``step``: the stage's gradient sum and optimizer step; 0 by default.
+    ``tie``: the sum of tied weights' gradients over the stages that share them.
+    ``dispatch``: fixed cost of every instruction, whatever it does.
+    ``backward``: B, both gradients at once; input + weight by default.
+    ``communication_across``: a boundary tensor between workers of different replicas; ``communication`` by default.
+    ``slowness``: seats whose worker needs more (or less) time for F, I, W and B, in percent of the stage's: 150 is half as
+    slow again.
+    ``activation_bytes``, ``pending_bytes``: what one micro-batch holds from its F on, and from its I until
+    its W; with activation checkpointing the second is the larger.  Needed for ``Policy.memory_bytes``.
+    """
+
+    forward: tuple[int, ...]
+    input: tuple[int, ...]
+    weight: tuple[int, ...]
+    communication: int = 0
+    reduce: tuple[int, ...] = ()
+    step: tuple[int, ...] = ()
+    dispatch: int = 0
+    backward: tuple[int, ...] = ()
+    communication_across: int | None = None
+    slowness: tuple[tuple[Seat, int], ...] = ()
+    activation_bytes: tuple[int, ...] = ()
+    pending_bytes: tuple[int, ...] = ()
+    tie: int = 0
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward)
+        for name in ("reduce", "step"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (0,) * stages)
+        for name in ("forward", "input", "weight", "reduce", "step", "backward", "activation_bytes", "pending_bytes"):
+            values, optional = getattr(self, name), name in ("backward", "activation_bytes", "pending_bytes")
+            if len(values) != stages and (values or not optional):
+                raise ValueError(f"costs.{name} has {len(values)} entries for {stages} stages")
+            if any(value < 0 or value != int(value) for value in values):
+                unit = "bytes" if name.endswith("bytes") else "microseconds"
+                raise ValueError(f"costs.{name} = {values}: whole numbers of {unit}, none negative")
+        if any(percent < 1 for _, percent in self.slowness):
+            raise ValueError(f"costs.slowness = {self.slowness}: percent of the stage's time, at least 1")
+
+    def slowed(self, measured: tuple[tuple[Seat, int], ...]) -> CostModel:
+        """With the ``slowness`` that was measured beside, and in place of, what was known before."""
+        return replace(self, slowness=tuple(sorted({**dict(self.slowness), **dict(measured)}.items())))
+
+    @classmethod
+    def uniform(
+        cls, stages: int, forward: int = 1, input: int = 1, weight: int = 1, communication: int = 0, reduce: int = 0, step: int = 0
+    ) -> CostModel:
+        """The same costs on every stage; the default is the papers' F = I = W = 1."""
+        return cls((forward,) * stages, (input,) * stages, (weight,) * stages, communication, (reduce,) * stages, (step,) * stages)
+
+    @property
+    def stages(self) -> int:
+        return len(self.forward)
+
+    def of(self, op: Op, stage: int, seat: Seat | None = None) -> int:
+        """Microseconds that ``op`` occupies its worker on ``stage``; transfers occupy nobody.
+
+        ``seat``: the worker's, where its own speed is to count.
+        """
+        if op in (Op.REDUCE, Op.TIE, Op.STEP):
+            return self.dispatch + {Op.REDUCE: self.reduce[stage], Op.TIE: self.tie, Op.STEP: self.step[stage]}[op]
+        if op not in (Op.F, Op.I, Op.W, Op.B):
+            return 0
+        spent = self.dispatch + {
+            Op.F: self.forward[stage],
+            Op.I: self.input[stage],
+            Op.W: self.weight[stage],
+            Op.B: self.backward[stage] if self.backward else self.input[stage] + self.weight[stage],
+        }[op]
+        percent = self.percent(seat) if seat is not None else 100
+        return spent if percent == 100 else -(-spent * percent // 100)
+
+    def percent(self, seat: Seat) -> int:
+        """How long ``seat``'s worker takes, in percent of its stage's cost."""
+        return self._percent.get(seat, 100)
+
+    def transfer(self, sender: Seat, receiver: Seat) -> int:
+        """Microseconds from a boundary tensor's being made to its being there."""
+        across = self.communication_across
+        return self.communication if across is None or sender.replica == receiver.replica else across
+
+    @cached_property
+    def _percent(self) -> dict[Seat, int]:
+        return dict(self.slowness)

@@ -1,0 +1,141 @@
+"""Dependencies, stated once: what an instruction needs, uses up and leaves behind.
+
+Scheduler, verifier, simulator, the runtime's waits, recovery (core/vocabulary/recovery_plan.py) and the trace's arrows are
+all derived from ``requires``, ``consumes`` and ``provides``.  A datum carries its step, because with staggered stages two steps
+are in flight and an activation of step k must never be taken for one of k+1.
+"""
+
+from __future__ import annotations
+
+from typing import Iterable, NamedTuple
+
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+
+TRAVELS = frozenset({"act", "grad"})
+"""Kinds that cross from worker to worker (and may be logged); all others die with their worker."""
+
+
+class Datum(NamedTuple):
+    """Something an instruction makes: ``data act grad stash inner wgrad reduced tied norm params``; besides, ``drawn`` from an iterator, and a ``loss``."""
+
+    kind: str
+    stage: int
+    micro_batch: MicroBatch | None
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of stage {self.stage}" + (
+            f", micro-batch {self.micro_batch}" if self.micro_batch else ""
+        ) + f", step {self.step}"
+
+
+def goes_to(datum: Datum, stages: int) -> int | None:
+    """The stage that a boundary tensor is made for, of ``stages``; None where there is none behind the last or before the first."""
+    stage = datum.stage + (1 if datum.kind == "act" else -1)
+    return stage if 0 <= stage < stages else None
+
+
+def requires(
+    instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = (), tied: bool = False, drawn: bool = False,
+) -> tuple[Datum, ...]:  # fmt: skip
+    """What must exist before ``instruction`` runs, in a pipeline of ``stages`` stages.
+
+    ``own``: the micro-batches that this worker runs on its stage; REDUCE needs all their weight gradients.  ``tied``: the stage
+    shares weights, so that what is judged and applied is the sum over all stages that do.  ``drawn``: data is read from plain iterators (core/vocabulary/iterator_draws.py).
+    """
+    op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
+    last = stage == stages - 1
+
+    def datum(kind: str, at: int = stage) -> Datum:
+        return Datum(kind, at, micro_batch, step)
+
+    match op:
+        case Op.LOAD:
+            return (datum("drawn"),) if drawn else ()
+        case Op.RECV_ACT:
+            return (datum("act", stage - 1),)
+        case Op.RECV_GRAD:
+            return (datum("grad", stage + 1),)
+        case Op.F:
+            inputs = (datum("act", stage - 1),) if stage else ()
+            inputs += (datum("data"),) if stage == 0 or last else ()
+            return inputs + (Datum("params", stage, None, step),)
+        case Op.I | Op.B:
+            grad = () if last else (datum("grad", stage + 1),)
+            return (datum("stash"), Datum("params", stage, None, step)) + grad
+        case Op.W:
+            return (datum("inner"),)
+        case Op.SEND_ACT:
+            return (datum("act"),)
+        case Op.SEND_GRAD:
+            return (datum("grad"),)
+        case Op.REDUCE:
+            return tuple(Datum("wgrad", stage, mine, step) for mine in own)
+        case Op.TIE:
+            return (datum("reduced"),)
+        case Op.VALIDATE | Op.STEP:
+            return (datum("reduced"), datum("tied")) if tied else (datum("reduced"),)
+
+
+def consumes(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
+    """Of what ``instruction`` requires, what is gone afterwards from the worker that ran it.
+
+    Parameters stay; so does, until the step is committed, what a SEND or a STEP has used: a peer may need it again.
+    """
+    if instruction.op not in (Op.F, Op.I, Op.B, Op.W, Op.REDUCE):
+        return ()
+    return tuple(datum for datum in requires(instruction, stages, own) if datum.kind != "params")
+
+
+def provides(instruction: Instruction) -> tuple[Datum, ...]:
+    """What exists after ``instruction`` has run."""
+    op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
+
+    def made(*kinds: str) -> tuple[Datum, ...]:
+        return tuple(Datum(kind, stage, micro_batch, step) for kind in kinds)
+
+    match op:
+        case Op.LOAD:
+            return made("data")
+        case Op.F:
+            return made("act", "stash")
+        case Op.I:
+            return made("grad", "inner")
+        case Op.W:
+            return made("wgrad")
+        case Op.B:
+            return made("grad", "wgrad")
+        case Op.RECV_ACT | Op.RECV_GRAD | Op.SEND_ACT | Op.SEND_GRAD:
+            return ()
+        case Op.REDUCE:
+            return made("reduced")
+        case Op.TIE:
+            return made("tied")
+        case Op.VALIDATE:
+            return made("norm")
+        case Op.STEP:
+            return (Datum("params", stage, None, step + 1),)
+
+
+def pack(data: Iterable[Datum]) -> dict[str, str]:
+    """``data`` for a message, the micro-batches of each kind, stage and step together: {"wgrad 1@17": "0.0 0.1", "reduced 1@16": ""}."""
+    found: dict[str, list[str]] = {}
+    for datum in sorted(data, key=lambda datum: (*datum[:2], datum.step, datum.micro_batch or ())):
+        names = found.setdefault(f"{datum.kind} {datum.stage}@{datum.step}", [])
+        names += [str(datum.micro_batch)] if datum.micro_batch else []
+    return {key: " ".join(names) for key, names in found.items()}
+
+
+def unpack(packed: dict[str, str]) -> frozenset[Datum]:
+    """Inverse of :func:`pack`."""
+    found = set()
+    for key, names in packed.items():
+        kind, _, where = key.partition(" ")
+        stage, _, step = where.partition("@")
+        if not names:
+            found.add(Datum(kind, int(stage), None, int(step)))
+        for name in names.split():
+            replica, _, index = name.partition(".")
+            found.add(Datum(kind, int(stage), MicroBatch(int(replica), int(index)), int(step)))
+    return frozenset(found)

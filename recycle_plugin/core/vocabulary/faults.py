@@ -1,0 +1,73 @@
+"""Faults by name, so that one script means the same in the simulator and in real processes.
+
+``kill 0.1 before 1F0.2@5``  the worker of seat 0.1 dies when it is about to run stage 1's forward of
+micro-batch 0.2 in step 5.  ``kill 0.1 at recovery.report``  it dies when its recovery reaches that
+point for the first time (``recovery.report:2``: for the second time).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+
+KINDS = ("kill", "stop", "leave")
+POINTS = (
+    "recovery.start", "recovery.report", "recovery.resume", "recovery.undone", "step.end",
+    "checkpoint.start", "checkpoint.file", "checkpoint.written", "checkpoint.publish", "checkpoint.named", "checkpoint.latest",
+    "load.start", "load.end", "resize",
+)  # fmt: skip
+_FORM = re.compile(r"(?P<kind>\w+) (?P<seat>\d+\.\d+) (?P<when>before|after|at) (?P<where>[\w.<>@-]+)(?::(?P<count>\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``kind`` strikes ``seat`` ``when`` (before, after or at) ``where`` is reached for the ``count``-th time."""
+
+    kind: str
+    seat: Seat
+    when: str
+    where: str
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"fault kind {self.kind!r}: one of {', '.join(KINDS)}")
+        if self.when == "at":
+            if self.where.partition("@")[0] not in POINTS:
+                raise ValueError(f"fault point {self.where!r}: one of {', '.join(POINTS)}")
+        else:
+            Instruction.parse(self.where)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.seat} {self.when} {self.where}" + (f":{self.count}" if self.count > 1 else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        match = _FORM.fullmatch(" ".join(text.split()))
+        if match is None:
+            raise ValueError(
+                f"{text!r} is no fault: write 'kill 0.1 before 1F0.2@5', 'kill 0.1 after 1STEP@5' or 'kill 0.1 at recovery.report'"
+            )
+        return cls(match["kind"], Seat.parse(match["seat"]), match["when"], match["where"], int(match["count"] or 1))
+
+
+class FaultScript:
+    """The faults of one seat, each of which strikes once."""
+
+    def __init__(self, faults: tuple[Fault, ...], seat: Seat) -> None:
+        self._pending = [fault for fault in faults if fault.seat == seat]
+        self._seen: dict[tuple[str, str], int] = {}
+
+    def due(self, when: str, where: str) -> Fault | None:
+        """The fault that strikes now, if any.  ``where``: an instruction's or a point's text form."""
+        if not self._pending:
+            return None
+        self._seen[when, where] = self._seen.get((when, where), 0) + 1
+        for fault in self._pending:
+            if (fault.when, fault.where, fault.count) == (when, where, self._seen[when, where]):
+                self._pending.remove(fault)
+                return fault
+        return None

@@ -1,0 +1,65 @@
+"""Which hosts hold every replica of a stage: losing one of those loses the stage.  And who sits where so that none does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Iterable, Sequence
+
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.topology import Topology
+
+
+def stages_at_risk(members: Iterable[Member]) -> dict[str, tuple[int, ...]]:
+    """For each host that is the only one to hold some stages: those stages, in order."""
+    hosts: dict[int, set[str]] = {}
+    for member in members:
+        hosts.setdefault(member.seat.stage, set()).add(member.host)
+    risky: dict[str, tuple[int, ...]] = {}
+    for stage, holders in sorted(hosts.items()):
+        if len(holders) == 1:
+            (host,) = holders
+            risky[host] = (*risky.get(host, ()), stage)
+    return risky
+
+
+def at_risk(host: str, stages: tuple[int, ...], members: Iterable[Member], shape: Topology) -> str:
+    """What that means, and what to do about it, in a line."""
+    names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+    return f"host {host} holds every replica of {names}: its loss ends the job; {remedy(Counter(member.host for member in members), shape)}"
+
+
+def remedy(workers: Counter[str], shape: Topology) -> str:
+    """What gives the replicas of each stage to different hosts; ``workers``: how many each host has."""
+    host, most = workers.most_common(1)[0]
+    limit, total = most_on_a_host(shape), workers.total()
+    if most > limit:
+        return f"no placement helps while one host has more than {limit} of the {total} workers, and {host} has {most}: use hosts of more equal size"
+    axes = f"ProcessTopology(axes=['data', 'pipe'], dims=[{shape.replicas}, {shape.stages}])"
+    return f'set recycle.placement to "spread", or give PipelineModule topology={axes}'
+
+
+def most_on_a_host(shape: Topology) -> int:
+    """More workers on one host can't but hold some stage's every replica."""
+    return shape.stages * (shape.replicas - 1)
+
+
+def spread(hosts: Sequence[str]) -> tuple[int, ...]:
+    """The rank for each place that the launcher has filled, of which place i is on ``hosts[i]``; place 0 keeps rank 0.
+
+    DeepSpeed gives the replicas of a stage neighbouring ranks, so neighbours among the ranks go to different hosts.  Where one
+    host has more than half of the places, what stays together of it is as short as can be.  No host then has a whole stage
+    that has not more than :func:`most_on_a_host`, however many replicas there are: nobody knows that yet when ranks are given out.
+    """
+    left = Counter(hosts)
+    order: list[str] = []
+    together = 0  # places at the end of ``order`` that are on the same host
+    while len(order) < len(hosts):
+        last = order[-1] if order else hosts[0]
+        others = {host: count for host, count in left.items() if host != last and count}
+        stays = not order or left[last] > together * sum(others.values())
+        host = last if stays else max(others, key=others.get)
+        together = together + 1 if host == last else 1
+        order.append(host)
+        left[host] -= 1
+    ranks = {host: iter([rank for rank, where in enumerate(order) if where == host]) for host in left}
+    return tuple(next(ranks[host]) for host in hosts)

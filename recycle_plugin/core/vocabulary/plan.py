@@ -1,0 +1,135 @@
+"""A plan: the whole schedule of one step, frozen and hashed.  Workers compare the hash before they run it."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Mapping, Sequence
+
+from recycle_plugin.core.vocabulary.blocks import Blocks
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.vocabulary.program import Packed, Programs, Route
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+
+ONE_F_ONE_B = "1f1b"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which of ReCycle's techniques are on, and how much memory a worker may use.
+
+    ``activation_cap``: micro-batches whose activations or pending weight gradients one worker may hold
+    at once: one number, one per stage, "1f1b" for what 1F1B holds (one for each stage still ahead), or
+    None for the number of stages (what 1F1B holds at its first stage).
+    ``memory_bytes``: the same in bytes, one number or one per stage; it needs a cost model with
+    ``activation_bytes`` and then replaces ``activation_cap``.
+    ``couple``: a backward may run as one B where that saves memory or time (split backward on).
+    ``stagger_optimizer``: a stage steps once it has its gradients, and begins the next step; off: no stage steps before all have theirs.
+    ``validate``: the step waits for the gradient norm over all stages (gradient clipping), and so is not staggered either.
+    ``block``: so many consecutive micro-batches of a replica stay together (core/vocabulary/blocks.py); None: all of them.
+    """
+
+    split_backward: bool = True
+    stagger_optimizer: bool = True
+    reroute: bool = True
+    activation_cap: int | tuple[int, ...] | str | None = None
+    validate: bool = False
+    memory_bytes: int | tuple[int, ...] | None = None
+    couple: bool = False
+    block: int | None = 1
+
+    def __post_init__(self) -> None:
+        cap = self.activation_cap
+        if isinstance(cap, str) and cap != ONE_F_ONE_B:
+            raise ValueError(f'activation_cap is {cap!r}: a number of micro-batches, one per stage, or "{ONE_F_ONE_B}"')
+        if isinstance(cap, (int, tuple)) and min(cap if isinstance(cap, tuple) else (cap,), default=0) < 1:
+            raise ValueError(f"activation_cap is {cap}: a worker has to hold at least 1 micro-batch")
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"block is {self.block}: it has at least 1 micro-batch")
+        if self.couple and self.block != 1:
+            raise ValueError("couple and block: a backward in one piece would overtake a weight gradient of its block that waits; choose one")
+
+    @property
+    def together(self) -> bool:
+        """Whether no stage steps before all have their gradients: they meet in a VALIDATE, and part again at their STEPs."""
+        return self.validate or not self.stagger_optimizer
+
+    def closing(self, tied: bool) -> tuple[Op, ...]:
+        """What every program of a stage ends with, in this order; ``tied``: the stage shares weights."""
+        return (Op.REDUCE, *[Op.TIE] * tied, *[Op.VALIDATE] * self.together, Op.STEP)
+
+    def cap(self, stage: int, stages: int) -> int:
+        """Micro-batches that a worker of ``stage`` may hold.  1F1B's own is one for each stage still ahead."""
+        cap = self.activation_cap
+        if cap == ONE_F_ONE_B or (cap is None and not (self.split_backward or self.reroute)):
+            return stages - stage
+        if isinstance(cap, tuple):
+            if len(cap) != stages:
+                raise ValueError(f"activation_cap has {len(cap)} entries for {stages} stages")
+            return cap[stage]
+        return stages if cap is None else cap
+
+    def blocks(self, topology: Topology) -> Blocks:
+        return Blocks(topology, topology.micro_batches if self.block is None else min(self.block, topology.micro_batches))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Programs of every live seat for one step (template, step 0), with what the planner expects of them.
+
+    ``route[stage, micro_batch]`` is the seat that runs it.  ``starts`` gives each instruction's planned
+    start in microseconds, aligned with ``programs``.  ``period_us``: steady-state time per step;
+    ``bound_us``: no schedule of this routing and memory is faster; ``span_us``: first start to last end.
+    All three mappings are packed into arrays whatever they were given as; see ``core.vocabulary.program``.
+    """
+
+    view: ClusterView
+    policy: Policy
+    route: Mapping[tuple[int, MicroBatch], Seat]
+    programs: Mapping[Seat, Sequence[Instruction]]
+    starts: Mapping[Seat, Sequence[int]] = field(compare=False)
+    period_us: int = field(compare=False)
+    bound_us: int = field(compare=False)
+    span_us: int = field(compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.route, Route):
+            object.__setattr__(self, "route", Route.of(self.view.topology, self.route))
+        if not isinstance(self.programs, Programs):
+            object.__setattr__(self, "programs", Programs.of(self.programs))
+        if not isinstance(self.starts, Packed):
+            object.__setattr__(self, "starts", Packed.of(self.starts))
+        if set(self.programs.seats) != self.view.live:
+            raise ValueError("a plan has one program for each live seat, and no other")
+
+    @property
+    def stages(self) -> int:
+        return self.view.topology.stages
+
+    @property
+    def gap(self) -> float:
+        """How far the period lies above its lower bound, as a fraction of the bound."""
+        return self.period_us / self.bound_us - 1 if self.bound_us else 0.0
+
+    def own(self, seat: Seat) -> tuple[MicroBatch, ...]:
+        """The micro-batches that ``seat`` runs, in canonical order."""
+        if seat.stage not in self._owned:
+            self._owned[seat.stage] = self.route.owned(seat.stage)
+        return self._owned[seat.stage].get(seat.replica, ())
+
+    @cached_property
+    def _owned(self) -> dict[int, dict[int, tuple[MicroBatch, ...]]]:
+        return {}
+
+    def program(self, seat: Seat, step: int) -> tuple[Instruction, ...]:
+        """``seat``'s instructions, bound to ``step``."""
+        return tuple(instruction.at(step) for instruction in self.programs[seat])
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of everything that workers have to agree on: 16 hex digits."""
+        seats = array("q", (number for seat, end in zip(self.programs.seats, self.programs.ends) for number in (*seat, end)))
+        return hashlib.sha256(seats.tobytes() + self.programs.data).hexdigest()[:16]

@@ -1,0 +1,203 @@
+"""Profiles: what the parts of a model cost on a device, and from them the cost of each stage of a pipeline.
+
+A profile is measured (``recycle profile``) or analytic (``simulator.analytic``), and says which wherever
+its title is shown.  JSON: the fields of :class:`Profile`, parts and links as objects.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Sequence
+
+from recycle_plugin.core.vocabulary.cost import CostModel
+
+ORIGINS = ("measured", "analytic")
+STATE_BYTES = {"fp32": 16, "bf16": 18}
+"""A parameter with Adam: weight, gradient, m and v in fp32; beside bf16 weights a gradient and a master weight in fp32 too."""
+UNDO_BYTES = {"snapshot": 12, "inverse": 4}
+"""A parameter, by the setting ``undo``: copies of its fp32 weight, m and v, or of its gradient."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """``latency_us`` microseconds and ``bytes_per_us`` bytes per microsecond, which is MB/s."""
+
+    latency_us: float
+    bytes_per_us: float
+
+    def __post_init__(self) -> None:
+        if self.latency_us < 0 or self.bytes_per_us <= 0:
+            raise ValueError(f"a link of {self.latency_us} us and {self.bytes_per_us} bytes/us: latency not negative, bandwidth above 0")
+
+    def transfer_us(self, size: int) -> int:
+        """One tensor of ``size`` bytes on an idle link."""
+        return round(self.latency_us + size / self.bytes_per_us)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer (or embedding, or head with its loss) and one micro-batch: microseconds, bytes, numbers.
+
+    ``backward_us``: both gradients at once.  ``activation_bytes``: held from F to I; ``pending_bytes``: from I
+    to W.  ``step_us``: optimizer step of its parameters.
+    """
+
+    forward_us: float
+    input_us: float
+    weight_us: float
+    backward_us: float
+    step_us: float
+    parameters: int
+    activation_bytes: int
+    pending_bytes: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+                raise ValueError(f"{name} is {value!r}: a number that is not negative")
+
+    @property
+    def compute_us(self) -> float:
+        return self.forward_us + self.input_us + self.weight_us
+
+
+@dataclass(frozen=True)
+class Profile:
+    """``layers`` times ``layer`` between ``first`` (embedding) and ``last`` (head and loss).
+
+    ``boundary_bytes``: one boundary tensor.  ``gradient_bytes_each``: of a parameter's gradient on the wire.
+    ``inside``, ``across``: links between workers of one host and of two; across carries the reduction.
+    ``gpus_per_worker``: a tensor-parallel group shares one seat.  ``device_bytes``: memory that a worker's device
+    has for state and activations; None in files that do not say.  ``assumptions``: what was not measured.
+    """
+
+    name: str
+    origin: str
+    device: str
+    date: str
+    command: str
+    dtype: str
+    micro_batch: int
+    sequence: int
+    checkpointing: bool
+    layers: int
+    first: Part
+    layer: Part
+    last: Part
+    boundary_bytes: int
+    gradient_bytes_each: int
+    inside: Wire
+    across: Wire
+    gpus_per_worker: int = 1
+    device_bytes: int | None = None
+    assumptions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.origin not in ORIGINS:
+            raise ValueError(f"origin is {self.origin!r}: one of {', '.join(ORIGINS)}")
+        if self.dtype not in STATE_BYTES:
+            raise ValueError(f"dtype is {self.dtype!r}: one of {', '.join(STATE_BYTES)}")
+        for name in ("micro_batch", "sequence", "layers", "boundary_bytes", "gradient_bytes_each", "gpus_per_worker", "device_bytes"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and not (name == "device_bytes" and value is None):
+                raise ValueError(f"{name} is {value!r}: a whole number, at least 1")
+
+    @property
+    def title(self) -> str:
+        """One line that names the origin."""
+        saved = ", activation checkpointing" if self.checkpointing else ""
+        return f"{self.name}, {self.dtype}, micro-batch {self.micro_batch}{saved}; {self.origin.upper()}: {self.device}, {self.date}"
+
+    def split(self, stages: int) -> tuple[int, ...]:
+        """Transformer layers of each stage: the slowest stage as fast as possible, embedding and head counted.
+
+        Layers are dealt one by one to the stage that is least loaded.  Raises ValueError for too many stages.
+        """
+        if self.layers < stages:
+            raise ValueError(f"{self.layers} layers for {stages} stages: a stage needs at least one layer")
+        load = [self.layer.compute_us] * stages
+        load[0] += self.first.compute_us
+        load[-1] += self.last.compute_us
+        count = [1] * stages
+        for _ in range(self.layers - stages):
+            least = min(range(stages), key=lambda stage: (load[stage], stage))
+            count[least] += 1
+            load[least] += self.layer.compute_us
+        return tuple(count)
+
+    def parts(self, stages: int) -> tuple[tuple[Part, ...], ...]:
+        """What each stage runs."""
+        rows = [(self.layer,) * count for count in self.split(stages)]
+        rows[0] = (self.first, *rows[0])
+        rows[-1] = (*rows[-1], self.last)
+        return tuple(rows)
+
+    def costs(self, stages: int, replicas: int, fused: bool = False, placement: str = "alone") -> CostModel:
+        """The cost model of ``stages`` stages, each summed over ``replicas`` workers by a ring.
+
+        ``placement``: who shares a host.  "alone": nobody; "replica": the stages of a replica, whose sums then
+        share the host's line; "stage": the replicas of a stage, whose sums then stay inside.
+        ``fused``: B as measured in one piece; otherwise I + W.
+        """
+        rows = self.parts(stages)
+
+        def each(name: str) -> tuple[int, ...]:
+            return tuple(round(sum(getattr(part, name) for part in row)) for row in rows)
+
+        ring = self.inside if placement == "stage" else self.across
+        gradients = [self.gradient_bytes_each * sum(part.parameters for part in row) // self.gpus_per_worker for row in rows]
+        return CostModel(
+            each("forward_us"), each("input_us"), each("weight_us"),
+            communication=(self.inside if placement == "replica" else self.across).transfer_us(self.boundary_bytes),
+            communication_across=self.across.transfer_us(self.boundary_bytes) if placement == "replica" else None,
+            reduce=tuple(ring_us(ring, size * (stages if placement == "replica" else 1), replicas) for size in gradients),
+            step=each("step_us"),
+            backward=each("backward_us") if fused else (),
+            activation_bytes=each("activation_bytes"),
+            pending_bytes=each("pending_bytes"),
+        )  # fmt: skip
+
+    def state_bytes(self, stages: int, undo: str | None = None) -> tuple[int, ...]:
+        """Per stage, a worker's parameters, gradients and Adam's state, which a copy of it moves; with what takes a step back where
+        ``undo`` says how."""
+        each = STATE_BYTES[self.dtype] + (UNDO_BYTES[undo] if undo else 0)
+        return tuple(each * sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages))
+
+    def working_bytes(self, stages: int) -> tuple[int, ...]:
+        """Per stage, an estimate of what one running instruction needs on top: while a part's I runs, what that part holds
+        before and after it is there at once, with the boundary tensors that come and go."""
+        return tuple(max(part.activation_bytes + part.pending_bytes for part in row) + 2 * self.boundary_bytes for row in self.parts(stages))
+
+
+def ring_us(wire: Wire, size: int, members: int) -> int:
+    """A ring all-reduce of ``size`` bytes over ``members``: 2 (n - 1) / n of the bytes and 2 (n - 1) hops."""
+    if members < 2:
+        return 0
+    return round(2 * (members - 1) * (wire.latency_us + size / members / wire.bytes_per_us))
+
+
+def write(profile: Profile, path: str | Path) -> None:
+    Path(path).write_text(json.dumps(asdict(profile), indent=1) + "\n")
+
+
+def read(path: str | Path) -> Profile:
+    """Raises ValueError that names the file and what is wrong with it; OSError."""
+    text = Path(path).read_text()
+    try:
+        return _profile(json.loads(text))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no profile: {error}") from None
+
+
+def _profile(found: Any) -> Profile:
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    wanted = [field.name for field in fields(Profile)]
+    strange: Sequence[str] = sorted(set(found) - set(wanted))
+    if strange:
+        raise ValueError(f"unknown keys {', '.join(strange)}")
+    parts = {name: Part(**found[name]) for name in ("first", "layer", "last")}
+    links = {name: Wire(**found[name]) for name in ("inside", "across")}
+    return Profile(**{**found, **parts, **links, "assumptions": tuple(found.get("assumptions", ()))})

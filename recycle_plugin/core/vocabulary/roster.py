@@ -1,0 +1,203 @@
+"""Who takes part in a generation: workers, the seats that they hold, and who is given up with whom.
+
+A *worker* is one process: a rank, and which of the processes that have had it, its *incarnation*.  So one that comes back is another worker
+than the one that was lost.  A *seat* is held by a group of workers in a fixed order, its *shards* (one today, a tensor-parallel group later).
+
+Whoever asks who holds, lives, comes first, joins or leaves asks a :class:`Roster`; nobody searches a generation's members.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Callable, Collection, Hashable, Iterator, KeysView, NamedTuple
+
+from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.ids import Seat
+
+
+class WorkerId(NamedTuple):
+    """One process: the ``incarnation``-th, from 0, that has ``rank``."""
+
+    rank: int
+    incarnation: int = 0
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker of a generation: where it sits, where its peers reach it, and on which host it runs.  ``shard``: its place in the seat's group."""
+
+    rank: int
+    seat: Seat
+    address: str
+    host: str
+    incarnation: int = 0
+    shard: int = 0
+
+    @property
+    def worker(self) -> WorkerId:
+        return WorkerId(self.rank, self.incarnation)
+
+    def __str__(self) -> str:
+        return named(self.rank, self.seat)
+
+
+Group = tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Of ``members``, in the order of their ranks, however they are given.
+
+    What is made of them (a dict for each kind of question) is made when it is first asked for, in one pass; after that every answer is one
+    look into a dict, whatever the number of workers, unless it says otherwise.  ValueError where two have one rank, or one shard of a seat.
+    """
+
+    members: Group = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "members", tuple(sorted(self.members, key=lambda member: member.worker)))
+        for what, of in (("rank", lambda member: member.rank), ("seat and shard", lambda member: (member.seat, member.shard))):
+            twice = [name for name, group in self._grouped(of).items() if len(group) > 1]
+            if twice:
+                raise ValueError(f"two members of one generation have the {what} {twice[0]}")
+
+    def _grouped(self, by: Callable[[Member], Hashable]) -> dict:
+        groups: dict[Hashable, list[Member]] = {}
+        for member in self.members:
+            groups.setdefault(by(member), []).append(member)
+        return {name: tuple(group) for name, group in groups.items()}
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self.members)
+
+    # --- workers -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _by_worker(self) -> dict[WorkerId, Member]:
+        return {member.worker: member for member in self.members}
+
+    @cached_property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(member.rank for member in self.members)
+
+    @property
+    def workers(self) -> KeysView[WorkerId]:
+        return self._by_worker.keys()
+
+    def member(self, worker: WorkerId) -> Member | None:
+        """None of a stranger."""
+        return self._by_worker.get(worker)
+
+    @property
+    def first(self) -> Member:
+        """The one alive of the lowest rank, which does what one does for all.  IndexError where nobody is left."""
+        return self.members[0]
+
+    # --- seats and stages --------------------------------------------------------------------------
+
+    @cached_property
+    def _by_seat(self) -> dict[Seat, Group]:
+        return {seat: tuple(sorted(group, key=lambda member: member.shard)) for seat, group in self._grouped(lambda member: member.seat).items()}
+
+    @cached_property
+    def _by_stage(self) -> dict[int, Group]:
+        return self._grouped(lambda member: member.seat.stage)
+
+    @cached_property
+    def _by_replica(self) -> dict[int, Group]:
+        return self._grouped(lambda member: member.seat.replica)
+
+    @cached_property
+    def _by_address(self) -> dict[str, Member]:
+        return {member.address: member for member in self.members}
+
+    @property
+    def seats(self) -> KeysView[Seat]:
+        """That somebody holds."""
+        return self._by_seat.keys()
+
+    @cached_property
+    def shards(self) -> int:
+        """Of the seat that has most of them."""
+        return max(map(len, self._by_seat.values()), default=0)
+
+    def seats_by_rank(self) -> dict[int, Seat]:
+        return {member.rank: member.seat for member in self.members}
+
+    def group(self, seat: Seat) -> Group:
+        """Who holds it, in the order of its shards; nobody where it is lost."""
+        return self._by_seat.get(seat, ())
+
+    def holder(self, seat: Seat, shard: int = 0) -> Member | None:
+        """Of one shard: its counterparts at other seats send to it and receive from it.  One step for each shard of the seat."""
+        return next((member for member in self.group(seat) if member.shard == shard), None)
+
+    @cached_property
+    def counterparts(self) -> tuple[Group, ...]:
+        """Who holds the same shard of their seats, shard by shard, in the order of the seats."""
+        by_shard = sorted(self._grouped(lambda member: member.shard).items())
+        return tuple(tuple(sorted(group, key=lambda member: member.seat)) for _, group in by_shard)
+
+    def at(self, address: str) -> Member | None:
+        """Whom peers reach there."""
+        return self._by_address.get(address)
+
+    @cached_property
+    def addresses(self) -> frozenset[str]:
+        return frozenset(self._by_address)
+
+    def stage(self, stage: int) -> Group:
+        """Who is live in it, in the order of the ranks."""
+        return self._by_stage.get(stage, ())
+
+    def is_last(self, member: Member) -> bool:
+        """Whether nobody else's seat is in its stage.  As long as a stage has members."""
+        return all(other.seat == member.seat for other in self.stage(member.seat.stage))
+
+    @cached_property
+    def live_stages(self) -> tuple[int, ...]:
+        """That somebody is live in, in order."""
+        return tuple(sorted(self._by_stage))
+
+    def first_of(self, stage: int) -> Member:
+        """The one alive of the lowest rank, which does what one does for the stage.  IndexError where nobody is left."""
+        return self.stage(stage)[0]
+
+    def stages(self, stages: Collection[int]) -> Group:
+        """Who is live in any of them, in the order of the ranks.  As long as they are many, times the logarithm of that."""
+        return tuple(sorted((member for stage in set(stages) for member in self.stage(stage)), key=lambda member: member.rank))
+
+    def replica(self, replica: int) -> Group:
+        """Who is live in it, in the order of the ranks."""
+        return self._by_replica.get(replica, ())
+
+    # --- from one roster to the next, in one pass over the members --------------------------------------
+
+    def without(self, workers: Collection[WorkerId]) -> Roster:
+        return Roster(tuple(member for member in self.members if member.worker not in workers))
+
+    def joins(self, before: Roster) -> Group:
+        """Whom ``before`` has not."""
+        return tuple(member for member in self.members if member.worker not in before.workers)
+
+    def leaves(self, before: Roster) -> Group:
+        """Whom only ``before`` has."""
+        return before.joins(self)
+
+
+class FailureDomain(Enum):
+    """What is given up as one when a worker of it is lost."""
+
+    WORKER = "worker"
+    SEAT = "seat"
+    REPLICA = "replica"
+
+    def of(self, member: Member, roster: Roster) -> Group:
+        """Who of ``roster`` goes when ``member`` does, itself first."""
+        together = {FailureDomain.WORKER: (), FailureDomain.SEAT: roster.group(member.seat), FailureDomain.REPLICA: roster.replica(member.seat.replica)}
+        return member, *(other for other in together[self] if other != member)

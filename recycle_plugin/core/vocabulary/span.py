@@ -1,0 +1,29 @@
+"""What was executed when: spans of instructions, as traces and pictures have them."""
+
+from __future__ import annotations
+
+from typing import Hashable, Iterable, NamedTuple
+
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+
+
+class Span(NamedTuple):
+    """One executed instruction: start and end in integer microseconds of the world's clock."""
+
+    seat: Seat
+    instruction: Instruction
+    start_us: int
+    end_us: int
+
+
+def run_again(spans: Iterable[Span]) -> dict[Span, Span]:
+    """Spans whose work was lost or taken back, each with the one in which its instruction was run once more, by whomever."""
+    last: dict[Hashable, Span] = {}
+    found = {}
+    for span in sorted(spans, key=lambda span: span.start_us):
+        key = span.instruction if span.instruction.micro_batch else (span.seat, span.instruction)  # everybody has a STEP of his own
+        if key in last:
+            found[last[key]] = span
+        last[key] = span
+    return found

@@ -1,0 +1,103 @@
+"""The logical shape of a job, and who of it is alive.
+
+Stages that share a weight (DeepSpeed's ``TiedLayerSpec``) have a copy of it each, and a *tie*: the copies stay equal because all of them
+apply the same gradient.  That is the sum over the stages of what each stage's REDUCE has left; TIE makes it, one joint event of all live
+workers of the tie's stages, between REDUCE and STEP.  It is a second sum after the stage's own, and not one over the workers' contributions:
+
+* Every live worker of a stage has the stage's sum before TIE begins, and keeps it until the step is committed.  So whoever dies, the sum
+  over the stages can be made again from what any one survivor of each stage holds, and it has the same bits, since stages are added in
+  their order.  Nothing is run again because of a tie, and nobody needs to know who has the result: where somebody lacks it, it is made
+  again, by all (core/vocabulary/recovery_plan.py).
+* Nobody has the result before all have come to TIE.  So who has applied it can rely on every other stage's sum being there still.
+* The stage's one STEP applies its own and its tied weights together, as DeepSpeed's optimizer does.  A tied weight is committed with the
+  step, whose commit waits for all stages anyway.
+
+What this costs is that a stage of a tie steps when the last of them has its sum; planner, lower bound and verifier count with that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Iterable
+
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+
+
+@dataclass(frozen=True)
+class Topology:
+    """``replicas`` pipelines of ``stages`` stages; each replica brings ``micro_batches`` micro-batches a step.
+
+    It never changes while the job runs: failures change the :class:`ClusterView`.
+    ``ties``: stages that share weights, each stage in one tie at most, in ascending order (:func:`tied`).
+    """
+
+    replicas: int
+    stages: int
+    micro_batches: int
+    ties: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "stages", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"topology.{name} is {getattr(self, name)}: it has to be at least 1")
+        if self.ties != tied(self.ties) or any(not 0 <= stage < self.stages for tie in self.ties for stage in tie):
+            raise ValueError(f"topology.ties is {self.ties}: sets of two or more of the stages 0 to {self.stages - 1}, none in two of them, all in order")
+
+    def tie(self, stage: int) -> tuple[int, ...]:
+        """The stages with which ``stage`` shares weights, itself included; none where it shares none."""
+        return next((tie for tie in self.ties if stage in tie), ())
+
+    @cached_property
+    def seats(self) -> tuple[Seat, ...]:
+        return tuple(Seat(replica, stage) for replica in range(self.replicas) for stage in range(self.stages))
+
+    @cached_property
+    def batch(self) -> tuple[MicroBatch, ...]:
+        """All micro-batches of a step, in the order in which gradients of one worker are summed."""
+        return tuple(MicroBatch(replica, index) for replica in range(self.replicas) for index in range(self.micro_batches))
+
+    def full(self) -> ClusterView:
+        return ClusterView(self, frozenset(self.seats))
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """Who is alive: the input of planning that failures change."""
+
+    topology: Topology
+    live: frozenset[Seat]
+
+    def __post_init__(self) -> None:
+        strangers = self.live.difference(self.topology.seats)
+        if strangers:
+            raise ValueError(f"seats {', '.join(map(str, sorted(strangers)))} are outside the topology {self.topology}")
+
+    def live_replicas(self, stage: int) -> tuple[int, ...]:
+        return self._by_stage[stage]
+
+    @cached_property
+    def _by_stage(self) -> tuple[tuple[int, ...], ...]:
+        replicas: list[list[int]] = [[] for _ in range(self.topology.stages)]
+        for replica, stage in sorted(self.live):
+            replicas[stage].append(replica)
+        return tuple(map(tuple, replicas))
+
+    def empty_stages(self) -> tuple[int, ...]:
+        """Stages that no live worker holds: training can't go on from the survivors alone."""
+        return tuple(stage for stage in range(self.topology.stages) if not self.live_replicas(stage))
+
+    def without(self, *lost: Seat) -> ClusterView:
+        return ClusterView(self.topology, self.live - set(lost))
+
+    @property
+    def lost(self) -> tuple[Seat, ...]:
+        return tuple(seat for seat in self.topology.seats if seat not in self.live)
+
+
+def tied(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    """The ties of a job in which each of ``groups`` is the stages that share some weight: groups that have a stage in common are one tie."""
+    ties: list[set[int]] = []
+    for group in map(set, groups):
+        ties = [tie for tie in ties if not tie & group] + [group.union(*(tie for tie in ties if tie & group))]
+    return tuple(sorted(tuple(sorted(tie)) for tie in ties if len(tie) > 1))

@@ -1,0 +1,1 @@
+"""A worker's half: its training loop, what it has of unfinished steps, and what it knows of the coordinator's decisions."""

@@ -1,0 +1,97 @@
+"""How often checkpoints are made by themselves: as often as what one costs allows.
+
+After CheckFreq (Mohan et al., FAST'21): the state is copied in memory and written while training goes on, and the interval follows from
+the measured cost.  Cost is all the time that steps take longer than usual, from the one that begins with the copy to the one in
+which the last file is there.  Every worker has a :class:`Rhythm` and tells it the same, so that all come to the same step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import ceil, sqrt
+from statistics import fmean, median, median_low, stdev
+from typing import Collection, NamedTuple
+
+from recycle_plugin.core.vocabulary.commit_rule import unstarted
+
+FIRST = 10  # steps before the first checkpoint: long enough to know how long a step takes
+REMEMBERED = 20  # steps that count as usual
+COSTS = 20  # checkpoints whose costs are remembered: any one may be measured in a bad moment
+DOUBTED = 10  # times the usual cost: no more is believed of any one; nor, of the first one alone, an interval so many times the first
+
+
+class Cost(NamedTuple):
+    """Of one checkpoint, to one worker: seconds in all (less than none where others have slowed down what counts as usual), and
+    seconds of a usual step."""
+
+    seconds: float
+    step_s: float
+
+
+class Rhythm:
+    """``overhead``: what checkpoints may cost, as a share of the steps between them.  ``due``: the step before which the next one is made."""
+
+    def __init__(self, overhead: float, stepped: int) -> None:
+        self._overhead = overhead
+        self._costs: deque[Cost] = deque(maxlen=COSTS)
+        self.every = FIRST
+        self.due = stepped + FIRST + 1
+
+    def made(self, begun: int, costs: Collection[Cost], free: int) -> None:
+        """The one before step ``begun`` is written, and has cost each worker that.  ``free``: a step that nobody has started."""
+        self._costs.append(Cost(max(cost.seconds for cost in costs), median(cost.step_s for cost in costs)))
+        step_s = median(cost.step_s for cost in self._costs)
+        self.every = max(1, ceil(self._expected() / (self._overhead * step_s)))
+        if len(self._costs) == 1:
+            self.every = min(self.every, DOUBTED * FIRST)
+        self.due = max(begun + self.every, free)
+
+    def _expected(self) -> float:
+        """Seconds that the next one costs, with what the measurements may be wrong by."""
+        seconds = [cost.seconds for cost in self._costs]
+        usual = median_low(seconds)
+        believed = [min(each, DOUBTED * usual) if usual > 0 else each for each in seconds]
+        return fmean(believed) + (stdev(believed) / sqrt(len(believed)) if len(believed) > 1 else 0.0)
+
+    def failed(self, begun: int, free: int) -> None:
+        """The one before step ``begun`` could not be written, which says nothing of what one costs.  ``free``: as for ``made``."""
+        self.due = max(begun + self.every, free)
+
+    def dropped(self, committed: int) -> None:
+        """The membership has changed while one was written, and everybody goes on from ``committed``: the next one comes at once."""
+        self.due = unstarted(committed)
+
+    def loaded(self, step: int) -> None:
+        """Everybody goes on from the checkpoint of ``step``."""
+        self.due = step + self.every + 1
+
+
+@dataclass
+class Meter:
+    """How long one worker's steps take."""
+
+    _usual: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _slowed: list[float] | None = None  # of a checkpoint's steps so far
+    _last: float | None = None
+
+    def tick(self, now: float) -> None:
+        """A step begins at ``now`` (seconds), where the one before has ended."""
+        if self._last is not None:
+            (self._usual if self._slowed is None else self._slowed).append(now - self._last)
+        self._last = now
+
+    def begin(self) -> None:
+        """The step that has just begun begins with a checkpoint."""
+        self._slowed = []
+
+    def end(self) -> Cost:
+        """Its last file was there before the step that has just begun."""
+        slowed, self._slowed = self._slowed, None
+        step_s = median(self._usual or slowed)
+        return Cost(sum(slowed) - step_s * len(slowed), step_s)
+
+    def forget(self) -> None:
+        """The membership has changed, and steps take another time."""
+        self._usual.clear()
+        self._slowed = None

@@ -1,0 +1,168 @@
+"""What a worker knows from the coordinator, and what follows from that; carried by ``runtime.control.session`` or simulated."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Iterator
+
+from recycle_plugin.core.messages.protocol import Collected, Committed, End, Generation, Met, Resume
+from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
+from recycle_plugin.core.worker.executor import Interrupted
+
+UNREAD = 64  # commits that nobody has asked about
+
+
+class JobEnded(BaseException):
+    """The coordinator has ended the job: leave the training script now.
+
+    No Exception: a user's own ``except Exception`` must not swallow it.
+    """
+
+    def __init__(self, reason: str, failed: bool, code: int = 0) -> None:
+        super().__init__(reason)
+        self.failed = failed
+        self.code = int(failed) or code
+
+
+class Line:
+    """Of the worker of ``rank``; ``incarnation``: which one of those that have had it.
+
+    ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
+    adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force, ``news`` how commits
+    were said, for whoever takes it from there, ``end`` the job's; ``departed``: the others go on without this worker, since it was to leave.
+    """
+
+    def __init__(self, rank: int, incarnation: int = 0) -> None:
+        self.rank, self.incarnation = rank, incarnation
+        self.generation: Generation | None = None
+        self.pending: Generation | None = None
+        self.committed = 0
+        self.since = 0
+        self.news: deque[tuple[Generation, Committed]] = deque(maxlen=UNREAD)
+        self.end: End | None = None
+        self.departed = False
+        self._leaves_at = 0  # the step that this worker was to leave before, if it was
+        self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
+        self._resume: Resume | None = None
+        self._collected: dict[tuple[int, str], dict] = {}
+        self._met: dict[str, Met] = {}
+
+    @property
+    def worker(self) -> WorkerId:
+        return WorkerId(self.rank, self.incarnation)
+
+    def __str__(self) -> str:
+        """How people are told of the worker."""
+        member = self.roster.member(self.worker)
+        return named(self.rank) if member is None else str(member)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker does what one does for all; before the start the one of rank 0 does."""
+        return self.rank == 0 if self.generation is None else self.worker == self.roster.first.worker
+
+    @property
+    def roster(self) -> Roster:
+        """Of the membership in force; before the start nobody's."""
+        return self.generation.roster if self.generation else Roster()
+
+    @property
+    def number(self) -> int:
+        """The generation in force; 0 before the start, when everybody is a member."""
+        return self.generation.number if self.generation else 0
+
+    def take(self, message: object) -> None:
+        """One message of the coordinator's."""
+        if isinstance(message, Generation):
+            self.departed = self.has_left(message)
+            if message.from_step or self.worker in message.roster.workers:
+                self._leaves_at = 0 if self.worker in message.roster.workers else message.from_step
+        match message:
+            case Generation() if message.from_step and self._is_certain(self.pending):
+                self._next = message  # that one is to be adopted first: its Resume may have come with this
+            case Generation():
+                self.pending, self._next, self._resume = message, None, None
+            case Resume():
+                self._resume = message
+                if message.void:
+                    self._collected = {key: values for key, values in self._collected.items() if key[0] <= message.committed + 1}
+            case Committed():
+                self.committed = max(self.committed, message.step)
+                self.news.append((self.generation, message))
+                self._collected = {key: values for key, values in self._collected.items() if key[0] >= message.step}
+            case Collected():
+                self._collected[message.step, message.name] = message.values
+            case Met():
+                self._met[message.place] = message
+            case End():
+                self.end = message
+
+    def has_left(self, generation: Generation) -> bool:
+        """Whether ``generation``, which holds at once, is without this worker because the step has come before which it was to leave."""
+        outside = self.worker not in generation.roster.workers and not generation.from_step
+        return outside and self._leaves_at > 0 and self.committed >= self._leaves_at - 1
+
+    def lose_coordinator(self, why: str = "the coordinator's host is gone (it is still a single point of failure)") -> bool:
+        """Its line is broken, and nothing will be heard any more: the job is over here, a planned end included, unless it already is."""
+        lost = self.end is None or not self.end.failed
+        if lost:
+            self.end = End(0, why, failed=True)
+        return lost
+
+    def rewind(self, step: int) -> None:
+        """The state of ``step``, which all have loaded, takes the place of the last committed one."""
+        self.committed = step
+        self._collected.clear()
+
+    def _is_certain(self, pending: Generation | None) -> bool:
+        """Whether all go on with it, unless there is a failure: it holds at once, or all have come to its step."""
+        return pending is not None and (not pending.from_step or self._resume is not None and self._resume.generation == pending.number)
+
+    def interruption(self) -> Generation | None:
+        """A membership change that holds at once, if there is one."""
+        pending = self.pending
+        return pending if pending is not None and not pending.from_step else None
+
+    def check_end(self) -> None:
+        """Raise :class:`JobEnded` if the job is over."""
+        if self.end is not None and not self.end.step:
+            raise JobEnded(self.end.reason, self.end.failed)
+
+    def check(self) -> None:
+        """Raise if the membership has changed (:class:`Interrupted`) or the job is over (:class:`JobEnded`)."""
+        self.check_end()
+        change = self.interruption()
+        if change is not None:
+            raise Interrupted(f"generation {change.number}: {change.cause}")
+
+    def take_news(self) -> Iterator[tuple[Generation, Committed]]:
+        """Commits that have not been taken before, each with the membership in which it was heard of."""
+        while self.news:
+            yield self.news.popleft()
+
+    def is_committed(self, step: int) -> bool | None:
+        """True, or None as long as it is not known."""
+        return True if self.committed >= step else None
+
+    def collected(self, step: int, name: str) -> dict | None:
+        """The complete set of contributions ``name`` of ``step``, until a later one is committed: after a failure it may be asked for once more."""
+        return self._collected.get((step, name))
+
+    def met(self, place: str, number: int) -> Met | bool | None:
+        """The meeting at ``place`` to which this worker came in generation ``number``, handed out once; False when the membership has
+        changed before it came about; None as long as neither is known."""
+        return self._met.pop(place, False if self.number != number or self.interruption() is not None else None)
+
+    def resume_of(self, generation: Generation) -> Resume | bool | None:
+        """Where ``generation`` goes on, False when a newer one has replaced it, None as long as neither is known."""
+        if self.pending is not generation:
+            return False
+        return self._resume if self._resume and self._resume.generation == generation.number else None
+
+    def adopt(self, generation: Generation) -> None:
+        """From now on ``generation`` is the membership in force."""
+        self.generation = generation
+        self.since = self._resume.committed if self._resume is not None else 0
+        if self.pending is generation:
+            self.pending, self._next = self._next, None

@@ -1,0 +1,270 @@
+"""What a worker has of steps that are not committed: one store, and one rule each for how a datum comes, is used up, is promised, and goes.
+
+What an instruction needs, uses up and leaves behind follows from ``core.vocabulary.dataflow``; values are opaque, tensors in a real worker and numbers in a
+simulated one.  A datum goes
+
+* when the instruction that needs it has run (:func:`core.vocabulary.dataflow.consumes`);
+* when its step is *committed*, or, where :class:`Retention` says so of its kind, once a checkpoint of that step is durable;
+* when it is *void*: computed with weights that were rejected (core/coordinator/step_validation.py).  Data carry the *era* of who made them, the membership in which that
+  worker last went on from other weights, and what comes from an earlier era is not taken;
+* a stash, when the weights that it was made with are about to change;
+* for want of room: of the boundary tensors that this worker has made and sent, which stay because a peer may need them once more, the oldest go
+  where they take more than a budget.  But what peers have been told of is *promised*: they plan with it, so it stays until it is sent again.
+
+Of one thread: whoever receives hands over what has come between two instructions.  Each step costs time in proportion to what is here, a few data for each
+micro-batch that the worker runs, however many workers there are.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, Protocol, Sequence
+
+from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, consumes, goes_to, requires
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+
+REPORTED = frozenset({"act", "grad", "stash", "inner", "wgrad", "reduced", "tied", "norm", "params"})
+"""Kinds that peers plan with after a failure (core/vocabulary/recovery_plan.py); of what is drawn from iterators they hear apart."""
+GIVEN = frozenset({"drawn", "params"})
+"""Kinds that no rejected weight has a part in: data that can't be read again, and the weights that are gone back to."""
+Compute = Callable[[Instruction, "StepStore"], Mapping[Datum, Any]]
+
+
+class Tier(Protocol):
+    """A kind of memory: a device's, a host's, a disk."""
+
+    def keep(self, value: Any) -> Any:
+        """``value``, of whatever tier, as it is kept here."""
+
+    def weigh(self, kept: Any) -> int:
+        """What it takes of a budget."""
+
+
+class AsItIs:
+    """Values stay as they are made, and each weighs 1."""
+
+    def keep(self, value: Any) -> Any:
+        return value
+
+    def weigh(self, kept: Any) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Retention:
+    """``logged``: kinds that stay after the commit, until a checkpoint of their step is durable (:meth:`StepStore.checkpointed`).
+
+    ``budget``: what boundary tensors of one's own may weigh before those that were sent are let go; None: there is no limit.
+    """
+
+    logged: frozenset[str] = frozenset()
+    budget: int | None = None
+
+
+class _Kept(NamedTuple):
+    value: Any
+    era: int
+    weight: int  # of what a budget counts
+
+
+class StepStore:
+    """Of the worker at ``seat``, in a pipeline of ``stages`` stages.  ``tied``: its stage shares weights; ``drawn``: its data is read from an iterator.
+
+    ``tiers``: where values may be, what is made in the first.  Read-only: ``committed``, ``era``; ``peak_weight``, the most that boundary tensors of its
+    own have weighed; ``peak``, the most micro-batches that had a stash or a pending weight gradient at once; ``let_go``, how many went for want of room.
+    """
+
+    def __init__(
+        self, seat: Seat, stages: int, tied: bool = False, retention: Retention = Retention(), tiers: Sequence[Tier] = (AsItIs(),), committed: int = 0,
+    ) -> None:  # fmt: skip
+        self.seat, self._stages, self._tied, self._retention, self._tiers = seat, stages, tied, retention, tiers
+        self.drawn = False
+        self.committed, self.era = committed, 0
+        self.peak = self.peak_weight = self.let_go = 0
+        self._data: dict[Datum, _Kept] = {Datum("params", seat.stage, None, committed + 1): _Kept(None, 0, 0)}
+        self._before: tuple[Datum, Any] | None = None  # the weights that the last step has changed
+        self._sent: dict[Datum, None] = {}  # oldest first, without what is promised
+        self._weight = 0
+        self._open: dict[tuple[int, MicroBatch], int] = {}  # stashes and pending weight gradients
+
+    # --- what is here ------------------------------------------------------------------------------
+
+    def __contains__(self, datum: Datum) -> bool:
+        return datum in self._data
+
+    def __iter__(self) -> Iterator[Datum]:
+        return iter(tuple(self._data))
+
+    def __getitem__(self, datum: Datum) -> Any:
+        """Raises KeyError."""
+        return self._data[datum].value
+
+    def get(self, datum: Datum, default: Any = None) -> Any:
+        found = self._data.get(datum)
+        return default if found is None else found.value
+
+    def of(self, kind: str, step: int) -> dict[MicroBatch | None, Any]:
+        """All of this kind that belongs to ``step``, by micro-batch."""
+        return {datum.micro_batch: found.value for datum, found in self._data.items() if datum.kind == kind and datum.step == step}
+
+    def requires(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
+        """As core.vocabulary.dataflow's, of this pipeline.  What is evaluated is read from an iterator in any case."""
+        return requires(instruction, self._stages, own, self._tied, self.drawn or instruction.step < 0)
+
+    def missing(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> Iterator[Datum]:
+        """What ``instruction`` requires and is not here (yet).  ``own``: as core.vocabulary.dataflow.requires has it.  An evaluation has no weights of its own."""
+        for datum in self.requires(instruction, own):
+            if datum not in self._data and (datum.kind != "params" or datum.step >= 0):
+                yield datum
+
+    def held(self) -> set[Datum]:
+        """What of uncommitted steps is here, for peers, who plan with it: it is promised."""
+        self._sent.clear()
+        return {datum for datum in self._data if datum.kind in REPORTED and datum.step > self.committed}
+
+    @property
+    def weight(self) -> int:
+        """Of the boundary tensors of its own."""
+        return self._weight
+
+    @property
+    def spare(self) -> tuple[Datum, ...]:
+        """Those that may go for want of room, the next one first."""
+        return tuple(self._sent)
+
+    def copy(self) -> StepStore:
+        """With the same values, and a life of its own."""
+        found = copy(self)
+        found._data, found._sent, found._open = dict(self._data), dict(self._sent), dict(self._open)
+        return found
+
+    # --- how it comes ------------------------------------------------------------------------------
+
+    def put(self, datum: Datum, value: Any = None) -> None:
+        """Made here; a tensor is not to be changed in place afterwards."""
+        self._put(datum, value, self.era)
+
+    def arrive(self, datum: Datum, value: Any, era: int) -> bool:
+        """From a worker of ``era``; whether it is of use.  A second copy does no harm: a datum has the same numbers whoever makes it."""
+        if 0 <= datum.step <= self.committed or era < self.era:
+            return False
+        self._put(datum, value, era)
+        return True
+
+    def run(self, instruction: Instruction, compute: Compute, bare: bool = False) -> None:
+        """Let ``compute`` make what ``instruction`` provides of what is here.  ``bare``: for the boundary tensor only, so that nothing else stays."""
+        lacking = next(self.missing(instruction), None)
+        if lacking is not None:
+            raise AssertionError(f"{instruction} needs {lacking}, which seat {self.seat} does not have")
+        self.conclude(instruction, compute(instruction, self), bare)
+
+    def conclude(self, instruction: Instruction, made: Mapping[Datum, Any], bare: bool = False) -> None:
+        """``instruction`` has run, and has ``made`` this."""
+        for datum in consumes(instruction, self._stages, self.own(instruction)):
+            self._remove(datum)
+        if instruction.op is Op.STEP:
+            self._step(instruction)
+        for datum, value in made.items():
+            nobodys = datum.kind in TRAVELS and goes_to(datum, self._stages) is None
+            if not nobodys and not (bare and datum.kind in ("stash", "inner")):
+                self._put(datum, value, self.era)
+
+    def own(self, instruction: Instruction) -> tuple[MicroBatch, ...]:
+        """The micro-batches whose weight gradients a REDUCE sums up here."""
+        return tuple(self.of("wgrad", instruction.step)) if instruction.op is Op.REDUCE else ()
+
+    def move(self, datum: Datum, tier: int) -> Any:
+        """Keep it in that tier from now on; returns it as it is there."""
+        kept = self._tiers[tier].keep(self._data[datum].value)
+        self._data[datum] = self._data[datum]._replace(value=kept)
+        return kept
+
+    def sent(self, datum: Datum) -> int:
+        """A boundary tensor has gone to a peer: from now on it may go for want of room; how many do."""
+        self._sent[datum] = None
+        budget, before = self._retention.budget, self.let_go
+        while budget is not None and self._weight > budget and self._sent:
+            self._remove(next(iter(self._sent)))
+            self.let_go += 1
+        return self.let_go - before
+
+    # --- how it goes -------------------------------------------------------------------------------
+
+    def commit(self, step: int) -> None:
+        """All stages have applied ``step``: nothing of it is of use any more, but what is logged, and the weights behind it."""
+        self.committed = max(self.committed, step)
+        self._remove_all(lambda datum: 0 <= datum.step <= step and datum.kind != "params" and datum.kind not in self._retention.logged)
+        if self._before is not None and self._before[0].step <= step:
+            self._before = None
+
+    def checkpointed(self, step: int) -> None:
+        """A checkpoint of ``step`` is durable: nobody will replay what led to it."""
+        self._remove_all(lambda datum: 0 <= datum.step <= min(step, self.committed) and datum.kind != "params")
+
+    def undo(self, step: int) -> None:
+        """Take ``step``, the last one, back: the weights are those before it, and what was begun with the later ones can't be gone on with."""
+        before, value = self._before
+        self._remove(before._replace(step=step + 1))
+        self._before = None
+        self._put(before, value, self.era)
+        self._forget_stashes(step)
+
+    def void(self, after: int, era: int) -> set[Datum]:
+        """What is here of the steps after ``after``, from whomever, was computed with rejected weights, but what has come from ``era`` already; what that was."""
+        self.era = era
+        return self._remove_all(lambda datum: datum.step > after and datum.kind not in GIVEN and self._data[datum].era < era)
+
+    def rewind(self, step: int, era: int) -> None:
+        """The state of ``step``, from a checkpoint, takes the place of the last one; what comes later is of ``era``."""
+        self._remove_all(lambda datum: True)
+        self.committed, self.era, self._before = step, era, None
+        self.put(Datum("params", self.seat.stage, None, step + 1))
+
+    def forget_evaluation(self, step: int) -> None:
+        """The evaluation ``step`` (negative) is through, or given up, as all before it are."""
+        self._remove_all(lambda datum: step <= datum.step < 0)
+
+    def _step(self, instruction: Instruction) -> None:
+        """The weights change.  Stashes that a later failure has made needless are of the old ones."""
+        before = Datum("params", instruction.stage, None, instruction.step)
+        self._before = before, self[before]
+        self._remove(before)
+        self._forget_stashes(instruction.step - 1)
+
+    def _forget_stashes(self, after: int) -> None:
+        self._remove_all(lambda datum: datum.kind == "stash" and datum.step > after)
+
+    def _put(self, datum: Datum, value: Any, era: int) -> None:
+        if datum.kind == "wgrad" and datum in self._data:
+            raise AssertionError(f"the {datum} would be counted twice")
+        self._remove(datum)
+        kept, weight = self._tiers[0].keep(value), 0
+        if datum.kind in TRAVELS and datum.stage == self.seat.stage:
+            weight = self._tiers[0].weigh(kept)
+            self._weight += weight
+            self.peak_weight = max(self.peak_weight, self._weight)
+        elif datum.kind in ("stash", "inner"):
+            key = datum.step, datum.micro_batch
+            self._open[key] = self._open.get(key, 0) + 1
+            self.peak = max(self.peak, len(self._open))
+        self._data[datum] = _Kept(kept, era, weight)
+
+    def _remove(self, datum: Datum) -> None:
+        found = self._data.pop(datum, None)
+        if found is None:
+            return
+        self._weight -= found.weight
+        self._sent.pop(datum, None)
+        if datum.kind in ("stash", "inner"):
+            key = datum.step, datum.micro_batch
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
+
+    def _remove_all(self, goes: Callable[[Datum], bool]) -> set[Datum]:
+        found = set(filter(goes, self))
+        for datum in found:
+            self._remove(datum)
+        return found

@@ -1,0 +1,44 @@
+"""How long a worker has computed in each step, and how long its plan thinks that takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from recycle_plugin.core.messages.protocol import Pace
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.training_loop import Program
+
+
+class Stopwatch:
+    """``costs``: those of the stage, whoever computes."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._spent: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
+        self._meant: dict[int, frozenset[Instruction]] = {}
+        self._done: dict[int, set[Instruction]] = defaultdict(set)
+
+    def begin(self, program: Program) -> None:
+        """``program`` is run next.  The first of a step says what was meant to be computed here; a later one is of recovery.
+
+        Nothing of the step before the last one will be run again: it is committed (core/vocabulary/commit_rule.py).
+        """
+        for kept in (self._meant, self._done):
+            for old in [step for step in kept if step < program.step - 1]:
+                del kept[old]
+        self._meant.setdefault(program.step, frozenset(program.instructions))
+
+    def add(self, span: Span) -> None:
+        one, took = span.instruction, span.end_us - span.start_us
+        if one.op in COMPUTE:
+            spent, done = self._spent[one.step], self._done[one.step]
+            spent[0] += took
+            spent[1] += self._costs.of(one.op, one.stage)
+            spent[2] += took if one in done or one not in self._meant[one.step] else 0
+            done.add(one)
+
+    def pace(self, rank: int, step: int) -> Pace:
+        """Of ``step``, which has been applied."""
+        return Pace(rank, step, *self._spent.pop(step, (0, 0, 0)))

@@ -1,0 +1,221 @@
+"""What runs cost, computed from what they left behind: event logs, traces, step times.  No processes here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Iterator, Mapping, Sequence
+
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, RECEIVES, Instruction, Op
+from recycle_plugin.core.vocabulary.span import Span, run_again
+
+REPLACED = 3  # steps after a kill over which its cost is taken
+WARM_UP = 2  # steps at the start of a run that no median counts
+
+
+class TooShort(ValueError):
+    """A run has too few steps for what is to be computed from it."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL to the worker of ``seat`` ``at`` seconds since the epoch."""
+
+    seat: Seat
+    at: float
+
+
+@dataclass(frozen=True)
+class RecoveryCost:
+    """What one kill cost, in seconds.
+
+    Had nothing been lost but the worker, and none of what it had done, the kill at fraction f of a step would
+    have left (1 - f) of that step and two more at the degraded speed; ``cost_s`` is what the third commit came
+    later than that.  Its shares: ``detection_s`` until the coordinator knows, ``regroup_s`` until everybody goes
+    on (``plan_s`` of it for planning), ``redone_s`` of compute that was run a second time, and ``rest_s``, which is
+    negative where survivors had work to go on with meanwhile.  ``redone_s`` is that of the survivor that had most
+    of it: the step is longer by that at least.  ``redone_share``: what was run a second time, by all
+    of them, in the time that the whole step's compute took; ``finished_share``: what the lost worker had run of what was
+    not committed; ``restart_share``: what would have been run again, had the step started anew.  ``stall_s`` is the cost
+    without the redone part.
+    """
+
+    seat: str
+    phase: float
+    detection_s: float
+    regroup_s: float
+    plan_s: float
+    redone_s: float
+    redone_share: float
+    finished_share: float
+    restart_share: float
+    rest_s: float
+    cost_s: float
+    stall_s: float
+    before_s: float
+    after_s: float
+    ahead: int
+
+
+def recovery_costs(kills: Sequence[Kill], events: Sequence[Mapping], spans: Sequence[Span]) -> list[RecoveryCost]:
+    """One entry per kill, in their order; the kills of one run, far enough apart.  Raises TooShort."""
+    resumed = [_resume_after(kill, events) for kill in kills]
+    found = []
+    for number, (kill, resume) in enumerate(zip(kills, resumed)):
+        first = resumed[number - 1]["committed"] + 1 if number else WARM_UP
+        last = resumed[number + 1]["committed"] if number + 1 < len(kills) else None
+        found.append(_cost(kill, resume, events, spans, first, last))
+    return found
+
+
+def _cost(kill: Kill, resume: Mapping, events: Sequence[Mapping], spans: Sequence[Span], first: int, last: int | None) -> RecoveryCost:
+    commits = {event["step"]: event["time"] for event in events if event["event"] == "committed"}
+    step, lost = resume["committed"] + 1, _lost(kill, events)
+    before = _interval(commits, first, step - 1)
+    after = _interval(commits, step + REPLACED - 1, last if last is not None else max(commits))
+    redone, *shares = _redone(spans, kill, step, resume["time"])
+    phase = min(max(kill.at - commits[step - 1], 0.0) / before, 1.0)
+    cost = commits[step + REPLACED - 1] - kill.at - (REPLACED - phase) * after
+    detection, regroup = lost["time"] - kill.at, resume["time"] - lost["time"]
+    return RecoveryCost(
+        str(kill.seat), phase, detection, regroup, resume["timings"]["plan_s"], redone, *shares, cost - redone - detection - regroup,
+        cost, cost - redone, before, after, resume["ahead"],
+    )  # fmt: skip
+
+
+def _redone(spans: Sequence[Span], kill: Kill, step: int, resumed: float) -> tuple[float, ...]:
+    """Computations of the interrupted ``step`` and the next that had been run before ``kill`` and were run after it:
+    seconds of the survivor that had most of them, and of all of them as a share of the step's compute; and that share of what the
+    lost worker, and of what everybody had run when training was ``resumed``."""
+    compute = [span for span in spans if span.instruction.op in COMPUTE and span.instruction.step in (step, step + 1)]
+    by_seat: dict[Seat, int] = {}
+    for first, again in run_again(compute).items():
+        if first.start_us < kill.at * 1e6 <= again.start_us:
+            by_seat[again.seat] = by_seat.get(again.seat, 0) + again.end_us - again.start_us
+    once = {span.instruction: span.end_us - span.start_us for span in compute if span.instruction.step == step}
+    whole = sum(once.values()) or 1
+    done = [(span.seat, span.end_us - span.start_us) for span in compute if span.end_us <= resumed * 1e6]
+    finished = sum(time for seat, time in done if seat == kill.seat)
+    return max(by_seat.values(), default=0) / 1e6, sum(by_seat.values()) / whole, finished / whole, sum(time for _, time in done) / whole
+
+
+def _lost(kill: Kill, events: Sequence[Mapping]) -> Mapping:
+    return next(event for event in events if event["event"] == "lost" and event["seat"] == str(kill.seat))
+
+
+def _resume_after(kill: Kill, events: Sequence[Mapping]) -> Mapping:
+    lost = _lost(kill, events)
+    resume = next((event for event in events if event["event"] == "resume" and event["time"] >= lost["time"]), None)
+    if resume is None:
+        raise TooShort(f"the run ended before it went on without seat {kill.seat}")
+    return resume
+
+
+def _interval(commits: Mapping[int, float], first: int, last: int) -> float:
+    return median(intervals(commits, first, last))
+
+
+def intervals(commits: Mapping[int, float], first: int, last: int) -> list[float]:
+    """Seconds between the commits of the steps ``first`` to ``last``.  Raises TooShort where there are not two."""
+    taken = [commits[step + 1] - commits[step] for step in range(first, last) if step in commits and step + 1 in commits]
+    if not taken:
+        raise TooShort(f"no two commits between steps {first} and {last}: let the run go on for longer")
+    return taken
+
+
+# --- machine constants ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What this machine adds to the stated times of emulated layers, in microseconds; fields as in CostModel."""
+
+    dispatch: int
+    communication: int
+    reduce: int
+    step: int
+
+
+def calibrate(spans: Sequence[Span], nominal_us: int) -> Constants:
+    """From the trace of a run whose F, I and W all take ``nominal_us``.
+
+    Every number is a median over places where a worker did not wait for anything else: what the
+    planner calls a cost is the time from one start to the next that it makes possible.
+    """
+    steps = [span.instruction.step for span in spans]
+    kept = [span for span in spans if min(steps) + WARM_UP <= span.instruction.step < max(steps)]
+    by_seat: dict[Seat, list[Span]] = {}
+    for span in sorted(kept, key=lambda span: span.start_us):
+        by_seat.setdefault(span.seat, []).append(span)
+    dispatch = _median(_own_times(by_seat), "two computations in a row") - nominal_us
+    communication = _median(_travel_times(by_seat), "a worker that waits for a tensor") - nominal_us - dispatch
+    reduce = _median(_reductions(kept), "a sum of gradients") - dispatch
+    step = _median(_closings(by_seat), "a step after a step") - dispatch
+    return Constants(*(max(0, round(value)) for value in (dispatch, communication, reduce, step)))
+
+
+def _own_times(by_seat: Mapping[Seat, list[Span]]) -> Iterator[int]:
+    """From one computation's start to the next one's, where no tensor had to come in between."""
+    for spans in by_seat.values():
+        since: Span | None = None
+        for span in spans:
+            op = span.instruction.op
+            if op in COMPUTE:
+                if since is not None:
+                    yield span.start_us - since.start_us
+                since = span
+            elif op in RECEIVES or op in (Op.REDUCE, Op.STEP):
+                since = None
+
+
+def _travel_times(by_seat: Mapping[Seat, list[Span]]) -> Iterator[int]:
+    """From a computation's start to that of the one that waited for its result on another worker."""
+    made = {(span.instruction.op, span.instruction.stage, span.instruction.micro_batch, span.instruction.step): span
+            for spans in by_seat.values() for span in spans}  # fmt: skip
+    for spans in by_seat.values():
+        for before, receive in pairwise(spans):
+            if receive.instruction.op not in RECEIVES:
+                continue
+            source = made.get(_producer(receive.instruction))
+            consumer = made.get(_consumer(receive.instruction))
+            if source is not None and consumer is not None and before.end_us < source.end_us:
+                yield consumer.start_us - source.start_us
+
+
+def _producer(receive: Instruction) -> tuple:
+    forward = receive.op is Op.RECV_ACT
+    return (Op.F if forward else Op.I), receive.stage + (-1 if forward else 1), receive.micro_batch, receive.step
+
+
+def _consumer(receive: Instruction) -> tuple:
+    return (Op.F if receive.op is Op.RECV_ACT else Op.I), receive.stage, receive.micro_batch, receive.step
+
+
+def _reductions(spans: Sequence[Span]) -> Iterator[int]:
+    """From the last worker's arrival at a stage's sum until all have it."""
+    joint: dict[tuple[int, int], list[Span]] = {}
+    for span in spans:
+        if span.instruction.op is Op.REDUCE:
+            joint.setdefault((span.instruction.stage, span.instruction.step), []).append(span)
+    for members in joint.values():
+        yield max(span.end_us for span in members) - max(span.start_us for span in members)
+
+
+def _closings(by_seat: Mapping[Seat, list[Span]]) -> Iterator[int]:
+    """From the end of a sum to the next step's first forward, on the first stage, which waits for no tensor."""
+    for seat, spans in by_seat.items():
+        ends = {span.instruction.step: span.end_us for span in spans if span.instruction.op is Op.REDUCE and seat.stage == 0}
+        firsts: dict[int, int] = {}
+        for span in spans:
+            if span.instruction.op is Op.F:
+                firsts.setdefault(span.instruction.step, span.start_us)
+        yield from (firsts[step + 1] - end for step, end in ends.items() if step + 1 in firsts)
+
+
+def _median(values: Iterator[int], what: str) -> float:
+    taken = list(values)
+    if not taken:
+        raise TooShort(f"the trace nowhere shows {what}: let the calibration run for longer")
+    return median(taken)

@@ -1,0 +1,155 @@
+"""Folders that stand under their name whole or not at all, whoever dies while they are written; and why something can't be written, in words."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Callable, TypeVar
+
+from recycle_plugin.errors import NotSaved
+
+T = TypeVar("T")
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+def put_in_place(made: Path, final: Path) -> None:
+    """``made``, whose files are complete, gets the name ``final`` in one step; what stood there before has the other's name then.
+
+    On file systems that can't exchange two names there is a moment at which nothing is called ``final``.
+    """
+    sync(made)
+    if not final.exists():
+        made.rename(final)
+    elif not _exchange(made, final):
+        aside = made.with_name(f"{made.name}-replaced")
+        final.rename(aside)
+        made.rename(final)
+        aside.rename(made)
+    sync(final.parent)
+
+
+def prepared(path: Path, text: str) -> Path:
+    """A file beside ``path``, on the disk, with ``text``, to be put in its place."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        write(unfinished, lambda file: file.write(text.encode()), path)
+    except NotSaved:
+        with suppress(OSError):  # where nothing can be written, that may not be possible either
+            unfinished.unlink()
+        raise
+    return unfinished
+
+
+def replace(made: Path, path: Path) -> None:
+    """``path`` is what ``made`` was, or still what it was before."""
+    made.replace(path)
+    sync(path.parent)
+
+
+def make(folder: Path) -> None:
+    """The folder is there.  Raises NotSaved."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotSaved(refusal(folder, error)) from error
+
+
+def write(path: Path, into: Callable[[Output], object], called: Path | None = None) -> None:
+    """What ``into(output)`` writes is in the file ``path``, on the disk.  Raises NotSaved, whatever goes wrong in it, of ``called`` where that is what it is for."""
+    output = None
+    try:
+        with path.open("wb") as file:
+            output = Output(file)
+            into(output)
+            output.flush()
+            os.fsync(file.fileno())
+    except Exception as error:  # what can't be pickled raises whatever it likes
+        raise NotSaved(refusal(called or path, output and output.refused or error)) from error
+
+
+class Output:
+    """As much of ``file`` as ``torch.save`` needs, which has words of its own for a disk that refuses to take more: ``refused`` has the system's."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.refused: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        return self._noting(lambda: self._file.write(data))
+
+    def flush(self) -> None:
+        self._noting(self._file.flush)
+
+    def _noting(self, do: Callable[[], T]) -> T:
+        try:
+            return do()
+        except OSError as error:
+            self.refused = self.refused or error
+            raise
+
+
+def refusal(path: Path | str, error: Exception) -> str:
+    """Why ``path``, or what is called so, can't be written, in one line."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None:
+        return f"{path} can't be written: {type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{REFUSALS.get(number) or os.strerror(number)}: {path} can't be written{_room(path) if number in FULL and isinstance(path, Path) else ''}"
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+REFUSALS = {
+    errno.ENOSPC: "disk full", errno.EDQUOT: "disk quota used up", errno.EROFS: "disk read-only", errno.EACCES: "permission denied",
+    errno.EIO: "disk broken (input/output error)",
+}  # fmt: skip
+
+
+def _room(path: Path) -> str:
+    try:
+        found = shutil.disk_usage(next(folder for folder in path.absolute().parents if folder.exists()))
+    except OSError:
+        return ""
+    return f", {_size(found.free)} of {_size(found.total)} are free"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+def remove(folder: Path) -> None:
+    """What others may be removing too, or be writing to for the last time."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def written_last(folder: Path) -> float:
+    """When something was written to it or to a file in it, in seconds since the epoch."""
+    times = []
+    for path in (folder, *folder.rglob("*")):
+        try:
+            times.append(path.stat().st_mtime)
+        except OSError:  # removed meanwhile
+            pass
+    return max(times, default=time.time())
+
+
+def sync(path: Path) -> None:
+    """What ``path``, a file or a folder, holds is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Whether the two now have each other's name."""
+    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return exchange is not None and exchange(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0

@@ -1,0 +1,152 @@
+"""Says what the job does: a line per event for people, the same as JSON lines in the run's folder.
+
+No job ends since one of them can't be written (observability/telemetry.py).  Of what workers can't write, on disks that they may share, the first is said, and when
+all is written again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.observability.run_history import place
+from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN, Droppable, Lines, console
+
+STYLES = {"lost": "bold red", "error": "bold red", "end": "bold red", "escalate": "bold red", "warning": "yellow", "late": "yellow", UNWRITTEN: "yellow", WRITTEN: "green", "fault": "magenta", "resume": "bold green", "finished": "green"}
+STEPS = {"committed", "loss", "rest"}  # what the log may lack and still tell how the job went
+QUIET = {"committed", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
+
+
+def event_line(event: Event, now: float) -> str:
+    """As the log has it, without its end."""
+    return json.dumps({"time": round(now, 6), "event": event.kind, "text": event.text, **event.details}, default=str)
+
+
+class Announcer:
+    """Plain lines, a step each; on a terminal one live line for the steps instead, with the events above it.
+
+    Logs once the run's folder is known: ``folder``, None before; ``wants_report``: there is to be a report in it.
+    ``stop``: the process that ends the job where it gets SIGTERM.
+    """
+
+    def __init__(self, stop: int) -> None:
+        from rich.console import Console
+        from rich.text import Text
+
+        self._stop = stop
+        self._text = Text
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._console.on_broken_pipe = self._go_on_unread
+        self._live = self._console.status("waiting for workers") if self._console.is_terminal else None
+        if self._live is not None:
+            self._live.start()
+        self._began = time.time()
+        self._log: Lines | None = None
+        self._printing = Droppable(console(), "lines", self._say_of)
+        self._unwritten: dict[str, int | None] = {}  # by path: the rank of the worker that can't write it
+        self._dropped: list[int] = []  # lines, by file, since the first could not be written
+        self.folder: Path | None = None
+        self.wants_report = False
+        self._early: list[str] = []
+        self._losses: dict[int, float] = {}
+        self._last_commit = 0.0
+
+    def say(self, event: Event, now: float, run_dir: str = "") -> None:
+        """``now``: seconds since the epoch, when it happened.  ``run_dir``: the run's folder where there was no start, and this is to be found in one."""
+        if self._log is None and "killed" in event.details:
+            event = Event(event.kind, f"{event.text}. Run folder: {run_dir}", event.details)
+            self._open(Path(run_dir))
+        self._record(event, now)
+        if event.kind == "loss":
+            self._losses[event.details["step"]] = event.details["loss"]
+        elif event.kind == "committed":
+            self._progress(event, now)
+        elif event.kind in (UNWRITTEN, WRITTEN):
+            self._of_a_file(event, now)
+        elif event.kind not in QUIET:
+            self._line(event.kind, event.text, now)
+            if trace := event.details.get("traceback"):
+                self._console.print(self._text(trace.rstrip()))
+        if event.kind in ("lost", "left"):
+            self._unwritten = {path: rank for path, rank in self._unwritten.items() if rank is None or rank != event.details["rank"]}
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+        if self._log is not None:
+            self._log.close()
+        try:
+            sys.stdout.flush()
+        except OSError:  # at its end the process would try once more, and fail
+            self._go_on_unread()
+
+    def _go_on_unread(self) -> None:
+        """Who has read the lines is gone, pdsh for instance: that is no reason to end a job, which rich would do."""
+        with open(os.devnull, "w") as nobody:
+            os.dup2(nobody.fileno(), self._console.file.fileno())
+
+    def _record(self, event: Event, now: float) -> None:
+        here = {"coordinator": {"host": socket.gethostname(), "pid": os.getpid(), "stop": self._stop, "place": place()}} if event.kind == "start" else {}
+        line = event_line(replace(event, details=event.details | here), now)
+        self._early.append(line)
+        if event.kind == "start":
+            job = event.details["job"]
+            self.wants_report = job["report"]
+            self._open(Path(job["run_dir"]))
+        if self._log is not None:
+            lines, self._early = self._early, []
+            self._log.add("\n".join(lines), keep=event.kind not in STEPS)
+
+    def _say_of(self, kind: str, text: str, **details: object) -> None:
+        """Of what is written here."""
+        self.say(Event(kind, text, details), time.time())
+
+    def _of_a_file(self, event: Event, now: float) -> None:
+        path, failing = event.details["path"], bool(self._unwritten)
+        if event.kind == UNWRITTEN:
+            self._unwritten[path] = event.details.get("rank")
+            if not failing:
+                self._line(event.kind, event.text, now)
+            return
+        self._unwritten.pop(path, None)
+        self._dropped.append(event.details["dropped"])
+        if not self._unwritten:
+            several = f"all is written again, without {sum(self._dropped)} lines of {len(self._dropped)} files that were dropped"
+            self._line(event.kind, several if len(self._dropped) > 1 else event.text, now)
+            self._dropped.clear()
+
+    def _open(self, folder: Path) -> None:
+        self.folder = folder
+        self._log = Lines(self.folder / "events.jsonl", self._say_of)
+
+    def _progress(self, event: Event, now: float) -> None:
+        step = event.details["step"]
+        loss = self._losses.pop(step, None)
+        took = f", {now - self._last_commit:.3f} s" if self._last_commit else ""
+        self._last_commit = now
+        shown = f"loss {loss:.6f}, " if loss is not None else ""
+        text = f"{step}: {shown}{event.details['workers']} workers{took}"
+        if self._live is not None:
+            self._live.update(f"step {text}")
+        else:
+            self._line("step", text, now)
+
+    def _line(self, kind: str, text: str, now: float) -> None:
+        stamp, line = f"[recycle {now - self._began:8.3f}] ", f"{kind}: {text}"
+        if self._console.is_terminal:
+            self._console.print(self._text.assemble((stamp, "dim"), (line, STYLES.get(kind, ""))))
+        else:
+            self._printing.attempt(lambda: self._print(stamp + line), 1)
+
+    def _print(self, line: str) -> None:
+        """To what is no terminal, perhaps a file."""
+        try:
+            print(line, flush=True)
+        except BrokenPipeError:
+            self._go_on_unread()

@@ -1,0 +1,56 @@
+"""Serves a job's metrics from the coordinator's process, where its settings ask for that.
+
+No job ends for it: where the port can't be had, a warning says so, and the job goes on without.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Callable
+
+from recycle_plugin.core.coordinator.output import Event
+
+if TYPE_CHECKING:
+    from recycle_plugin.observability.metrics import Metrics
+    from recycle_plugin.observability.metrics_server import MetricsServer
+
+
+class Exporter:
+    """``say`` gets the events that it has of its own."""
+
+    def __init__(self, say: Callable[[Event], None]) -> None:
+        self._say = say
+        self._early: list[tuple[Event, float]] | None = []  # before the start, which says whether anybody wants them
+        self._metrics: Metrics | None = None
+        self._server: MetricsServer | None = None
+
+    def take(self, event: Event, now: float) -> None:
+        """``now``: seconds since the epoch, when it happened."""
+        if self._early is not None:
+            self._early.append((event, now))
+            if event.kind == "start":
+                early, self._early = self._early, None
+                if event.details["job"]["metrics"] is not None:
+                    self._serve(early, **event.details["job"]["metrics"])
+        elif self._metrics is not None:
+            self._metrics.take(event, now)
+
+    def close(self) -> None:
+        """Nobody is answered any more."""
+        if self._server is not None:
+            self._server.close()
+
+    def _serve(self, early: list[tuple[Event, float]], address: str, port: int) -> None:
+        from recycle_plugin.observability.metrics import Metrics  # whoever serves none, as most supervisors, need not have what does
+        from recycle_plugin.observability.metrics_server import MetricsServer
+
+        metrics = Metrics()
+        try:
+            self._server = MetricsServer(address, port, metrics.registry)
+        except OSError as error:
+            self._say(Event("warning", f"metrics: nobody can listen on {address}:{port} ({error.strerror}), and the job goes on without; "
+                            "recycle.metrics.port 0 takes one that is free", {"address": address, "port": port}))  # fmt: skip
+            return
+        self._metrics = metrics
+        for event, now in early:
+            metrics.take(event, now)
+        self._say(Event("metrics", f"for Prometheus at {self._server.url}", {"url": self._server.url, "port": self._server.server_port}))

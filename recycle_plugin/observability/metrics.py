@@ -1,0 +1,241 @@
+"""A job's events as numbers that Prometheus scrapes.
+
+Everything comes from the events that the log gets, so that a board and ``events.jsonl`` can't tell two stories; what a failure is, and when it began and was
+over, is said by recycle_plugin.observability.run_history, which reads the same events.  There are as many series as the job has stages, and a fixed number more: nothing that
+an event's text holds becomes a label.
+"""
+
+from __future__ import annotations
+
+import time
+from math import inf, nan
+from typing import Callable, Iterator
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.vocabulary.causes import Cause
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.observability.run_history import Failure, History
+
+LIVE, LOST, LEFT = "live", "lost", "left"
+NOTICE, REGROUP, FINISH = "notice", "regroup", "finish"
+BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+TIMED = 1000  # undisturbed steps that the usual step is taken from, at most
+
+prometheus_client.disable_created_metrics()  # a series for each counter that says when this process began it
+
+
+class Metrics:
+    """Of one job, from its ``worker`` and ``start`` events on; a scrape collects ``registry``.  ``clock``: seconds since the epoch, as events have them."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.registry = CollectorRegistry()
+        self._stages: dict[int, int] = {}  # by rank, of live workers
+        self._recoveries = Recoveries()
+        self._training = TrainingTime(clock)
+        self._batch = 0
+        self._workers = self._gauge("recycle_workers", "Workers by what has become of them; those that were lost or have left stay so.", "state")
+        self._live = self._gauge("recycle_stage_live_workers", "Live workers of a stage; at 0 the job ends.", "stage")
+        self._step = self._gauge("recycle_step", "The last committed step.")
+        self._loss = self._gauge("recycle_loss", "The last step's mean loss over all micro-batches.")
+        self._step_s = self._gauge("recycle_step_seconds", "From one commit to the next, the last time.")
+        self._samples = self._counter("recycle_samples_total", "Samples of committed steps, also of those that a checkpoint took back later.")
+        self._bubbles = self._gauge("recycle_bubble_ratio", "Share of the last step in which the live workers of a stage computed no micro-batch.", "stage")
+        self._redone = self._counter("recycle_redone_seconds_total", "Computed again after losses, in seconds of all workers together.")
+        self._failures = self._counter("recycle_failures_total", "Workers lost, by what they were given up for.", "cause")
+        self._suspicions = self._counter("recycle_suspicions_total", "Workers suspected, by what of; most go on.", "cause")
+        self._recovery = Histogram(
+            "recycle_recovery_seconds", "From a worker's failure to the next committed step, in three parts that follow each other.", ["phase"],
+            registry=self.registry, buckets=BUCKETS_S,
+        )  # fmt: skip
+        self._bound = self._gauge("recycle_plan_bound_ratio", "Predicted time of a step over the least that any plan for these workers takes: at best 1.")
+        self._predicted = self._gauge("recycle_predicted_throughput_ratio", "The planner's throughput with these workers, where 1 is that with all of them.")
+        self._checkpoints = self._counter("recycle_checkpoints_total", "Checkpoints that are in place.")
+        ettr = self._gauge("recycle_ettr_ratio", "Effective training time ratio: committed work at the job's undisturbed pace, over the time since its start.")
+        ettr.set_function(self._training.ratio)
+        self._begin_counts()
+
+    def take(self, event: Event, now: float) -> None:
+        """``now``: seconds since the epoch, when it happened."""
+        for failure, began_at in self._recoveries.take(event, now):
+            self._recovered(failure, began_at)
+        self._training.take(event, now)
+        details = event.details
+        match event.kind:
+            case "start":
+                self._start(details)
+            case "lost" | "left":
+                self._gone(details["rank"], LOST if event.kind == "lost" else LEFT)
+                if event.kind == "lost":
+                    self._failures.labels(details["cause"]).inc()
+            case "suspected":
+                self._suspicions.labels(details["cause"]).inc()
+            case "committed":
+                self._committed(details)
+            case "resume":
+                self._resume(details)
+            case "loss":
+                self._loss.set(details["loss"])
+            case "loaded":
+                self._step.set(details["step"])
+            case "batch":
+                self._batch = details["batch"]
+            case "checkpoint":
+                self._checkpoints.inc()
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _begin_counts(self) -> None:
+        """A series that begins with its first event hides that one from ``rate``."""
+        for cause in Cause:
+            self._failures.labels(cause.value)
+            self._suspicions.labels(cause.value)
+        for phase in (NOTICE, REGROUP, FINISH):
+            self._recovery.labels(phase)
+        for state in (LIVE, LOST, LEFT):
+            self._workers.labels(state)
+        for unknown in (self._loss, self._step_s, self._bound, self._predicted):
+            unknown.set(nan)
+
+    def _start(self, details: dict) -> None:
+        self._batch = details["job"]["batch"]
+        self._stages = {rank: Seat.parse(seat).stage for seat, rank in details["seats"].items()}
+        self._workers.labels(LIVE).set(len(self._stages))
+        for stage in range(details["job"]["stages"]):
+            self._bubbles.labels(stage).set(nan)
+            self._count_stage(stage)
+
+    def _gone(self, rank: int, state: str) -> None:
+        stage = self._stages.pop(rank, None)
+        if stage is not None:
+            self._workers.labels(LIVE).dec()
+            self._workers.labels(state).inc()
+            self._count_stage(stage)
+
+    def _count_stage(self, stage: int) -> None:
+        self._live.labels(stage).set(list(self._stages.values()).count(stage))
+
+    def _committed(self, details: dict) -> None:
+        self._step.set(details["step"])
+        self._samples.inc(self._batch)
+        self._redone.inc(details["redone_s"])
+        if "step_s" in details:
+            self._step_s.set(details["step_s"])
+        for stage, share in enumerate(details.get("stage_bubbles", ())):
+            self._bubbles.labels(stage).set(share)
+
+    def _resume(self, details: dict) -> None:
+        self._predicted.set(details["throughput"])
+        self._step.set(details["committed"])
+        if details["bound_us"]:
+            self._bound.set(details["period_us"] / details["bound_us"])
+
+    def _recovered(self, failure: Failure, began_at: float) -> None:
+        """Hosts' clocks may differ: no part is less than nothing."""
+        moments = began_at, failure.seen_at, failure.resumed_at, failure.committed_at
+        for phase, begins, ends in zip((NOTICE, REGROUP, FINISH), moments, moments[1:]):
+            self._recovery.labels(phase).observe(max(0.0, ends - begins))
+
+
+class Recoveries:
+    """Failures that are over, each once: with the next commit after it.
+
+    * *notice*: until the coordinator knows that the worker is lost.  It begins when an injected fault struck, or when a worker that was given up was last heard
+      of or began what it did not get on with; where a death or a broken connection is the first that anybody can know, it takes nothing.
+    * *regroup*: until the survivors have agreed where to go on, and with which plan.
+    * *finish*: until the interrupted step is committed, most of which it would have taken anyway.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[dict] = []  # as the log has them: workers and faults, and all from the first loss on that is not over
+        self._owing: dict[str, float] = {}  # by seat: since when a suspected worker has been what it is suspected for
+        self._given_up: dict[str, float] = {}  # the same of lost ones
+
+    def take(self, event: Event, now: float) -> Iterator[tuple[Failure, float]]:
+        """What is over with this event: the failure, and when it began."""
+        if event.kind == "suspected":
+            self._owing[event.details["seat"]] = now - event.details["for_s"]
+        elif event.kind == "cleared":
+            self._owing.pop(event.details["seat"], None)
+        elif event.kind == "loaded":  # the step that is waited for may be far away now
+            self._forget(lambda event: False)
+        elif event.kind in ("worker", "fault", "lost", "resume", "committed"):
+            self._known.append({"time": now, "event": event.kind, **event.details})
+            if event.kind == "lost" and event.details["seat"] in self._owing:
+                self._given_up[event.details["seat"]] = self._owing.pop(event.details["seat"])
+            if event.kind == "committed":
+                yield from self._over()
+
+    def _over(self) -> Iterator[tuple[Failure, float]]:
+        failures = History(tuple(self._known)).failures
+        waiting = {str(failure.seat) for failure in failures if failure.committed_at is None}
+        for failure in failures:
+            if failure.committed_at is not None:
+                yield failure, min(failure.struck_at, self._given_up.pop(str(failure.seat), inf))
+        self._forget(lambda event: bool(waiting) and event.get("seat", "") in {"", *waiting})
+
+    def _forget(self, wanted: Callable[[dict], bool]) -> None:
+        """All but workers, faults, and what is ``wanted``."""
+        self._known = [event for event in self._known if event["event"] in ("worker", "fault") or wanted(event)]
+
+
+class TrainingTime:
+    """The effective training time ratio (ETTR): of the time since the job's start, the part that its committed steps are worth.
+
+    Elsewhere (Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2025) it is the part of the wall-clock time in which a
+    job made progress that it kept: no restarts, and no steps computed twice.  There jobs run at full speed or not at all.  Here one also goes on with fewer
+    workers, more slowly, so what it has done is counted, and not how long it was at it::
+
+        ETTR = samples of committed steps that stand × usual seconds a sample / seconds since the start event
+
+    The usual seconds a sample are the median of this job's own steps before anybody was lost or left, without the first ones (History.before_s).  So hardware,
+    input and the schedule's bubbles are no loss; failures, slower steps after them, checkpoints that steps wait for, evaluations and the time until the first
+    step are.  Steps that a loaded checkpoint took back don't stand.  It is NaN until two steps are committed, for good where somebody was lost before; the
+    end of the job stops the clock.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._undisturbed: list[dict] = []  # as the log has them: the start, batch sizes, and the first commits
+        self._disturbed = False
+        self._began = self._ended = nan
+        self._step = self._batch = 0
+        self._samples = 0
+
+    def take(self, event: Event, now: float) -> None:
+        details = event.details
+        match event.kind:
+            case "start":
+                self._began, self._ended, self._batch = now, inf, max(1, details["job"]["batch"])
+            case "batch":
+                self._batch = details["batch"]
+            case "committed":
+                self._samples += self._batch
+                self._step = details["step"]
+            case "loaded":  # to an earlier step, if it costs something
+                self._samples = max(0, self._samples - max(0, self._step - details["step"]) * self._batch)
+                self._step = details["step"]
+            case "lost" | "leaving":
+                self._disturbed = True
+            case "end" | "finished":
+                self._ended = min(self._ended, now)
+        self._disturbed |= event.kind == "loaded" and self._samples > 0
+        if not self._disturbed and event.kind in ("start", "batch", "committed") and len(self._undisturbed) < TIMED:
+            self._undisturbed.append({"time": now, "event": event.kind, **details})
+
+    def ratio(self) -> float:
+        since_s = min(self._clock(), self._ended) - self._began
+        return self._samples * self._usual_s() / since_s if since_s > 0 else nan
+
+    def _usual_s(self) -> float:
+        """Seconds a sample."""
+        if not self._undisturbed:
+            return nan
+        history = History(tuple(self._undisturbed))
+        return history.before_s / max(1, history.batch_from(history.last)[1])

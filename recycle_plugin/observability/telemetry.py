@@ -1,0 +1,126 @@
+"""What is written for people to read, and no training depends on: logs, traces, the lines on the console.
+
+Where it can't be written, since the disk is full for instance, it is dropped; that is said once, and it is tried again now and then.  Once it can be
+written again, that is said too, with how much is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import BinaryIO, Callable
+
+from recycle_plugin.folders import refusal
+
+RETRY_S = 1.0  # between two attempts: a full disk may take its time to say so
+KEPT = 10_000  # lines that may wait for room
+UNWRITTEN, WRITTEN = "unwritten", "written"  # kinds of events
+
+Say = Callable[..., None]
+"""Of the kind of an event, its text, and its details as keywords: ``path``, and ``dropped``, how much."""
+
+
+class Droppable:
+    """What goes to ``path``, in ``unit``.  ``say`` tells the user."""
+
+    def __init__(self, path: Path | str, unit: str, say: Say) -> None:
+        self.path = path
+        self._unit, self._say = unit, say
+        self._dropped = 0
+        self._failing = False
+        self._again = 0.0  # when it is tried again
+
+    def attempt(self, write: Callable[[], None], count: int, errors: type[Exception] = OSError) -> bool:
+        """Whether ``write``, of so many, is done; else they are dropped."""
+        if self._failing and time.monotonic() < self._again:
+            self._dropped += count
+            return False
+        try:
+            write()
+        except errors as error:
+            self._fail(error, count)
+            return False
+        self._succeed()
+        return True
+
+    def at_once(self) -> None:
+        """The next attempt is made whenever it comes."""
+        self._again = 0.0
+
+    def _fail(self, error: Exception, count: int) -> None:
+        first, self._failing = not self._failing, True
+        self._dropped += count
+        self._again = time.monotonic() + RETRY_S
+        if first:
+            self._say(UNWRITTEN, f"{refusal(self.path, error)}: {self._unit} are dropped until that is possible", path=str(self.path), dropped=0)
+
+    def _succeed(self) -> None:
+        if self._failing:
+            dropped, self._dropped, self._failing = self._dropped, 0, False
+            self._say(WRITTEN, f"{self.path} is written again, without {dropped} {self._unit} that were dropped", path=str(self.path), dropped=dropped)
+
+
+def console() -> Path:
+    """Where this process prints to, if that is a file."""
+    return Path(os.path.realpath("/proc/self/fd/1"))
+
+
+class Lines:
+    """A file that lines are appended to, each whole or not at all.  Nothing is opened before the first one."""
+
+    def __init__(self, path: Path, say: Say) -> None:
+        self.path = path
+        self._target = Droppable(path, "lines", say)
+        self._file: BinaryIO | None = None
+        self._kept: deque[str] = deque(maxlen=KEPT)
+
+    def add(self, line: str, keep: bool = False) -> None:
+        """``keep``: it is not dropped, and waits until there is room."""
+        if keep:
+            self._kept.append(line)
+        self._target.attempt(lambda: self._append([] if keep else [line]), 0 if keep else 1)
+
+    def close(self) -> None:
+        """Of what is kept another attempt is made."""
+        if self._kept:
+            self._target.at_once()
+            self.add(self._kept.pop(), keep=True)
+        self._let_go()
+
+    def _append(self, lines: list[str]) -> None:
+        """What is kept, and then these."""
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self.path.open("ab", buffering=0)
+            self._write("".join(f"{line}\n" for line in (*self._kept, *lines)).encode())
+            self._kept.clear()
+        except OSError:
+            self._let_go()  # it is opened anew: the file may be another one then
+            raise
+
+    def _write(self, data: bytes) -> None:
+        done = 0
+        try:
+            while done < len(data):
+                done += self._file.write(data[done:])
+        except OSError:
+            self._cut_off(done)
+            raise
+
+    def _cut_off(self, count: int) -> None:
+        """The last so many bytes are of a line that is not whole."""
+        try:
+            os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - count)
+        except OSError:  # what can't be cut off either is no file
+            pass
+
+    def _let_go(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()
+            except OSError:  # as where a quota is found out late
+                pass

@@ -1,0 +1,35 @@
+"""Writes what a worker executed, one span a line, so that a killed worker's trace ends where it died."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.observability.telemetry import Lines, Say
+
+
+class TraceFile:
+    """``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch.  ``say``: to be told of what can't be written."""
+
+    def __init__(self, folder: Path, seat: Seat, say: Say) -> None:
+        self._lines = Lines(folder / f"{seat}.txt", say)
+
+    def add(self, span: Span) -> None:
+        self._lines.add(f"{span.instruction} {span.start_us} {span.end_us}")
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read_traces(folder: Path) -> list[Span]:
+    """All workers' spans, in order of their start; a line that its worker died in writing is left out."""
+    spans = []
+    for path in sorted(folder.glob("*.txt")):
+        seat = Seat.parse(path.stem)
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                instruction, start, end = line.split()
+                spans.append(Span(seat, Instruction.parse(instruction), int(start), int(end)))
+    return sorted(spans, key=lambda span: (span.start_us, span.seat))

@@ -1,0 +1,20 @@
+"""What planning can fail with."""
+
+from __future__ import annotations
+
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.plan import Plan
+
+
+class PlanError(Exception):
+    """There is no plan for this membership and policy; the message says what to change."""
+
+
+class VerificationError(PlanError):
+    """A plan breaks a rule.  Carries where, so that ``render.grid.draw_error`` can show it."""
+
+    def __init__(self, rule: str, plan: Plan, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
+        where = f" (seat {seat}, {instruction})" if instruction is not None else f" (seat {seat})" if seat is not None else ""
+        super().__init__(rule + where)
+        self.plan, self.seat, self.instruction = plan, seat, instruction

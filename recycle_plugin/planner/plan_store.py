@@ -1,0 +1,90 @@
+"""Plans made before they are needed, for the likeliest next failures.
+
+Replicas that lost the same stages are interchangeable, so a solution is kept per *pattern* (who is lost or
+slow, by rank) and not per membership: of a fault-free job of DP x PP workers the loss of any one has only
+PP patterns.  A stored plan is the one that ``planner.plan`` would make, to the digest: a worker with a store
+and a worker without agree.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Iterable, Iterator
+
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.planner.list_scheduling import Solution
+from recycle_plugin.planner.make import finish, prepare, solve
+from recycle_plugin.planner.plan_error import PlanError
+from recycle_plugin.planner.reroute import canonical_replicas
+
+Pattern = tuple[Topology, tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]
+
+
+def pattern(view: ClusterView, costs: CostModel) -> Pattern:
+    """Who is lost (rank, stage) and who is slow (rank, stage, percent), by canonical rank."""
+    rank = {replica: number for number, replica in enumerate(canonical_replicas(view, costs))}
+    lost = tuple(sorted((rank[seat.replica], seat.stage) for seat in view.lost))
+    slow = ((rank[seat.replica], seat.stage, percent) for seat, percent in costs.slowness if seat in view.live and percent != 100)
+    return view.topology, lost, tuple(sorted(slow))
+
+
+def next_failures(view: ClusterView, costs: CostModel, hosts: Iterable[Iterable[Seat]] = ()) -> Iterator[ClusterView]:
+    """One view per pattern that a single failure leads to, the likeliest first: any worker, then any host.
+
+    A pattern is as likely as many workers lead to it.  ``hosts``: seats that die together.
+    """
+    slow = dict(costs.slowness)
+    kinds: dict[tuple, list[Seat]] = {}
+    for seat in sorted(view.live):
+        others = tuple(
+            (stage, (seat.replica, stage) in view.live, slow.get(Seat(seat.replica, stage), 100)) for stage in range(view.topology.stages)
+        )
+        kinds.setdefault((seat.stage, others), []).append(seat)
+    for seats in sorted(kinds.values(), key=lambda seats: (-len(seats), seats[0])):
+        yield view.without(seats[0])
+    seen = set()
+    for host in hosts:
+        after = view.without(*host)
+        if after.live != view.live and (shape := pattern(after, costs)) not in seen:
+            seen.add(shape)
+            yield after
+
+
+class PlanStore:
+    """Solutions by pattern, the least recently used dropped beyond ``size``.  Give one store to one thread."""
+
+    def __init__(self, costs: CostModel, policy: Policy, size: int = 256) -> None:
+        self.costs, self.policy, self.size = costs, policy, size
+        self._solutions: OrderedDict[Pattern, tuple[Solution, int]] = OrderedDict()
+
+    def __contains__(self, view: ClusterView) -> bool:
+        return pattern(view, self.costs) in self._solutions
+
+    def __len__(self) -> int:
+        return len(self._solutions)
+
+    def plan(self, view: ClusterView) -> Plan:
+        """The verified plan of ``view``, as ``planner.plan`` makes it.  Raises PlanError."""
+        problem = prepare(view, self.costs, self.policy)
+        shape = pattern(view, self.costs)
+        if shape not in self._solutions:
+            self._solutions[shape] = solve(problem)
+            while len(self._solutions) > self.size:
+                self._solutions.popitem(last=False)
+        self._solutions.move_to_end(shape)
+        solution, least = self._solutions[shape]
+        return finish(view, self.costs, self.policy, problem, solution, least)
+
+    def prepare(self, view: ClusterView, hosts: Iterable[Iterable[Seat]] = ()) -> Iterator[ClusterView]:
+        """Plan for the likeliest next failures of ``view``, one at each step of the iterator, so that the caller
+        decides how much time it gives; yields what is now in store.  A failure that leaves no plan is passed over."""
+        for after in next_failures(view, self.costs, hosts):
+            try:
+                if after not in self:
+                    self.plan(after)
+            except PlanError:
+                continue
+            yield after

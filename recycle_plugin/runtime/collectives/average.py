@@ -1,0 +1,27 @@
+"""``recycle_plugin.mean``: an average that is right whoever is left."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+BACKEND = "recycle"  # of groups that lose members (runtime/collectives/group.py)
+HALF = (torch.float16, torch.bfloat16)
+
+
+def mean(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """See there."""
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        raise TypeError(f"recycle_plugin.mean of a tensor of {tensor.dtype}: whole numbers have no average of their kind; convert it, for instance by .float()")
+    total = tensor.detach().to(torch.float32 if tensor.dtype in HALF else tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+    if dist.is_available() and dist.is_initialized():
+        _average(total, group)
+    return total.to(tensor.dtype)
+
+
+def _average(total: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    if dist.get_backend(group) == BACKEND:
+        dist.all_reduce(total, dist.ReduceOp.AVG, group)
+    else:  # not every backend knows averages
+        dist.all_reduce(total, group=group)
+        total /= dist.get_world_size(group)

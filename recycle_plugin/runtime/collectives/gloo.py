@@ -1,0 +1,299 @@
+"""Links over Gloo, by TCP between hosts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Callable, Iterator
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
+
+from recycle_plugin.runtime.collectives.link import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Broken,
+    Gather,
+    Handle,
+    Operation,
+    Receive,
+    Reduce,
+    ReduceScatter,
+    Scatter,
+    Send,
+)
+from recycle_plugin.runtime.processes import forked
+
+NOT_GLOOS = ("Cannot use", "Invalid scalar type", "nsupported", "nhandled")  # what it says of an operation, a dtype or a device that it does not know
+
+
+class Rendezvous:
+    """Where the links of one group meet, one after the other: at ``store``.
+
+    Each that connects has a connection to the store for itself.  To open one may take seconds, since torch asks the name server for the name of the address that it
+    leads to; so those that are free again are kept for the next link, which is made when a worker has just been lost.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._free: list[dist.Store] = []
+
+    def has(self, prefix: str, key: str) -> bool:
+        return dist.PrefixStore(prefix, self._store).check([key])
+
+    @contextmanager
+    def alone(self, prefix: str) -> Iterator[dist.Store]:
+        """A connection of one's own, for the link that is called ``prefix``.  After an error somebody may wait on it still, and nobody gets it again."""
+        with self._lock:
+            client = self._free.pop() if self._free else None
+        client = client or self._store.clone()
+        yield dist.PrefixStore(prefix, client)
+        with self._lock:
+            self._free.append(client)
+
+
+class GlooLink:
+    """Of the ``members``, of whom this one is ``position``; ``name``: what they are called, as "ranks 0, 1".  At ``rendezvous`` no other link is called ``prefix``.
+
+    Gloo does not wake a member that waits for a live one which has left the operation, its abort closes nothing while one is pending,
+    and a wait with a deadline breaks the connection (measured, torch 2.13).  So connecting and each operation has a thread, Gloo's or one of ours, and
+    :meth:`abort` shuts the group's sockets down, which ends those that block.
+
+    Which sockets are Gloo's nobody tells.  They are those opened while it connected that lead to a
+    port on which some member's Gloo listens; members tell each other those ports through the store, before they connect,
+    so that no connection of anybody else's is ever shut: not the next generation's either, which may connect at the same time.
+
+    It has a connection to the store of its own: while Gloo waits there for a peer, and it may do so long after its
+    generation has passed (until ``timeout``), nobody else can use that connection, and one that the script waits on can't keep it.
+    """
+
+    _opening = threading.Lock()  # of a port: whose it is must be clear
+
+    def __init__(
+        self, generation: int, rendezvous: Rendezvous, prefix: str, position: int, members: int, name: str, address: str, timeout: timedelta
+    ) -> None:  # fmt: skip
+        self.generation = generation
+        self._rendezvous, self._prefix = rendezvous, prefix
+        self._address = address
+        self._position = position
+        self._members = members
+        self._keys = [f"listening{one}" for one in range(members)]
+        self._name = name
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._group: dist.ProcessGroupGloo | None = None
+        self._connecting: Handle | None = None
+        self._waiting: list[tuple[Operation, Handle]] = []  # for the connections
+        self._running: set[Handle] = set()
+        self._opened: set[int] = set()
+        self._inodes = forked.Inodes(lambda: self._opened)
+        self._ports: set[str] = set()
+        self._end: Broken | None = None  # nothing will be started any more
+
+    # --- the port -------------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        return self._group is not None
+
+    def connect(self) -> Handle:
+        with self._lock:
+            return self._connect()
+
+    def start(self, operation: Operation) -> Handle:
+        handle = Handle(f"{type(operation).__name__} among {self._name}")
+        with self._lock:
+            if self._end is None and self._group is None:
+                self._connect()
+                self._waiting.append((operation, handle))
+            elif self._end is None:
+                self._begin(operation, handle)
+        if self._end is not None:
+            handle.end(self._end)
+        return handle
+
+    def abort(self) -> None:
+        with self._lock:
+            ended = self._stop(Broken(f"the connections among {self._name} were given up"))
+        for handle in ended:
+            handle.end(self._end)
+        threading.Thread(target=self._take_down, name="recycle: leaving a group", daemon=True).start()  # which costs 0.1 s
+
+    # --- operations -----------------------------------------------------------------------------------
+
+    def _begin(self, operation: Operation, handle: Handle) -> None:
+        self._running.add(handle)
+        try:
+            work = STARTS[type(operation)](self._group, operation)
+        except Exception as error:  # handed to whoever waits, whatever it is
+            self._over(handle, error)
+            return
+        try:
+            future = work.get_future()
+        except RuntimeError:  # sends and receives have none
+            threading.Thread(target=self._see_through, args=(work, operation, handle), name=f"recycle: {handle.what}", daemon=True).start()
+        else:
+            future.add_done_callback(lambda over: self._result_of(over.value, handle))
+
+    def _see_through(self, work: dist.Work, operation: Operation, handle: Handle) -> None:
+        """Holding ``work`` and the buffers, also where it was left behind."""
+        self._result_of(work.wait, handle, work._source_rank if isinstance(operation, Receive) else None)
+
+    def _result_of(self, result: Callable[[], object], handle: Handle, source: Callable[[], int] | None = None) -> None:
+        try:
+            result()
+            self._over(handle, None, source and source())
+        except Exception as error:
+            self._over(handle, error)
+
+    def _over(self, handle: Handle, error: Exception | None, source: int | None = None) -> None:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in NOT_GLOOS):
+            error = Broken(str(error))
+        self._running.discard(handle)
+        handle.end(error, source)
+
+    # --- connections ----------------------------------------------------------------------------------
+
+    def _connect(self) -> Handle:
+        if self._connecting is None:
+            self._connecting = Handle(self._who_is_missing)
+            if self._end is not None:
+                self._connecting.end(self._end)
+            else:
+                threading.Thread(target=self._meet, name=f"recycle: connecting {self._name}", daemon=True).start()
+        return self._connecting
+
+    def _meet(self) -> None:
+        try:
+            group = self._made()
+        except Exception as error:  # of Gloo's or of the store's; others may have left while this one still connected to them
+            with self._lock:
+                ended = self._stop(Broken(str(error)))
+            for handle in ended:
+                handle.end(self._end)
+            return
+        with self._lock:
+            self._group = group
+            if self._end is None:
+                for operation, handle in self._waiting:
+                    self._begin(operation, handle)
+                self._waiting.clear()
+        if self._end is not None:  # aborted meanwhile
+            self._take_down()
+        self._connecting.end(self._end)
+
+    def _stop(self, error: Broken) -> list[Handle]:
+        """Nothing begins any more; what has to be told so."""
+        self._end = self._end or error
+        ended = [*self._running, *(handle for _, handle in self._waiting), *([self._connecting] if self._connecting else [])]
+        self._waiting.clear()
+        return ended
+
+    def _who_is_missing(self) -> str:
+        whole = f"the connections among {self._name}"
+        try:
+            missing = [str(position) for position, key in enumerate(self._keys) if not self._rendezvous.has(self._prefix, key)]
+        except RuntimeError:  # the store is gone
+            return whole
+        return f"{whole}; not there of {self._members} are number {', '.join(missing)}" if missing else whole
+
+    def _made(self) -> dist.ProcessGroupGloo:
+        with self._rendezvous.alone(self._prefix) as store:
+            before = set(_sockets())
+            options, ports = self._listening()
+            store.set(self._keys[self._position], ",".join(map(str, ports)))
+            group = dist.ProcessGroupGloo(store, self._position, self._members, options)
+            self._ports = {port for each in store.multi_get(self._keys) for port in each.decode().split(",")}
+        self._opened = set(_sockets()) - before
+        return group
+
+    def _listening(self) -> tuple[dist.ProcessGroupGloo._Options, list[int]]:
+        """Options of a group that listens already, and where."""
+        with self._opening:
+            before = set(_sockets())
+            options = _options(self._address, self._timeout)
+            return options, [port for inode, port in _sockets().items() if port and inode not in before]
+
+    def _take_down(self) -> None:
+        """Shut the sockets, so that every operation on them fails, and let the group go.  While it still connects, that sees for itself."""
+        with self._lock:
+            group, self._group = self._group, None
+        if group is None:
+            return
+        for descriptor in os.listdir("/proc/self/fd"):
+            try:
+                held = os.dup(int(descriptor))  # a hold on it first: the number may be reused at any time
+            except OSError:
+                continue
+            status = os.fstat(held)
+            if stat.S_ISSOCK(status.st_mode) and status.st_ino in self._opened:
+                _shut(socket.socket(fileno=held), self._ports)
+            else:
+                os.close(held)
+
+
+def _options_of(options: Any, **values: Any) -> Any:
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+STARTS: dict[type, Callable[[dist.ProcessGroupGloo, Operation], dist.Work]] = {
+    AllReduce: lambda group, one: group.allreduce(one.tensors, _options_of(dist.AllreduceOptions(), reduceOp=one.op)),
+    Reduce: lambda group, one: group.reduce(one.tensors, _options_of(dist.ReduceOptions(), reduceOp=one.op, rootRank=one.root)),
+    Broadcast: lambda group, one: group.broadcast(one.tensors, _options_of(dist.BroadcastOptions(), rootRank=one.root)),
+    AllGather: lambda group, one: group.allgather([one.outputs], [one.source], AllgatherOptions()),
+    Gather: lambda group, one: group.gather([one.outputs] if one.outputs else [], [one.source], _options_of(dist.GatherOptions(), rootRank=one.root)),
+    Scatter: lambda group, one: group.scatter([one.output], [one.sources] if one.sources else [], _options_of(dist.ScatterOptions(), rootRank=one.root)),
+    ReduceScatter: lambda group, one: group._reduce_scatter_base(one.output, one.source, _options_of(dist.ReduceScatterOptions(), reduceOp=one.op)),
+    AllToAll: lambda group, one: group.alltoall_base(one.output, one.source, one.incoming, one.outgoing, dist.AllToAllOptions()),
+    Barrier: lambda group, one: group.barrier(dist.BarrierOptions()),
+    Send: lambda group, one: group.send([one.tensor], one.to, one.tag),
+    Receive: lambda group, one: group.recv_anysource([one.tensor], one.tag) if one.source is None else group.recv([one.tensor], one.source, one.tag),
+}
+
+
+def _options(address: str, timeout: timedelta) -> dist.ProcessGroupGloo._Options:
+    """Gloo listens on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.  Left alone it looks its host's name up, and many a host's name is its loopback's."""
+    chosen = dist.ProcessGroupGloo._Options()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    make = dist.ProcessGroupGloo.create_device
+    chosen._devices = [make(interface=name) for name in names] or [make(hostname=address)]
+    chosen._threads, chosen._timeout = 2 * len(chosen._devices), timeout
+    return chosen
+
+
+def _sockets() -> dict[int, int]:
+    """Open sockets of this process: inode (a descriptor's number may be reused) to the port it listens on, or 0."""
+    found = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            held = os.dup(int(descriptor))
+        except OSError:
+            continue
+        status = os.fstat(held)
+        if stat.S_ISSOCK(status.st_mode):
+            with socket.socket(fileno=held) as connection:
+                name = connection.getsockname()
+                listens = isinstance(name, tuple) and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                found[status.st_ino] = name[1] if listens else 0
+        else:
+            os.close(held)
+    return found
+
+
+def _shut(connection: socket.socket, ports: set[str]) -> None:
+    with connection:
+        try:
+            if {str(connection.getsockname()[1]), str(connection.getpeername()[1])} & ports:
+                connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # closed by the peer meanwhile, or a listener, which nobody waits on

@@ -1,0 +1,420 @@
+"""The operations of one process group that are under way, over whichever link its live members have.
+
+What is asked for is started at once and goes on by itself: in the background, in the order of the calls.  A membership change inside a training step
+breaks it, and recovery deals with that.  What the script has asked for between steps survives: with another membership everybody
+leaves behind what is not over, says what is (runtime/collectives/outcomes.py), and then, once all have said so, takes the result from who has it, or
+starts it again among those who are left, still in the calls' order.
+
+What is broken off leaves nothing half done: an operation of the script has buffers of its own (runtime/collectives/link.py), each try new ones, and the script's tensors are
+written when it is over well.  The plugin's own sums go straight to buffers that were made for them, and that nobody reads after an interruption.
+They have a link to themselves, since recovery runs them in an order that is not the script's.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Callable, NamedTuple, Sequence
+
+import torch
+import torch.distributed as dist
+
+from recycle_plugin.core.messages.protocol import Missing
+from recycle_plugin.core.worker.executor import Interrupted
+from recycle_plugin.errors import RecycleError, WaitTimeout
+from recycle_plugin.runtime.collectives.gloo import GlooLink, Rendezvous
+from recycle_plugin.runtime.collectives.link import Broken, Handle, Link, Operation
+from recycle_plugin.runtime.collectives.outcomes import LARGEST, Outcomes, Said, lines_of
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.movers.tcp import DEATH_S
+
+ALL, EACH = "all", "each"
+SCRIPT, SUMS = "", " sums"  # links
+NEWS_TIMEOUT_S = 30.0  # between a broken connection and the coordinator's word of who was lost
+
+
+class Way(NamedTuple):
+    """From logical member ``source`` (None: from anyone) to ``target``, of messages with ``tag``."""
+
+    source: int | None
+    target: int
+    tag: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.source} to {self.target}, {self.tag}"
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """``called``: the function of torch.distributed; ``make`` gives the link's operation on copies of ``tensors``, what it changes, or here only reads.
+
+    ``given``: whatever else the caller has given it.  ``check`` sees before each try whether it can be right; ``alone``: there is something to do
+    for a single member too; ``divide``: the result is, by how many took part; ``gives``: the same to ALL members, to EACH its own, or to both ends
+    of a Way; ``writes``: something to the caller's tensors.
+    """
+
+    called: str
+    make: Callable[[list[torch.Tensor]], Operation]
+    tensors: Sequence[torch.Tensor] = ()
+    check: Callable[[], object] = bool
+    alone: bool = False
+    divide: bool = False
+    gives: str | Way = ALL
+    given: Sequence[Any] = ()
+    writes: bool = True
+
+
+@dataclass(eq=False)
+class Call:
+    """One that was asked for, on ``link``; ``number``: of the script's, on its line, None where nobody counts it.
+
+    ``handle``: of the present try, None while there is none.  Then it is ``over``, with ``error`` or with what ``held`` has, and from rank ``source``.
+    """
+
+    asked: Asked
+    link: str
+    number: int | None
+    lasts: bool
+    handle: Handle | None = None
+    held: list[torch.Tensor] = field(default_factory=list)
+    over: bool = False
+    handed: bool = False
+    error: BaseException | None = None
+    source: int | None = None
+
+    @property
+    def has_news(self) -> bool | None:
+        handle = self.handle
+        return True if self.over or handle is not None and handle.poll() else None
+
+
+class Work(dist.Work):
+    """What torch hands to the script for a call."""
+
+    def __init__(self, flight: Flight, call: Call) -> None:
+        super().__init__()
+        self._flight, self._call = flight, call
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._flight.finish(self._call, timeout.total_seconds() if timeout else 0)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._flight.poll(self._call)
+
+    def _source_rank(self) -> int:
+        return self._call.source
+
+    source_rank = _source_rank
+
+
+class Flight:
+    """Of the group ``name`` of the global ``ranks``, in which this one is ``rank``; links meet at ``store``."""
+
+    def __init__(self, session: Session, outcomes: Outcomes, name: str, ranks: tuple[int, ...], rank: int, store: dist.Store, timeout: timedelta) -> None:
+        self._session, self._outcomes = session, outcomes
+        self._name, self._ranks, self._rank, self._timeout = name, ranks, rank, timeout
+        self._rendezvous = Rendezvous(store)
+        self._lock = threading.RLock()
+        self._calls: list[Call] = []  # not over, or not noticed to be
+        self._links: dict[str, Link] = {}
+        self._connecting: dict[str, Handle] = {}
+        self._said: dict[int, dict[str, Said]] | None  # by logical position; None: that is not known yet, and what the script asks for has to wait
+        self._join()
+        outcomes.follow(self)
+
+    # --- calls ----------------------------------------------------------------------------------------
+
+    def begin(self, asked: Asked, link: str = SCRIPT) -> Call:
+        """Start it, or have it started as soon as it is its turn."""
+        outside = self._session.between_steps is not None or self._session.generation is None
+        if link == SCRIPT:
+            self._hand_over_finished()
+        with self._lock:
+            asked.check()
+            lasts = link == SCRIPT and outside and len(self._ranks) > 1
+            call = Call(asked, link, self._number_of(asked) if lasts else None, lasts)
+            self._calls.append(call)
+            if link == SUMS:
+                self._start(call)
+            elif self._said is not None:
+                self._go_on_with(call)
+            elif not self._asking:
+                self._ask()
+            self._notice(call)
+            if call.error is not None:
+                self._forget(call)
+                raise call.error
+        return call
+
+    def finish(self, call: Call, timeout_s: float = 0) -> None:
+        """Return when it is over and its caller has the result.  Interruptible in a step; between steps recovery comes first, and then it goes on."""
+        while not call.over:
+            self._see_to(call, lambda: self._session.wait(lambda: self._awaited(call), lambda: call.has_news, timeout_s=timeout_s))
+        with self._lock:
+            self._forget(call)
+        self._hand_over(call)
+        if call.link == SCRIPT:
+            self._hand_over_finished()
+
+    def poll(self, call: Call) -> bool:
+        """Whether it is over; if so its caller has the result."""
+        if not call.over:
+            self._see_to(call, self._session.check)
+        if call.over and call.error is None:
+            self._hand_over(call)
+        return call.over
+
+    def _see_to(self, call: Call, look: Callable[[], object]) -> None:
+        try:
+            look()
+            broken = self._notice(call)
+            if broken is not None:
+                self._await_news(call, broken)
+        except Interrupted:
+            if self._session.between_steps is None:
+                self._break_off(call)
+                raise
+            self._session.between_steps()
+
+    def _break_off(self, call: Call) -> None:
+        """Who runs the step begins it anew; what the script waits for there has been asked for between steps, and stays."""
+        with self._lock:
+            if not call.lasts:
+                self._forget(call)
+                if call.handle is not None:
+                    call.handle.leave()
+
+    def _forget(self, call: Call) -> None:
+        if call in self._calls:
+            self._calls.remove(call)
+
+    def _number_of(self, asked: Asked) -> int | None:
+        """None: only its end says from whom it has come, and no other receive may be under way then, lest it be open which has what."""
+        way = asked.gives
+        if isinstance(way, Way) and way.target == self._rank:
+            for other in self._calls:
+                if isinstance(other.asked.gives, Way) and other.asked.gives[1:] == way[1:] and None in (way.source, other.asked.gives.source):
+                    raise RecycleError(f"torch.distributed.{asked.called} with tag {way.tag} while another one is under way, one of them from any source: wait for that "
+                                       "one first, so that after a loss it is known which message each was to get")  # fmt: skip
+            if way.source is None:
+                return None
+        return self._outcomes.take_number(self._line(asked.gives))
+
+    def _line(self, gives: str | Way) -> str:
+        """What is counted together."""
+        return lines_of(self._name) + gives.name if isinstance(gives, Way) else self._name
+
+    # --- tries ----------------------------------------------------------------------------------------
+
+    def _go_on_with(self, call: Call) -> None:
+        """It is its turn, and all have said what is behind them."""
+        try:
+            if not call.lasts or not self._taken(call):
+                call.asked.check()
+                self._start(call)
+        except RecycleError as error:
+            self._end(call, error)
+
+    def _start(self, call: Call) -> None:
+        asked = call.asked
+        call.held = [_copy(tensor) for tensor in asked.tensors] if call.lasts else list(asked.tensors)
+        if len(self.position) == 1 and not asked.alone:
+            self._end(call)
+            return
+        try:
+            operation = asked.make(call.held)
+        except RuntimeError as error:  # tensors that do not fit together
+            self._end(call, error)
+            return
+        call.handle = self._link(call.link).start(operation)
+        call.handle.when_over(self._wake)
+
+    def _notice(self, call: Call) -> Broken | None:
+        """Take down what has become of the present try; returns what broke it."""
+        with self._lock:
+            handle = call.handle
+            if call.over or handle is None or not handle.poll():
+                return None
+            if isinstance(handle.error, Broken):
+                return handle.error
+            if handle.error is None and call.asked.divide:
+                with torch.no_grad():
+                    for tensor in call.held:
+                        tensor.div_(len(self.position))
+            if handle.source is not None:
+                call.source = self._live[handle.source]
+            self._end(call, handle.error)
+            return None
+
+    def _end(self, call: Call, error: BaseException | None = None) -> None:
+        call.error, call.handle, call.over = error, None, True
+        if call.lasts:
+            self._count(call)
+        self._wake()
+
+    def _count(self, call: Call) -> None:
+        """It is behind this worker, also where it has failed, as it has elsewhere then."""
+        gives = call.asked.gives
+        if call.number is None and call.source is not None:
+            gives = gives._replace(source=call.source)
+            call.number = self._outcomes.take_number(self._line(gives))
+        if call.number is not None:
+            self._outcomes.add(self._line(gives), call.number, None if gives == EACH or call.error is not None else call.held)
+
+    def _wake(self) -> None:
+        with self._session.changed:
+            self._session.changed.notify_all()
+
+    def _hand_over_finished(self) -> None:
+        """Also to callers who have not asked."""
+        with self._lock:
+            for call in self._calls:
+                self._notice(call)
+            finished, self._calls = [call for call in self._calls if call.over], [call for call in self._calls if not call.over]
+        for call in finished:
+            if call.error is None:
+                self._hand_over(call)
+
+    def _hand_over(self, call: Call) -> None:
+        if call.error is not None:
+            raise call.error
+        if call.handed:
+            return
+        call.handed = True
+        with torch.no_grad():
+            for tensor, value in zip(call.asked.tensors, call.held) if call.asked.writes else ():  # else autograd would take the tensor for changed
+                if value is not tensor:
+                    tensor.copy_(value)
+
+    # --- membership -----------------------------------------------------------------------------------
+
+    def live_ranks(self) -> tuple[int, ...]:
+        if self._session.generation is None:
+            return self._ranks
+        live = set(self._session.roster.ranks)
+        return tuple(rank for rank in self._ranks if rank in live)
+
+    def _join(self) -> None:
+        """The logical positions of the live members are those in the membership's links."""
+        self._generation = self._session.number
+        live = set(self.live_ranks())
+        self._live = [logical for logical, rank in enumerate(self._ranks) if rank in live]
+        self.position = {logical: place for place, logical in enumerate(self._live)}
+        self._others = [logical for logical in self._live if logical != self._rank]
+        self._said = None if self._generation and self._others else {}
+        self._ends: dict[str, int] = {}  # of each line, after the last one that is over on anyone
+        self._asking = False
+
+    def cut(self) -> None:
+        with self._lock:
+            for call in self._calls:
+                self._notice(call)
+                if call.handle is not None and not call.over:
+                    call.handle.leave()
+                    call.handle = None
+                if not call.lasts and not call.over:
+                    self._end(call, Interrupted(f"the membership has changed during {call.asked.called}"))
+            self._join()
+
+    def go_on(self) -> None:
+        with self._lock:
+            if self._said is not None:
+                self._go_on_with_all()
+            elif any(not call.over for call in self._calls):
+                self._ask()
+
+    def _ask(self) -> None:
+        self._asking = True
+        threading.Thread(target=self._hear, args=(self._generation, [self._ranks[other] for other in self._others]), name=f"recycle: what is behind {self._name}", daemon=True).start()
+
+    def _hear(self, generation: int, others: list[int]) -> None:
+        """In a thread of its own.  Where the store is gone, or one of them does not speak, whoever waits has a deadline."""
+        try:
+            said = self._outcomes.of_others(generation, others, self._name)
+        except RuntimeError:
+            return
+        with self._lock:
+            if generation == self._generation:
+                self._said = {self._ranks.index(rank): lines for rank, lines in said.items()}
+                for line, each in (one for lines in said.values() for one in lines.items()):
+                    self._ends[line] = max(self._ends.get(line, 0), each.end)
+                self._go_on_with_all()
+
+    def _go_on_with_all(self) -> None:
+        for call in self._calls:
+            if call.handle is None and not call.over:
+                self._go_on_with(call)
+
+    def _taken(self, call: Call) -> bool:
+        """Whether it is behind others: then it is here too, with their result."""
+        asked, ahead = call.asked, None
+        if call.number is not None and call.number >= self._ends.get(self._line(asked.gives), 0):
+            return False
+        for other in self._sources(asked.gives):
+            line = self._line(asked.gives._replace(source=other) if call.number is None else asked.gives)
+            number = self._outcomes.next_number(line) if call.number is None else call.number
+            said = self._said.get(other, {}).get(line, Said())
+            if said.is_over(number) and (said.values.get(number) is not None or not asked.writes):
+                call.held, call.source = said.values.get(number) or [], other
+                self._end(call)
+                return True
+            ahead = other if said.is_over(number) else ahead
+        if ahead is not None:
+            raise RecycleError(f"{asked.called} was over on rank {self._ranks[ahead]} and not on rank {self._session.rank} when a worker was lost, and its result, of each "
+                               f"member's own or of more than {LARGEST >> 20} MiB, can't be had again: go on from the last checkpoint")  # fmt: skip
+        return False
+
+    def _sources(self, gives: str | Way) -> list[int]:
+        """Who may be through with it."""
+        if not isinstance(gives, Way):
+            return self._others
+        ends = {gives.source, gives.target}
+        return [other for other in self._others if other in ends or gives.source is None]
+
+    # --- waiting --------------------------------------------------------------------------------------
+
+    def _name_of(self, call: Call) -> str:
+        return f"{call.asked.called} among ranks {', '.join(map(str, self.live_ranks()))}"
+
+    def _awaited(self, call: Call) -> str:
+        connecting = self._connecting.get(call.link)
+        if call.handle is None:
+            return f"what {call.asked.called} has come to elsewhere"
+        return self._name_of(call) if connecting.poll() else f"{connecting.what} for {self._name_of(call)}"
+
+    def _await_news(self, call: Call, failure: Broken) -> None:
+        """Raises Interrupted once it is known who is lost, or, where nobody is, once all meet again over new connections."""
+        name, session = self._name_of(call), self._session
+        what = f"news of a lost worker after {name} failed"
+        try:
+            session.wait(what, lambda: None, timeout_s=DEATH_S)
+        except WaitTimeout:
+            session.send(Missing(session.rank, session.number, name, ""))
+        try:
+            session.wait(what, lambda: None, timeout_s=NEWS_TIMEOUT_S)
+        except WaitTimeout:  # before the start nobody can be told to meet again
+            raise RecycleError(f"{name} failed, and after {NEWS_TIMEOUT_S:.0f} s none of them is known to be lost: see to the network between their hosts, "
+                               f"or let GLOO_SOCKET_IFNAME name the interface that connects them ({failure})") from failure
+
+    # --- links ----------------------------------------------------------------------------------------
+
+    def _link(self, which: str) -> Link:
+        """Of the present membership.  The one before is broken once this one stands: by then nobody needs it, and it ends who still waits there."""
+        last = self._links.get(which)
+        if last is None or last.generation != self._generation:
+            name = f"ranks {', '.join(map(str, self.live_ranks()))}"
+            called, own = f"generation{self._generation}{which}", self._session.own_address
+            link = GlooLink(self._generation, self._rendezvous, called, self.position[self._rank], len(self.position), name, own, self._timeout)
+            self._links[which], self._connecting[which] = link, link.connect()
+            if last is not None:
+                self._connecting[which].when_over(last.abort)
+        return self._links[which]
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Laid out alike on all members."""
+    strided = tensor.layout == torch.strided
+    return tensor.detach().clone(memory_format=torch.contiguous_format if strided else torch.preserve_format)

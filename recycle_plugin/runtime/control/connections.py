@@ -1,0 +1,416 @@
+"""Connections that carry the messages of core/messages/protocol.py: the port, over sockets, and within one process.
+
+A worker's threads wait in ``send`` and ``receive``, each with a deadline.  The event loops of the coordinator and of the supervisors wait for nobody: there a
+connection is in an :class:`InLoop`.  Both implementations carry the same frames (core/messages/encoding.py), so whatever bytes come are dealt with in one place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Callable, Protocol
+
+from recycle_plugin.core.messages.encoding import LIMIT, Frames, encode
+from recycle_plugin.core.messages.typed import Unreadable
+from recycle_plugin.runtime.processes import forked
+
+RETRY_S = 0.05  # between two attempts to connect
+ATTEMPT_S = 5.0  # one of them
+PIECE = 1 << 18  # bytes that are read at once
+UNSENT = 4 * LIMIT  # bytes that may wait for an other end that takes nothing
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Why nothing comes any more.  ``unreadable``: what has come, where that was no message."""
+
+    why: str
+    unreadable: Unreadable | None = None
+
+    def __str__(self) -> str:
+        return self.why
+
+
+class Control(Protocol):
+    """One end of a connection.  What is sent comes out of the other end in the same order, each message whole and once; when the connection breaks, the
+    last ones may not have got there.
+
+    Every thread may call anything at any time, and nothing raises because the connection is broken.
+    ``here``: this end's address, on the interface that reaches the other; ``there``: host and port of the other, None within a process.
+    """
+
+    here: str
+    there: tuple[str, int] | None
+
+    @property
+    def broken(self) -> Broken | None:
+        """None as long as something may come.  A peer's death breaks it once all that it has said is handed out, and so does what is no message."""
+
+    def send(self, message: object, timeout_s: float = 0.0) -> bool:
+        """False where the other end has not taken all that was sent: with a ``timeout_s`` that breaks the connection, without one the rest is kept for
+        :meth:`push`.  Raises what core.messages.encoding.encode does; what it has made of a message for several may be given in the message's place."""
+
+    def push(self) -> bool:
+        """The same of what is kept."""
+
+    def receive(self, timeout_s: float = 0.0) -> object | None:
+        """The next message; None where it is broken, or nothing has come after ``timeout_s``."""
+
+    def resume(self, hello: object, timeout_s: float) -> bool:
+        """Make the connection again, with ``hello`` as its first message, and say whether it stands; only who has made it can.  What was under way either
+        way is lost.  ``hello`` says who comes, and whoever answers decides whether that one goes on where it was.
+
+        The coordinator takes a supervisor that comes again for the one before, in its rank's place; its worker does not notice.  A worker's broken
+        connection is its end: others are told of its loss at once, go on without it, and refuse it as they do any that comes late.
+        """
+
+    def close(self) -> None:
+        """Also for those who wait in it now.  The other end gets all that is on its way, and then hears of the end."""
+
+    def fileno(self) -> int:
+        """It is readable when something can be received, and writable when something can be pushed."""
+
+
+class _Framed:
+    """What both have in common: messages in, frames out.  Subclasses move bytes, as non-blocking sockets do."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._frames, self._unsent, self._mute = Frames(limit), bytearray(), False
+        self.broken: Broken | None = None
+
+    def _anew(self, hello: object) -> None:
+        """Under both locks, so that nothing comes before ``hello``."""
+        self._frames, self._unsent, self._mute, self.broken = Frames(self._limit), bytearray(encode(hello)), False, None
+        self._push(0.0)
+
+    def send(self, message: object, timeout_s: float = 0.0) -> bool:
+        frame = message if isinstance(message, bytes) else encode(message)
+        with self._sending:
+            if not self._mute and self.broken is None:
+                self._unsent += frame
+            return self._push(timeout_s)
+
+    def push(self) -> bool:
+        with self._sending:
+            return self._push(0.0)
+
+    def receive(self, timeout_s: float = 0.0) -> object | None:
+        deadline = time.monotonic() + timeout_s
+        with self._receiving:
+            while self.broken is None:
+                message = self._frames.take()
+                if isinstance(message, Unreadable):
+                    self._break(Broken(str(message), message))
+                elif message is not None:
+                    return message
+                elif not self._fill(deadline):
+                    break
+        return None
+
+    def close(self) -> None:
+        self._break(Broken("it was closed on this side"))
+        with self._sending, self._receiving:  # those who wait in it have been woken
+            self._release()
+
+    def _push(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self._unsent and self.broken is None:
+            try:
+                del self._unsent[: self._write(self._unsent)]
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return self._overdue(timeout_s)
+                self._await(select.POLLOUT, deadline)
+            except OSError:  # what the other end has said before it went is still to be read, and then the reader finds the end
+                self._mute = True
+                self._unsent.clear()
+                self._shut()
+        return not self._unsent or self.broken is not None
+
+    def _overdue(self, timeout_s: float) -> bool:
+        if timeout_s:
+            self._break(Broken(f"the other end has taken nothing for {timeout_s:g} s"))
+        elif len(self._unsent) > UNSENT:
+            self._break(Broken(f"the other end takes nothing, and {len(self._unsent)} bytes wait for it"))
+        return False
+
+    def _fill(self, deadline: float) -> bool:
+        """Read what is there, or wait for it; False when the deadline has passed."""
+        try:
+            data = self._read()
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            self._await(select.POLLIN, deadline)
+        except OSError as error:
+            self._break(Broken(error.strerror or str(error)))
+        else:
+            if data:
+                self._frames.feed(data)
+            else:
+                self._break(Broken("the other end is gone" + ", in the middle of a message" * self._frames.broken_off))
+        return True
+
+    def _break(self, why: Broken) -> None:
+        if self.broken is None:
+            self.broken = why
+        self._shut()
+
+    def _await(self, what: int, deadline: float) -> None:
+        """Until that is so, or the connection is shut."""
+        poll = select.poll()
+        poll.register(self.fileno(), what)
+        poll.poll(max(1.0, (deadline - time.monotonic()) * 1000))
+
+    def fileno(self) -> int: ...
+
+    def _write(self, data: bytearray) -> int: ...
+
+    def _read(self) -> bytes:
+        """Empty at the end."""
+
+    def _shut(self) -> None:
+        """Wake whoever waits, here and at the other end.  What has come can still be read, and then the end."""
+
+    def _release(self) -> None:
+        """Nobody is in it any more.  May be called again."""
+
+
+# --- over sockets ------------------------------------------------------------------------------------
+
+
+class SocketControl(_Framed):
+    """Over a connected TCP ``connection``, which belongs to it from now on.  ``address``: of whom it was made to, by who made it."""
+
+    def __init__(self, connection: socket.socket, address: tuple[str, int] | None = None, limit: int = LIMIT) -> None:
+        self._address = address
+        self._take(connection)
+        super().__init__(limit)
+
+    def _take(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connection
+        self.here, self.there = connection.getsockname()[0], connection.getpeername()[:2]
+
+    def resume(self, hello: object, timeout_s: float) -> bool:
+        """Over another connection to the same address."""
+        if self._address is None:
+            return False
+        self.close()
+        try:
+            connection = _connected(self._address, timeout_s)
+            with self._sending, self._receiving:
+                self._take(connection)
+                self._anew(hello)
+        except OSError:
+            return False
+        return True
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def _write(self, data: bytearray) -> int:
+        return self._socket.send(data)
+
+    def _read(self) -> bytes:
+        return self._socket.recv(PIECE)
+
+    def _shut(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other end was first
+            pass
+
+    def _release(self) -> None:
+        self._socket.close()
+
+
+def connect(address: tuple[str, int], timeout_s: float) -> SocketControl:
+    """To whoever listens at ``address``, once somebody does.  ConnectionError says that for so long nobody did, and why."""
+    try:
+        return SocketControl(_connected(address, timeout_s), address)
+    except OSError as error:
+        raise ConnectionError(f"no coordinator at {address[0]}:{address[1]} within {timeout_s:g} s ({error})") from error
+
+
+def _connected(address: tuple[str, int], timeout_s: float) -> socket.socket:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = socket.create_connection(address, timeout=max(RETRY_S, min(ATTEMPT_S, deadline - time.monotonic())))
+            break
+        except OSError:
+            if time.monotonic() + RETRY_S >= deadline:
+                raise
+            time.sleep(RETRY_S)
+    return forked.own(connection)
+
+
+# --- within a process ----------------------------------------------------------------------------------
+
+
+class _Wire:
+    """Bytes one way, as many as there is memory for.  ``fd`` is readable while there are some, and at the end."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._pieces: deque[bytes] = deque()
+        self._ended = False
+
+    def put(self, data: bytes) -> None:
+        with self._lock:
+            if self._ended:
+                raise BrokenPipeError
+            self._pieces.append(data)
+            os.eventfd_write(self.fd, 1)
+
+    def get(self) -> bytes:
+        with self._lock:
+            if not self._pieces and not self._ended:
+                raise BlockingIOError
+            piece = self._pieces.popleft() if self._pieces else b""
+            if not self._pieces and not self._ended:
+                os.eventfd_read(self.fd)
+            return piece
+
+    def end(self) -> None:
+        with self._lock:
+            if not self._ended:
+                self._ended = True
+                os.eventfd_write(self.fd, 1)
+
+    def release(self) -> None:
+        self.end()
+        with self._lock:
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
+
+
+class InProcess(_Framed):
+    """Between two threads or tasks of one process.  ``answer`` gets the other end, now and each time that it is resumed; None for that end itself."""
+
+    here = "127.0.0.1"
+    there = None
+
+    def __init__(self, answer: Callable[[InProcess], None] | None, limit: int = LIMIT, wires: tuple[_Wire, _Wire] | None = None) -> None:
+        self._answer = answer
+        super().__init__(limit)
+        self._in, self._out = wires or self._called()
+
+    def _called(self) -> tuple[_Wire, _Wire]:
+        wires = _Wire(), _Wire()
+        self._answer(InProcess(None, self._limit, wires[::-1]))
+        return wires
+
+    def resume(self, hello: object, timeout_s: float) -> bool:
+        """Whoever answers gets another other end, at once."""
+        if self._answer is None:
+            return False
+        self.close()
+        with self._sending, self._receiving:
+            self._in, self._out = self._called()
+            self._anew(hello)
+        return True
+
+    def fileno(self) -> int:
+        return self._in.fd
+
+    def _write(self, data: bytearray) -> int:
+        self._out.put(bytes(data))
+        return len(data)
+
+    def _read(self) -> bytes:
+        return self._in.get()
+
+    def _shut(self) -> None:
+        self._out.end()
+        self._in.end()
+
+    def _release(self) -> None:
+        self._in.release()
+
+
+# --- in an event loop ----------------------------------------------------------------------------------
+
+
+class InLoop:
+    """``control`` in the running event loop, where whoever waits lets all others go on."""
+
+    @classmethod
+    async def connect(cls, address: tuple[str, int], timeout_s: float) -> InLoop:
+        """As :func:`connect`.  A thread does it, an attempt at a time: whoever gives up waits for no more than that."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                return cls(await asyncio.to_thread(connect, address, ATTEMPT_S))
+            except ConnectionError:
+                if time.monotonic() >= deadline:
+                    raise
+
+    def __init__(self, control: Control) -> None:
+        self._control, self._loop = control, asyncio.get_running_loop()
+        self._waiting: asyncio.Future | None = None
+        self.there = control.there
+
+    @property
+    def broken(self) -> Broken | None:
+        return self._control.broken
+
+    def send(self, message: object) -> None:
+        """What the other end does not take now goes once it does."""
+        if not self._control.send(message) and self.broken is None:
+            self._loop.add_writer(self._control.fileno(), self._push)
+
+    async def receive(self, timeout_s: float) -> object | None:
+        deadline = self._loop.time() + timeout_s
+        while (message := self._control.receive()) is None and self.broken is None and self._loop.time() < deadline:
+            await self._readable(deadline)
+        return message
+
+    async def resume(self, hello: object, timeout_s: float) -> bool:
+        self._leave()
+        return await asyncio.to_thread(self._control.resume, hello, timeout_s)
+
+    def close(self) -> None:
+        self._leave()
+        self._control.close()
+
+    def _push(self) -> None:
+        if self._control.push() or self.broken is not None:
+            self._loop.remove_writer(self._control.fileno())
+
+    async def _readable(self, deadline: float) -> None:
+        self._waiting = waiting = self._loop.create_future()
+        number, late = self._control.fileno(), self._loop.call_at(deadline, _wake, waiting)
+        self._loop.add_reader(number, _wake, waiting)
+        try:
+            await waiting
+        finally:
+            late.cancel()
+            if self._waiting is waiting:  # else the number may be another's by now
+                self._loop.remove_reader(number)
+
+    def _leave(self) -> None:
+        """The loop must not look at a number that is given back."""
+        if self._control.fileno() >= 0:
+            self._loop.remove_reader(self._control.fileno())
+            self._loop.remove_writer(self._control.fileno())
+        if self._waiting is not None:
+            _wake(self._waiting)
+            self._waiting = None
+
+
+def _wake(waiting: asyncio.Future) -> None:
+    if not waiting.done():
+        waiting.set_result(None)

@@ -1,0 +1,320 @@
+"""Carries the messages of ``core.coordinator.membership``; lives in a process of rank 0's guard (runtime/processes/guard.py), imports no torch.
+
+Each worker and each supervisor holds one connection.  A worker's death shows twice: its supervisor
+sees the process end and knows how, and its connection closes.  What it said before it died is read
+to the end first, because a number that it contributed to a finished step still counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Callable
+
+from recycle_plugin.core.coordinator.membership import Membership
+from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, Event, Output
+from recycle_plugin.core.messages.encoding import encode
+from recycle_plugin.core.messages.protocol import Exited, Fence, Heard, Hello, Left, Over, Placed, Ready, Terminate, Welcome
+from recycle_plugin.core.vocabulary.deadlines import TICK_S
+from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.vocabulary.placement import spread
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.runtime.control import supervisor_heartbeat as pulse
+from recycle_plugin.runtime.control.connections import Control, InLoop, InProcess, SocketControl
+from recycle_plugin.runtime.processes.accepting import Refusals
+
+LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
+EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, before training has started
+CLOSING_S = 5.0  # how long closed connections may take to be noticed
+HELLO_S = 60.0  # how long who has connected may take to say who it is
+LISTEN_S = 60.0  # how long nothing need be heard of one that is there: silence is core.coordinator.failure_detector's business
+BACKLOG = 4096
+
+
+class Coordinator:
+    """The server; ``say(event, now)`` gets every event."""
+
+    def __init__(self, ranks: int, store_port: int, say: Callable[[Event, float], None]) -> None:
+        self._gone = asyncio.Event()
+        self._over = asyncio.Event()
+        self._last_word: Over | None = None
+        self._serving: dict[asyncio.Task, InLoop] = {}
+        self._membership = Membership(ranks)
+        self._ranks = ranks
+        self._placing: dict[int, tuple[str, InLoop]] = {}  # by place: the host of a supervisor that asks for its rank
+        self._welcome = Welcome(store_port, f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}")  # several jobs may start in one second
+        self._say = say
+        self._come: Counter[int] = Counter()  # how many workers of a rank have
+        self._workers: dict[WorkerId, InLoop] = {}
+        self._supervisors: dict[int, InLoop] = {}  # by rank
+        self._supervised: dict[int, tuple[str, int]] = {}  # by rank: host and process of the supervisor that its worker is started by
+        self._exits: dict[WorkerId, Exited] = {}
+        self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
+        self._strangers: set[str] = set()  # addresses that nonsense has come from
+        self._regroup_timeout_s = 120.0
+        self.run_dir = f"runs/{self._welcome.job_id}"  # unless workers say another one
+        self._watched = -1
+        self._closing = False
+        self._loop = asyncio.get_running_loop()
+        self._accepting: asyncio.Task | None = None
+        self._pulses: asyncio.DatagramTransport | None = None
+        self._ticking: asyncio.TimerHandle | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen; OSError when the port is taken."""
+        self._pulses = await pulse.listen((host, port), self._take)
+        try:
+            listener = socket.create_server((host, port), backlog=BACKLOG)
+        except OSError:
+            self._pulses.close()
+            raise
+        listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(listener))
+        self._tick()
+
+    def connect(self) -> InProcess:
+        """From within this process, by whichever thread."""
+        return InProcess(lambda far: self._loop.call_soon_threadsafe(self._answer, far))
+
+    async def _accept(self, listener: socket.socket) -> None:
+        refusals = Refusals(lambda text: self._say(Event("warning", f"at the coordinator {text}"), time.time()))
+        with listener:
+            while True:
+                try:
+                    connection, _ = await self._loop.sock_accept(listener)
+                except OSError as error:
+                    await asyncio.sleep(refusals.pause_s(error))
+                    continue
+                try:
+                    self._answer(SocketControl(connection))
+                except OSError:  # it is gone already
+                    connection.close()
+
+    @property
+    def code(self) -> int:
+        """That the job has ended with, 0 where it has not."""
+        return self._last_word.code if self._last_word is not None else 0
+
+    async def all_gone(self, goodbye_s: float) -> None:
+        """Return when every supervisor that can be reached has closed its connection, ``goodbye_s`` after the end of the job at the latest."""
+        if not self._awaited:
+            return
+        gone, over = asyncio.create_task(self._gone.wait()), asyncio.create_task(self._over.wait())
+        await asyncio.wait({gone, over}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({gone}, timeout=goodbye_s)
+        gone.cancel()
+        over.cancel()
+
+    def fail(self, text: str) -> None:
+        """End the job for everybody, with this line."""
+        self._act(self._membership.fail(text))
+
+    def terminate(self, reason: str) -> None:
+        """End the job as a supervisor's word would."""
+        self._act(self._membership.receive(Terminate(0, reason), time.time()))
+
+    async def close(self) -> None:
+        """Close every connection and wait for those that serve them: cancelled later, they would say so."""
+        self._closing = True
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait({self._accepting})
+            self._pulses.close()
+            self._ticking.cancel()
+        for control in self._serving.values():
+            control.close()
+        if self._serving:
+            await asyncio.wait(self._serving, timeout=CLOSING_S)
+
+    def _answer(self, control: Control) -> None:
+        if self._closing:
+            control.close()
+        else:
+            served = InLoop(control)
+            self._serving[asyncio.create_task(self._serve(served))] = served
+
+    async def _serve(self, control: InLoop) -> None:
+        try:
+            await self._converse(control)
+        finally:
+            self._serving.pop(asyncio.current_task(), None)
+            control.close()
+
+    async def _converse(self, control: InLoop) -> None:
+        hello = await control.receive(HELLO_S)
+        roles = {"placing": self._placed, "worker": self._attend_worker, "supervisor": self._attend_supervisor}
+        who = "a connection from {}".format("{}:{}".format(*control.there) if control.there else "this process")
+        if not isinstance(hello, Hello):
+            self._complain_of_stranger(who, control)
+        elif hello.role not in roles or not 0 <= hello.rank < self._ranks:
+            text = f"{who} says that it is {hello.role[:20]} {hello.rank}, and this job has {self._ranks} ranks: it is another job's, or was started for another one"
+            self._say(Event("warning", text), time.time())
+        else:
+            await roles[hello.role](hello, control)
+
+    async def _attend_worker(self, hello: Hello, control: InLoop) -> None:
+        worker = self._greet(hello, control)
+        if self._membership.ended is not None:  # it comes too late: the job has ended meanwhile
+            control.send(self._membership.ended)
+        await self._hear(hello, control)
+        self._workers.pop(worker, None)
+        self._worker_closed(worker)
+
+    async def _attend_supervisor(self, hello: Hello, control: InLoop) -> None:
+        """One that comes again takes its own place: it has lost the line before, or does not know yet that it has."""
+        control.send(self._welcome)
+        if self._last_word is not None:
+            control.send(self._last_word)
+        if self._supervised.setdefault(hello.rank, (hello.host, hello.pid)) != (hello.host, hello.pid):
+            control.send(Over(1))  # of a launcher that was started twice, whose worker is turned away: it knows nothing of the first one's
+            while await control.receive(LISTEN_S) is not None or control.broken is None:
+                pass  # it goes once it has read that
+            return
+        if WorkerId(hello.rank) in self._membership.unreachable:  # who was to see to it may have gone before it could
+            control.send(Fence(hello.rank, "the others have gone on without it"))
+        before, self._supervisors[hello.rank] = self._supervisors.get(hello.rank), control
+        if before is not None:
+            before.close()
+        await self._hear(hello, control)
+        if self._supervisors.get(hello.rank) is control:
+            del self._supervisors[hello.rank]
+            self._see_who_is_gone()
+
+    def _greet(self, hello: Hello, control: InLoop) -> WorkerId:
+        """Ranks are given out by the launcher, incarnations here, where all workers come by."""
+        worker = WorkerId(hello.rank, self._come[hello.rank])
+        self._come[hello.rank] += 1
+        self._workers[worker] = control
+        control.send(replace(self._welcome, incarnation=worker.incarnation))
+        turned_away = self._membership.greet(worker, hello.host)
+        if not turned_away.events:
+            self._say(Event("worker", f"{named(hello.rank)} is process {hello.pid} on {hello.host}", {"rank": hello.rank, "pid": hello.pid}), time.time())
+        self._act(turned_away)
+        return worker
+
+    async def _hear(self, hello: Hello, control: InLoop) -> None:
+        """Until the connection is broken."""
+        try:
+            while (message := await control.receive(LISTEN_S)) is not None or control.broken is None:
+                if message is not None:
+                    self._take(message)
+        except Exception as error:
+            self.fail(f"the coordinator met an error of its own ({error!r})")
+            raise
+        self._complain(f"the {hello.role} of {named(hello.rank)}", control, rank=hello.rank)
+
+    def _complain_of_stranger(self, who: str, control: InLoop) -> None:
+        """Once of each address: a scanner of ports comes more often."""
+        host = control.there[0] if control.there else ""
+        if host not in self._strangers and control.broken is not None and control.broken.unreadable is not None:
+            self._strangers.add(host)
+            self._complain(who, control)
+
+    def _complain(self, who: str, control: InLoop, **details: object) -> None:
+        """A connection that speaks nonsense is as good as closed."""
+        if control.broken is not None and control.broken.unreadable is not None:
+            self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), time.time())
+
+    async def _placed(self, hello: Hello, control: InLoop) -> None:
+        self._place(hello, control)
+        await control.receive(LISTEN_S)  # until it has its answer, and goes
+
+    def _place(self, hello: Hello, control: InLoop) -> None:
+        """Once the hosts of all are known, each gets the rank of its worker."""
+        self._placing[hello.rank] = hello.host, control
+        if len(self._placing) == self._ranks:
+            places = [self._placing[place] for place in range(self._ranks)]
+            for rank, (_, each) in zip(spread([host for host, _ in places]), places):
+                each.send(Placed(rank))
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, Exited):
+            self._ended.add(message.rank)
+        if isinstance(message, Exited) and message.rank in self._supervisors:
+            self._supervisors[message.rank].send(Heard(0, 0.0))
+        if isinstance(message, Exited) and message.worker in self._workers:
+            self._exits[message.worker] = message
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.worker)
+            return
+        if isinstance(message, Ready):
+            self._regroup_timeout_s, self.run_dir = message.job.deadlines.regroup_timeout_s, message.job.run_dir
+        self._act(self._membership.receive(message, time.time()))
+        if isinstance(message, Left):
+            self._workers.pop(message.worker, None)
+
+    @property
+    def _awaited(self) -> set[int]:
+        """Ranks whose supervisors are still to say goodbye: also one that was killed, whose worker runs, since another takes its place; and those of which it is
+        still to be found out whether the worker has left or was lost."""
+        killed = {rank for rank in self._supervised if self._come[rank]} - self._ended
+        asked = {worker.rank for worker in self._exits}
+        return (self._supervisors.keys() | killed | asked) - {worker.rank for worker in self._membership.unreachable}
+
+    def _see_who_is_gone(self) -> None:
+        if not self._closing and not self._awaited:
+            self._gone.set()
+
+    def _worker_closed(self, worker: WorkerId) -> None:
+        if self._closing:
+            return  # it was this side that closed
+        exited = self._exits.pop(worker, None)
+        if exited is not None:
+            self._act(self._membership.receive(exited, time.time()))
+        elif self._membership.started:
+            self._lose(worker)
+        else:  # nobody waits for it: how it ended, its supervisor says
+            self._loop.call_later(EXIT_S, self._lose, worker)
+        self._see_who_is_gone()
+
+    def _lose(self, worker: WorkerId) -> None:
+        if not self._closing:
+            self._act(self._membership.connection_lost(worker, time.time()))
+
+    def _closed_by_exit(self, worker: WorkerId) -> None:
+        """The connection outlived its process, since some child of the script has inherited it."""
+        exited = self._exits.pop(worker, None)
+        if exited is not None:
+            self._act(self._membership.receive(exited, time.time()))
+        self._see_who_is_gone()
+
+    def _act(self, output: Output) -> None:
+        now = time.time()
+        for whom, message in output.messages:
+            self._send(whom, message)
+        for event in output.events:
+            self._say(event, now)
+        self._watch_regrouping()
+
+    def _tick(self) -> None:
+        self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        self._act(self._membership.tick(time.time()))
+
+    def _send(self, whom: str | WorkerId, message: object) -> None:
+        """For all, a frame is made once; each of them costs one system call, 2 to 3 µs here."""
+        frame = encode(message)
+        for control in self._controls(whom):
+            control.send(frame)
+        if isinstance(message, Over):
+            self._last_word = message
+            self._over.set()
+
+    def _controls(self, whom: str | WorkerId) -> list[InLoop]:
+        if whom == SUPERVISORS:
+            return list(self._supervisors.values())
+        if whom == WORKERS:  # what is for a lost one that does not read would pile up here
+            return [control for worker, control in self._workers.items() if worker not in self._membership.lost]
+        return [self._workers[whom]] if whom in self._workers else []
+
+    def _watch_regrouping(self) -> None:
+        number = self._membership.regrouping
+        if number is not None and number != self._watched:
+            self._watched = number
+            asyncio.get_running_loop().call_later(self._regroup_timeout_s, self._regroup_overdue, number)
+
+    def _regroup_overdue(self, number: int) -> None:
+        if self._membership.regrouping == number:
+            self._act(self._membership.regroup_overdue(self._regroup_timeout_s))

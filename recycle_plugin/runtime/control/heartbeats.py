@@ -1,0 +1,97 @@
+"""A worker's beats: what it is at, for the coordinator (core/coordinator/failure_detector.py), and how fresh the coordinator's word is here.
+
+Beats come from a thread, so that long code of the script's is no death.  The answers carry a promise: for so long the
+others don't go on without this worker.  A process that was stopped, or cut off, finds when it goes on that the promise
+has run out, and asks again before it does anything that others could see.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from typing import Callable, Iterator
+
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, LONGEST
+from recycle_plugin.core.messages.protocol import Beat, Heard
+
+SCRIPT = "the training script"
+SLOWEST_S = 1.0  # between two beats
+
+
+class Heart:
+    """Of the worker of ``rank``.  Only the process's main thread says what it is at.
+
+    ``fresh_until``: when the coordinator's promise ends, by time.monotonic; never before :meth:`start`.  ``step``: the last one that was begun.
+    """
+
+    def __init__(self, rank: int, send: Callable[[object], None]) -> None:
+        self._rank = rank
+        self._send = send
+        self._at: tuple[str, object] = (ELSEWHERE, SCRIPT)
+        self._done = 0
+        self.step = 0
+        self._number = 0
+        self._said_to_compute = False
+        self._sent: dict[int, float] = {}
+        self.fresh_until = float("inf")
+        self._beating, self._lock = threading.Lock(), threading.Lock()
+
+    def start(self, promise_s: float) -> None:
+        """Beat from now on.  ``promise_s``: the shortest promise that the coordinator makes."""
+        self.fresh_until = time.monotonic() + promise_s
+        threading.Thread(target=self._beat_on, args=(min(SLOWEST_S, promise_s / 4),), name="recycle: heart", daemon=True).start()
+
+    # --- what the worker is at ---------------------------------------------------------------------
+
+    @contextmanager
+    def at(self, at: str, what: object) -> Iterator[None]:
+        """``at``: one of core.coordinator.failure_detector's words; ``what``, or what it returns, is only made a text when it is said, in another thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = self._at
+        self._change((at, what))
+        try:
+            yield
+        finally:
+            self._change(before)
+
+    def finished(self) -> None:
+        """One more instruction."""
+        self._done += 1
+
+    def _change(self, at: tuple[str, object]) -> None:
+        """Who was said to compute says at once when that is over: whatever comes next may hold the interpreter up, and no beat with it."""
+        self._at = at
+        if self._said_to_compute:
+            self.beat()
+
+    # --- the coordinator's word ----------------------------------------------------------------------
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the coordinator's promise holds now."""
+        return time.monotonic() < self.fresh_until
+
+    def beat(self) -> None:
+        with self._beating:  # in the order of their numbers
+            self._said_to_compute = True  # until it is known better: a change meanwhile is said afterwards
+            at, what = self._at
+            self._said_to_compute = at == COMPUTES
+            self._number += 1
+            with self._lock:
+                self._sent[self._number] = time.monotonic()
+            self._send(Beat(self._rank, self._number, self._done, at, str(what() if callable(what) else what)[:LONGEST], self.step))
+
+    def heard(self, answer: Heard) -> None:
+        """The promise counts from when the beat was sent: how long the answer was under way does not matter."""
+        with self._lock:
+            sent = self._sent[answer.number]
+            self._sent = {number: when for number, when in self._sent.items() if number > answer.number}
+            self.fresh_until = sent + answer.for_s
+
+    def _beat_on(self, every_s: float) -> None:
+        while True:
+            self.beat()
+            time.sleep(every_s)

@@ -1,0 +1,257 @@
+"""A worker's line to the coordinator, and the one place where a worker waits.
+
+A thread reads the coordinator's messages into plain fields under one condition variable.  The
+transport announces arrivals on the same condition, so every wait of the worker (for a tensor, a
+commit, a collective) wakes at once when the membership changes, and every wait has a deadline and
+names what it waited for.  Another thread beats (runtime/control/heartbeats.py).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Callable, Iterator, TypeVar
+
+from recycle_plugin.core.messages.activity import WAITS
+from recycle_plugin.core.messages.protocol import Fence, Generation, Heard, Hello, Leaving, Left, Note, OfWorker, Welcome
+from recycle_plugin.core.vocabulary.describe import named
+from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.errors import CutOff, RecycleError, WaitTimeout
+from recycle_plugin.runtime.control.connections import Control, connect
+from recycle_plugin.runtime.control.heartbeats import Heart
+
+T = TypeVar("T")
+CONNECT_S = 60.0  # how long the coordinator may take to answer
+SEND_S = 60.0  # how long it may take nothing of what is said
+NOT_LAUNCHED = (
+    "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py …`, or on one host with "
+    "`python -m recycle_plugin.launch --workers 4 your_script.py …`"
+)
+LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something has a deadline of its own
+
+
+class Session(Line):
+    """Over ``control`` to the coordinator, as the worker of ``rank``.  When that breaks, the job is over here: the others go on without this worker.
+
+    What the line says is read under :attr:`changed`.  ``between_steps`` recovers from a membership change that the training script
+    meets outside a step, in a collective of its own.  ``work`` is what of a program is being carried out, None between steps, and ``trainer``
+    the thread that does so (runtime/collectives/callers.py); ``group_sums`` is the setting.  ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py),
+    ``at_end`` when the script is through, to go when everybody's last step is committed; ``trains``: this process has its trainer; ``forked``: it is not the
+    worker, but was forked from it.
+
+    ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
+    be blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without this
+    worker: nothing that it might still do is wanted.
+    """
+
+    def __init__(
+        self, control: Control, rank: int, wait_timeout_s: float = 300.0, ended_early: Callable[[Session], None] | None = None
+    ) -> None:
+        super().__init__(rank)
+        self.host = socket.gethostname()
+        self.wait_timeout_s = wait_timeout_s
+        self.changed = threading.Condition()
+        self.between_steps: Callable[[], None] | None = None
+        self.regroup_timeout_s = 120.0
+        self.group_sums = "warn"
+        self.work: object | None = None
+        self.trainer: int | None = None
+        self.when_adopted: Callable[[], None] = lambda: None
+        self.at_end: Callable[[], None] = lambda: None
+        self.trains = False
+        self.heart = Heart(rank, self.send)
+        self.given_up: Callable[[str], None] | None = None
+        self.coordinator_is_gone = False  # so nobody but this worker can tell the user
+        self.forked = False
+        self._closed = False
+        self._ended_early = ended_early
+        self._control = control
+        self.send(Hello(rank, "worker", os.getpid(), self.host))
+        welcome = control.receive(CONNECT_S)
+        if not isinstance(welcome, Welcome):
+            raise RecycleError(f"the coordinator has not welcomed {named(rank)} within {CONNECT_S:.0f} s: {control.broken or welcome or 'it says nothing'}")
+        self.job_id, self.incarnation = welcome.job_id, welcome.incarnation
+        threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
+
+    def configure(self, wait_timeout_s: float, regroup_timeout_s: float, group_sums: str) -> None:
+        """By the settings of these names, which are known once the script has come to them."""
+        self.wait_timeout_s, self.regroup_timeout_s, self.group_sums = wait_timeout_s, regroup_timeout_s, group_sums
+
+    @property
+    def own_address(self) -> str:
+        """This worker's address on the interface that reaches the coordinator."""
+        return self._control.here
+
+    # --- talking -----------------------------------------------------------------------------------
+
+    def send(self, message: object) -> None:
+        """As this worker: who says something of itself need not know which incarnation it is."""
+        self._refuse_forks()
+        if isinstance(message, OfWorker):
+            message = replace(message, incarnation=self.incarnation)
+        self._control.send(message, SEND_S)
+
+    def note(self, kind: str, text: str, **details: object) -> None:
+        """Say something to the user, through the coordinator."""
+        self.send(Note(self.rank, kind, text, details))
+
+    def ask_to_leave(self, reason: str) -> None:
+        self.send(Leaving(self.rank, reason))
+
+    def leave(self, code: int = 0, planned: bool = False) -> None:
+        """Say goodbye (core.messages.protocol.Left), so that the end of this process, with exit code ``code``, is not taken for a death."""
+        self.send(Left(self.rank, code, planned, self.heart.step))
+        with self.changed:
+            self._closed = True
+
+    # --- forks of this process -----------------------------------------------------------------------
+
+    def cut_off(self) -> None:
+        """In a process that was forked from the worker (runtime/processes/forked.py): nothing is said, awaited or waited for in its name."""
+        self.forked, self.changed = True, threading.Condition()
+
+    def _refuse_forks(self) -> None:
+        if self.forked:
+            raise RecycleError(f"process {os.getpid()} was forked from the worker of {self}, and is not that worker: it can't train, settle or take part in the job's "
+                               "collectives; do that in the script's own process")  # fmt: skip
+
+    # --- listening ---------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        while (message := self._control.receive(LISTEN_S)) is not None or self._control.broken is None:
+            if message is None:
+                continue
+            self._leave_if_given_up(message)
+            with self.changed:
+                self.heart.heard(message) if isinstance(message, Heard) else self.take(message)
+                self.changed.notify_all()
+            self._leave_early()
+        with self.changed:
+            self._coordinator_gone()
+            self.changed.notify_all()
+        self._control.close()
+        self._leave_early()
+
+    def _leave_early(self) -> None:
+        if self._ended_early is not None and self.generation is None and self.end is not None and self.end.failed:
+            tell, self._ended_early = self._ended_early, None
+            tell(self)
+
+    def _leave_if_given_up(self, message: object) -> None:
+        fenced = isinstance(message, Fence) and message.worker == self.worker
+        outside = isinstance(message, Generation) and not message.from_step and self.worker not in message.roster.workers
+        if self.given_up is not None and (fenced or outside and not self._closed and not self.has_left(message)):
+            self.given_up(message.reason if fenced else message.cause)
+
+    def _coordinator_gone(self) -> None:
+        nonsense = self._control.broken.unreadable
+        if not self._closed and (self.lose_coordinator(f"the coordinator can't be understood: {nonsense}") if nonsense else self.lose_coordinator()):
+            self.coordinator_is_gone = True
+
+    # --- waiting -----------------------------------------------------------------------------------
+
+    def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True, timeout_s: float = 0) -> T:
+        """Block until ``ready()`` is not None and return it.
+
+        ``interruptible``: a membership change raises :class:`Interrupted`; the end of the job always
+        raises :class:`JobEnded`.  Past the deadline (``timeout_s``, by default ``wait_timeout_s``):
+        :class:`WaitTimeout` with ``what``.  :class:`CutOff` when the coordinator is not heard any more.
+        """
+        self._refuse_forks()
+        timeout_s = timeout_s or self.wait_timeout_s
+        deadline = time.monotonic() + timeout_s
+        with self.heart.at(WAITS, what), self.changed:
+            while True:
+                self.check_end()
+                if interruptible:
+                    self.check()
+                result = ready()
+                if result is not None:
+                    return result
+                now, cut_off = time.monotonic(), self.heart.fresh_until + self.regroup_timeout_s
+                if now >= min(deadline, cut_off):
+                    name = what if isinstance(what, str) else what()
+                    if cut_off < deadline:
+                        self._raise_cut_off(name)
+                    raise WaitTimeout(f"waited {timeout_s:.0f} s for {name}; raise recycle.wait_timeout_s if it may take longer")
+                self.changed.wait(min(deadline, cut_off) - now)
+
+    def assure(self, what: object, interruptible: bool = True) -> None:
+        """Return once it is sure that nobody goes on without this worker: to be called before ``what``, which others would see."""
+        if not self.heart.is_fresh:
+            self.heart.beat()
+            self.wait(lambda: f"the coordinator's word before {what}", lambda: self.heart.is_fresh or None, interruptible)
+
+    def _raise_cut_off(self, name: str) -> None:
+        raise CutOff(
+            f"{self} has heard nothing of the coordinator for {self.regroup_timeout_s:.0f} s, so the others may have gone on "
+            f"without it; it stops waiting for {name}"
+        )
+
+    def wait_committed(self, step: int, interruptible: bool = True) -> None:
+        self.wait(f"the commit of step {step}", lambda: self.is_committed(step), interruptible)
+
+    @contextmanager
+    def at_work(self, work: object) -> Iterator[None]:
+        """``work`` of a program is carried out, by this thread."""
+        before, self.work, self.trainer = self.work, work, threading.get_ident()
+        try:
+            yield
+        finally:
+            self.work = before
+
+    def rewind(self, step: int) -> None:
+        super().rewind(step)
+        self.heart.step = step
+
+    def adopt(self, generation: Generation) -> None:
+        with self.changed:
+            super().adopt(generation)
+        self.when_adopted()
+
+    def run_interruptibly(self, what: str, function: Callable[[], T]) -> T:
+        """Run a blocking ``function`` in a thread of its own and wait for it as for anything else.
+
+        After an interruption the thread is left behind: whoever owns the blocked resource has to
+        break it (see runtime.collectives.group).  Its late result is dropped.
+        """
+        outcome: list[tuple[T | None, BaseException | None]] = []
+
+        def work() -> None:
+            try:
+                result = (function(), None)
+            except Exception as error:  # handed to the waiting thread, whatever it is
+                result = (None, error)
+            with self.changed:
+                outcome.append(result)
+                self.changed.notify_all()
+
+        threading.Thread(target=work, name=f"recycle: {what}", daemon=True).start()
+        value, error = self.wait(what, lambda: outcome[0] if outcome else None)
+        if error is not None:
+            raise error
+        return value
+
+
+def connect_from_environment(environment: dict[str, str], ended_early: Callable[[Session], None] | None = None) -> Session:
+    """The session of this process, a worker that a supervisor has started; RecycleError if none has."""
+    address = environment.get("RECYCLE_COORDINATOR")
+    if not address:
+        raise RecycleError(NOT_LAUNCHED)
+    host, _, port = address.rpartition(":")
+    _made.append(Session(connect((host, int(port)), CONNECT_S), int(environment["RANK"]), ended_early=ended_early))
+    return _made[-1]
+
+
+def of_this_process() -> Session:
+    """The one that :func:`connect_from_environment` has made; RecycleError if it has not."""
+    if not _made:
+        raise RecycleError(NOT_LAUNCHED)
+    return _made[-1]
+
+
+_made: list[Session] = []

@@ -1,0 +1,35 @@
+"""A supervisor's pulses by datagram, beside those on its line.
+
+After a break in the network a line's next try may be as far away as the break was long, and its host would be given up
+although it is back; a datagram gets through as soon as anything does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Callable
+
+from recycle_plugin.core.messages.encoding import decode
+from recycle_plugin.core.messages.protocol import Pulse
+
+
+class PulseListener(asyncio.DatagramProtocol):
+    """``take`` gets every pulse; whatever else comes is none of ours."""
+
+    def __init__(self, take: Callable[[Pulse], None]) -> None:
+        self._take = take
+
+    def datagram_received(self, data: bytes, _: object) -> None:
+        message = decode(data)
+        if isinstance(message, Pulse):
+            self._take(message)
+
+
+async def listen(address: tuple[str, int], take: Callable[[Pulse], None]) -> asyncio.DatagramTransport:
+    """Until it is closed.  OSError when the port is taken."""
+    return (await asyncio.get_running_loop().create_datagram_endpoint(lambda: PulseListener(take), local_addr=address))[0]
+
+
+async def connect(address: tuple[str, int]) -> asyncio.DatagramTransport:
+    """What is sent here goes to ``address``, or is lost."""
+    return (await asyncio.get_running_loop().create_datagram_endpoint(asyncio.DatagramProtocol, remote_addr=address))[0]

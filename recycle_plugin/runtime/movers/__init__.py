@@ -1,0 +1,1 @@
+"""How boundary tensors and batches get from worker to worker."""

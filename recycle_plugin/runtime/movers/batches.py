@@ -1,0 +1,46 @@
+"""A script's batch as the transport carries it: a tuple of tensors, the first of which describes the rest, so that nothing needs pickle."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.device import Tensors, fetch
+
+
+def packed(batch: Any, label: Any = None) -> Tensors:
+    """Copies in host memory of its tensors, which may stand in tuples and lists, or be None.  ``label``: JSON that goes with it.  Raises RecycleError."""
+    tensors: list[torch.Tensor] = []
+    description = json.dumps([label, _describe(batch, tensors)]).encode()
+    return (torch.frombuffer(bytearray(description), dtype=torch.uint8), *tensors)
+
+
+def described(tensors: Tensors) -> Any:
+    """The label."""
+    return json.loads(bytes(tensors[0].numpy()))[0]
+
+
+def unpacked(tensors: Tensors) -> Any:
+    """The batch, in memory of its own, because a model may change it; lists have become tuples."""
+
+    def value(description: Any) -> Any:
+        if isinstance(description, list):
+            return tuple(map(value, description))
+        return None if description is None else tensors[1 + description].clone()
+
+    return value(json.loads(bytes(tensors[0].numpy()))[1])
+
+
+def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """``value`` as JSON, with its tensors' numbers in place of them; their copies go to ``tensors``."""
+    if torch.is_tensor(value):
+        tensors.append(fetch(value, "a batch", shared=False))
+        return len(tensors) - 1
+    if isinstance(value, (tuple, list)):
+        return [_describe(item, tensors) for item in value]
+    if value is None:
+        return None
+    raise RecycleError(f"a batch has a {type(value).__name__} in it; the pipeline engine takes tensors, and tuples or lists of tensors")

@@ -1,0 +1,343 @@
+"""The process that a launcher starts for a rank: it holds the place, and does nothing that could end it.
+
+A launcher answers the bad end of what it has started with the end of everything, so that is kept small: standard library, no event loop, no threads, no
+connections.  Its children are
+
+* the *supervisor* (runtime/processes/supervisor.py), which may be killed: another is forked, and learns here its rank, its worker's process, and what it is to do;
+* the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows.  It does not notice that
+  supervisors change;
+* for rank 0 the *host*, the coordinator with the store (supervisor.Hosted), which outlives everybody.  It is not started again: its end is the job's, and the
+  guard says so in the run folder.
+
+Each of supervisor and host has a line here: objects of JSON, one a line of text.
+
+===========================================================  ==================================================================================
+from the guard to a supervisor
+``{"held": {"rank", "pid", "code", "signal", "guard"}}``     first, once the host is there: what the guard has of the one before, null for nothing
+``{"pid"}``, ``{"failed"}``                                  the worker was started, or why not
+``{"code"}``                                                 the worker has ended
+``{"signal"}``                                               the guard has got it (a name): the job is to end
+from a supervisor
+``{"start": [module, argument, ...], "rank", "environment"}``  start the worker
+``{"kill"}``                                                 send the worker that signal
+to the host
+``{"through"}``                                              the supervisor has ended by itself: the host ends once all others have gone
+``{"signal"}``                                               as for a supervisor, where there is none any more
+from the host
+``{"ready"}``, ``{"folder"}``                                it listens; the run folder is known
+``{"closing"}``                                              all others have gone: it ends
+===========================================================  ==================================================================================
+
+At the end of its line each of them knows that the guard is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from typing import BinaryIO, Callable
+
+from recycle_plugin.runtime.processes import signal_info
+
+Child = Callable[[socket.socket], int]  # runs in a process of its own, with its end of the line; its exit code
+
+SERVER_VARIABLE = "RECYCLE_FORK_SERVER"  # names the process that workers are forked from, if there is one
+TRIES, WITHIN_S = 5, 60.0  # so many supervisors may be killed in that time
+FORK_S = 60.0  # how long the process that workers are forked from may take to answer
+HOST_S = 150.0  # how long the host may take to end, once all others have gone
+PIECE = 1 << 16
+
+
+class Line:
+    """One end."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self._half = b""
+
+    def tell(self, **message: object) -> None:
+        try:
+            self.end.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            pass  # the other end is gone, which whoever reads sees as well
+
+    def heard(self) -> list[dict] | None:
+        """All that has come, at least something; None at its end."""
+        try:
+            data = self.end.recv(PIECE)
+        except OSError:
+            data = b""
+        *whole, self._half = (self._half + data).split(b"\n")
+        return [json.loads(each) for each in whole] if data else None
+
+
+class Guard:
+    """``host``: for rank 0 only."""
+
+    def __init__(self, supervise: Child, host: Child | None) -> None:
+        self._supervise, self._host = supervise, host
+        self._watched: dict[int, tuple[socket.socket | BinaryIO, Callable[[], None]]] = {}  # by descriptor
+        self._poll = select.poll()
+        self._supervisor_pid = self._host_pid = 0  # 0: it does not run
+        self._supervisor: Line | None = None
+        self._hosted: Line | None = None
+        self._ready = host is None
+        self._closing: float | None = None  # since when the host has nobody to wait for
+        self._folder: str | None = None
+        self._rank: int | None = None
+        self._worker: int | None = None  # its process
+        self._code: int | None = None  # that it has ended with
+        self._forked: Line | None = None  # from where it was forked, if it was
+        self._signal: str | None = None
+        self._killed: list[float] = []  # when supervisors were
+        self._result: int | None = None
+
+    def hold(self) -> int:
+        """The exit code for the launcher: the supervisor's, and where that knew of nothing bad, the host's, which sees the job's end."""
+        _call_this("recycle-guard")
+        wake = self._take_signals()
+        self._watch(wake, lambda: self._signalled(wake.recv(PIECE)))
+        if (signals := signal_info.opened()) is not None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal_info.ENDING)
+            self._watch(signals, lambda: self._told(signal_info.heard(signals)))
+        if self._host is not None:
+            self._host_pid, self._hosted = self._fork(self._host, self._hear_host)
+        self._begin()
+        while self._result is None:
+            self._serve()
+        self._send_worker(signal.SIGKILL)  # if it still runs: nobody watches it any more
+        if self._hosted is not None:
+            self._hosted.tell(through=True)
+        while self._host_pid and (self._closing is None or self._closing_left_s > 0):
+            self._serve(None if self._closing is None else self._closing_left_s)
+        if self._host_pid:
+            _say(f"error: the coordinator's process has not ended within {HOST_S:.0f} s: it is killed")
+            os.kill(self._host_pid, signal.SIGKILL)
+        return self._result
+
+    @property
+    def _closing_left_s(self) -> float:
+        return self._closing + HOST_S - time.monotonic()
+
+    def _serve(self, timeout_s: float | None = None) -> None:
+        for descriptor, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000):
+            if descriptor in self._watched:
+                self._watched[descriptor][1]()
+
+    # --- children ----------------------------------------------------------------------------------
+
+    def _fork(self, child: Child, hear: Callable[[], None]) -> tuple[int, Line]:
+        near, far = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            near.close()
+            _become(child, far, [own for own, _ in self._watched.values()], "recycle-host" if child is self._host else "recycle-super")
+        far.close()
+        self._watch(near, hear)
+        return pid, Line(near)
+
+    def _begin(self) -> None:
+        self._supervisor_pid, self._supervisor = self._fork(self._supervise, self._hear_supervisor)
+        self._introduce()
+
+    def _introduce(self) -> None:
+        if self._ready:
+            held = {"rank": self._rank, "pid": self._worker, "code": self._code, "signal": self._signal, "guard": os.getpid()}
+            self._supervisor.tell(held=held)
+
+    def _signalled(self, numbers: bytes) -> None:
+        for number in set(numbers) - {signal.SIGCHLD}:
+            self._told(signal.Signals(number).name)
+        if self._worker is not None and self._forked is None and self._code is None and (code := _ended(self._worker)) is not None:
+            self._worker_ended(code)
+        if self._supervisor_pid and (code := _ended(self._supervisor_pid)) is not None:
+            self._supervisor_ended(code)
+        if self._host_pid and (code := _ended(self._host_pid)) is not None:
+            self._host_ended(code)
+
+    def _told(self, what: str | None) -> None:
+        """To end the job: a signal, with its sender where that is known."""
+        if what is not None:
+            self._signal = what
+            line = self._supervisor if self._supervisor_pid else self._hosted
+            if line is not None:
+                line.tell(signal=what)
+
+    def _supervisor_ended(self, code: int) -> None:
+        """One that ends by itself is through with its worker and the job."""
+        while self._supervisor.end.fileno() in self._watched:  # what it has said before
+            self._hear_supervisor()
+        self._supervisor_pid = 0
+        now = time.monotonic()
+        self._killed = [when for when in self._killed if now - when < WITHIN_S] + [now]
+        if code >= 0:
+            self._result = code
+        elif len(self._killed) > TRIES:
+            _say(f"error: {TRIES + 1} supervisors of one worker were killed within {WITHIN_S:.0f} s, the last by signal {-code}: no other is started")
+            self._result = 1
+        else:
+            whose = "a supervisor" if self._rank is None else f"the supervisor of rank {self._rank}"
+            _say(f"warning: {whose} was killed by signal {-code}: another one goes on with its worker")
+            self._begin()
+
+    def _host_ended(self, code: int) -> None:
+        self._host_pid = 0
+        self._forget(self._hosted.end)
+        self._hosted = None
+        if self._result is not None:
+            self._result = self._result or max(code, 0)
+            return
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        if self._ready or code < 0:
+            self._tell_folder(f"the coordinator's process {how}; without it nobody can go on")
+        if not self._ready:  # why, it has said itself; the supervisor waits for it
+            self._supervisor.end.shutdown(socket.SHUT_WR)
+
+    def _tell_folder(self, text: str) -> None:
+        """Only the host writes to it otherwise."""
+        _say(f"the job ends: {text}")
+        if self._folder is not None:
+            event = {"time": round(time.time(), 6), "event": "end", "text": f"the job ends: {text}"}
+            try:
+                with open(os.path.join(self._folder, "events.jsonl"), "a") as log:
+                    log.write(json.dumps(event) + "\n")
+            except OSError as error:
+                _say(f"warning: the run folder does not tell: {error}")
+
+    # --- what they say -----------------------------------------------------------------------------
+
+    def _hear_host(self) -> None:
+        messages = self._hosted.heard()
+        if messages is None:
+            self._forget(self._hosted.end, close=False)
+        for message in messages or ():
+            self._folder = message.get("folder", self._folder)
+            if "ready" in message:
+                self._ready = True
+                self._introduce()
+            if "closing" in message:
+                self._closing = time.monotonic()
+
+    def _hear_supervisor(self) -> None:
+        messages = self._supervisor.heard()
+        if messages is None:
+            self._forget(self._supervisor.end)
+        for message in messages or ():
+            if "start" in message:
+                self._rank = message["rank"]
+                self._start(message["start"], message["environment"])
+            if "kill" in message:
+                self._send_worker(message["kill"])
+
+    # --- the worker --------------------------------------------------------------------------------
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> None:
+        try:
+            if environment.get(SERVER_VARIABLE):
+                self._worker = self._forked_elsewhere(command, environment)
+            else:
+                ignored = [signal.SIGPIPE, signal.SIGXFSZ]  # by Python, and nobody else
+                arguments = [sys.executable, "-u", "-m", *command]
+                self._worker = os.posix_spawn(sys.executable, arguments, environment, setsigdef=ignored, setsigmask=[])
+        except OSError as error:
+            self._supervisor.tell(failed=str(error))
+        else:
+            self._supervisor.tell(pid=self._worker)
+
+    def _forked_elsewhere(self, command: list[str], environment: dict[str, str]) -> int:
+        """As long as this process has the connection, the worker runs."""
+        from recycle_plugin.runtime.processes.spawn import Request, ask, forked_pid
+
+        module, *arguments = command
+        request = Request(module, tuple(arguments), environment, os.getcwd(), None)
+        connection = ask(environment[SERVER_VARIABLE], request, [1, 2])
+        connection.settimeout(FORK_S)
+        answer = b""
+        while not answer.endswith(b"\n") and (more := connection.recv(1)):  # and nothing of the next line
+            answer += more
+        pid = forked_pid(module, answer)
+        self._forked = Line(connection)
+        self._watch(connection, self._hear_server)
+        return pid
+
+    def _hear_server(self) -> None:
+        """A worker's exit code, or that its parent is gone, and it with it."""
+        code = self._forked.heard()
+        self._forget(self._forked.end)
+        self._worker_ended(code[0] if code else -signal.SIGKILL)
+
+    def _worker_ended(self, code: int) -> None:
+        self._code = code
+        self._supervisor.tell(code=code)
+
+    def _send_worker(self, number: int) -> None:
+        if self._worker is not None and self._code is None:
+            with suppress(ProcessLookupError):  # one that was forked elsewhere, and has just ended
+                os.kill(self._worker, number)
+
+    # --- descriptors and signals -------------------------------------------------------------------
+
+    def _watch(self, end: socket.socket | BinaryIO, hear: Callable[[], None]) -> None:
+        self._watched[end.fileno()] = end, hear
+        self._poll.register(end, select.POLLIN)
+
+    def _forget(self, end: socket.socket, close: bool = True) -> None:
+        if self._watched.pop(end.fileno(), None) is not None:
+            self._poll.unregister(end)
+        if close:
+            end.close()
+
+    @staticmethod
+    def _take_signals() -> socket.socket:
+        """Where their numbers come out."""
+        out, into = socket.socketpair()
+        out.setblocking(False)
+        into.setblocking(False)
+        signal.set_wakeup_fd(into.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, *signal_info.ENDING):
+            signal.signal(number, lambda *_, keep=into: None)
+        return out
+
+
+def _become(child: Child, line: socket.socket, others: list[socket.socket | BinaryIO], name: str) -> None:
+    """In a fork of the guard.  Does not return."""
+    code = 1
+    try:
+        _call_this(name)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in signal_info.ENDING:  # until it can deal with them; the guard has got them too, or none of them was meant for the job
+            signal.signal(number, signal.SIG_IGN)
+        signal_info.unblock()
+        for end in others:  # of the guard: it would not be gone here
+            end.close()
+        code = child(line)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _call_this(name: str) -> None:
+    """This process, where people look for one: in top, and to pkill."""
+    with suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(name)
+
+
+def _ended(pid: int) -> int | None:
+    """The exit code of a child, negative for a signal; None while it runs."""
+    found, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _say(line: str) -> None:
+    print(f"recycle: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,106 @@
+"""A launcher for one host: all supervisors in one process, and workers forked from a warm one, which the launcher starts and ends.
+
+What ends this process ends all others.  Imports no torch and no DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Mapping
+
+from recycle_plugin.runtime.processes import signal_senders as senders
+from recycle_plugin.runtime.processes.descriptors import TooFewDescriptors, provide
+from recycle_plugin.runtime.processes.spawn import SERVER_VARIABLE, NoServer, ServerProcess
+from recycle_plugin.runtime.processes.supervisor import BadMaster, Hosted, Supervisor
+from recycle_plugin.runtime.processes.worker_keeper import Here
+
+HERE = "127.0.0.1"
+END_S = 30.0  # how long a job that was told to end may take, as under DeepSpeed's launcher
+
+
+class Launcher:
+    """Runs ``command``, the training script with its arguments, ``workers`` times; ``placement`` as in the script's config.
+
+    ``imports``: the modules that workers are to have when they begin, None to start them as children that import everything themselves.
+    Where the environment names a process to fork from, that one is used, and not ended.
+    """
+
+    def __init__(self, command: list[str], workers: int, port: int, placement: str, environment: Mapping[str, str], imports: list[str] | None) -> None:
+        self._command = command
+        self._workers = workers
+        self._port = port
+        self._placement = placement
+        self._imports = imports
+        self._environment = dict(environment) | {
+            "MASTER_ADDR": HERE, "MASTER_PORT": str(port), "WORLD_SIZE": str(workers), "LOCAL_SIZE": str(workers), "CROSS_RANK": "0", "CROSS_SIZE": "1",
+        }  # fmt: skip
+        self._running: asyncio.Task | None = None
+        self._hosted: Hosted | None = None
+        self._told = False  # to end
+
+    async def run(self) -> int:
+        """The exit code: 0 when the job has come to its end, whoever died on the way; 1 when it was told to end; else the largest of its workers, and of what the job has ended with."""
+        provide(self._workers)
+        self._running = asyncio.current_task()
+        senders.take(self._signalled)
+        if self._imports is None:
+            self._environment.pop(SERVER_VARIABLE, None)
+        server = await self._server() if self._imports is not None and SERVER_VARIABLE not in self._environment else None
+        if server is None:
+            return await self._train()
+        try:
+            self._environment[SERVER_VARIABLE] = server.address
+            return await self._train()
+        finally:
+            if died := await server.stop():
+                _say(f"error: the process that all workers were forked from {died}, and they with it")
+
+    async def _server(self) -> ServerProcess | None:
+        try:
+            return await ServerProcess.start(self._imports)
+        except NoServer as error:
+            _say(f"warning: workers are not forked, and each imports everything itself: {error}")
+            return None
+
+    async def _train(self) -> int:
+        self._hosted = await Hosted.start((HERE, self._port), self._workers, self._environment)
+        running = [asyncio.create_task(self._supervisor(rank).run()) for rank in range(self._workers)]
+        given_up = True
+        try:
+            codes = await asyncio.gather(*running)
+            given_up = False
+        finally:
+            for each in running:
+                each.cancel()
+            await asyncio.wait(running)
+            await self._hosted.close(at_once=given_up)
+        return 1 if self._told else max(*codes, self._hosted.code)
+
+    def _supervisor(self, rank: int) -> Supervisor:
+        described = self._environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return Supervisor(self._command, described, self._placement, Here(), self._hosted)
+
+    def _signalled(self, what: str) -> None:
+        """The job ends at a commit; at the second one, where there is no job yet, or once it takes too long: at once."""
+        if self._told or self._hosted is None:
+            self._running.cancel()
+        else:
+            self._told = True
+            self._hosted.terminate(f"the launcher got {what}")
+            asyncio.get_running_loop().call_later(END_S, self._running.cancel)
+
+
+def _say(line: str) -> None:
+    print(f"recycle: {line}", file=sys.stderr, flush=True)
+
+
+def main(launcher: Launcher) -> int:
+    """The exit code."""
+    try:
+        return asyncio.run(launcher.run())
+    except (BadMaster, ConnectionError, TooFewDescriptors) as error:
+        _say(f"error: {error}")
+        return 1
+    except asyncio.CancelledError:
+        return 1

@@ -1,0 +1,415 @@
+"""Each rank's supervisor: it outlives its worker and tells how that ended.
+
+Imports no torch.  The stock launcher kills all ranks as soon as one exits badly; since a worker's
+death ends only the worker, the launcher needs no change, and since what it has started is only the
+supervisor's guard (runtime/processes/guard.py), a supervisor's death ends nothing: the next one takes its place.
+Rank 0's guard also has the host: the coordinator, on the launcher's own master port, and the job's key-value
+store; workers learn the store's port through ``MASTER_PORT``, so stock ``env://`` finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Callable, Coroutine
+
+from recycle_plugin.core.coordinator.output import Event
+from recycle_plugin.core.messages.encoding import encode
+from recycle_plugin.core.messages.protocol import Exited, Fence, Heard, Hello, Over, Placed, Pulse, Terminate, Unguarded, Welcome
+from recycle_plugin.core.vocabulary.describe import how_ended
+from recycle_plugin.core.vocabulary.roster import WorkerId
+from recycle_plugin.errors import CutOff
+from recycle_plugin.observability.console import Announcer
+from recycle_plugin.observability.exporter import Exporter
+from recycle_plugin.runtime.control import supervisor_heartbeat as pulse
+from recycle_plugin.runtime.control.connections import InLoop, InProcess
+from recycle_plugin.runtime.control.coordinator import Coordinator
+from recycle_plugin.runtime.processes import signal_senders as senders
+from recycle_plugin.runtime.processes.guard import Line
+from recycle_plugin.runtime.processes.spawn import Process, spawn
+from recycle_plugin.runtime.processes.worker_keeper import Guarded, Place
+
+CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
+RESUME_S = 5.0  # the same once more, where the connection has broken
+LISTEN_S = 60.0  # how long nothing need be heard
+GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
+PULSE_S = 0.5  # between two signs of the worker's life
+ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
+STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
+ANOTHER_ADDRESS = "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all others"
+END_S = 15.0  # how long a worker that was told to end may take
+
+
+class BadMaster(RuntimeError):
+    """The master's address or port can't be used; the message says what to give the launcher instead."""
+
+
+class Supervisor:
+    """Runs one worker: ``command`` is the training script with its arguments, and ``place`` where the worker runs.
+
+    ``placement`` "spread": the worker's rank is not the one that the launcher gave this place (core/vocabulary/placement.py).
+    ``hosted``: the coordinator, where that is in this process; ``started`` is called once there is a worker.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str], placement: str, place: Place, hosted: Hosted | None = None) -> None:
+        self._command = command
+        self._placement = placement
+        self._environment = environment
+        self._place = place
+        self._rank = int(environment["RANK"]) if place.rank is None else place.rank
+        self._address = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+        self._hosted = hosted
+        self._over: asyncio.Future[int] | None = None
+        self._control: InLoop | None = None
+        self._worker = place.worker
+        self._exited: Exited | None = None  # the worker, once it has
+        self._answered = asyncio.Event()  # the news of the worker's end have got there
+
+    async def run(self) -> int:
+        """The exit code for the launcher: 0 also when the worker was killed and the job went on."""
+        try:
+            if self._placement == "spread" and self._place.rank is None:
+                self._rank = await self._placed()
+            return await self._supervise()
+        finally:
+            if self._worker is not None:  # nobody waits for the job's end any more
+                self._fence()
+
+    def _told_to_end(self, what: str) -> None:
+        self._tell(Terminate(self._rank, what, socket.gethostname()))
+
+    async def _connect(self) -> InLoop:
+        if self._hosted is not None:
+            return InLoop(self._hosted.connect())
+        return await InLoop.connect(self._address, CONNECT_S if self._worker is None else RESUME_S)
+
+    async def _placed(self) -> int:
+        """The worker's rank, which depends on where all the others are."""
+        control = await self._connect()
+        control.send(Hello(self._rank, "placing", os.getpid(), socket.gethostname()))
+        placed = await control.receive(CONNECT_S)
+        control.close()
+        if not isinstance(placed, Placed):
+            raise ConnectionError(
+                f'place {self._rank} has got no rank within {CONNECT_S:.0f} s: with recycle.placement "spread" all supervisors have to be there first, '
+                "and all need the same config; see whether each host has started"
+            )
+        return placed.rank
+
+    @property
+    def _hello(self) -> Hello:
+        return Hello(self._rank, "supervisor", self._place.pid, socket.gethostname())
+
+    async def _supervise(self) -> int:
+        self._control = await self._connect()
+        self._tell(self._hello)
+        welcome = await self._control.receive(CONNECT_S)
+        if not isinstance(welcome, Welcome):
+            why = f" ({self._control.broken})" if self._control.broken else ""
+            raise ConnectionError("{}:{} answers, but is no coordinator{}: start the launcher with --master_port and a free one".format(*self._address, why))
+        self._over = asyncio.get_running_loop().create_future()
+        tasks = [asyncio.create_task(self._listen())]
+        try:
+            if self._worker is None:
+                self._worker = await self._place.start(self._rank, "recycle_plugin.worker_process", self._command, self._worker_environment(welcome.store_port))
+            tasks += asyncio.create_task(self._pulse()), asyncio.create_task(self._place.watch(self._told_to_end))
+            return await self._until_both_ended(self._worker, tasks[-1])
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._control.close()
+
+    def _worker_environment(self, store_port: int) -> dict[str, str]:
+        host, port = self._address
+        return self._environment | {
+            "RANK": str(self._rank),
+            "RECYCLE_PLACEMENT": self._placement,
+            "MASTER_PORT": str(store_port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is ours, every rank is its client
+            "RECYCLE_COORDINATOR": f"{host}:{port}",
+        }
+
+    async def _until_both_ended(self, worker: Process, gone: asyncio.Task) -> int:
+        """Wait for the worker's end, and then for the job's; and for nothing more once the guard is ``gone``.
+
+        A worker that ends by itself while the plugin was never enabled ends its supervisor with its
+        own code: then the launcher does what it always does.  So does one that hears nothing of the
+        coordinator, where its supervisor doesn't either.
+        """
+        exit_code = asyncio.create_task(worker.wait())
+        await asyncio.wait({exit_code, self._over, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            return await self._without_guard(exit_code)
+        if not exit_code.done():
+            await self._end_worker(worker, exit_code)
+        code, self._worker = exit_code.result(), None
+        self._exited = Exited(self._rank, code, time.time())
+        self._tell(self._exited)
+        if code == CutOff.code and not await self._is_answered():
+            return code
+        if code == 0:
+            return await self._over if self._over.done() else 0
+        await asyncio.wait({self._over, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            return await self._without_guard(exit_code)
+        job_code = self._over.result()
+        return job_code if job_code == 0 or code < 0 else code
+
+    async def _without_guard(self, exit_code: asyncio.Task) -> int:
+        """Who has killed it may be about to end the job, and why is to be known before."""
+        self._tell(Unguarded(self._rank, self._place.pid))
+        self._exited = Exited(self._rank, exit_code.result() if exit_code.done() else -signal.SIGKILL, time.time())
+        self._tell(self._exited)
+        await self._is_answered()
+        return 1
+
+    async def _is_answered(self) -> bool:
+        """Whether the coordinator has heard of the worker's end, or is through."""
+        heard = asyncio.create_task(self._answered.wait())
+        await asyncio.wait({heard, self._over}, timeout=ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
+        heard.cancel()
+        return self._answered.is_set()
+
+    async def _end_worker(self, worker: Process, exit_code: asyncio.Task) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            done, _ = await asyncio.wait({exit_code}, timeout=END_S)
+            if done:
+                return
+            worker.send_signal(number)
+        await exit_code
+
+    async def _pulse(self) -> None:
+        """Say now and then that the worker's process is there, and whether it runs; over a network also by datagram."""
+        datagrams = await pulse.connect(self._control.there) if self._control.there else None
+        on_disk_s = 0.0  # it has waited for a disk, or for memory that is on one: that is work too
+        try:
+            while self._worker is not None and not self._over.done():
+                state, cpu_s = life_of(self._worker.pid)
+                on_disk_s += PULSE_S * (state == "D")
+                message = Pulse(self._rank, state == "T", None if cpu_s is None else cpu_s + on_disk_s)
+                self._tell(message)
+                if datagrams is not None:
+                    datagrams.sendto(encode(message))
+                await asyncio.sleep(PULSE_S)
+        finally:
+            if datagrams is not None:
+                datagrams.close()
+
+    def _fence(self) -> None:
+        """Whoever goes on does so without the worker: it must not wake up."""
+        try:
+            if self._worker is not None:
+                self._worker.send_signal(signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # it has ended by itself
+
+    async def _listen(self) -> None:
+        while self._control.broken is None or await self._resumed():
+            message = await self._control.receive(LISTEN_S)
+            if isinstance(message, Fence) and message.worker == WorkerId(self._rank):
+                self._fence()
+            if isinstance(message, Heard):
+                self._answered.set()
+            if isinstance(message, Over) and not self._over.done():
+                self._over.set_result(message.code)
+        if not self._over.done():
+            self._over.set_result(1)  # the coordinator is gone
+
+    async def _resumed(self) -> bool:
+        """The connection has broken: it is made once more, and the worker goes on meanwhile.  What was said since the break is said again where it counts."""
+        if self._over.done():
+            return False
+        if self._control.broken.unreadable is not None:
+            print(f"recycle: error: the coordinator can't be understood: {self._control.broken}", file=sys.stderr, flush=True)
+            return False
+        if not await self._control.resume(self._hello, RESUME_S) or not isinstance(await self._control.receive(RESUME_S), Welcome):
+            return False
+        if self._exited is not None and not self._answered.is_set():
+            self._tell(self._exited)
+        return True
+
+    def _tell(self, message: object) -> None:
+        self._control.send(message)
+
+
+class Hosted:
+    """What only rank 0's guard has a process for, or the launcher for one host runs: the coordinator and the store's process."""
+
+    def __init__(self, coordinator: Coordinator, store: Process, announcer: Announcer, exporter: Exporter) -> None:
+        self._coordinator = coordinator
+        self._store = store
+        self._announcer = announcer
+        self._exporter = exporter
+        self._closing = False
+        self._watching = asyncio.create_task(self._watch_store())
+
+    @classmethod
+    async def start(cls, address: tuple[str, int], ranks: int, environment: dict[str, str], told: Callable[[Event], None] = lambda event: None,
+                    stop: int | None = None) -> Hosted:  # fmt: skip
+        """``told``: gets all events, as the user does; ``stop``: the process that ends the job at SIGTERM, where it is not this one."""
+        listener = socket.create_server(("", 0), backlog=4096)
+        announcer = Announcer(stop or os.getpid())
+
+        def say(event: Event, now: float) -> None:
+            announcer.say(event, now, coordinator.run_dir)
+            told(event)
+            exporter.take(event, now)
+
+        exporter = Exporter(lambda event: say(event, time.time()))
+        coordinator = Coordinator(ranks, listener.getsockname()[1], say)
+        try:
+            await coordinator.start("0.0.0.0", address[1])
+        except OSError as error:
+            raise BadMaster(
+                f"master port {address[1]} cannot be used ({error.strerror}): start the launcher with --master_port and a free one"
+            ) from error
+        os.set_inheritable(listener.fileno(), True)
+        store = await spawn("recycle_plugin.runtime.processes.store_host", [str(listener.fileno())], environment, keep_fd=listener.fileno())
+        listener.close()
+        return cls(coordinator, store, announcer, exporter)
+
+    def connect(self) -> InProcess:
+        """To the coordinator."""
+        return self._coordinator.connect()
+
+    def terminate(self, reason: str) -> None:
+        """End the job, at a commit if training has started."""
+        self._coordinator.terminate(reason)
+
+    @property
+    def code(self) -> int:
+        """That the job has ended with, 0 where it has not."""
+        return self._coordinator.code
+
+    async def close(self, closing: Callable[[], None] = lambda: None, at_once: bool = False) -> None:
+        """Outlive the other supervisors, whose workers may train on without this one's, unless that is to be ``at_once``.  ``closing`` is called once they have
+        gone."""
+        if not at_once:
+            await self._coordinator.all_gone(GOODBYE_S)
+        closing()
+        await self._coordinator.close()
+        self._closing = True
+        if not self._watching.done():
+            self._store.send_signal(signal.SIGKILL)
+        await asyncio.wait({self._watching}, timeout=STORE_S)  # one that was forked from a stopped process is never heard of
+        self._watching.cancel()
+        folder = self._announcer.folder if self._announcer.wants_report else None
+        if folder is not None:
+            self._announcer.say(Event("report", f"{folder / 'report.html'} is being written"), time.time())
+        self._announcer.close()
+        self._exporter.close()
+        if folder is not None:
+            _begin_report(folder)
+
+    async def _watch_store(self) -> None:
+        """Without the store workers could not even find each other, and would wait for it."""
+        how = how_ended(await self._store.wait())
+        if not self._closing:
+            self._coordinator.fail(f"the key-value store's process {how}; without it workers can't find each other")
+
+
+def _begin_report(folder: Path) -> None:
+    """In a process of its own, which outlives this one: nobody waits for it, and nothing that goes wrong in it gets out of it.  The launcher's SIGTERM is for those that train."""
+    nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    try:
+        subprocess.Popen([sys.executable, "-m", "recycle_plugin.observability.report", str(folder)], start_new_session=True,
+                         preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN), **nothing)  # fmt: skip
+    except OSError as error:
+        print(f"recycle: warning: no report ({error.strerror}): recycle report {folder} writes it", file=sys.stderr, flush=True)
+
+
+def _resolved(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise BadMaster(f"master address {host} is unknown on its own host ({error.strerror}): {ANOTHER_ADDRESS}") from error
+
+
+def life_of(pid: int) -> tuple[str, float | None]:
+    """The process's state, as ps has it, and how many seconds of CPU its threads have used or, of its main thread, waited for, which on a crowded machine is most
+    of it; None where that can't be read."""
+    process = Path(f"/proc/{pid}")
+    try:
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has just ended
+        return "", None
+    try:
+        waited_ns = int((process / "schedstat").read_text().split()[1])
+    except (OSError, IndexError, ValueError):  # a kernel that does not keep it
+        waited_ns = 0
+    return fields[0], sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9
+
+
+# --- the guard's children ------------------------------------------------------------------------------
+
+
+def supervise(command: list[str], environment: dict[str, str], placement: Callable[[list[str]], str], line: socket.socket) -> int:
+    """One rank's supervisor, at the end of its guard's ``line``; the exit code."""
+
+    async def run() -> int:
+        senders.spare_threads()
+        place = await Guarded.take(line)
+        return 1 if place is None else await Supervisor(command, environment, placement(command), place).run()
+
+    return _in_one_line(run)
+
+
+def host(environment: dict[str, str], line: socket.socket) -> int:
+    """Rank 0's host, at the end of its guard's ``line``: until the supervisor there has gone, and then until the others have; the job's exit code."""
+    address, ranks = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"])), int(environment["WORLD_SIZE"])
+    guard = Line(line)
+
+    def told(event: Event) -> None:
+        if event.kind == "start":
+            guard.tell(folder=event.details["job"]["run_dir"])
+
+    async def run() -> int:
+        senders.spare_threads()
+        if ranks > int(environment.get("LOCAL_SIZE", ranks)):
+            _check_reachable(address[0])
+        hosted = await Hosted.start(address, ranks, environment, told, os.getppid())
+        guard.tell(ready=True)
+        reader, _ = await asyncio.open_connection(sock=line)
+        through = asyncio.Event()
+        hearing = asyncio.create_task(_hear_guard(reader, hosted, through))
+        await through.wait()
+        await hosted.close(lambda: guard.tell(closing=True))
+        hearing.cancel()
+        return hosted.code
+
+    return _in_one_line(run)
+
+
+async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asyncio.Event) -> None:
+    """Until it is gone, and its supervisor with it."""
+    while said := await reader.readline():
+        message = json.loads(said)
+        if "signal" in message:
+            hosted.terminate(f"the guard of rank 0 on host {socket.gethostname()} got {message['signal']}")
+        if "through" in message:
+            through.set()
+    through.set()
+
+
+def _check_reachable(name: str) -> None:
+    """Workers tell each other the addresses at which they reach the coordinator: over a loopback that is none for other hosts."""
+    if ip_address(found := _resolved(name)).is_loopback:
+        raise BadMaster(f"master address {name} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}")
+
+
+def _in_one_line(run: Callable[[], Coroutine[None, None, int]]) -> int:
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:  # told to end before there was anything to end
+        return 1
+    except (BadMaster, ConnectionError) as error:
+        print(f"recycle: error: {error}", file=sys.stderr, flush=True)
+        return 1

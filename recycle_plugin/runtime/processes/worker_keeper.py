@@ -1,0 +1,127 @@
+"""Where a supervisor has its worker: under its guard, which started both and outlives it, or in its own process's care."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from contextlib import suppress
+from typing import Callable, Protocol
+
+from recycle_plugin.runtime.processes import signal_senders as senders
+from recycle_plugin.runtime.processes.spawn import Process, spawn
+
+
+class Place(Protocol):
+    """``rank`` and ``worker``: those of a supervisor that was here before, None if there was none.  ``pid``: of the process that holds the place."""
+
+    rank: int | None
+    worker: Process | None
+    pid: int
+
+    async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
+        """As runtime/processes/spawn.py's; ``rank`` is what the next supervisor finds."""
+
+    async def watch(self, told_to_end: Callable[[str], None]) -> None:
+        """Until the place is lost.  ``told_to_end`` is called with the signal that says so, and its sender where that is known."""
+
+
+class Here:
+    """In a process that nobody guards, and whose signals are not for one supervisor."""
+
+    def __init__(self) -> None:
+        self.rank = self.worker = None
+        self.pid = os.getpid()
+
+    async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
+        return await spawn(module, arguments, environment)
+
+    async def watch(self, told_to_end: Callable[[str], None]) -> None:
+        await asyncio.get_running_loop().create_future()
+
+
+class Guarded:
+    """At the end of a guard's line; see runtime/processes/guard.py for what is said on it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, held: dict) -> None:
+        self._reader, self._writer = reader, writer
+        self._loop = asyncio.get_running_loop()
+        self._supervising = asyncio.current_task()
+        self._started: asyncio.Future[int] = self._loop.create_future()
+        self._told_to_end: Callable[[str], None] | None = None
+        self._signals = [held["signal"]] if held["signal"] else []
+        self.rank = held["rank"]
+        self.pid = held["guard"]
+        self.worker: GuardedProcess | None = None
+        self._code: asyncio.Future[int] = self._loop.create_future()  # of the worker, whenever it is started
+        if held["pid"] is not None:
+            self.worker = GuardedProcess(held["pid"], self._code, self._tell)
+        if held["code"] is not None:
+            self._code.set_result(held["code"])
+        senders.take(self._signalled)
+        self._hearing = asyncio.create_task(self._hear())
+
+    @classmethod
+    async def take(cls, line: socket.socket) -> Guarded | None:
+        """None where the guard wants no supervisor any more."""
+        reader, writer = await asyncio.open_connection(sock=line)
+        while (said := await reader.readline()) and "held" not in (message := json.loads(said)):
+            pass  # what it holds has the signals that have come before
+        return cls(reader, writer, message["held"]) if said else None
+
+    async def start(self, rank: int, module: str, arguments: list[str], environment: dict[str, str]) -> Process:
+        self._tell(start=[module, *arguments], rank=rank, environment=environment)
+        self.worker = GuardedProcess(await self._started, self._code, self._tell)
+        return self.worker
+
+    def _tell(self, **message: object) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def watch(self, told_to_end: Callable[[str], None]) -> None:
+        self._told_to_end = told_to_end
+        for what in self._signals[:1]:
+            told_to_end(what)
+        await asyncio.shield(self._hearing)
+
+    def _signalled(self, what: str) -> None:
+        """The guard's signals mostly come here as well, and say no more.  Before there is a worker nobody has anything to lose, and the supervisor just ends."""
+        self._signals.append(what)
+        if self.worker is None:
+            self._supervising.cancel()
+        if self._told_to_end is not None and len(self._signals) == 1:
+            self._told_to_end(what)
+
+    async def _hear(self) -> None:
+        """Until the guard is gone, and the worker with it."""
+        while said := await self._reader.readline():
+            message = json.loads(said)
+            if "pid" in message:
+                self._started.set_result(message["pid"])
+            if "failed" in message:
+                self._started.set_exception(ConnectionError(message["failed"]))
+            if "code" in message:
+                self._code.set_result(message["code"])
+            if "signal" in message:
+                self._signalled(message["signal"])
+        if not self._started.done():
+            self._started.set_exception(ConnectionError("the worker was not started: the process that the launcher has started for it is gone"))
+        if self.worker is not None and not self._code.done():
+            with suppress(ProcessLookupError):
+                os.kill(self.worker.pid, signal.SIGKILL)
+
+
+class GuardedProcess:
+    """A worker, whose parent is the guard."""
+
+    def __init__(self, pid: int, code: asyncio.Future[int], tell: Callable[..., None]) -> None:
+        self.pid = pid
+        self._code = code
+        self._tell = tell
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._code)
+
+    def send_signal(self, number: int) -> None:
+        self._tell(kill=number)

@@ -1,0 +1,75 @@
+"""What a stage gets and gives: a tensor or a tuple of tensors, of any dtype, and of shapes that may change with each micro-batch.
+
+It travels as a tuple of tensors; with a tuple of one, which is no lone tensor to the layer that gets it, a mark travels.  Gradients
+come back for the members of floating-point or complex type, one for each: a mark for one that nothing was computed from.  (Zeros would run
+what has made it backwards: where a derivative is infinite, that gives NaN.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.device import COPY_S, Device, Tensors
+
+MARK = torch.empty(0, 0, dtype=torch.bool)
+
+
+def batch_part(value: Any, device: Device) -> Any:
+    """The inputs, or the labels, of a batch as stock DeepSpeed hands them on: lists have become tuples.  Copies: a layer may change them."""
+    if torch.is_tensor(value):
+        return device.from_host((value,), "a batch", shared=False).wait(COPY_S)[0]
+    return tuple(batch_part(item, device) for item in value) if isinstance(value, (tuple, list)) else value
+
+
+def outgoing(outputs: Any) -> Tensors:
+    """The members of what a stage's last layer gives.  Raises RecycleError where it is nothing that can travel."""
+    members = outputs if isinstance(outputs, tuple) else (outputs,)
+    wrong = [found for member in members if (found := _wrong(member))]
+    if wrong or not members:
+        found = ", ".join(wrong) or "an empty tuple"
+        raise RecycleError(f"the last layer of a stage gives {found}: what goes to the next stage is a tensor, or a tuple of tensors")
+    return tuple(member.resolve_conj().resolve_neg() for member in members)
+
+
+def _wrong(member: Any) -> str | None:
+    if not torch.is_tensor(member):
+        return type(member).__name__
+    if member.layout is not torch.strided or member.is_nested or member.is_quantized:
+        return f"a {'nested' if member.is_nested else 'quantized' if member.is_quantized else 'sparse'} tensor"
+    return None
+
+
+def differentiable(tensor: torch.Tensor) -> bool:
+    """Whether there is a gradient of such a one."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def packed(outputs: Any, members: Tensors) -> Tensors:
+    """``members``, the :func:`outgoing` of ``outputs``, as they travel."""
+    marked = isinstance(outputs, tuple) and (len(members) == 1 or _is_mark(members[-1]))
+    return (*members, MARK) if marked else members
+
+
+def incoming(tensors: Tensors) -> Any:
+    """What a stage's first layer gets of what has arrived.  Copies: it may change them."""
+    marked = _is_mark(tensors[-1])
+    members = tuple(tensor.clone() for tensor in (tensors[:-1] if marked else tensors))
+    return members if marked or len(members) > 1 else members[0]
+
+
+def gradients(inputs: Tensors) -> Tensors:
+    """What goes back of ``inputs``, after the backward."""
+    return tuple(MARK if tensor.grad is None else tensor.grad for tensor in inputs if tensor.requires_grad)
+
+
+def with_gradients(outputs: Tensors, grads: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The outputs that have a graph behind them, and what has come back for each that something was computed from."""
+    members = (output for output in outputs if differentiable(output))
+    return [(output, grad) for output, grad in zip(members, grads, strict=True) if output.requires_grad and not _is_mark(grad)]
+
+
+def _is_mark(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == MARK.dtype and tensor.shape == MARK.shape

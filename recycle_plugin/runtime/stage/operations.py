@@ -1,0 +1,71 @@
+"""The operation table: what each instruction that computes, or adds up with others, comes to in torch."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Mapping
+
+import torch
+
+from recycle_plugin.core.vocabulary.dataflow import Datum, provides
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.movers.batches import unpacked
+from recycle_plugin.runtime.stage.stage import Stage
+from recycle_plugin.runtime.worker.ports import Source
+from recycle_plugin.runtime.worker.stepping import Stepping
+
+Operation = Callable[[Instruction, StepStore, bool], Mapping[Datum, Any]]
+
+
+class Operations:
+    """As core.worker.worker.Machine has them, each returning when it is done.  ``source``: of data that is addressed; ``applied(step)``: to be told of each step."""
+
+    def __init__(self, session: Session, stage: Stage, stepping: Stepping, source: Source, applied: Callable[[int], None]) -> None:
+        self._session, self._stage, self._stepping, self._source, self._applied = session, stage, stepping, source, applied
+        self._table: Mapping[Op, Operation] = {Op.LOAD: self._load, **dict.fromkeys(COMPUTE, stage.compute), Op.STEP: self._step}
+        self._sums: Mapping[Op, Callable[[int, Seat | None], Any]] = {Op.REDUCE: self._reduce, Op.TIE: self._tie}
+
+    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> Mapping[Datum, Any]:
+        """What LOAD, F, I, W, B or STEP makes, once the device is done with it."""
+        made = self._table[instruction.op](instruction, have, bare)
+        self._stage.device.event(instruction).wait(self._session.wait_timeout_s)
+        return made
+
+    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Any:
+        """What REDUCE or TIE makes, with all that take part in it."""
+        return self._sums[instruction.op](instruction.step, holder)
+
+    def share(self, step: int, have: StepStore) -> float:
+        """Of this stage in the squared norm of ``step``."""
+        return self._stepping.share(step)
+
+    def norm(self, shares: Mapping[str, float]) -> torch.Tensor:
+        """Over all stages."""
+        return self._stepping.norm_of(shares)
+
+    def undo(self, step: int) -> None:
+        """Take ``step``, the last one, back."""
+        self._stepping.undo(step)
+
+    def forget_sums(self, after: int) -> None:
+        """No gradient of the steps after ``after`` counts."""
+        self._stepping.forget_sums()
+
+    def _load(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+        step, one = instruction.step, instruction.micro_batch
+        (data,) = provides(instruction)
+        drawn = have.requires(instruction)  # of an iterator's data, or an evaluation's
+        return {data: self._stage.load(unpacked(have[drawn[0]]) if drawn else self._source(step, one))}
+
+    def _reduce(self, step: int, holder: Seat | None) -> list[torch.Tensor] | None:
+        return self._stepping.reduce(step, None if holder is None else self._session.roster.holder(holder).rank)
+
+    def _tie(self, step: int, holder: Seat | None) -> dict[int, torch.Tensor]:
+        return self._stepping.tie(step)
+
+    def _step(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+        self._stepping.apply(instruction.step)
+        self._applied(instruction.step)
+        return dict.fromkeys(provides(instruction))

@@ -1,0 +1,347 @@
+"""The computation of one pipeline stage, micro-batch by micro-batch.
+
+What lives between the instructions of a micro-batch, its inputs, its graph (stash), and the weight-gradient work that a split backward has put
+off, is in the worker's store (core/worker/step_store.py); here is what makes one of the other.  Gradients end up in ``parameter.grad``,
+summed in the order in which the program runs the weight gradients.  In exact mode they end up in sums of blocks
+(runtime/stage/block_sums.py), all of a micro-batch's at its W: also those of layers whose backward is not split, which are made in its I.
+In bf16 the sums are those of the fp32 masters (runtime/stage/masters.py), which what each instruction makes is added to by itself.
+
+After a failure a *bare* forward or input gradient is run for the boundary tensor alone, because a peer needs it once
+more: it leaves no stash and adds nothing to any gradient.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Iterable, Iterator
+
+import torch
+
+from recycle_plugin.core.vocabulary.blocks import Blocks
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.device import COPY_S, Device
+from recycle_plugin.runtime.stage.block_sums import BlockSums, Gradients, in_place_of
+from recycle_plugin.runtime.stage.boundary import Tensors, batch_part, differentiable, gradients, incoming, outgoing, packed, with_gradients
+from recycle_plugin.runtime.stage.inner_gradients import InnerGradients, engine_runs
+from recycle_plugin.runtime.stage.masters import Masters
+from recycle_plugin.runtime.stage.repeatable import Rehearsal, State, check_unchanged
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights, resting_hooks
+from recycle_plugin.runtime.worker.ports import StageModel
+
+Key = tuple[int, MicroBatch]  # step, micro-batch
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Of a micro-batch, what the first stage computes with, and what the last one compares with."""
+
+    data: Any = None
+    labels: Any = None
+
+
+@dataclass(frozen=True)
+class Stash:
+    """What F leaves for the backward: received activations, leaves of the graph, and what is computed from them, with the graph behind it."""
+
+    inputs: Tensors
+    outputs: Tensors
+    loss: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Inner:
+    """What I leaves for W: the weights' work, and, in exact mode, weight gradients that are made already."""
+
+    pending: PendingWeights | None
+    early: Gradients | None
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a forward computes with."""
+
+    loaded: Loaded
+    inputs: Tensors  # leaves of the graph
+
+
+class Stage:
+    """Runs forward and backward of single micro-batches.  ``deferred`` splits the backward, None leaves it fused.  ``randomness``: what a
+    micro-batch of a step draws in its forward ("") and in the halves of its backward ("input", "weight").
+    ``blocks``: exact mode's sums.  ``masters``: of a model in bf16.  ``fused``: is told the names of layers whose backward is split no more;
+    ``warn``: of what may go wrong."""
+
+    def __init__(
+        self, model: StageModel, deferred: DeferredWeights | None, randomness: Callable[[MicroBatch, int, str], AbstractContextManager],
+        blocks: BlockSums | None = None, masters: Masters | None = None, fused: Callable[[tuple[str, ...]], None] = lambda names: None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._masters = masters
+        self._parameters = list(model.module.parameters())
+        self._by_id = {id(parameter): parameter for parameter in self._parameters}
+        self._blocks = blocks
+        self._deferred, self._fused, self._warn = deferred, fused, warn
+        self._randomness = randomness
+        self.loss_scale = 1.0  # what losses are multiplied by before the backward
+        self._watched: set[str] = set()  # forward and halves of a backward of which the first changes no state
+        self._memory: tuple[int, set[int]] = (0, set())  # of the weights, in that step
+        self._reuses_memory = False
+        self._trains: bool | None = None  # whether some micro-batch's outputs had a graph; None: there was none yet
+
+    def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
+        """A replica has so many micro-batches in a step from now on.  ``blocks``: exact mode's, of them."""
+        self._model = replace(self._model, scale=micro_batches)
+        if self._blocks is not None:
+            self._blocks.resize(blocks)
+
+    # --- compute -----------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> Device:
+        return self._model.device
+
+    def load(self, batch: tuple[Any, Any]) -> Loaded:
+        """The inputs (first stage) and labels (last stage) of a micro-batch."""
+        model = self._model
+        return Loaded(batch_part(batch[0], model.device) if model.first else None, batch_part(batch[1], model.device) if model.last else None)
+
+    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+        """What F, I, W or B makes."""
+        stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
+
+        def datum(kind: str, at: int = stage) -> Datum:
+            return Datum(kind, at, one, step)
+
+        match instruction.op:
+            case Op.F:
+                made, stash, loss = self.forward((step, one), have.get(datum("data"), Loaded()), have.get(datum("act", stage - 1), ()))
+                return {datum("act"): made, datum("stash"): stash} | ({} if loss is None else {datum("loss"): loss})
+            case Op.W:
+                self.backward_weight((step, one), have[datum("inner")])
+                return {datum("wgrad"): None}
+        stash, grads = have[datum("stash")], have.get(datum("grad", stage + 1))
+        if instruction.op is Op.B:
+            return {datum("grad"): self.backward((step, one), stash, grads), datum("wgrad"): None}
+        if bare:
+            return {datum("grad"): self.backward_input_bare((step, one), stash, grads)}
+        made, inner = self.backward_input((step, one), stash, grads)
+        return {datum("grad"): made, datum("inner"): inner}
+
+    def forward(self, key: Key, loaded: Loaded, received: Tensors) -> tuple[Tensors, Stash, torch.Tensor | None]:
+        """What goes to the next stage, what the backward needs, and on the last stage the loss."""
+        model = self._model
+        moved = model.device.from_host(received, "what goes into a forward", shared=True).wait(COPY_S)
+        given = Given(loaded, tuple(tensor.requires_grad_(differentiable(tensor)) for tensor in moved))
+        outputs, loss = self._watched_forward(key, given) if "forward" not in self._watched and key[0] > 0 else self._computed(key, given)
+        if model.last:
+            return (), Stash(given.inputs, (), loss / model.scale * self.loss_scale), loss.detach()
+        stash = Stash(given.inputs, outgoing(outputs), None)
+        made = packed(outputs, self._own_memory(key[0], stash.outputs))
+        return tuple(tensor.detach() for tensor in made), stash, None
+
+    def _computed(self, key: Key, given: Given) -> tuple[Any, torch.Tensor | None]:
+        """Outputs and loss; once more where the forward has differentiated what is in no graph while layers are split, which they are no more then."""
+        unfit = self._deferred.hooked() if self._deferred is not None else ()
+        while True:
+            if unfit:
+                self._fused(unfit)
+            inner, made, failed = InnerGradients(self._by_id), None, None
+            try:
+                made = self._compute(key, given, inner)
+            except Exception as error:
+                failed = error
+            if inner.adds:
+                raise RecycleError(
+                    "a layer or the loss calls backward() in its forward, which adds to the gradients of parameters, once more for each time that the "
+                    "forward is run: use torch.autograd.grad, or give backward() inputs=[...] without parameters"
+                ) from failed
+            unfit = self._deferred.unfit(inner.asked) if self._deferred is not None else ()
+            if not unfit and failed is not None:
+                raise failed
+            if not unfit:
+                return made
+
+    def _compute(self, key: Key, given: Given, inner: InnerGradients) -> tuple[Any, torch.Tensor | None]:
+        model, (step, micro_batch) = self._model, key
+        # an evaluation has a negative step; a bare forward has a graph too: layers may want one, and without it torch may choose other kernels
+        split = nullcontext() if self._deferred is None else self._deferred.forward()
+        with self._randomness(micro_batch, step, ""), torch.set_grad_enabled(step > 0), engine_runs(inner.heard), split:
+            outputs = model.module(self._data(given) if model.first else incoming(given.inputs))
+            if not model.last:
+                return outputs, None
+            labels = batch_part(given.loaded.labels, model.device)
+            return outputs, _checked(model.loss(outputs, labels) if model.loss is not None else outputs)
+
+    def backward(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
+        """Both gradients at once; returns what goes to the previous stage."""
+        with self._summing(key), self._drawing(key), self._watching("both"):
+            with self._hold() as pending:
+                made = self._differentiate(stash, grads)
+            if pending is not None:
+                pending.run()
+            return made
+
+    def backward_input(self, key: Key, stash: Stash, grads: Tensors | None) -> tuple[Tensors, Inner]:
+        """The gradient of the input; the weights' work is put off until :meth:`backward_weight`."""
+        early = [None] * len(self._parameters) if self._blocks is not None else None
+        aside = nullcontext() if early is None else self._aside(early)
+        with self._drawing(key), self._watching("input"), aside, self._hold() as pending:
+            made = self._differentiate(stash, grads)
+        self._collect()
+        return made, Inner(pending, early)
+
+    @contextmanager
+    def _aside(self, early: Gradients) -> Iterator[None]:
+        """``early`` has the weight gradients that are made meanwhile, until W: hooks of their sums are called then."""
+        hooks = [(parameter._post_accumulate_grad_hooks, dict(parameter._post_accumulate_grad_hooks)) for parameter in self._parameters
+                 if parameter._post_accumulate_grad_hooks]  # fmt: skip
+        for each, _ in hooks:
+            each.clear()
+        try:
+            with in_place_of(self._parameters, early):
+                yield
+        finally:
+            for each, were in hooks:
+                each.update(were)
+
+    def backward_input_bare(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
+        """The gradient of the input and nothing else: no parameter's gradient changes, now or later.
+
+        Parameters' gradients are put aside: torch.autograd.grad, which would leave them alone, refuses checkpointed layers.
+        """
+        with self._drawing(key), in_place_of(self._parameters, [None] * len(self._parameters)), resting_hooks(self._parameters), self._hold():
+            return self._differentiate(stash, grads)
+
+    def backward_weight(self, key: Key, inner: Inner) -> None:
+        with self._summing(key):
+            _add(self._parameters, inner.early or ())
+            if inner.pending is not None:
+                with self._watching("weight"):  # which draws nothing: all that runs is the operators' own
+                    inner.pending.run()
+
+    # --- sums --------------------------------------------------------------------------------------
+
+    def summed(self) -> None:
+        """What was counted is in a sum over all workers now, no contribution any more."""
+        if self._trains is False:
+            raise RecycleError(
+                f"nothing that {'the first' if self._model.first else 'a'} stage gives depends on its parameters, so they would not be trained: reentrant "
+                "activation checkpointing cuts off layers whose inputs have no gradient, such as token ids; set pipeline.use_reentrant to false, or leave them "
+                "out of checkpointable_layers (parameters that are not to be trained: requires_grad = False)"
+            )
+        self.forget_sums()
+
+    def forget_sums(self) -> None:
+        """What was added up in blocks counts no more."""
+        if self._blocks is not None:
+            self._blocks.clear()
+
+    # --- parts -------------------------------------------------------------------------------------
+
+    def _drawing(self, key: Key, half: str = "input") -> AbstractContextManager:
+        """Hooks and functions of a backward draw random numbers as the forward does, others than it."""
+        return self._randomness(key[1], key[0], half)
+
+    def _hold(self) -> AbstractContextManager[PendingWeights | None]:
+        return nullcontext() if self._deferred is None else self._deferred.hold()
+
+    def _differentiate(self, stash: Stash, grads: Tensors | None) -> Tensors:
+        """The gradients of the inputs; parameters' go where they go."""
+        if self._model.last:
+            stash.loss.backward()
+        else:
+            self._run_graph(stash.outputs, grads)
+        return gradients(stash.inputs)
+
+    def _run_graph(self, outputs: Tensors, grads: Tensors) -> None:
+        if any(output.requires_grad for output in outputs):
+            self._trains = True
+            found = with_gradients(outputs, self._model.device.from_host(grads, "what goes into a backward", shared=True).wait(COPY_S))
+            if found:
+                torch.autograd.backward(*zip(*found))
+        elif self._trains is None:
+            self._trains = False if any(parameter.requires_grad for parameter in self._parameters) else None
+
+    def _watched_forward(self, key: Key, given: Given) -> tuple[Any, torch.Tensor | None]:
+        """The first one in training."""
+        self._watched.add("forward")
+        module, before = self._model.module, State(self._model.module)
+        if self._model.keyed:
+            rehearsal = Rehearsal(module, before, self._blocks is not None, self._warn)
+            rehearsal.once(_made(*self._computed(key, given)))
+            computed = self._computed(key, given)
+            self._reuses_memory = rehearsal.twice(_made(*computed))
+            return computed
+        computed = self._computed(key, given)
+        check_unchanged(module, before, "forward")
+        return computed
+
+    @contextmanager
+    def _watching(self, half: str) -> Iterator[None]:
+        """The first backward, and the first of each ``half``, must leave parameters and buffers as they are."""
+        if half in self._watched:
+            yield
+            return
+        before = State(self._model.module)
+        yield
+        self._watched.add(half)
+        check_unchanged(self._model.module, before, "backward")
+        names = (name for name, parameter in self._model.module.named_parameters() if parameter.grad is not None and parameter.grad.layout is not torch.strided)
+        if (name := next(names, None)) is not None:
+            raise RecycleError(f"{name} has sparse gradients, which are not summed over replicas yet; build its layer with sparse=False")
+
+    def _own_memory(self, step: int, members: Tensors) -> Tensors:
+        """What goes to a peer, who may need it once more when the optimizer, or the next forward, has changed the memory of a weight or a workspace."""
+        if self._memory[0] != step:
+            tensors = (*self._model.module.parameters(), *self._model.module.buffers())
+            self._memory = step, {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        shared = (self._reuses_memory or member.untyped_storage().data_ptr() in self._memory[1] for member in members)
+        return tuple(member.clone() if shares else member for member, shares in zip(members, shared))
+
+    def _data(self, given: Given) -> Any:
+        """Copies: a layer may change them."""
+        data = batch_part(given.loaded.data, self._model.device)
+        if self._model.reentrant():
+            for tensor in data if isinstance(data, tuple) else (data,):
+                tensor.requires_grad_(differentiable(tensor))
+        return data
+
+    @contextmanager
+    def _summing(self, key: Key) -> Iterator[None]:
+        """What is added meanwhile is the micro-batch's weight gradient."""
+        with nullcontext() if self._blocks is None else self._blocks.adding(key[1]):
+            yield
+            self._collect()
+
+    def _collect(self) -> None:
+        if self._masters is not None:
+            self._masters.collect()
+
+
+def _add(parameters: list[torch.nn.Parameter], gradients: Iterable[torch.Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                hook(parameter)
+
+
+def _made(outputs: Any, loss: torch.Tensor | None) -> Tensors:
+    return outgoing(outputs) if loss is None else (loss,)
+
+
+def _checked(loss: Any) -> torch.Tensor:
+    if not torch.is_tensor(loss) or loss.numel() != 1:
+        found = f"a tensor of shape {list(loss.shape)}" if torch.is_tensor(loss) else f"a {type(loss).__name__}"
+    elif not loss.is_floating_point():
+        found = f"of type {str(loss.dtype).removeprefix('torch.')}, which can't be gone down"
+    elif torch.is_grad_enabled() and not loss.requires_grad:
+        found = "computed from nothing that is trained, or detached from it"
+    else:
+        return loss
+    raise RecycleError(f"the loss of a micro-batch is {found}: loss_fn, or without one the last layer, has to give a tensor with one number")

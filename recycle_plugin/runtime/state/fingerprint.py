@@ -1,0 +1,16 @@
+"""A hash of one tensor, to be compared with those of its other copies (core/coordinator/replica_check.py).  A stage's whole state: runtime/state/stage_state.py."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from recycle_plugin.runtime.state.stage_state import raw
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    """SHA-256 over its type, shape and bytes."""
+    found = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    found.update(raw(tensor))
+    return found.hexdigest()

@@ -1,0 +1,407 @@
+"""All that a step changes on a worker, as one object, whatever framework the pieces belong to.
+
+What belongs to it is stated once, as a list of parts.  Taking a step back (runtime/undo) is putting them back as they were before the step, the hash by which
+replicas are compared is over all of them, a checkpoint has to have each, and a worker that lacks a stage's state is filled from another one's.
+
+Small parts go by value; tensors in chunks of so many bytes, in the order of their names, whatever order they were made in.  Each chunk says of which applied step it
+is, so that a reader that takes longer than a step sees which it has to read again.  All of this is to be called where the training is: between two
+instructions, and not in another thread, since an optimizer at work leaves tensors of two steps.
+
+Not part of it: what no step changes (frozen weights, buffers), and random numbers, which are keyed by the step (runtime/stage/randomness.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Callable, Iterable, Iterator, Mapping, NamedTuple
+
+import torch
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.device import HOST, fetch, on_host
+
+CHUNK_BYTES = 1 << 20
+LARGEST_NUMBER = 16  # bytes: complex128
+PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, Enum)
+
+Span = tuple[str, int]  # a tensor's name, and how many bytes of it come before
+
+
+class Elsewhere(Enum):
+    """Instead of a value in a small part: a tensor, which goes in chunks."""
+
+    TENSOR = "a tensor"
+
+
+ELSEWHERE = Elsewhere.TENSOR
+
+
+class Form(NamedTuple):
+    """Of a tensor.  ``on_host``: in host memory, where its parameter may be on an accelerator."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    on_host: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class Version(NamedTuple):
+    """Of the state at ``worker``, where ``step`` is applied.  ``rewritten``: how often it was written there otherwise than by a step: where one was taken back, its
+    number comes again."""
+
+    worker: str
+    step: int
+    rewritten: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """``tensors()``: by name, which begins with the part's and a slash, as they are now, to be written in place; ``make(name, form)``: room for one that is
+    missing.  ``get()``: a copy of what goes by value, which can be pickled; ``set`` takes one over.
+
+    ``follow``: makes the tensors anew from those of other parts, of which they are a copy.  ``own``: belongs to the worker and not to its stage, so that
+    replicas differ in it; and what a step has changed of it stays changed where the step is taken back.
+    """
+
+    name: str
+    tensors: Callable[[], Mapping[str, torch.Tensor]] = dict
+    get: Callable[[], Any] | None = None
+    set: Callable[[Any], None] | None = None
+    make: Callable[[str, Form], None] | None = None
+    follow: Callable[[], None] | None = None
+    own: bool = False
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is said of a state before its chunks, which are of ``chunk_bytes``, a tensor's last one of less.
+
+    ``digest``: SHA-256 of the step, ``small`` and ``layout``; alike on all workers of a stage.
+    """
+
+    version: Version
+    small: Mapping[str, Any]
+    layout: Mapping[str, Form]
+    chunk_bytes: int
+    digest: str
+
+    def spans(self) -> list[Span]:
+        """All chunks, in their order."""
+        return [(name, offset) for name in sorted(self.layout) for offset in range(0, self.layout[name].nbytes, self.chunk_bytes)]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """``data``: the bytes of the tensor ``name`` from ``offset`` on, in the order of its elements.  ``digest``: SHA-256 of name, offset, step and data."""
+
+    name: str
+    offset: int
+    version: Version
+    data: bytes
+    digest: str
+
+    def __str__(self) -> str:
+        return f"chunk {self.name} at byte {self.offset}, step {self.version.step}"
+
+
+class StageState:
+    """Of ``worker``, by whatever name others know it.  ``applied()``: the last step that is; ``optimizer``, and all other ``parts``, in the order in which they are
+    to be set."""
+
+    def __init__(self, worker: str, applied: Callable[[], int], optimizer: OptimizerState, parts: Iterable[Part], chunk_bytes: int = CHUNK_BYTES) -> None:
+        if chunk_bytes % LARGEST_NUMBER:
+            raise ValueError(f"chunk_bytes is {chunk_bytes}, which cuts numbers in two: give a multiple of {LARGEST_NUMBER}")
+        self._worker, self._applied, self._rewritten = worker, applied, 0
+        self.optimizer, self._chunk_bytes = optimizer, chunk_bytes
+        self._parts = {part.name: part for part in (optimizer.part, *parts)}
+
+    @property
+    def version(self) -> Version:
+        return Version(self._worker, self._applied(), self._rewritten)
+
+    # --- by value ----------------------------------------------------------------------------------
+
+    def small(self, own: bool = False) -> dict[str, Any]:
+        """Copies of what goes by value, by part; ``own``: of what is the worker's instead of what is the stage's."""
+        return {part.name: part.get() for part in self._parts.values() if part.get is not None and part.own is own}
+
+    def put(self, small: Mapping[str, Any]) -> None:
+        """Set these parts, each to what is handed over here.  Of the optimizer's tensors those go that were not there then."""
+        foreign = small.keys() - {part.name for part in self._parts.values() if part.set is not None}
+        if foreign:
+            raise RecycleError(f"{min(foreign)} is no part of this worker's state that goes by value: the other worker, or the checkpoint, is of another job")
+        for part in self._parts.values():
+            if part.name in small:
+                part.set(small[part.name])
+
+    # --- tensors -----------------------------------------------------------------------------------
+
+    def tensors(self, following: bool = True) -> dict[str, torch.Tensor]:
+        """All by name; not ``following``: without those that are copies of others."""
+        found: dict[str, torch.Tensor] = {}
+        for part in self._parts.values():
+            if following or part.follow is None:
+                found.update(part.tensors())
+        return found
+
+    def make(self, name: str, form: Form) -> None:
+        """Room for a tensor that is not there yet.  RecycleError where it does not belong here."""
+        part = self._parts.get(name.partition("/")[0])
+        if part is None or part.make is None:
+            raise RecycleError(f"{name} is no tensor of this worker's state: the other worker, or the checkpoint, is of another model, or has other layers")
+        part.make(name, form)
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Each becomes what is handed over here, in place; those that are not there yet are made."""
+        for name, value in tensors.items():
+            if name not in self.tensors():
+                self.make(name, form_of(value))
+            self.tensors()[name].copy_(value)
+
+    def rewritten(self) -> None:
+        """To be called when tensors were written otherwise than by a step: copies follow, and whoever reads chunks reads all again."""
+        self._rewritten += 1
+        for part in self._parts.values():
+            if part.follow is not None:
+                part.follow()
+
+    # --- for others --------------------------------------------------------------------------------
+
+    def head(self) -> Head:
+        version, small, layout = self.version, self.small(), {name: form_of(tensor) for name, tensor in self.tensors().items()}
+        return Head(version, small, layout, self._chunk_bytes, _head_digest(version.step, small, layout))
+
+    def chunks(self, spans: Iterable[Span] | None = None) -> Iterator[Chunk]:
+        """All, or of ``spans``, each as it is when it is taken from the iterator.  What is not there any more is left out: it is in no later head."""
+        for name, offset, view, version in self._views(self.head().spans() if spans is None else spans):
+            data = view.tobytes()
+            yield Chunk(name, offset, version, data, _digest(name, offset, version.step, data))
+
+    def digest(self) -> str:
+        """SHA-256 over head and chunks: the same on workers that hold the same bits after the same step.
+
+        Reads everything once: a CPU core hashes about 1 GB/s (0.8 measured), and a parameter with Adam has 12 bytes in fp32; tensors of an
+        accelerator are copied to the host chunk by chunk.
+        """
+        head = self.head()
+        found = hashlib.sha256(head.digest.encode())
+        for name, offset, view, version in self._views(head.spans()):
+            found.update(_digest(name, offset, version.step, view).encode())
+        return found.hexdigest()
+
+    def _views(self, spans: Iterable[Span]) -> Iterator[tuple[str, int, Any, Version]]:
+        tensors, of = {}, None
+        for name, offset in spans:
+            if of != self.version:  # a step may have made tensors, and a load others
+                tensors, of = self.tensors(), self.version
+            if name in tensors:
+                yield name, offset, raw(tensors[name], offset, self._chunk_bytes), of
+
+
+class Filling:
+    """``state`` becomes what another worker's is, whose ``head`` this is, by chunks in any order, as often as they come; also from several workers of that stage.
+
+    The head makes room for them.  From then on, and after an error, the state is a mixture, until :meth:`finish`.
+    """
+
+    def __init__(self, state: StageState, head: Head) -> None:
+        self._state, self._read = state, {}
+        self._heads: dict[str, Head] = {}  # of the same step, by worker
+        self.follow(head)
+
+    def follow(self, head: Head) -> None:
+        """The other worker has gone on, and this is its state's head now; or that of another one with the same state."""
+        state, step, worker = self._state, head.version.step, head.version.worker
+        if head.digest != _head_digest(step, head.small, head.layout):
+            raise RecycleError(f"the head of the stage's state at step {step} does not have the hash that it was sent with: ask for it again")
+        self._heads = {other: known for other, known in self._heads.items() if known.version.step == step and other != worker}
+        unlike = next((other for other, known in self._heads.items() if known.digest != head.digest), None)
+        if unlike is not None:
+            raise RecycleError(f"workers {unlike} and {worker} have different states of their stage at step {step}; recycle.check_replicas finds who is wrong")
+        missing = state.small().keys() - head.small.keys()
+        if missing:
+            raise RecycleError(f"{min(missing)} is missing in the other worker's state, so it is of another job: workers of a job have the same settings")
+        state.put(copy.deepcopy(dict(head.small)))
+        for name in sorted(head.layout.keys() - state.tensors().keys()):
+            state.make(name, head.layout[name])
+        self._tensors, self._head, self._spans = state.tensors(), head, frozenset(head.spans())
+        _check_alike({name: form_of(tensor) for name, tensor in self._tensors.items()}, head.layout)
+        self._heads[worker] = head
+
+    @torch.no_grad()
+    def add(self, chunk: Chunk) -> None:
+        """RecycleError where it is not what was read at the other worker, or belongs to another state."""
+        if (chunk.name, chunk.offset) not in self._spans:
+            raise RecycleError(f"{chunk} belongs to no tensor of the stage's state: it is another state's, or its tensor is gone; ask for the head again")
+        if chunk.digest != _digest(chunk.name, chunk.offset, chunk.version.step, chunk.data):
+            raise RecycleError(f"{chunk} does not have the hash that it was sent with, so it has changed on its way: read it again")
+        expected = min(self._head.chunk_bytes, self._head.layout[chunk.name].nbytes - chunk.offset)
+        if len(chunk.data) != expected:
+            raise RecycleError(f"{chunk} has {len(chunk.data)} bytes instead of {expected}: it was cut off; read it again")
+        write(self._tensors[chunk.name], chunk.offset, chunk.data)
+        self._read[chunk.name, chunk.offset] = chunk.version
+
+    def stale(self) -> list[Span]:
+        """What has to be read, or read again, for all to be of the head's step."""
+        versions = {head.version for head in self._heads.values()}
+        return [span for span in self._head.spans() if self._read.get(span) not in versions]
+
+    def finish(self) -> None:
+        """All has come.  RecycleError where it has not."""
+        stale = self.stale()
+        if stale:
+            (name, offset), read = stale[0], self._read.get(stale[0])
+            what = "is missing" if read is None else f"is of step {read.step} before the state was last changed"
+            raise RecycleError(f"chunk {name} at byte {offset} {what}, and {len(stale)} chunks have to be read for the state to be of step "
+                               f"{self._head.version.step}: read what stale() names")  # fmt: skip
+        self._state.put(copy.deepcopy(dict(self._head.small)))
+        self._state.rewritten()
+
+
+def _check_alike(here: Mapping[str, Form], there: Mapping[str, Form]) -> None:
+    for name in sorted(here):
+        mine, theirs = here[name], there.get(name)
+        if theirs is None or (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+            what = f"{_written(theirs)} there" if theirs is not None else "not there"
+            raise RecycleError(f"{name} of the stage's state is {_written(mine)} here and {what}: the other worker is of another model, or has other layers")
+
+
+class OptimizerState:
+    """``optimizer``'s, as a part: what it keeps for each parameter, and its groups.  ``called``: the names of the model's parameters, or of their masters.
+
+    Parameters that are not among them are called by their place in the groups, and belong to its state.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, called: Mapping[torch.Tensor, str]) -> None:
+        self.optimizer, self._called = optimizer, called
+        self.part = Part("optimizer", self._tensors, self._get, self._set, self._make)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """By name, in the order of the groups."""
+        return {
+            self._called.get(parameter) or f"{number}.{place}": parameter
+            for number, group in enumerate(self.optimizer.param_groups) for place, parameter in enumerate(group["params"])
+        }  # fmt: skip
+
+    def beside(self) -> dict[str, torch.Tensor]:
+        """Those beside the model's; but frozen ones, which no step changes."""
+        others = ((name, one) for name, one in self.parameters().items() if one not in self._called)
+        return {name: one for name, one in others if one.requires_grad or not isinstance(one, torch.nn.Parameter)}
+
+    def kept(self) -> dict[tuple[str, str], torch.Tensor]:
+        """The tensors of its state by the names of the parameter and of the tensor."""
+        return {(name, kind): value for name, state in self._states() for kind, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        state = self.optimizer.state
+        return ((name, state[parameter]) for name, parameter in self.parameters().items() if parameter in state)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        found = {f"optimizer/{name}": parameter for name, parameter in self.beside().items()}
+        found.update({f"optimizer/{name}/{kind}": value for name, state in self._states() for kind, value in state.items() if isinstance(value, torch.Tensor)})
+        return found
+
+    def _get(self) -> dict[str, Any]:
+        states = {
+            name: {kind: ELSEWHERE if isinstance(value, torch.Tensor) else copy.deepcopy(value) for kind, value in state.items()} for name, state in self._states()
+        }
+        groups = [copy.deepcopy({name: value for name, value in group.items() if name != "params"}) for group in self.optimizer.param_groups]
+        return {"state": states, "groups": groups, "of_no_parameter": copy.deepcopy(self._of_no_parameter())}
+
+    def _of_no_parameter(self) -> dict[Any, Any]:
+        """What it keeps under other keys, as torch's optimizers may."""
+        return {key: value for key, value in self.optimizer.state.items() if not isinstance(key, torch.Tensor)}
+
+    def _set(self, value: Mapping[str, Any]) -> None:
+        """What was not there goes."""
+        for name, parameter in self.parameters().items():
+            if name in value["state"]:
+                _restore(self.optimizer.state[parameter], value["state"][name])
+            else:
+                self.optimizer.state.pop(parameter, None)
+        for key in self._of_no_parameter():
+            del self.optimizer.state[key]
+        self.optimizer.state.update(value["of_no_parameter"])
+        for group, saved in zip(self.optimizer.param_groups, value["groups"], strict=True):
+            _restore(group, {**saved, "params": ELSEWHERE})
+
+    def _make(self, name: str, form: Form) -> None:
+        called, _, kind = name.removeprefix("optimizer/").rpartition("/")
+        parameter = self.parameters().get(called)
+        if parameter is None:
+            raise RecycleError(f"{name}: the optimizer has no parameter {called or name} here; the other worker, or the checkpoint, is of another model")
+        like = parameter if parameter.shape == form.shape else torch.empty(form.shape, device=parameter.device)
+        self.optimizer.state[parameter][kind] = torch.empty_like(like, dtype=form.dtype, device=HOST if form.on_host else None, requires_grad=False)
+
+
+def of_parameters(name: str, parameters: Mapping[str, torch.nn.Parameter], follow: Callable[[], None] | None = None) -> Part:
+    named = {f"{name}/{called}": parameter for called, parameter in parameters.items()}
+    return Part(name, lambda: named, follow=follow)
+
+
+# --- a tensor's bytes -----------------------------------------------------------------------------------
+
+
+def raw(tensor: torch.Tensor, offset: int = 0, length: int | None = None) -> Any:
+    """At most ``length`` bytes of it from ``offset`` on, in the order of its elements, as numpy's array; of a tensor that lies so in host memory, no copy."""
+    flat, size = tensor.detach().reshape(-1), tensor.element_size()
+    if length is not None and length < flat.nbytes:
+        flat = flat[offset // size : (offset + length) // size]
+    return fetch(flat, "the bytes of a tensor").view(torch.uint8).numpy()
+
+
+def write(tensor: torch.Tensor, offset: int, data: bytes) -> None:
+    """Its bytes from ``offset`` on."""
+    whole = tensor.detach().contiguous()
+    size = whole.element_size()
+    whole.view(-1)[offset // size : (offset + len(data)) // size] = torch.frombuffer(bytearray(data), dtype=whole.dtype)
+    if whole.data_ptr() != tensor.data_ptr():
+        tensor.copy_(whole)
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    return Form(tensor.dtype, tuple(tensor.shape), on_host(tensor))
+
+
+def _written(form: Form) -> str:
+    return f"{str(form.dtype).removeprefix('torch.')}{list(form.shape)}"
+
+
+def _head_digest(step: int, small: Mapping[str, Any], layout: Mapping[str, Form]) -> str:
+    return hashlib.sha256(_text([step, small, {name: _written(form) for name, form in layout.items()}]).encode()).hexdigest()
+
+
+def _digest(name: str, offset: int, step: int, data: Any) -> str:
+    found = hashlib.sha256(f"{name} {offset} {step} ".encode())
+    found.update(data)
+    return found.hexdigest()
+
+
+def _text(value: Any) -> str:
+    """The same for equal values, in whatever order dictionaries were filled.  Of what is not written alike in all processes counts the class alone."""
+    if isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(sorted(f"{_text(key)}:{_text(each)}" for key, each in value.items())) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(map(_text, value)) + "]"
+    if isinstance(value, torch.Tensor):
+        return _written(form_of(value)) + hashlib.sha256(raw(value)).hexdigest()
+    return type(value).__qualname__
+
+
+def _restore(present: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for name in present.keys() - saved.keys():
+        del present[name]
+    for name, value in saved.items():
+        if torch.is_tensor(value) and torch.is_tensor(present.get(name)):
+            present[name].copy_(value)  # others hold this very tensor: a scheduler, a captured graph
+        elif value is not ELSEWHERE:
+            present[name] = value

@@ -1,0 +1,106 @@
+"""The state of a training script that a step's numbers depend on, as it was when the step began.
+
+What is left of a step after a loss may be run in the middle of something else: of an evaluation by hand, with the model in evaluation mode, without gradients, in
+another precision; or after the script has changed a learning rate, a temperature, the weight of a loss for the next step.  What it keeps of such on
+the model's layers and in the optimizer's groups, numbers and words, is seen here.  What it keeps elsewhere is not: ``settle()`` has to come before such
+a change.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator, MutableMapping
+
+import torch
+
+from recycle_plugin.errors import RecycleError
+
+Place = tuple[int, str]  # which owner, by number, and the name there
+PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
+
+
+class Surroundings:
+    """Of ``module``'s forwards and backwards on devices of ``kind``, and of steps with an optimizer of ``groups()``."""
+
+    def __init__(self, module: torch.nn.Module, kind: str, groups: Callable[[], list[dict]] = list) -> None:
+        self._module, self._kind, self._groups = module, kind, groups
+        self._owners: list[MutableMapping[str, Any]] = []
+        self._places: list[Place] = []
+        self._left: list[Any] = []  # what was there
+        self.remember()
+
+    def remember(self) -> None:
+        """A step begins."""
+        self._autocast = torch.is_autocast_enabled(self._kind), torch.get_autocast_dtype(self._kind)
+        self._modes = [(part, part.training) for part in self._module.modules()]
+
+    def leave(self) -> None:
+        """The script has its turn, and may change things for the next step."""
+        owners = [*self._groups(), *map(vars, self._module.modules())]
+        if [len(owner) for owner in owners] != [len(owner) for owner in self._owners]:  # to look for them takes longer than to look at them
+            self._places = [(number, name) for number, owner in enumerate(owners) for name, value in owner.items() if _plain(name, value)]
+        self._owners = owners
+        self._left = [owners[number].get(name) for number, name in self._places]
+
+    def changed(self) -> dict[Place, Any]:
+        """What the script has changed since, as it is now."""
+        found = {}
+        for (number, name), left in zip(self._places, self._left):
+            now = self._owners[number].get(name, left)
+            if now is not left and now != left and _plain(name, now):
+                found[number, name] = now
+        return found
+
+    @property
+    def other_modes(self) -> bool:
+        """Whether some layer is in training mode that was in evaluation mode when the step began, or the other way round."""
+        return any(part.training != training for part, training in self._modes)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """As in ``train_batch``; afterwards as before."""
+        changed, left = self.changed(), dict(zip(self._places, self._left))
+        for number, name in changed:
+            self._owners[number][name] = left[number, name]
+        try:
+            with self._restored():
+                yield
+        finally:
+            for (number, name), value in changed.items():
+                self._owners[number][name] = value
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        enabled, dtype = self._autocast
+        modes = [(part, part.training) for part in self._module.modules()]
+        _set(self._modes)
+        try:
+            with torch.inference_mode(False), torch.enable_grad(), torch.autocast(self._kind, dtype, enabled):
+                yield
+        finally:
+            _set(modes)
+
+
+class AsStarted:
+    """Which parameters of a ``module`` are trained: what the sum of gradients was made for."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
+
+    def check(self) -> None:
+        """Raises RecycleError where a script has changed it."""
+        changed = next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
+        if changed is not None:
+            raise RecycleError(
+                f"requires_grad of {changed} has changed since training was set up: freeze and thaw parameters before that, "
+                "or set the learning rate of their group to 0 by a scheduler"
+            )
+
+
+def _plain(name: str, value: Any) -> bool:
+    return type(value) in PLAIN and name != "training"
+
+
+def _set(modes: list[tuple[torch.nn.Module, bool]]) -> None:
+    for part, training in modes:
+        part.training = training

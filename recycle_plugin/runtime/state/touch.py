@@ -1,0 +1,159 @@
+"""What a training script does with parameters between two steps, it does with committed ones.
+
+``train_batch`` returns before its step is committed, and until then the step can be taken back: with ``clip: validate`` in the ordinary
+course of things, otherwise after a loss.  A script must not see parameters that are about to change under it, nor write to such, since what
+it has written would be taken back too.  So as long as a step is not committed, a mode of torch's looks at each call, and the first one that gets
+something a step changes (a parameter, a master, the optimizer's state, or a view that shares memory with one) waits for the commit.  This
+is so with any clipping and without: whether a step is taken back does not depend on clipping alone.
+
+What torch's own functions and methods get is seen, whoever calls them: saving, copying, pickling, ``numpy()``, ``item()``, ``foreach``, a forward of
+a part of the model; of the collectives those over the plugin's groups.  Not seen, so that ``settle()`` has to come first, are
+
+* what reads memory without a call of torch's: numpy arrays, storages and DLPack capsules kept from before, ``torch.utils.dlpack.to_dlpack``;
+* C++ that is given no tensor, or not through torch's dispatch: calls of TorchScript modules, extensions bound by pybind;
+* other threads: modes are a thread's own.  (A process that is forked is seen, before the fork.)
+
+A call costs 2 µs more until the touch, and 1 µs from there to the next call into the engine, since a mode can't leave its own call (scripts/bench_touch.py); meanwhile
+torch does without its fused kernels for whole transformer layers, which round differently.  After ``settle()`` there is no mode.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import Any, Callable, Iterable, Iterator
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from recycle_plugin.errors import RecycleError
+
+PROPERTIES = ("device", "dtype", "shape", "ndim", "layout", "requires_grad", "is_leaf", "nbytes", "itemsize", "is_cuda", "is_sparse")
+METHODS = ("size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "__len__")
+DESCRIBING = frozenset([*(getattr(torch.Tensor, name).__get__ for name in PROPERTIES), *(getattr(torch.Tensor, name) for name in METHODS)])  # no value is read
+
+
+class FirstTouch(TorchFunctionMode):
+    """Calls ``settle()`` at the first touch of one of ``tensors()`` after :meth:`lifted`, unless all is ``settled()`` then.
+
+    On the thread's stack of modes it stands below the script's own, whose order of coming and going is theirs: what is on top of the stack belongs
+    to whoever has pushed it, also where ``train_batch`` is called under a mode that is left before the next call.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], settled: Callable[[], bool], settle: Callable[[], None]) -> None:
+        self._tensors, self._settled, self._settle = tensors, settled, settle
+        self._guards = False
+        self._guarded: frozenset[int | None] = frozenset()  # storages; looked up when first needed
+        self._depth, self._thread = 0, 0
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """While the engine is at work, which touches parameters itself.  RecycleError where it already is, in another thread."""
+        thread = threading.get_ident()
+        if self._depth and self._thread != thread:
+            raise RecycleError(f"the engine was called from thread {threading.current_thread().name!r} while it is at work in another one: call it from "
+                               "one thread only, and let that one call settle() before others read parameters")  # fmt: skip
+        self._depth, self._thread, self._guards = self._depth + 1, thread, False
+        _take_out(self)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth and not self._settled():
+                self._guards, self._guarded = True, frozenset()
+                _put_below(self)
+
+    def now(self) -> None:
+        """Something is about to touch parameters that no mode will see."""
+        if self._guards and self._thread == threading.get_ident():
+            self._wait_for()
+
+    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if self._guards:
+            self._guarded = self._guarded or self._look_up()
+            if not self._guarded.isdisjoint(storages(args, kwargs)) and function not in DESCRIBING:
+                self._wait_for(args, kwargs)
+        return function(*args, **(kwargs or {}))
+
+    def _look_up(self) -> frozenset[int | None]:
+        return frozenset([None, *(tensor.untyped_storage()._cdata for tensor in self._tensors())])  # None: what does not say what it shares memory with
+
+    def _wait_for(self, *touched: Any) -> None:
+        known = storages(*touched) & self._guarded - {None}
+        with _no_modes(), temporarily_clear_interpreter_stack():
+            self._settle()
+        if not known <= self._look_up():
+            raise RecycleError("a tensor of the optimizer's state was read that a rejected step had made, and that is no more: read it from the optimizer "
+                               "again, or call engine.settle() after train_batch()")  # fmt: skip
+
+
+def touch(*given: Any) -> None:
+    """To be called where tensors go past torch's dispatch: to a collective."""
+    for tensor in tensors_in(given):
+        tensor.detach()
+
+
+def tensors_in(given: Any) -> Iterator[torch.Tensor]:
+    """All tensors in what a call of torch's gets."""
+    rest = [given]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, (list, tuple)):
+            rest.extend(one)
+        elif isinstance(one, dict):
+            rest.extend(one.values())
+
+
+def storages(*given: Any) -> set[int | None]:
+    """Of all tensors in it; None for those without one of their own (sparse ones, and inside of torch.func)."""
+    found: set[int | None] = set()
+    for tensor in tensors_in(given):
+        try:
+            found.add(tensor.untyped_storage()._cdata)
+        except NotImplementedError:
+            found.add(None)
+    return found
+
+
+# --- the thread's stack of modes ----------------------------------------------------------------------
+
+
+def _take_all() -> list[TorchFunctionMode]:
+    """Off the stack; the topmost one first."""
+    return [_pop_mode() for _ in _get_current_function_mode_stack()]
+
+
+def _put_back(modes: list[TorchFunctionMode]) -> None:
+    for mode in reversed(modes):
+        _push_mode(mode)
+
+
+def _take_out(mode: TorchFunctionMode) -> None:
+    if mode in _get_current_function_mode_stack():
+        _put_back([one for one in _take_all() if one is not mode])
+
+
+def _put_below(mode: TorchFunctionMode) -> None:
+    """Below all others but the one of ``torch.set_default_device``, which finds itself at the bottom again."""
+    above = _take_all()
+    default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    last = len(above) - bool(above and above[-1] is default)
+    _put_back([*above[:last], mode, *above[last:]])
+
+
+@contextmanager
+def _no_modes() -> Iterator[None]:
+    """The engine computes as in ``train_batch``, whatever modes of either kind the script has, or is tracing; afterwards all is as it was."""
+    modes, tracing = _take_all(), torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        torch._C._set_tracing_state(tracing)
+        _take_all()
+        _put_back(modes)

@@ -1,0 +1,129 @@
+"""Undo by turning the update rule round (SWIFT's update-undo; sources in the package's docstring).
+
+Not exact.  Each element comes back within a few roundings of the *largest* of the values that met in it:
+of p and the update for parameters, of m and (1 − β1)·g for a first moment, of v and (1 − β2)·g² for a second.
+So after ordinary gradients 97% of Adam's fp32 parameters are bit-equal and the others one rounding off (70% for
+SGD with weight decay); after a gradient spike what was small beside it is gone.  A redo with the same
+gradient, which is what recovery does, meets the same large values again and ends where the first try ended,
+within the same few roundings.  With another gradient it goes on with moments that have forgotten what was
+before the spike.  scripts/bench_undo.py measures both.
+
+Refused: parameters in other types than fp32 and fp64 (bf16 would come back with 2⁻⁸ of its value lost),
+AMSGrad, unknown optimizers, sparse gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, Mapping
+
+import torch
+
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.state.stage_state import StageState
+from recycle_plugin.runtime.state.undo import rules
+from recycle_plugin.runtime.state.undo.kept import Copies, Small
+
+DTYPES = (torch.float32, torch.float64)
+LARGEST_DECAY = 0.5  # of lr × weight decay: what a step shrinks by is divided out again, and rounding grows with it
+
+
+class Inverse:
+    """Of the steps of ``state``'s optimizer, from copies of the gradients as they are when ``before_step()`` is called.
+
+    Copies, since p.grad does not outlive the step: Nesterov with ``foreach`` adds the momentum into it, and
+    zero_grad() may write zeros into it.  Raises RecycleError for what can't be taken back.
+    """
+
+    exact = False
+
+    def __init__(self, state: StageState) -> None:
+        self._whole, self._of = state, state.optimizer
+        self._optimizer = state.optimizer.optimizer
+        self._rule = rules.of(self._optimizer)
+        self._small = Small(state)
+        self._gradients = Copies()
+        self._others = Copies()  # state tensors that the rule does not invert: step counts
+        _check_parameters(self._of.parameters(), self._of.beside())
+        _check_groups(self._optimizer)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._gradients.nbytes + self._others.nbytes
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Copy the gradients; RecycleError where the step could not be taken back."""
+        _check_groups(self._optimizer)
+        parameters = self._of.parameters()
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        if any(gradient.is_sparse for gradient in gradients.values()):
+            raise _refused("cannot take a step with sparse gradients back", 'write "snapshot", or use sparse=False')
+        for parameter in parameters.values():
+            if parameter in self._optimizer.state:
+                self._state(parameter)
+        self._gradients.take(gradients)
+        self._others.take({key: value for key, value in self._of.kept().items() if key[1] not in self._rule.moments})
+        self._small.take()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Take the step back; RecycleError, and nothing is changed, where something in it is not finite."""
+        groups = self._small.parts["optimizer"]["groups"]
+        for step in self._steps(groups):
+            self._check_finite(step)
+        for step in self._steps(groups):
+            self._rule.invert(step)
+        self._small.put_back()
+        self._others.put_back(self._of.kept())
+        self._whole.rewritten()
+
+    def _steps(self, groups: list[dict[str, Any]]) -> Iterator[rules.Step]:
+        """What was applied to each parameter that had a gradient, with the hyper-parameters of that time."""
+        named = {parameter: name for name, parameter in self._of.parameters().items()}
+        for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
+            stepped = [(named[p], p, self._state(p)) for p in group["params"] if named[p] in self._gradients]
+            counts = self._rule.counts([state for _, _, state in stepped])
+            for (name, parameter, state), count in zip(stepped, counts, strict=True):
+                gradient = -self._gradients[name] if saved.get("maximize") else self._gradients[name]
+                yield rules.Step(parameter, state, gradient, saved, count)
+
+    def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Of a parameter that has been stepped."""
+        state = self._optimizer.state.get(parameter, {})
+        missing = [name for name in self._rule.needs if name not in state]
+        if missing:
+            name = type(self._optimizer).__name__
+            raise _refused(f"cannot take a step of {name} back, which leaves no {missing[0]} in a parameter's state", 'write "snapshot"')
+        return state
+
+    def _check_finite(self, step: rules.Step) -> None:
+        moments = [step.state[name] for name in self._rule.moments if torch.is_tensor(step.state.get(name))]
+        if not all(_is_finite(tensor) for tensor in (step.gradient, step.parameter, *moments)):
+            raise _refused("cannot take the last step back, because a gradient or what it made is infinite or not a number", 'write "snapshot"')
+
+
+def _check_parameters(parameters: Mapping[str, torch.Tensor], beside: Mapping[str, torch.Tensor]) -> None:
+    if beside:
+        raise _refused("cannot take steps back whose optimizer has parameters of its own beside the model's", 'write "snapshot"')
+    stepped = [one for one in parameters.values() if one.requires_grad]  # a frozen one never is
+    for dtype in {parameter.dtype for parameter in stepped}:
+        if dtype not in DTYPES:
+            raise _refused(f"needs parameters in fp32 or fp64, and there are some in {str(dtype).removeprefix('torch.')}", 'write "snapshot"')
+
+
+def _check_groups(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if group.get("amsgrad"):
+            raise _refused("cannot take AMSGrad back, whose running maximum of v forgets what it was", 'write "snapshot", or set amsgrad to false')
+        decay = float(group["lr"]) * float(group["weight_decay"])
+        if decay > LARGEST_DECAY:
+            raise _refused(f"cannot take a step back with lr x weight_decay = {decay:g}", f'write "snapshot", or stay at {LARGEST_DECAY:g} or less')
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """In one pass; NaN is the least and the largest of whatever it is among."""
+    return tensor.numel() == 0 or all(map(torch.isfinite, torch.aminmax(tensor)))
+
+
+def _refused(what: str, instead: str) -> RecycleError:
+    return RecycleError(f'recycle.undo: "inverse" {what}; {instead}')

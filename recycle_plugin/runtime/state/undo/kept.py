@@ -1,0 +1,75 @@
+"""What both ways of undo keep: copies of tensors, and the small parts of a stage's state."""
+
+from __future__ import annotations
+
+from typing import Any, Hashable, Mapping
+
+import torch
+
+from recycle_plugin.runtime.state.stage_state import Form, StageState, form_of
+
+
+class Copies:
+    """Of tensors by key, in buffers that are allocated once."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Hashable, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def __getitem__(self, key: Hashable) -> torch.Tensor:
+        return self._buffers[key]
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._buffers
+
+    def forms(self) -> dict[Hashable, Form]:
+        return {key: form_of(buffer) for key, buffer in self._buffers.items()}
+
+    def take(self, sources: Mapping[Hashable, torch.Tensor]) -> None:
+        """Copy ``sources``, and forget keys that are not among them."""
+        self._buffers = {key: self._buffer(key, source) for key, source in sources.items()}
+        _copy(list(self._buffers.values()), list(sources.values()))
+
+    def put_back(self, targets: Mapping[Hashable, torch.Tensor]) -> None:
+        """Copy into the tensor of each key.
+
+        Not by exchanging storages: parameters and moments may be views into flat buffers, and whoever
+        else holds such a buffer has to see the old values too.
+        """
+        _copy([targets[key] for key in self._buffers], list(self._buffers.values()))
+
+    def _buffer(self, key: Hashable, source: torch.Tensor) -> torch.Tensor:
+        known = self._buffers.get(key)
+        fits = known is not None and known.shape == source.shape and known.dtype == source.dtype and known.device == source.device
+        return known if fits else torch.empty_like(source)
+
+
+class Small:
+    """What goes by value of ``state``, as it was before a step."""
+
+    def __init__(self, state: StageState) -> None:
+        self._state = state
+        self._parts: dict[str, Any] | None = None
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """RuntimeError if none were taken."""
+        if self._parts is None:
+            raise RuntimeError("no step to take back: before_step() was not called, or its step is taken back already")
+        return self._parts
+
+    def take(self) -> None:
+        self._parts = self._state.small()
+
+    def put_back(self) -> None:
+        """Once: what was kept is handed out."""
+        self._state.put(self.parts)
+        self._parts = None
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)

@@ -1,0 +1,179 @@
+"""Optimizers' update rules turned round: from what a step left to what it found.
+
+``p``, ``m``, ``v``, ``b`` are the values after the step, ``g`` the applied gradient.  The formulas are those of
+SWIFT's update-undo (Zhong et al., PPoPP'23, arXiv 2302.06173); besides Nesterov, dampening, LAMB (You et al.,
+ICLR'20, arXiv 1904.00962, algorithm 2), and a clamp of second moments.  Where v was 0 or small beside
+(1 − β2)·g², rounding decides what comes back: without a clamp half of it is negative, and the next step's
+square root makes NaN.  Clamped at zero, the next step divides what rounding has left in m by eps alone, and
+throws the parameter away.  So v is clamped at the rounding of what it comes from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Mapping, Protocol
+
+import torch
+
+from recycle_plugin.errors import RecycleError
+
+
+@dataclass(frozen=True)
+class Step:
+    """One parameter's share of an applied step; ``parameter`` and the moments in ``state`` are inverted in place.
+
+    First steps are inverted like others; the moments that they have created are dropped afterwards, whatever is in them.
+    """
+
+    parameter: torch.Tensor
+    state: dict[str, Any]  # as the step left it
+    gradient: torch.Tensor  # as applied; its sign turned where the group maximizes
+    group: Mapping[str, Any]  # hyper-parameters that it was applied with
+    count: int  # of the parameter's steps, this one included
+
+    @property
+    def decay(self) -> float:
+        """The share of the parameter that weight decay has subtracted from it (of LAMB: times the trust ratio)."""
+        return float(self.group["lr"]) * float(self.group["weight_decay"])
+
+
+class Rule(Protocol):
+    moments: tuple[str, ...]  # state tensors that are inverted; others are put back from copies
+    needs: tuple[str, ...]  # what a stepped parameter's state must hold
+
+    def counts(self, states: list[dict[str, Any]]) -> list[int]:
+        """Number of steps, the last one included, of each of a group's stepped parameters."""
+
+    def invert(self, step: Step) -> None:
+        """Put parameter and moments back."""
+
+
+class Sgd:
+    """torch.optim.SGD: plain, with momentum (and dampening), Nesterov.
+
+    Momentum's first step sets b to the gradient, without dampening.  The parameter has moved along b all the same.
+    """
+
+    moments = ("momentum_buffer",)
+    needs = ()
+
+    def counts(self, states: list[dict[str, Any]]) -> list[int]:
+        return [0] * len(states)  # its steps are all alike
+
+    def invert(self, step: Step) -> None:
+        group, p, g = step.group, step.parameter, step.gradient
+        lr, momentum = float(group["lr"]), group["momentum"]
+        if momentum == 0:
+            p.add_(g, alpha=lr).div_(1 - step.decay)
+            return
+        b = step.state["momentum_buffer"]
+        if group["nesterov"]:
+            p.add_(g.add(b, alpha=momentum), alpha=lr).div_(1 - step.decay)
+        else:
+            p.add_(b, alpha=lr)
+        _take_out(b, _with_decay(g, p, group), momentum, 1 - group["dampening"])
+
+
+class Adam:
+    """Adam and AdamW.  ``decoupled``: weight decay acts on the parameter; None: the group says."""
+
+    moments = ("exp_avg", "exp_avg_sq")
+    needs = ("step", *moments)
+
+    def __init__(self, decoupled: bool | None) -> None:
+        self._decoupled = decoupled
+
+    def counts(self, states: list[dict[str, Any]]) -> list[int]:
+        return [int(state["step"]) for state in states]
+
+    def invert(self, step: Step) -> None:
+        decoupled = step.group.get("decoupled_weight_decay", False) if self._decoupled is None else self._decoupled
+        m, v = (step.state[name] for name in self.moments)
+        step_size, denominator = _adam(step, v)
+        p = step.parameter.addcdiv_(m, denominator, value=step_size)
+        if decoupled:
+            p.div_(1 - step.decay)
+        _invert_moments(step, step.gradient if decoupled else _with_decay(step.gradient, p, step.group))
+
+
+class FusedAdam(Adam):
+    """DeepSpeed's: of a group's parameters only the last one stepped counts, for all."""
+
+    def counts(self, states: list[dict[str, Any]]) -> list[int]:
+        return [int(states[-1]["step"])] * len(states) if states else []
+
+
+class Lamb(Adam):
+    """LAMB as published.  The trust ratio can't be had from what it made: the step leaves it in the state, for each parameter."""
+
+    needs = (*Adam.needs, "trust_ratio")
+
+    def __init__(self) -> None:
+        super().__init__(decoupled=True)
+
+    def invert(self, step: Step) -> None:
+        ratio = float(step.state["trust_ratio"])
+        m, v = (step.state[name] for name in self.moments)
+        step_size, denominator = _adam(step, v)
+        step.parameter.addcdiv_(m, denominator, value=step_size * ratio).div_(1 - ratio * step.decay)
+        _invert_moments(step, step.gradient)
+
+
+RULES: dict[str, Callable[[torch.optim.Optimizer], Rule]] = {
+    "torch.optim.sgd.SGD": lambda optimizer: Sgd(),
+    "torch.optim.adam.Adam": lambda optimizer: Adam(None),
+    "torch.optim.adamw.AdamW": lambda optimizer: Adam(decoupled=True),
+    "deepspeed.ops.adam.fused_adam.FusedAdam": lambda optimizer: FusedAdam(bool(optimizer.adam_w_mode)),
+    "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": lambda optimizer: Adam(bool(optimizer.adam_w_mode)),
+}
+DECLARED: dict[str, Callable[[], Rule]] = {"sgd": Sgd, "adam": lambda: Adam(False), "adamw": lambda: Adam(True), "lamb": Lamb}
+
+
+def of(optimizer: torch.optim.Optimizer) -> Rule:
+    """The rule of exactly this class; a subclass may compute something else.
+
+    A class can say itself that it computes what torch's SGD, Adam or AdamW does, with their names in state
+    and groups, or LAMB as published with Adam's names and ``trust_ratio``: ``undo_rule = "lamb"`` in its body.
+    RecycleError for any other (DeepSpeed's FusedLamb too: its update is not the published one).
+    """
+    kind = type(optimizer)
+    known = RULES.get(f"{kind.__module__}.{kind.__qualname__}")
+    if known is not None:
+        return known(optimizer)
+    declared = DECLARED.get(vars(kind).get("undo_rule", ""))
+    if declared is not None:
+        return declared()
+    raise RecycleError(
+        f'recycle.undo: "inverse" cannot take a step of {kind.__name__} back; write "snapshot", or use SGD, Adam or AdamW of torch.optim '
+        f"(LAMB and other classes: undo_rule = one of {', '.join(DECLARED)} in the class)"
+    )
+
+
+def _adam(step: Step, v: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """(step size, √v̂ + eps): the parameter has moved by -size · m over that.  In torch's order, so that it is the same number."""
+    beta1, beta2 = step.group["betas"]
+    corrected = step.group.get("bias_correction", True)
+    correction1, correction2 = (1 - beta**step.count if corrected else 1.0 for beta in (beta1, beta2))
+    return float(step.group["lr"]) / correction1, v.sqrt().div_(correction2**0.5).add_(step.group["eps"])
+
+
+def _invert_moments(step: Step, gradient: torch.Tensor) -> None:
+    (beta1, beta2), (m, v) = step.group["betas"], (step.state[name] for name in Adam.moments)
+    rounding = v * torch.finfo(v.dtype).eps
+    _take_out(m, gradient, beta1, 1 - beta1)
+    _take_out(v, gradient, beta2, 1 - beta2, square=True)
+    v.clamp_(min=rounding)
+
+
+def _with_decay(gradient: torch.Tensor, parameter: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    return gradient.add(parameter, alpha=group["weight_decay"]) if group["weight_decay"] else gradient
+
+
+def _take_out(average: torch.Tensor, new: torch.Tensor, kept: float, share: float, square: bool = False) -> None:
+    """``average`` was kept · old + share · new (or its square), and becomes the old; 0 where nothing was kept: it will not be read."""
+    if kept == 0:
+        average.zero_()
+    elif square:
+        average.addcmul_(new, new, value=-share).div_(kept)
+    else:
+        average.sub_(new, alpha=share).div_(kept)

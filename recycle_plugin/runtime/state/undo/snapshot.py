@@ -1,0 +1,46 @@
+"""Undo by copies: exact, for any optimizer whose state is tensors and plain values.
+
+There is no ping-pong variant, because it would save nothing.  Two buffers that change places spare a
+copy only where a step reads one and writes the other, and torch's optimizers (and DeepSpeed's) write
+where they read: the other buffer has to be filled before every step, and that is the copy made here.
+What is left to save is copying back, which happens after a failure only; exchanging storages instead
+would leave views into flat buffers behind.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from recycle_plugin.runtime.state.stage_state import StageState, form_of
+from recycle_plugin.runtime.state.undo.kept import Copies, Small
+
+
+class Snapshot:
+    """Of all parts of ``state``; what follows from others is not copied."""
+
+    exact = True
+
+    def __init__(self, state: StageState) -> None:
+        self._state = state
+        self._small, self._copies = Small(state), Copies()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._copies.nbytes
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        """Copy the present state over the last one."""
+        self._copies.take(self._state.tensors(following=False))
+        self._small.take()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the copied state back, bit for bit; RuntimeError if none was taken."""
+        self._small.put_back()
+        present = self._state.tensors(following=False)
+        for name, form in self._copies.forms().items():  # a step may have dropped a tensor of the optimizer's, or put one of another size in its place
+            if name not in present or form_of(present[name]) != form:
+                self._state.make(name, form)
+        self._copies.put_back(self._state.tensors(following=False))
+        self._state.rewritten()

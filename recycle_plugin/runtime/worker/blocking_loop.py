@@ -1,0 +1,135 @@
+"""``core.worker.training_loop`` in a real worker: waits block, so nothing is ever yielded."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterator, Sequence
+
+from recycle_plugin import planner
+from recycle_plugin.core.messages.protocol import Met
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.recovery_plan import Held, Rest
+from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
+from recycle_plugin.core.worker import training_loop as core
+from recycle_plugin.core.worker.checkpoint_saving import Files, save
+from recycle_plugin.core.worker.evaluation import Evaluations
+from recycle_plugin.core.worker.worker import Worker
+from recycle_plugin.planner.forwards import forwards
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.movers.batches import Tensors
+from recycle_plugin.runtime.worker.machine import TorchMachine
+from recycle_plugin.runtime.worker.plan_prefetcher import Ahead
+from recycle_plugin.runtime.worker.throughput_notes import Distance
+
+
+class Loop:
+    """Of ``worker``, on ``world``: every method returns when it is done."""
+
+    def __init__(
+        self, session: Session, worker: Worker, world: TorchMachine, topology: Topology, costs: CostModel, policy: Policy,
+        machine: StepMachine, recover: Callable[[], None], max_slowdown: float | None = None,
+    ) -> None:  # fmt: skip
+        """``recover()``: after a membership change between steps, for which the script's own changes have to be put aside."""
+        self._session, self._recover = session, recover
+        self._planner = _Planner(costs, policy, session, max_slowdown)
+        self._planner.resize(topology.full())
+        self._loop = core.Loop(world, worker, self._planner, topology, worker.seat, machine)
+        worker.applied = self._loop.applied
+        self._evaluations = Evaluations(world, worker, self._loop, forwards, self._recover_between)
+        self.machine = machine
+
+    def start(self) -> None:
+        _drain(self._loop.start())
+
+    def train(self, step: int) -> dict:
+        return _drain(self._loop.train(step))
+
+    @property
+    def settled(self) -> bool:
+        """Whether all steps applied here are known to be committed."""
+        return max(self.machine.committed, self._session.committed) >= self.machine.stepped
+
+    def settle(self) -> None:
+        """Where all are committed nothing is waited for, not even what has happened since."""
+        if self.settled:
+            self.machine.commit(self.machine.stepped)
+        else:
+            _drain(self._loop.settle())
+
+    def catch_up(self) -> None:
+        _drain(self._loop.catch_up())
+
+    def evaluate(self, batches: Sequence[Tensors], count: int) -> dict[str, float]:
+        """As core.worker.evaluation.Evaluations.run."""
+        return _drain(self._evaluations.run(batches, count))
+
+    def save(self, place: str, files: Files) -> str:
+        """As core.worker.checkpoint_saving.save."""
+        return _drain(save(self._loop, self._session, place, files, self._recover_between))
+
+    @property
+    def plan(self) -> Plan:
+        return self._loop.plan
+
+    def meet(self, place: str, values: dict) -> Met:
+        return _drain(self._loop.meet(place, values))
+
+    def loaded(self, step: int) -> None:
+        _drain(self._loop.loaded(step))
+
+    def resize(self, topology: Topology, batch: int) -> None:
+        self._planner.resize(topology.full())
+        _drain(self._loop.resize(topology, batch, self._planner.full_us(topology)))
+
+    def _recover_between(self) -> Iterator[Any]:
+        self._recover()
+        return iter(())
+
+
+class _Planner:
+    def __init__(self, costs: CostModel, policy: Policy, session: Session, max_slowdown: float | None) -> None:
+        self._costs, self._policy, self._session, self._max_slowdown = costs, policy, session, max_slowdown
+        self._distance: Distance | None = None
+        self._ahead = Ahead(costs, policy)
+
+    def resize(self, full: ClusterView) -> None:
+        """``full``: everybody there, and the number of micro-batches from now on."""
+        if self._max_slowdown is not None:
+            self._distance = Distance(self._session, full, self._costs, self._policy, self._max_slowdown)
+
+    def full_us(self, topology: Topology) -> int:
+        return planner.plan(topology.full(), self._costs, self._policy).period_us
+
+    def plan(self, view: ClusterView, slowness: core.Slowness) -> Plan:
+        """``slowness`` is what has been measured, beside what was known before.
+
+        Also begins to plan for what may come next; members are those of the generation that is being entered.
+        """
+        costs = self._costs.slowed(slowness)
+        if costs != self._ahead.costs:
+            self._ahead.stop()
+            self._ahead = Ahead(costs, self._policy)
+        planned = self._ahead.plan(view)
+        entered = self._session.pending or self._session.generation
+        self._ahead.prepare(view, entered.roster)
+        if self._distance is not None and self._session.worker == entered.roster.first.worker:
+            self._distance.say(view, costs)
+        return planned
+
+    def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
+        return planner.lowered(plan, seat, step)
+
+    def arrange(self, rest: Rest, plan: Plan, held: Held) -> planner.recovery_order.Programs:
+        return planner.arrange(rest, plan, self._costs, held)
+
+
+def _drain(execution: Iterator[Any]) -> Any:
+    """The value of a generator whose waits block."""
+    try:
+        next(execution)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("a wait of a real worker has yielded instead of blocking")

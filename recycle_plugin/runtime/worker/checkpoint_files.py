@@ -1,0 +1,125 @@
+"""Checkpoints as folders of files: written under another name, and given theirs once all have written (core/worker/checkpoint_saving.py).
+
+What is left under other names is removed with the next one, or where one can't be written: this job's own, and another job's where nobody has written to it for an hour.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+from recycle_plugin import folders
+from recycle_plugin.core.messages.activity import ELSEWHERE
+from recycle_plugin.errors import NotSaved
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.worker.blocking_loop import Loop
+from recycle_plugin.runtime.worker.ports import Reach
+
+UNFINISHED = ".incomplete-"
+STALE_S = 3600.0  # after which nobody writes to what another job has left: each file is minutes' work, and all are written at once
+
+
+class Saving:
+    """Of a job's checkpoints, by the worker of ``session``.  ``reach(point)`` is where injected faults strike."""
+
+    def __init__(self, session: Session, loop: Loop, reach: Reach) -> None:
+        self._session, self._loop, self._reach = session, loop, reach
+
+    def save(self, folder: Path, tag: str, latest: bool, write: Callable[[str], None], said: str) -> None:
+        """Return when the checkpoint ``folder``/``tag`` is in place; NotSaved, on all workers, where it can't be written.  ``write(tag)``: this worker's files, under
+        another tag."""
+        place = f"save_checkpoint({str(folder)!r}, {tag!r})"
+        why = self._loop.save(place, _Folder(self, folder, tag, latest, write, said))
+        if why:
+            raise NotSaved(f"{place} has failed: {why}")
+
+    def write(self, unfinished: str, write: Callable[[str], None]) -> str:
+        """Why that can't be, "" where it is done."""
+        session = self._session
+        session.assure("a checkpoint")
+        with session.heart.at(ELSEWHERE, "a checkpoint"), unwatched(session):
+            self._reach("checkpoint.start")
+            try:
+                write(unfinished)
+            except NotSaved as error:
+                return self.said(error)
+            self._reach("checkpoint.written")
+            return ""
+
+    def said(self, error: NotSaved) -> str:
+        """By this worker, to all."""
+        session = self._session
+        text = re.sub(rf"{re.escape(UNFINISHED)}[^/]*", "", str(error))  # a name that will be gone by then
+        return f"seat {session.roster.member(session.worker).seat} (rank {session.rank}): {text}"
+
+    def publish(self, folder: Path, tag: str, unfinished: str, latest: bool, said: str, **details: object) -> str:
+        """All files are there.  Why it can't have its name, "" where it has."""
+        session = self._session
+        with session.heart.at(ELSEWHERE, "a checkpoint"):
+            session.assure("a checkpoint", interruptible=False)
+            self._reach("checkpoint.publish")
+            try:
+                ready = folders.prepared(folder / "latest", tag) if latest else None
+                folders.put_in_place(folder / unfinished, folder / tag)
+                self._reach("checkpoint.named")
+                if ready is not None:
+                    folders.replace(ready, folder / "latest")
+            except OSError as error:
+                self._tidy(folder)
+                return self.said(error if isinstance(error, NotSaved) else NotSaved(folders.refusal(folder / tag, error)))
+            session.note("checkpoint", f"{said} in {folder / tag}", path=str(folder / tag), **details)
+            self._reach("checkpoint.latest")
+            self._tidy(folder)
+            return ""
+
+    def discard(self, folder: Path) -> None:
+        """Nobody writes there any more, and what is not whole is not wanted."""
+        with self._session.heart.at(ELSEWHERE, "a checkpoint"):
+            self._tidy(folder)
+
+    def _tidy(self, folder: Path) -> None:
+        for left in folder.glob(f"*{UNFINISHED}*"):
+            if f"{UNFINISHED}{self._session.job_id}-" in left.name or time.time() - folders.written_last(left) > STALE_S:
+                folders.remove(left)
+
+    def unfinished(self, tag: str, number: int) -> str:
+        """Another name in each membership, ``number``, and in each job."""
+        return f"{tag}{UNFINISHED}{self._session.job_id}-{number}"
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """As core.worker.checkpoint_saving.Files."""
+
+    saving: Saving
+    folder: Path
+    tag: str
+    latest: bool
+    write_files: Callable[[str], None]
+    said: str
+
+    def write(self, number: int) -> Iterator[Any]:
+        yield from ()
+        return self.saving.write(self.saving.unfinished(self.tag, number), self.write_files)
+
+    def publish(self, number: int) -> Iterator[Any]:
+        yield from ()
+        return self.saving.publish(self.folder, self.tag, self.saving.unfinished(self.tag, number), self.latest, self.said)
+
+    def discard(self, number: int) -> Iterator[Any]:
+        self.saving.discard(self.folder)
+        yield from ()
+
+
+@contextmanager
+def unwatched(session: Session) -> Iterator[None]:
+    """A membership change breaks a collective instead of being dealt with in it."""
+    between, session.between_steps = session.between_steps, None
+    try:
+        yield
+    finally:
+        session.between_steps = between

@@ -1,0 +1,143 @@
+"""The machine that a real worker runs on (core.worker.worker.Machine): a clock, a line to the coordinator, a mover of tensors to its peers.
+
+Waits block, by name and with a deadline; a membership change enters only between two instructions, or breaks a wait.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import contextmanager
+from typing import Any, Callable, Iterable, Iterator, TypeVar
+
+from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, awaited
+from recycle_plugin.core.messages.protocol import Missing
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import SENDS, STAGE_WIDE, Instruction, Op
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.worker.step_store import StepStore
+from recycle_plugin.core.worker.training_loop import Program
+from recycle_plugin.errors import WaitTimeout
+from recycle_plugin.runtime.control.session import Session
+from recycle_plugin.runtime.device import There, fetch
+from recycle_plugin.runtime.movers.mover import Mover
+from recycle_plugin.runtime.stage.operations import Operations
+
+T = TypeVar("T")
+OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must not do
+
+
+class TorchMachine:
+    """``operations`` compute; ``faults`` strike at their instructions and points; ``record`` is called with each instruction that has run."""
+
+    def __init__(
+        self, session: Session, mover: Mover, operations: Operations, faults: FaultScript, record: Callable[[Span], None] = lambda span: None
+    ) -> None:
+        self.line = self._session = session
+        self._mover, self.operations, self._faults = mover, operations, faults
+        self._takers: set[str] = set()  # of batches that were drawn here
+        self.send, self.arrivals, self.leave, self.clock = session.send, mover.arrivals, mover.leave, time.time
+        self.compute, self.share, self.norm, self.record = operations.compute, operations.share, operations.norm, record
+        self.undo, self.forget_sums = operations.undo, operations.forget_sums
+
+    # --- lines -------------------------------------------------------------------------------------
+
+    def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True) -> Iterator[Any]:
+        return self._session.wait(what, ready, interruptible)
+        yield  # a generator, as the loop wants it, that never yields
+
+    def wait_for_commit(self, step: int) -> Iterator[Any]:
+        self._session.wait_committed(step)
+        return iter(())
+
+    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
+        """Past the deadline the coordinator hears of it, and whether it is this worker that lets nobody in, and has it sent again; where it does nothing about it,
+        WaitTimeout."""
+        session = self._session
+        try:
+            return session.wait(lambda: awaited(datum, source), ready)
+        except WaitTimeout:
+            self._miss(str(datum), source if self._mover.hears() else None)
+        return session.wait(lambda: f"{awaited(datum, source)}, once more", ready)
+        yield
+
+    def transfer(self, datum: Datum, value: Any, target: Seat, era: int) -> None:
+        address = self._session.roster.holder(target).address
+        if datum.kind == "drawn":
+            self._takers.add(address)
+            value = There(value)  # what is packed (runtime/movers/batches.py) is on the host
+        self._mover.send(address, datum, value, era)
+
+    def hear_out(self) -> None:
+        if self._session.interruption() is not None and not self._mover.hear_out(self._session.pending.roster.addresses):
+            self._miss("what peers send", None)
+
+    def _miss(self, what: str, source: Seat | None) -> None:
+        """None: from whoever may send it, since it is this worker that hears nobody."""
+        session = self._session
+        own = session.roster.member(session.worker)
+        if source is not None or own is not None:  # else it is none of the members, and nobody's business
+            session.send(Missing(session.rank, session.number, what, str(source or own.seat)))
+
+    # --- instructions ------------------------------------------------------------------------------
+
+    def now_us(self) -> int:
+        return time.time_ns() // 1000  # one clock for all processes of a host, so that traces line up
+
+    @contextmanager
+    def running(self, program: Program) -> Iterator[Iterable[Instruction]]:
+        """A membership change interrupts it, and is not dealt with in a collective."""
+        between, self._session.between_steps = self._session.between_steps, None
+        self._session.heart.step = max(self._session.heart.step, program.step)
+        try:
+            yield program.instructions
+            self.reach(f"step.end@{program.step}")
+        finally:
+            self._session.between_steps = between
+
+    @contextmanager
+    def performing(self, instruction: Instruction) -> Iterator[None]:
+        if instruction.op in OUTWARD:
+            self._wait_taken()
+            self._session.assure(instruction)
+        at = ELSEWHERE if instruction.op is Op.LOAD else COMPUTES
+        with self._session.heart.at(at, instruction), self._session.at_work(instruction):
+            yield
+        self._session.heart.finished()
+
+    def spend(self, instruction: Instruction) -> Iterator[Any]:
+        return iter(())
+
+    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
+        return self.operations.add_up(instruction, have, holder)
+        yield
+
+    def number(self, loss: Any) -> float:
+        return fetch(loss, "a loss").item()
+
+    def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
+        """A named point (one argument; core/vocabulary/faults.py), or before and after an instruction."""
+        fault = self._faults.due("at", when) if instruction is None else self._faults.due(when, str(instruction))
+        if fault is not None:
+            strike(fault, self._session)
+
+    def _wait_taken(self) -> None:
+        """Return when the copies of all that was drawn here would survive this process: only then may others see what follows from it."""
+        if self._takers:
+            self._mover.wait_sent(self._takers)
+            self._takers.clear()
+
+
+def strike(fault: Fault, session: Session) -> None:
+    """Let an injected fault happen to this process, and say when."""
+    session.note("fault", f"{fault} strikes process {os.getpid()}", fault=str(fault), seat=str(fault.seat), struck_at=time.time())
+    match fault.kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "leave":
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,68 @@
+"""Plans for the likeliest next failures, made while training goes on.
+
+A thread works them out one after another, from the loss of any one worker to that of a whole host; the planner's inner
+loops run without the interpreter's lock.  A failure that comes meanwhile does not wait for it.  Plans are those that would
+be made on demand, to the digest, so it does not matter which worker has got how far.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import Iterable
+
+from recycle_plugin import planner
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.topology import ClusterView
+
+Hosts = list[list[Seat]]
+
+
+class Ahead:
+    """Of one worker.  ``prepared``: set when everything for the last view is in store."""
+
+    def __init__(self, costs: CostModel, policy: Policy) -> None:
+        self.costs, self._policy = costs, policy
+        self._store = planner.PlanStore(costs, policy)
+        self._lock = threading.Lock()  # of the store: for one plan at a time
+        self._view: ClusterView | None = None
+        self.prepared = threading.Event()
+
+    def plan(self, view: ClusterView) -> Plan:
+        """As ``planner.plan``; from the store if that is free.  Raises PlanError."""
+        if not self._lock.acquire(blocking=False):
+            return planner.plan(view, self.costs, self._policy)
+        try:
+            return self._store.plan(view)
+        finally:
+            self._lock.release()
+
+    def prepare(self, view: ClusterView, members: Iterable[Member]) -> None:
+        """Begin with what may happen to ``view``, and leave what was begun for an older one."""
+        self._view = view
+        self.prepared.clear()
+        threading.Thread(target=self._work, args=(view, _hosts(members)), name="recycle: planning ahead", daemon=True).start()
+
+    def stop(self) -> None:
+        """Leave what was begun."""
+        self._view = None
+
+    def _work(self, view: ClusterView, hosts: Hosts) -> None:
+        plans = self._store.prepare(view, hosts)
+        while self._view is view:
+            with self._lock:
+                if next(plans, None) is None:
+                    break
+        if self._view is view:
+            self.prepared.set()
+
+
+def _hosts(members: Iterable[Member]) -> Hosts:
+    """Seats that die together."""
+    found: dict[str, list[Seat]] = defaultdict(list)
+    for member in members:
+        found[member.host].append(member.seat)
+    return [seats for seats in found.values() if len(seats) > 1]

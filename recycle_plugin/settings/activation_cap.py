@@ -1,0 +1,54 @@
+"""The activation cap as people write it, in the settings and on command lines.
+
+Micro-batches and "1f1b" go to the planner as they are.  A size and "auto" are bytes: only a profile knows
+what a micro-batch takes of them.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B
+from recycle_plugin.core.vocabulary.profile import Profile
+
+AUTO = "auto"
+_SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*((?P<prefix>[kmgt])(?P<binary>i?))?b", re.IGNORECASE | re.ASCII)
+
+
+def size(text: str) -> int | None:
+    """Bytes of ``12GiB``, ``1.5 TB`` or ``4096B``; None for what is no size or less than one byte."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return None
+    unit = (1024 if match["binary"] else 1000) ** " kmgt".index((match["prefix"] or " ").lower())
+    return int(Decimal(match["number"]) * unit) or None
+
+
+def normal(text: str) -> str | None:
+    """``text`` as the other functions take it; None where it is neither "1f1b" nor "auto" nor a size."""
+    word = text.strip().lower()
+    return word if word in (ONE_F_ONE_B, AUTO) else text.strip() if size(text) else None
+
+
+def in_bytes(cap: object) -> bool:
+    """Whether ``cap`` needs a profile."""
+    return isinstance(cap, str) and cap != ONE_F_ONE_B
+
+
+def memory_bytes(cap: str, profile: Profile, stages: int, undo: str = "snapshot") -> int | tuple[int, ...]:
+    """``Policy.memory_bytes`` of a size, or of "auto": what a device has left beside a worker's state, per stage.
+
+    ``undo``: how steps are taken back, as in the settings.
+    Raises ValueError where "auto" has nothing to go by, or nothing is left.
+    """
+    if cap != AUTO:
+        return size(cap)
+    if profile.device_bytes is None:
+        raise ValueError("the profile does not say how much memory its device has")
+    from recycle_plugin.planner import PlanError, memory
+
+    try:
+        return memory.auto(profile.device_bytes, profile.state_bytes(stages, undo), profile.working_bytes(stages))
+    except PlanError as error:
+        raise ValueError(str(error)) from None

@@ -1,0 +1,241 @@
+"""Hydra overrides in, one typed and resolved :class:`Job` out: the only place that knows Hydra.
+
+The launcher hands every rank a ``--local_rank`` that Hydra refuses, and the run folder must not
+depend on the time at which a rank looks at its clock; so ranks compose with Hydra's compose API
+instead of ``@hydra.main``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from typing import Any, Literal, Sequence
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from recycle_plugin.core.vocabulary.instruction import Instruction
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.settings.schema import Settings, SettingsError
+from recycle_plugin.settings.wording import shown
+
+CONFIGS = "recycle_plugin.configs"
+
+
+class ComposeError(ValueError):
+    """One line: which override or value is wrong."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class GPTModel(_Section):
+    """Shape of a GPT; ``sequence`` in tokens; ``tied``: its head's weights are the embedding's."""
+
+    kind: Literal["gpt"]
+    layers: PositiveInt
+    hidden: PositiveInt
+    heads: PositiveInt
+    sequence: PositiveInt
+    vocabulary: PositiveInt
+    dropout: float = Field(ge=0, lt=1)
+    tied: bool
+
+    @property
+    def pipeline_layers(self) -> int:
+        """Layers that can be spread over stages: embedding, transformer layers, head; a tied one apart from the norm before it."""
+        return self.layers + 2 + self.tied
+
+
+class EmulatedModel(_Section):
+    """``layers`` layers that take the given times per micro-batch, on vectors of ``width`` numbers."""
+
+    kind: Literal["emulated"]
+    layers: PositiveInt
+    width: PositiveInt
+    forward_ms: float = Field(ge=0)
+    input_ms: float = Field(ge=0)
+    weight_ms: float = Field(ge=0)
+
+    @property
+    def pipeline_layers(self) -> int:
+        return self.layers
+
+
+class JobTopology(_Section):
+    stages: PositiveInt
+    replicas: PositiveInt
+    micro_batches: PositiveInt
+
+
+class TextData(_Section):
+    """Bytes of text files as tokens."""
+
+    kind: Literal["text"]
+    path: str | None
+    limit_bytes: PositiveInt
+
+
+class IndexedData(_Section):
+    """Megatron's .bin and .idx files; ``path`` is their names' common part."""
+
+    kind: Literal["indexed"]
+    path: str | None
+
+
+class Optimizer(_Section):
+    """DeepSpeed's own optimizer section."""
+
+    type: str
+    params: dict[str, Any]
+
+
+class Job(_Section):
+    """Everything that a training script needs, as plain values."""
+
+    steps: PositiveInt
+    micro_batch_size: PositiveInt
+    gradient_clipping: float = Field(ge=0)
+    seed: int = Field(ge=0)
+    run_dir: str = Field(min_length=1)
+    report_every: int = Field(ge=0)
+    save_parameters: bool
+    model: GPTModel | EmulatedModel = Field(discriminator="kind")
+    topology: JobTopology
+    data: TextData | IndexedData = Field(discriminator="kind")
+    optimizer: Optimizer
+    deepspeed: dict[str, Any] | None
+    recycle: dict[str, Any]
+
+    @property
+    def workers(self) -> int:
+        return self.topology.stages * self.topology.replicas
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The dictionary for ``deepspeed.initialize(config=...)``, the ``"recycle"`` section included."""
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_batch_size,
+            "gradient_accumulation_steps": self.topology.micro_batches,
+            "gradient_clipping": self.gradient_clipping,
+            "optimizer": {"type": self.optimizer.type, "params": dict(self.optimizer.params)},
+            "steps_per_print": self.report_every or 10**9,
+            **(self.deepspeed or {}),
+            "recycle": dict(self.recycle),
+        }
+
+    @property
+    def bf16(self) -> bool:
+        return bool((self.deepspeed or {}).get("bf16", {}).get("enabled"))
+
+
+def compose(overrides: Sequence[str] = ()) -> Job:
+    """The job that ``configs/`` and ``overrides`` (``model=gpt_tiny``, ``steps=20``, ...) describe.
+
+    Raises :class:`ComposeError`, or :class:`~recycle_plugin.settings.schema.SettingsError` for the ``recycle`` section.
+    """
+    job = _typed(_composed(overrides))
+    _check_faults(job)
+    if job.topology.stages > job.model.pipeline_layers:
+        raise ComposeError(
+            f"topology.stages: {job.topology.stages} stages for {job.model.pipeline_layers} layers; "
+            f"write at most {job.model.pipeline_layers}, or raise model.layers"
+        )
+    if isinstance(job.model, GPTModel) and job.model.hidden % job.model.heads:
+        raise ComposeError(f"model.heads: {job.model.heads} does not divide model.hidden = {job.model.hidden}; write a divisor")
+    return job
+
+
+def compose_from_command_line(arguments: Sequence[str], description: str, workers: int | None = None) -> Job:
+    """As :func:`compose`, from a rank's command line; what is wrong ends the script with one line.
+
+    Every rank says the same; under ``recycle_plugin.launch`` the coordinator prints it once.
+    ``workers``: how many were started, where the topology has to fit them.
+    """
+    parser = argparse.ArgumentParser(description=description, epilog="groups and keys: see configs/ (recycle_plugin.configs)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides: model=gpt_tiny steps=20")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the launcher's; the environment says it too
+    found, unknown = parser.parse_known_intermixed_args(arguments)
+    try:
+        if unknown:
+            raise ComposeError(f"{unknown[0]} is no option; write overrides as key=value")
+        job = compose(found.overrides)
+        if workers not in (None, job.workers):
+            raise ComposeError(
+                f"topology: {job.topology.replicas} replicas of {job.topology.stages} stages need {job.workers} workers, "
+                f"and {workers} started; launch with deepspeed --num_gpus {job.workers}"
+            )
+        return job
+    except (ComposeError, SettingsError) as error:
+        raise SystemExit(f"{parser.prog}: {error}") from None
+
+
+def _composed(overrides: Sequence[str]) -> Any:
+    OmegaConf.register_new_resolver("half", lambda number: int(number) // 2, replace=True)
+    OmegaConf.register_new_resolver("trace_kills", _trace_kills, replace=True)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module(CONFIGS, version_base="1.3"):
+            return OmegaConf.to_container(hydra_compose("config", list(overrides)), resolve=True)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        unknown = re.match(r"Could not override '(.+?)'", str(error))
+        raise ComposeError(_no_such_key(unknown[1]) if unknown else _flat(str(error))) from None
+
+
+def _trace_kills(replicas: int, stages: int, micro_batches: int, steps: int, seed: int) -> list[str]:
+    """The GCP trace of the ReCycle paper, compressed to ``steps`` steps, as kills: for ``faults=trace``."""
+    from recycle_plugin.simulator.peers import published
+    from recycle_plugin.simulator.peers.kills import kills
+
+    topology = Topology(replicas, stages, micro_batches)
+    return [str(fault) for fault in kills(published.TRACE, published.TRACE_ENDS_H, topology, steps, seed)]
+
+
+def _typed(tree: Any) -> Job:
+    try:
+        return Job.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part not in ("gpt", "emulated", "text", "indexed"))
+        value = "" if first["type"] == "missing" else f"{shown(first['input'])}; "
+        raise ComposeError(f"{where}: {value}{first['msg'].lower()}") from None
+
+
+def _check_faults(job: Job) -> None:
+    """A fault in a step that the run never reaches would be a test that tests nothing."""
+    for number, fault in enumerate(Settings.from_section(job.recycle).fault_list):
+        step = None if fault.when == "at" else Instruction.parse(fault.where).step
+        if step is not None and step >= 0 and not 1 <= step <= job.steps:  # an evaluation's is negative, and how many there are is not known
+            raise ComposeError(
+                f"recycle.faults[{number}]: '{fault}' names step {step}, and the run has steps 1 to {job.steps}; "
+                f"write a step such as {fault.where.partition('@')[0]}@{(job.steps + 1) // 2}"
+            )
+
+
+def _no_such_key(key: str) -> str:
+    known = _keys(_composed(()))
+    if key in known:
+        return f"{key}: the chosen {key.partition('.')[0]} has no such key; see configs/{key.partition('.')[0]}/"
+    near = difflib.get_close_matches(key, known, 1)
+    return f"{key}: no such key; " + (f"did you mean {near[0]}?" if near else "see configs/config.yaml and its groups")
+
+
+def _keys(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    """All dotted keys of a composed tree."""
+    keys = []
+    for name, value in tree.items():
+        keys.append(prefix + name)
+        keys += _keys(value, f"{prefix}{name}.") if isinstance(value, dict) else []
+    return keys
+
+
+def _flat(text: str) -> str:
+    """Hydra's message as one line, without its search path and its dump of the object."""
+    text = re.split(r"Config search path|\n\s*full_key:|\n\s*object_type=|See https?:", text)[0]
+    return " ".join(text.split())

@@ -1,0 +1,270 @@
+"""What must hold in a simulated job, whatever goes wrong; code of its own, that shares nothing with what it checks.
+
+Safety, while the job runs: every sum that becomes a gradient holds each micro-batch exactly once; no weight gradient is
+counted twice by its worker; what the stages of a tie add up is one sum each, the same on all its replicas; a committed step stays committed, and at its
+commit all live replicas of a stage hold the weights that the fault-free run has with the same data (simulator/samples.py), also where its sums depend on their
+order; and they have applied one gradient in each stage, clipped by one norm in all, which is told once.  Where sums depend on their order and nothing keeps
+it, there is no fault-free run to compare with, and replicas are compared with each other.  No worker keeps more than its budget.  All are told the same
+losses of an evaluation, those of the committed weights; a checkpoint that has its name is whole, and nobody goes on before it has.  Nobody healthy is given up.
+
+Progress, at the end: all troubles being over, every live worker has trained every step up to the planned end, with the fault-free losses, unless the job has
+ended for a reason that allows it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any, Hashable, Iterable, Mapping
+
+from recycle_plugin.core.coordinator.output import WORKERS
+from recycle_plugin.core.messages.contributions import LOSS
+from recycle_plugin.core.messages.protocol import Collected, End, Resume
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
+from recycle_plugin.core.vocabulary.instruction import Instruction, Op
+from recycle_plugin.simulator.arithmetic import Batch, sampled
+from recycle_plugin.simulator.reference import Reference
+from recycle_plugin.simulator.samples import Samples
+from recycle_plugin.simulator.scenario import Scenario
+
+
+class Watcher:
+    """Told by ``simulator.cluster`` what happens; ``violations`` in words."""
+
+    def __init__(self, given: Scenario, weights: tuple[int, ...], late: bool) -> None:
+        """``late``: tensors may be lost or come late, since a line is broken or a worker is held up."""
+        self.shape, self.steps, self.budget, self.late, self.rounds = given.shape, given.steps, given.budget, late, given.rounds
+        self.reference = Reference(given.shape, weights, given.clip, given.policy.block)
+        self._samples = Samples(given.shape, self.say) if given.iterators else None
+        if not given.iterators:
+            for step in range(1, given.steps + 1):
+                self.reference.follow(step)
+        self.violations: list[str] = []
+        self._counted: dict[Seat, Counter] = defaultdict(Counter)
+        self._told: set[tuple[int, str]] = set()
+        self._told_with: dict[int, dict] = {}  # when losses were told, the batches that they are of
+        self._applied: dict[tuple[Seat, int], tuple[int, float | None]] = {}
+        self._pauses = {step for step, what in given.between if what != "pause"}  # steps after which all do something together
+        self._evaluated: dict[int, Mapping[str, int]] = {}
+        self._published: set[int] = set()
+        self._costly: set[tuple[int, str]] = set()  # work for which somebody was given up
+        self._verdicts: dict[int, str] = {}  # by step: why there is no checkpoint of it
+        self._committed = 0
+        self._end: int | None = None  # the step before which the job is to end
+
+    def say(self, text: str) -> None:
+        if text not in self.violations:
+            self.violations.append(text)
+
+    # --- while it runs ------------------------------------------------------------------------------
+
+    def computed(self, worker: Any, instruction: Instruction, bare: bool) -> None:
+        if instruction.op not in (Op.W, Op.B):
+            return
+        key = instruction.step, instruction.micro_batch
+        self._counted[worker.seat][key] += 1
+        if self._counted[worker.seat][key] > 1:
+            self.say(f"seat {worker.seat} counts {instruction} twice")
+
+    def loaded(self, worker: Any, instruction: Instruction, batch: Batch) -> None:
+        """At an end of the pipeline; of an iterator's."""
+        self._samples.loaded(instruction.step, instruction.micro_batch, worker.seat.stage, batch)
+
+    def voided(self, worker: Any, after: int) -> None:
+        """What it has counted of the steps after ``after`` was computed with rejected weights."""
+        counted = self._counted[worker.seat]
+        self._counted[worker.seat] = Counter({key: count for key, count in counted.items() if key[0] <= after})
+
+    def sent(self, worker: Any) -> None:
+        """A boundary tensor, so that others may have to go."""
+        store = worker.store
+        if self.budget is not None and store.weight > self.budget and store.spare:
+            self.say(f"seat {worker.seat} keeps {store.weight} boundary tensors with a budget of {self.budget}, and {store.spare[0]} could go")
+
+    def summed(self, worker: Any, step: int, parts: list[Mapping[MicroBatch, Any]]) -> None:
+        found = Counter(micro_batch for part in parts for micro_batch in part)
+        wrong = [str(one) for one in self.shape.batch if found[one] != 1]
+        if wrong or sum(found.values()) != len(self.shape.batch):
+            self.say(f"the gradient of stage {worker.seat.stage}, step {step}, holds {self._how_often(found, wrong)}")
+
+    def tied(self, worker: Any, step: int, brought: list[tuple[int, int]]) -> None:
+        """``brought``: of each worker, its stage and its stage's sum."""
+        sums = set(brought)
+        if sorted(stage for stage, _ in sums) != list(self.shape.tie(worker.seat.stage)):
+            self.say(f"the tied gradient of seat {worker.seat}, step {step}, is made of stages {sorted(stage for stage, _ in sums)}")
+
+    def heard(self, rank: int, message: object) -> None:
+        """The coordinator hears it from ``rank`` or its supervisor; what follows from that is what is checked."""
+
+    def told(self, whom: object, message: object) -> None:
+        """To all workers: of each step one norm, and one loss, but where they are void; and no failure once all steps up to a planned end are committed, and nothing is left to do together."""
+        if isinstance(message, Resume) and message.void:
+            self._told = {key for key in self._told if key[0] <= message.committed + 1}
+        elif isinstance(message, Collected):
+            if (message.step, message.name) in self._told:
+                self.say(f"the {message.name} of step {message.step} is told twice")
+            self._told.add((message.step, message.name))
+            if self._samples is not None and message.name == LOSS:
+                self._told_with[message.step] = self._samples.loaded_so_far(message.step)
+        elif isinstance(message, End) and whom == WORKERS and not message.failed:
+            self._end = message.step
+        elif isinstance(message, End) and whom == WORKERS and self._end is not None and self._committed >= self._end - 1 and self._end - 1 not in self._pauses:
+            self.say(f"the job has failed at its planned end, with all steps committed: {message.reason}")
+
+    def fenced(self, cluster: Any, rank: int, why: str) -> None:
+        """... on suspicion, or for what it has done.  Who only has work that takes long is healthy: it may cost one worker where that can't be told from one that
+        hangs, and no second one; and without a stage's last worker there is no job."""
+        worker, suspected = cluster.workers[rank], why.startswith(("it computes", "its process is stopped", "nothing was heard"))
+        if suspected and not cluster.membership.roster.stage(worker.seat.stage):
+            self.say(f"seat {worker.seat}, the last of its stage, is given up on suspicion: {why}")
+        if why.startswith("it computes") and not worker.stuck and not worker.stopped:
+            heavy = [each for each in cluster.scenario.heavy if f"{each.stage}{each.op}{each.micro_batch}@{each.step}" in why]
+            work = {(each.step, each.micro_batch) for each in heavy}
+            if not heavy or any(each.computes for each in heavy) or work & self._costly:
+                self.say(f"seat {worker.seat} is given up, and healthy: {why}")
+            self._costly |= work
+
+    def applied(self, worker: Any, step: int, gradient: int, norm: float | None) -> None:
+        """``norm``: by which the gradient is clipped.  What was taken back and is applied again is told again."""
+        self._applied[worker.seat, step] = gradient, norm
+
+    @staticmethod
+    def _how_often(found: Counter, wrong: list[str]) -> str:
+        return ", ".join(f"micro-batch {name} {found[MicroBatch.parse(name)]} times" for name in wrong) or "strangers"
+
+    def missed(self, worker: Any, datum: Datum, source: Seat) -> None:
+        if not self.late:
+            self.say(f"seat {worker.seat} waits in vain for {datum} from seat {source}, and no line is broken")
+
+    def committed(self, cluster: Any) -> None:
+        now = cluster.membership.committed
+        if now < self._committed:
+            self.say(f"step {self._committed} was committed, and now only {now} is")
+        if now > self._committed:
+            if self._samples is not None:
+                self._samples.committed(now, whole={seat.replica for seat in self.shape.seats} - {cluster.workers[rank].seat.replica for rank in cluster.gone()})
+                self._follow(self._committed + 1, now)
+            live = [cluster.workers[worker.rank] for worker in cluster.membership.roster.workers]
+            for step in range(self._committed + 1, now + 1):
+                self._alike([worker.seat for worker in live], step)
+            self._committed = now
+            for worker in live:
+                self._right_weights(worker, now)
+
+    def _alike(self, live: list[Seat], step: int) -> None:
+        """All have applied ``step`` alike.  Weights follow from that, where they were equal before."""
+        for seat in live:
+            if (seat, step) not in self._applied:
+                self.say(f"step {step} is committed, and seat {seat} has not applied it")
+                return
+        if len(norms := self._several(self._applied[seat, step][1] for seat in live)) > 1:
+            self.say(f"step {step} is clipped by {' and '.join(map(str, norms))}")
+        for stage in range(self.shape.stages):
+            if len(self._several(self._applied[seat, step][0] for seat in live if seat.stage == stage)) > 1:
+                self.say(f"the replicas of stage {stage} have applied different gradients in step {step}")
+
+    @staticmethod
+    def _several(values: Iterable[Hashable]) -> list:
+        return sorted(set(values), key=str)
+
+    def _right_weights(self, worker: Any, committed: int) -> None:
+        for step in (committed + 1, committed + 2):  # after the last committed step, or one ahead of it
+            held = worker.store.get(Datum("params", worker.seat.stage, None, step))
+            if held is not None and step <= self.steps + 1:
+                if self._samples is not None and step - 1 > self._committed:
+                    self._follow(step - 1, step - 1)
+                if not self.rounds and held != self.reference.weights[step][worker.seat.stage]:
+                    self.say(f"seat {worker.seat} has wrong weights behind step {step - 1}")
+                return
+        self.say(f"seat {worker.seat} has no weights behind step {committed}, which is committed")
+
+    def _follow(self, first: int, last: int) -> None:
+        """... with the data that was computed with."""
+        for step in range(first, last + 1):
+            self.reference.follow(step, self._samples.of(step))
+
+    # --- between steps ------------------------------------------------------------------------------
+
+    def evaluated(self, worker: Any, number: int, count: int, step: int, losses: Mapping[str, int]) -> None:
+        """After ``step``, of ``count`` micro-batches from each replica."""
+        if self._evaluated.setdefault(number, losses) != losses:
+            self.say(f"seat {worker.seat} was told other losses of evaluation {number} than another")
+        found = {MicroBatch.parse(name): loss for name, loss in losses.items()}
+        gone = {worker.cluster.workers[rank].seat for rank in worker.cluster.gone()}
+        for replica in range(self.shape.replicas):
+            batch = {MicroBatch(replica, index) for index in range(count)}
+            if not batch <= found.keys() and not {Seat(replica, 0), Seat(replica, self.shape.stages - 1)} <= gone:
+                self.say(f"evaluation {number} is without data of replica {replica}, an end of which lives")
+        for micro_batch, loss in found.items():
+            if not self.rounds and loss != self.reference.loss(step + 1, sampled(micro_batch, -number)):
+                self.say(f"the loss of micro-batch {micro_batch} in evaluation {number} is wrong")
+
+    def published(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
+        """A checkpoint of ``step`` has its name.  ``written``: by whom, None by who could not."""
+        self._published.add(step)
+        self._check_nobody_writes(worker, step, written)
+        for stage in range(self.shape.stages):
+            weights = {weight for seat, weight in written.items() if seat.stage == stage}
+            if len(weights) != 1 or not self.rounds and weights != {self.reference.weights[step + 1][stage]}:
+                self.say(f"the checkpoint of step {step} has {'no' if not weights else 'wrong'} weights of stage {stage}")
+
+    def discarded(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
+        """What there is of a checkpoint of ``step`` is removed."""
+        self._check_nobody_writes(worker, step, written)
+
+    def _check_nobody_writes(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
+        live = {member.seat for member in worker.line.roster}
+        if live - written.keys():
+            self.say(f"seat {worker.seat} takes a checkpoint of step {step} for written, which others still write")
+
+    def saved(self, worker: Any, step: int, why: str) -> None:
+        """``why`` it is not, or ""."""
+        if not why and step not in self._published:
+            self.say(f"seat {worker.seat} goes on behind a checkpoint of step {step} that is not there")
+        if self._verdicts.setdefault(step, why) != why:
+            self.say(f"seat {worker.seat} was told otherwise than another whether there is a checkpoint of step {step}")
+
+    # --- at the end ---------------------------------------------------------------------------------
+
+    def finished(self, cluster: Any, may_end: bool) -> None:
+        """``may_end``: the troubles leave some stage without a worker, or too few workers in touch."""
+        ended = cluster.membership.ended
+        if ended is not None and ended.failed and not may_end:
+            self.say(f"the job has ended although it could go on: {ended.reason}")
+        self._rightly_given_up(cluster)
+        at_the_end = (None,) if ended is None or ended.failed else (None, ended.reason)
+        last = self.steps if ended is None or ended.failed else min(self.steps, ended.step - 1)
+        told: dict[int, dict] = {}
+        for worker in cluster.workers.values():
+            if worker.alive and worker.runs and not worker.stuck and not (worker.stopped and ended is not None and ended.failed):
+                self.say(f"seat {worker.seat} waits for {worker.waits_for}" if worker.waiting else f"seat {worker.seat} has not ended")
+            for step, losses in worker.losses.items():  # what went down with a worker of a step that all had applied is missing, and said so
+                expected = told.setdefault(step, losses) if self.rounds else self._losses(step)
+                losses, expected = self._of_what_stayed(step, losses), self._of_what_stayed(step, expected)
+                if not losses.items() <= expected.items() or losses != expected and not cluster.membership.lost:
+                    self.say(f"seat {worker.seat} was told wrong losses of step {step}")
+            if worker.alive and worker.line.worker not in cluster.membership.lost and worker.reason in at_the_end and not worker.runs:
+                self._right_weights(worker, last)
+        if (ended is None or not ended.failed) and self._committed < last:
+            self.say(f"only {self._committed} of {last} steps are committed")
+
+    def _rightly_given_up(self, cluster: Any) -> None:
+        """Where nothing is wrong but that somebody hears nobody, that one alone is given up; where it can't tell, perhaps one of its peers before.  Work that takes
+        long may cost somebody too."""
+        if cluster.scenario.heavy:
+            return
+        healthy = [str(worker.seat) for rank, worker in cluster.workers.items() if worker.line.worker in cluster.membership.lost and rank not in cluster.deafened]
+        if cluster.deafened and len(healthy) > (not all(cluster.deafened.values())):
+            self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")
+
+    def _of_what_stayed(self, step: int, losses: Mapping[str, int]) -> Mapping[str, int]:
+        """Without micro-batches whose batch was lost with all that was computed with it, after their loss was told: another one took its place."""
+        if self._samples is None:
+            return losses
+        before, now = self._told_with.get(step, {}), self._samples.loaded_so_far(step)
+        return {name: loss for name, loss in losses.items() if before.get(MicroBatch.parse(name)) == now.get(MicroBatch.parse(name))}
+
+    def _losses(self, step: int) -> Mapping[str, int]:
+        if self._samples is not None and step > self._committed:  # told, and never committed
+            self._follow(step, step)
+        return self.reference.losses[step]

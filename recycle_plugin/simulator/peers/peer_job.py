@@ -1,0 +1,87 @@
+"""A training job as the policies see it: a profile (measured or analytic) on a topology."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.profile import Part, Profile
+from recycle_plugin.core.vocabulary.topology import Topology
+from recycle_plugin.planner import plan
+
+STOCK = Policy(split_backward=False, stagger_optimizer=False, reroute=False)
+
+
+@dataclass(frozen=True)
+class Job:
+    """``topology``: of the fault-free job, with its micro-batches per replica; samples are sequences.
+
+    ``memory_limit``: bytes of one accelerator; GCP's a2-highgpu machines have the A100 of 40 GB.
+    """
+
+    name: str
+    topology: Topology
+    profile: Profile
+    memory_limit: float = 40e9
+
+    @property
+    def workers(self) -> int:
+        return self.topology.replicas * self.topology.stages
+
+    @property
+    def batch(self) -> int:
+        """Samples a step."""
+        return self.topology.replicas * self.topology.micro_batches * self.profile.micro_batch
+
+    @cached_property
+    def costs(self) -> CostModel:
+        return self.profile.costs(self.topology.stages, self.topology.replicas)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """All layers in their order, embedding and head included."""
+        return (self.profile.first, *[self.profile.layer] * self.profile.layers, self.profile.last)
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, per accelerator of a tensor-parallel group."""
+        return sum(part.parameters for part in self.parts) // self.profile.gpus_per_worker
+
+    @cached_property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Of one worker, per stage."""
+        return self.profile.state_bytes(self.topology.stages)
+
+    @property
+    def largest_state(self) -> int:
+        return max(self.state_bytes)
+
+    def memory_bytes(self, stage: int, micro_batches: int) -> int:
+        """State and ``micro_batches`` micro-batches' activations on a worker of ``stage``."""
+        return self.state_bytes[stage] + micro_batches * self.costs.activation_bytes[stage]
+
+    @property
+    def load_us(self) -> tuple[int, ...]:
+        """Per stage, one micro-batch's F, I and W."""
+        return tuple(map(sum, zip(self.costs.forward, self.costs.input, self.costs.weight)))
+
+    @cached_property
+    def fault_free_us(self) -> int:
+        """Microseconds a step of fault-free 1F1B: the papers' baseline."""
+        return plan(self.topology.full(), self.costs, STOCK).period_us
+
+    @property
+    def fault_free(self) -> float:
+        """Samples per second of fault-free 1F1B."""
+        return 1e6 * self.batch / self.fault_free_us
+
+    def pipelines(self, count: int) -> float:
+        """Samples per second of 1F1B with the whole batch on ``count`` pipelines; 0 for none."""
+        if count < 1:
+            return 0.0
+        whole = self.topology
+        each = -(-whole.replicas * whole.micro_batches // count)
+        costs = self.profile.costs(whole.stages, count)
+        return 1e6 * self.batch / plan(Topology(count, whole.stages, each).full(), costs, STOCK).period_us

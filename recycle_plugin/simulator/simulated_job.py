@@ -1,0 +1,164 @@
+"""A job with failures, instruction by instruction, in virtual time: what one failure costs, and what it leaves.
+
+Each generation of the membership is a world of its own.  When a worker dies, the others stop and say what
+they hold; after regrouping and planning the survivors run what is left of the unfinished steps (``core.vocabulary.recovery_plan``;
+where that needs the parameters before, a worker takes its step back) and then go on with the new plan, as
+``runtime.worker.blocking_loop`` does.  Workers that die meanwhile make another generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, Mapping, Sequence
+
+from recycle_plugin import planner
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.faults import Fault, FaultScript
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.recovery_plan import Held, surviving, unfinished
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.simulator.machine import MachineCosts
+from recycle_plugin.simulator.network import Network
+from recycle_plugin.simulator.virtual import Conditions, State, VirtualWorld
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A change of the membership; microseconds of the job's clock.
+
+    ``redone_us``: compute that survivors run a second time, of all workers together; ``undone``: how many take a step back.
+    """
+
+    seats: tuple[Seat, ...]
+    died_us: int
+    detected_us: int
+    resumed_us: int
+    committed: int
+    undone: int
+    redone_us: int
+
+
+@dataclass(frozen=True)
+class Ran:
+    """``commits``: when each step was committed; ``parameters``: of each live seat at the end."""
+
+    spans: tuple[Span, ...]
+    commits: Mapping[int, int]
+    losses: tuple[Loss, ...]
+    parameters: Mapping[Seat, Any]
+
+
+@dataclass
+class _Record:
+    """What has happened over all generations."""
+
+    spans: list[Span] = field(default_factory=list)
+    commits: dict[int, int] = field(default_factory=dict)
+    losses: list[Loss] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Job:
+    """``network()`` opens the lines of a generation; None: ``costs.transfer`` without contention.
+
+    ``keep``: whether survivors keep what they have of an unfinished step; otherwise it starts from its beginning.
+    """
+
+    view: ClusterView
+    costs: CostModel
+    policy: Policy
+    machine: MachineCosts
+    network: Callable[[], Network] | None = None
+    keep: bool = True
+
+    def run(
+        self, steps: int, faults: Sequence[Fault] = (), deaths: Mapping[Seat, int] | None = None, world: type[VirtualWorld] = VirtualWorld,
+        parameters: Mapping[Seat, Any] | None = None, torn: Callable[[Seat, Instruction], bool] | None = None,
+    ) -> Ran:  # fmt: skip
+        """Steps 0 to ``steps`` - 1.  Raises PlanError where a stage has lost all its workers; Deadlock; Torn."""
+        scripts = {seat: FaultScript(tuple(faults), seat) for seat in {fault.seat for fault in faults}}
+        conditions = Conditions(None, self.machine.commit_us, self.machine.detection_us, scripts, dict(deaths or {}))
+        conditions = replace(conditions, torn=torn) if torn else conditions
+        view, first, record = self.view, 0, _Record()
+        plan = planner.plan(view, self.costs, self.policy)
+        state = State.fresh(plan, 0, parameters)
+        while True:
+            if self.network is not None:
+                conditions = replace(conditions, network=self.network())
+            running = world(plan, self.costs, steps - first, first, conditions, state)
+            record.spans += running.run()
+            done = running.committed()
+            record.commits |= {step: at for step, at in running.commits.items() if step <= done}
+            if done >= first:  # all survivors have applied it, a dead worker has not
+                record.commits.setdefault(done, running.interrupted_us)
+            if done == steps - 1:
+                return Ran(tuple(record.spans), record.commits, tuple(record.losses), _final(running.survivors(), steps))
+            view, plan, state, loss = self._regroup(running, view, record, conditions)
+            record.losses.append(loss)
+            first = done + 1
+            conditions = replace(conditions, start_us=loss.resumed_us)
+
+    def _regroup(
+        self, ended: VirtualWorld, view: ClusterView, record: _Record, conditions: Conditions
+    ) -> tuple[ClusterView, Plan, State, Loss]:
+        """Who is left, their plan, what they go on from, and what that costs.  Deaths before they go on are part of the change."""
+        machine, dead = self.machine, dict(ended.dead)
+        known = max(dead.values()) + machine.detection_us
+        stopped = max(ended.stopped.values(), default=known)
+        undone = 0
+        while True:
+            left = view.without(*dead)
+            plan = planner.plan(left, self.costs, self.policy)
+            state, undone = self._go_on(ended, plan)
+            resumed = max(stopped, known) + machine.pause_us + (machine.undo_us if undone else 0)
+            late = {seat: at for seat, at in conditions.deaths.items() if seat in left.live and at < resumed}
+            if not late:
+                break
+            dead |= late
+            known = max(known, max(late.values()) + machine.detection_us)
+        redone = self._redone(record.spans, state, plan, ended.committed())
+        return left, plan, state, Loss(tuple(sorted(dead)), min(dead.values()), known, resumed, ended.committed(), undone, redone)
+
+    def _go_on(self, ended: VirtualWorld, plan: Plan) -> tuple[State, int]:
+        """What the live seats of ``plan`` go on from, and how many of them take a step back."""
+        left, live = ended.survivors(), plan.view.live
+        state = State({seat: left.store[seat].copy() for seat in live}, {seat: left.stepped[seat] for seat in live})
+        first = ended.committed() + 1
+        if not self.keep:
+            for seat in live:
+                _take_back(state, seat, first - 1)
+            return state, sum(left.stepped[seat] >= first for seat in live)
+        held: Held = {seat: frozenset(have.held()) for seat, have in state.store.items()}
+        rests = unfinished(plan, first - 1, held)
+        for rest in rests:
+            state.rests[rest.step] = planner.arrange(rest, plan, self.costs, held)
+            held = surviving(held, rest)
+            for seat in rest.undo:
+                state.store[seat].undo(rest.step)
+                state.stepped[seat] = rest.step - 1
+        return state, sum(len(rest.undo) for rest in rests)
+
+    def _redone(self, spans: Sequence[Span], state: State, plan: Plan, committed: int) -> int:
+        """Compute time of the coming instructions that have been run before."""
+        before = {span.instruction for span in spans if span.instruction.op in COMPUTE and span.instruction.step > committed}
+        coming = [(seat, one) for rest in state.rests.values() for seat, program in rest.items() for one in program if one in before]
+        if not self.keep:
+            coming = [(plan.route[one.stage, one.micro_batch], one) for one in before]
+        return sum(self.costs.of(one.op, one.stage, seat) for seat, one in coming)
+
+
+def _take_back(state: State, seat: Seat, committed: int) -> None:
+    """Nothing of what follows ``committed`` stays."""
+    store = state.store[seat]
+    if state.stepped[seat] > committed:
+        store.undo(committed + 1)
+    store.void(committed, store.era + 1)
+    state.stepped[seat] = committed
+
+
+def _final(state: State, steps: int) -> dict[Seat, Any]:
+    return {seat: have[Datum("params", seat.stage, None, steps)] for seat, have in state.store.items()}

@@ -1,0 +1,311 @@
+"""One worker of a simulated cluster: ``core.worker.worker`` on a machine that has a virtual clock, lines that take time, and exact numbers."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator
+
+from recycle_plugin import planner
+from recycle_plugin.core.coordinator.step_validation import over
+from recycle_plugin.core.messages.activity import COMPUTES, WAITS, awaited
+from recycle_plugin.core.messages.contributions import NORM
+from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.messages.protocol import Missing, Ready
+from recycle_plugin.core.vocabulary.commit_rule import StepMachine
+from recycle_plugin.core.vocabulary.cost import CostModel
+from recycle_plugin.core.vocabulary.dataflow import Datum
+from recycle_plugin.core.vocabulary.deadlines import Deadlines
+from recycle_plugin.core.vocabulary.faults import FaultScript
+from recycle_plugin.core.vocabulary.ids import Seat
+from recycle_plugin.core.vocabulary.instruction import SENDS, Instruction, Op
+from recycle_plugin.core.vocabulary.iterator_draws import Batches
+from recycle_plugin.core.vocabulary.plan import Plan, Policy
+from recycle_plugin.core.vocabulary.recovery_plan import Held, Rest
+from recycle_plugin.core.vocabulary.roster import Member
+from recycle_plugin.core.vocabulary.span import Span
+from recycle_plugin.core.vocabulary.topology import ClusterView
+from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.worker.iterator_data import Supply
+from recycle_plugin.core.worker.step_store import Retention, StepStore
+from recycle_plugin.core.worker.stopwatch import Stopwatch
+from recycle_plugin.core.worker.training_loop import Loop, Program, Slowness
+from recycle_plugin.core.worker.worker import Judging, Worker
+from recycle_plugin.simulator.arithmetic import Batch
+from recycle_plugin.simulator.exercised import Rule
+from recycle_plugin.simulator.numbers import Numbers
+from recycle_plugin.simulator.plain import PlainIterator
+from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
+from recycle_plugin.simulator.script import Died
+
+if TYPE_CHECKING:
+    from recycle_plugin.simulator.cluster import Cluster
+
+HANDLING_US = 200  # of a micro-batch that is loaded, or a boundary tensor that is sent: no plan counts it
+PART_US = 100 * MILLISECOND  # of what takes long
+RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
+DEADLINES = Deadlines(progress_timeout_s=1.0, busy_timeout_s=4.0, last_worker_timeout_s=8.0, idle_timeout_s=20.0, regroup_timeout_s=30.0)
+
+
+@dataclass
+class Sum:
+    """A REDUCE or a TIE under way: who takes part, what each has brought, and whether all are there."""
+
+    members: frozenset[int]
+    brought: dict[int, Any] = field(default_factory=dict)
+    done: bool = False
+    touched: bool = False  # a member has died or was cut off before everybody had the result
+
+
+class Machine:
+    """What ``core.worker.worker`` calls so, with what ``core.worker.training_loop`` calls port; ``worker`` and ``loop`` run on it.  What may happen to it: simulator/scenario.py."""
+
+    def __init__(self, cluster: Cluster, rank: int, seat: Seat, weight: int) -> None:
+        self.cluster, self.rank, self.seat = cluster, rank, seat
+        self.line = Line(rank)
+        scenario = cluster.scenario
+        self.numbers = Numbers(scenario, seat)
+        self.store = StepStore(seat, scenario.shape.stages, bool(self.numbers.tie), Retention(budget=scenario.budget))
+        self.store.put(Datum("params", seat.stage, None, 1), weight)
+        self.steps = StepMachine(0)
+        self.store.drawn = scenario.iterators
+        reads = scenario.iterators and seat.stage in (0, scenario.shape.stages - 1)
+        self.supply = Supply(self.store, PlainIterator(seat.replica), self._hand_on, self._say_dealt) if reads else None
+        waits = scenario.clip > 0 and scenario.policy.together
+        judging, stopwatch = Judging(waits, scenario.clip > 0 and not waits), Stopwatch(scenario.costs) if scenario.rebalances else None
+        self.worker = Worker(self, scenario.shape, self.store, self.steps, judging, self.supply, stopwatch)
+        self.script = FaultScript(scenario.faults, seat)
+        self.alive = self.runs = True
+        self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
+        self.percent, self.done, self.at, self.step, self.cpu_s = 100, 0, (WAITS, "the start"), 0, 0.0
+        self.waits_for = ""
+        self.current: Instruction | None = None  # the one that it is at
+        self.losses: dict[int, dict] = {}  # as the training script gets them, by step
+        self.reason: str | None = None  # of its end before the last step
+        self.life: Iterator[Any]  # its training script (simulator/script.py)
+        self.loop = Loop(self, self.worker, cluster.planner, scenario.shape, seat, self.steps)
+        self.worker.applied = self.loop.applied
+        self._inbox: list[tuple[Datum, Any, int]] = []
+        self._last_step = 0
+        self.unheard: frozenset[int] = frozenset()  # ranks of which nothing is taken any more
+
+    def ready(self, incarnation: int = 0) -> Ready:
+        return Ready(Member(self.rank, self.seat, str(self.rank), f"host{self.rank}", incarnation), 0, _job(self.cluster.scenario))
+
+    # lines and the clock
+
+    def wait(self, what: Any, ready: Callable[[], Any], interruptible: bool = True) -> Iterator[Any]:
+        while True:
+            self.line.check_end()
+            if interruptible:
+                self.line.check()
+            value = ready()
+            if value is not None:
+                return value
+            self.at = (WAITS, what if isinstance(what, str) else what())
+            yield self.at[1]
+
+    def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], Any]) -> Iterator[Any]:
+        self.cluster.later(RESEND_US, partial(self._complain, self.line.number, datum, source))
+        return (yield from self.wait(lambda: awaited(datum, source), ready))
+
+    def wait_for_commit(self, step: int) -> Iterator[Any]:
+        self.cluster.exercised[Rule.LATE_COMMIT] += not self.line.is_committed(step)
+        yield from self.wait(f"the commit of step {step}", lambda: self.line.is_committed(step))
+
+    def send(self, message: object) -> None:
+        self.cluster.tell_coordinator(self.rank, message)
+
+    def transfer(self, datum: Datum, value: Any, target: Seat, era: int) -> None:
+        self.cluster.send(self.rank, self.line.roster.holder(target).rank, datum, value, era)
+
+    def deliver(self, datum: Datum, value: Any, era: int) -> None:
+        self._inbox.append((datum, value, era))
+
+    def arrivals(self) -> Iterable[tuple[Datum, Any, int]]:
+        arrived, self._inbox = self._inbox, []
+        return arrived
+
+    def hear_out(self) -> None:
+        """What the lost have sent has left them; of a host that is gone nothing comes any more.  Who finds out that it hears nobody says so."""
+        if self.cluster.deafened.get(self.rank):
+            self.send(Missing(self.rank, self.line.number, "what peers send", str(self.seat)))
+        if self.line.interruption() is not None:
+            live = {member.rank for member in self.line.pending.roster}
+            self.cluster.hurry(self.rank, live)
+            self.unheard = frozenset(self.cluster.workers.keys() - live)
+
+    def leave(self, members: Iterable[str]) -> None:
+        pass
+
+    def clock(self) -> float:
+        return self.cluster.now / 1e6
+
+    def now_us(self) -> int:
+        return self.cluster.now
+
+    def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
+        """A point of recovery (one argument), or before and after an instruction: where named faults strike."""
+        fault = self.script.due("at", when) if instruction is None else self.script.due(when, str(instruction))
+        if fault is not None:
+            self.cluster.hit(fault.kind, self.rank)
+        if fault is not None and fault.kind == "kill":
+            raise Died
+        if fault is not None:
+            self.cluster.trouble(self.rank, Trouble("stop", self.cluster.now, (self.seat,), for_us=5_000 * MILLISECOND))
+
+    def _hand_on(self, datum: Datum, batch: Batch, taker: Seat) -> None:
+        self.transfer(datum, batch, taker, self.store.era)
+
+    def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:
+        self.cluster.exercised[Rule.DEALT] += 1
+
+    def record(self, span: Span) -> None:
+        self.done += 1
+        self.cluster.spans.append(span)
+        if span.instruction.op in SENDS:
+            self.cluster.watcher.sent(self)
+
+    def _complain(self, generation: int, datum: Datum, source: Seat) -> None:
+        """Where the same wait lasts too long."""
+        waits = self.alive and self.waiting and self.line.number == generation and self.at == (WAITS, awaited(datum, source))
+        if waits and self.line.interruption() is None and not self.cluster.quiet:
+            self.cluster.watcher.missed(self, datum, source)
+            silent = self.seat if self.cluster.deafened.get(self.rank) else source
+            self.send(Missing(self.rank, generation, str(datum), str(silent)))
+            self.cluster.later(RESEND_US, partial(self._complain, generation, datum, source))
+
+    # computing
+
+    @contextmanager
+    def running(self, program: Program) -> Iterator[tuple[Instruction, ...]]:
+        self.cluster.exercised[Rule.EVALUATED_AGAIN] += program.step == self._last_step < 0
+        self._last_step = program.step
+        self.step = max(self.step, program.step)
+        yield program.instructions
+
+    @contextmanager
+    def performing(self, instruction: Instruction) -> Iterator[None]:
+        self.current, self.at = instruction, (COMPUTES, str(instruction))
+        if instruction.op is Op.VALIDATE:
+            self.cluster.exercised[Rule.NORM_KEPT] += self.worker.program.resumed and self.line.collected(instruction.step, NORM) is not None
+        yield
+
+    def spend(self, instruction: Instruction) -> Iterator[int]:
+        if instruction.op in (Op.REDUCE, Op.TIE, Op.VALIDATE):
+            return
+        handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
+        for heavy in self.cluster.scenario.heavy:
+            if (heavy.step, heavy.stage, heavy.op, heavy.micro_batch) == (instruction.step, instruction.stage, str(instruction.op), str(instruction.micro_batch)):
+                yield from self._spend_long(heavy)
+        spent = (handling + self.cluster.scenario.costs.of(instruction.op, self.seat.stage)) * self.percent // 100
+        if spent:
+            yield spent
+        while self.stuck:
+            yield 10**9
+
+    def _spend_long(self, heavy: Heavy) -> Iterator[int]:
+        """In parts, so that its supervisor sees how the CPU is used meanwhile."""
+        for _ in range(heavy.for_us // PART_US):
+            yield PART_US
+            self.cpu_s += heavy.computes * PART_US / 1e6
+
+    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+        if instruction.op is Op.STEP:
+            norm = have.get(Datum("norm", self.seat.stage, None, instruction.step))
+            clipped_by = norm if norm is not None and over(norm, self.cluster.scenario.clip) else None
+            self.cluster.watcher.applied(self, instruction.step, self.numbers.gradient(instruction.step, have), clipped_by)
+        made = self.numbers.compute(instruction, have, bare)
+        if instruction.op is Op.LOAD and instruction.step > 0 and have.drawn:
+            (drawn,) = have.requires(instruction)
+            self.cluster.exercised[Rule.KEPT_DATA] += Seat(have[drawn].draw.source, self.seat.stage) not in self.line.roster.seats
+            self.cluster.watcher.loaded(self, instruction, have[drawn])
+        self.cluster.watcher.computed(self, instruction, bare)
+        return made
+
+    def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
+        """As a collective does: nobody has the result before all have come, and a death leaves some with it and some without."""
+        return (yield from self._sum(instruction, have, holder) if instruction.op is Op.REDUCE else self._sum_over_tie(instruction, have))
+
+    def share(self, step: int, have: StepStore) -> float:
+        return self.numbers.share(step, have)
+
+    def norm(self, shares: Any) -> float:
+        return self.numbers.norm(shares)
+
+    def number(self, loss: int) -> int:
+        return loss
+
+    def undo(self, step: int) -> None:
+        self.cluster.exercised[Rule.TAKEN_BACK] += 1
+        self.numbers.taken_back()
+
+    def forget_sums(self, after: int) -> None:
+        self.cluster.watcher.voided(self, after)
+        self.numbers.forget_sums()
+
+    def _sum(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
+        reduced, stage = Datum("reduced", self.seat.stage, None, instruction.step), (self.seat.stage,)
+        if holder is not None:
+            brought = yield from self._together(instruction, stage, have[reduced] if holder == self.seat else None)
+            self.cluster.exercised[Rule.ROLLED_FORWARD] += reduced not in have
+            return brought[self.line.roster.holder(holder).rank]
+        counted = have.of("wgrad", instruction.step)
+        brought = yield from self._together(instruction, stage, (counted, self.numbers.sums(instruction.step)))
+        self.cluster.exercised[Rule.SUMMED_AGAIN] += self.worker.program.resumed
+        self.cluster.watcher.summed(self, instruction.step, [part for part, _ in brought.values()])
+        self.numbers.forget_sums()
+        return self.numbers.total([sums for _, sums in brought.values()])
+
+    def _sum_over_tie(self, instruction: Instruction, have: StepStore) -> Iterator[Any]:
+        """Each stage's sum from any of its workers: they have the same."""
+        brought = yield from self._together(instruction, self.numbers.tie, have[Datum("reduced", self.seat.stage, None, instruction.step)])
+        by_stage = {self.cluster.workers[rank].seat.stage: value for rank, value in sorted(brought.items(), reverse=True)}
+        self.cluster.watcher.tied(self, instruction.step, [(self.cluster.workers[rank].seat.stage, value) for rank, value in brought.items()])
+        self.cluster.exercised[Rule.TIED_AGAIN] += self.worker.program.resumed
+        return self.numbers.over_tie(by_stage)
+
+    def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Iterator[Any]:
+        """What all live workers of ``stages`` bring to ``instruction``, by rank."""
+        members = frozenset(member.rank for member in self.line.roster.stages(stages))
+        sum_ = self.cluster.sums.setdefault((self.line.number, instruction.op, stages[0], instruction.step), Sum(members))
+        sum_.brought[self.rank] = mine
+        if set(sum_.brought) == members:
+            sum_.done = True
+            for rank in members:
+                self.cluster.wake(rank)
+        yield from self.wait(lambda: f"the others at {instruction}", lambda: sum_.done or None)
+        self.at = (COMPUTES, str(instruction))
+        yield self.cluster.scenario.costs.of(instruction.op, self.seat.stage) + 1
+        if sum_.touched and self.cluster.random.random() < self.cluster.scenario.torn_share:
+            yield from self.wait("news of a lost worker", lambda: None)
+        return sum_.brought
+
+
+class Planner:
+    """``core.worker.training_loop.Planner``; what several workers ask for alike is worked out once."""
+
+    def __init__(self, costs: CostModel, policy: Policy) -> None:
+        self._costs, self._policy = costs, policy
+        self._plans: dict[tuple[frozenset[Seat], Slowness], Plan] = {}
+
+    def plan(self, view: ClusterView, slowness: Slowness) -> Plan:
+        if (view.live, slowness) not in self._plans:
+            self._plans[view.live, slowness] = planner.plan(view, self._costs.slowed(slowness), self._policy)
+        return self._plans[view.live, slowness]
+
+    def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
+        return planner.lowered(plan, seat, step)
+
+    def arrange(self, rest: Rest, plan: Plan, held: Held) -> Any:
+        return planner.arrange(rest, plan, self._costs, held)
+
+
+def _job(scenario: Scenario) -> Job:
+    shape, policy = scenario.shape, scenario.policy
+    return Job(
+        shape.replicas, shape.stages, shape.micro_batches, shape.ties, "", scenario.costs, policy, DEADLINES,
+        rebalance=scenario.rebalances,
+        stagger_optimizer=policy.stagger_optimizer, clipping=scenario.clip, clip="sync" if policy.together else "validate", nonfinite="skip",
+    )  # fmt: skip

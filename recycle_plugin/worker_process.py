@@ -1,0 +1,162 @@
+"""The process that trains: connects to the coordinator, then runs the user's script as ``__main__``.
+
+Started by the supervisor, which outlives it.  What can be said about an error in one line is said
+by the coordinator once, for all workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import signal
+import sys
+import sysconfig
+import threading
+import traceback
+from contextlib import suppress
+from dataclasses import replace
+
+from recycle_plugin.adapters.deepspeed import Plugin
+from recycle_plugin.core.messages.protocol import Crashed, Fatal
+from recycle_plugin.core.vocabulary.iterator_draws import Gone
+from recycle_plugin.core.vocabulary.recovery_plan import Torn
+from recycle_plugin.core.worker.control_view import JobEnded
+from recycle_plugin.core.worker.training_loop import LEAVE
+from recycle_plugin.errors import CutOff, RecycleError
+from recycle_plugin.planner import PlanError
+from recycle_plugin.runtime.control.session import Session, connect_from_environment
+from recycle_plugin.runtime.processes import forked, signal_info
+from recycle_plugin.runtime.processes.process_end import flush, leave_process
+from recycle_plugin.runtime.processes.spawn import die_with_parent
+from recycle_plugin.settings.schema import SettingsError
+
+GIVEN_UP = 3  # exit code
+FOREIGN = {os.path.realpath(path) for path in (os.path.dirname(__file__), *map(sysconfig.get_paths().get, ("stdlib", "purelib", "platlib")))}
+LINE, TRACE = 300, 20_000  # characters of an error that its line, and its traceback, have at most
+
+
+def main(command: list[str]) -> int:
+    """Run the script; returns the exit code."""
+    die_with_parent()  # nobody would watch an orphan
+    signal_info.unblock()
+    session = connect_from_environment(dict(os.environ), _end_early)
+    session.given_up = functools.partial(_end_given_up, session)
+    leave = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: _ask_to_leave(session, leave))
+    signal.signal(signal.SIGINT, lambda *_: _interrupt(session))
+    forked.register(session.cut_off)
+    Plugin(session).install()
+    try:
+        code = run_script(command)
+        if code == 0 and not session.forked:
+            session.at_end()
+            session.leave()
+        if code and not session.forked:
+            session.send(Crashed(session.rank, f"exit code {code}", step=session.heart.step))
+        return code
+    except JobEnded as end:
+        if not end.failed:
+            session.at_end()
+        if session.coordinator_is_gone:
+            _say(f"recycle: the job ends: {end}")
+        session.leave(end.code, planned=str(end) == LEAVE)
+        return end.code
+    except CutOff as error:
+        _say(f"recycle: error: {error}")
+        return error.code
+    except (RecycleError, SettingsError, PlanError, Torn, Gone) as error:
+        if os.environ.get("RECYCLE_TRACEBACK"):
+            traceback.print_exc()
+        if session.forked:
+            _say(f"recycle: error: {error}")
+        else:
+            session.send(Fatal(session.rank, str(error)))
+        return 1
+    except KeyboardInterrupt:  # before training, and then the supervisors have got it too
+        if session.forked:
+            raise
+        return 128 + signal.SIGINT
+    except Exception as error:
+        if session.forked or session.coordinator_is_gone:
+            raise
+        session.send(replace(crash(session.rank, error), step=session.heart.step))
+        return 1
+
+
+def run_script(command: list[str]) -> int:
+    """Run ``command[0]`` as ``__main__`` with the rest as its arguments; the code it exits with.
+
+    What it says with ``sys.exit("…")`` is an error of all workers, and said once.
+    """
+    sys.argv = command
+    sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as ending:
+        if isinstance(ending.code, str):
+            raise RecycleError(ending.code) from None
+        return ending.code or 0
+    return 0
+
+
+def crash(rank: int, error: Exception) -> Crashed:
+    """What the coordinator is to tell of a script that has ended with ``error``: where, which is the last line of anybody's but libraries and this package."""
+    frames = error.__traceback__
+    while frames is not None and _foreign(frames.tb_frame.f_code.co_filename):  # what has run the script
+        frames = frames.tb_next
+    places = [f" at {each.filename}:{each.lineno}" for each in traceback.extract_tb(frames) if not _foreign(each.filename)]
+    text = str(error).strip()
+    first = text.partition("\n")[0][:LINE]
+    line = f"{type(error).__name__}: {first}" if text else type(error).__name__
+    whole = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    return Crashed(rank, line + " …" * (first != text) + "".join(places[-1:]), whole[-TRACE:])
+
+
+def _foreign(file: str) -> bool:
+    """Whether that is no code of the user's."""
+    return file.startswith("<") or any(os.path.realpath(file).startswith(f"{folder}{os.sep}") for folder in FOREIGN)
+
+
+def _end_early(session: Session) -> None:
+    """The job has failed before its first step: go, whatever the script waits for (torch's store waits for minutes, deaf to signals)."""
+    if session.incarnation:  # nobody reads the job's own lines beside a process that was not part of it
+        _say(f"recycle: error: {session.end.reason}")
+    session.leave()
+    flush()
+    os._exit(1)
+
+
+def _end_given_up(session: Session, reason: str) -> None:
+    """Whatever the main thread is at, it must not do any more of it: no checkpoint that the others do not know, no message."""
+    _say(f"recycle: {session} was given up ({reason}), and the others go on without it: it ends")
+    os._exit(GIVEN_UP)
+
+
+def _ask_to_leave(session: Session, asked: threading.Event) -> None:
+    """SIGTERM: a planned leave.  Before the first step there is nothing to leave: the process just ends."""
+    if session.generation is None:
+        os._exit(128 + signal.SIGTERM)
+    if not asked.is_set():
+        asked.set()
+        threading.Thread(target=session.ask_to_leave, args=("its worker got SIGTERM",), daemon=True).start()
+
+
+def _interrupt(session: Session) -> None:
+    """Ctrl-C reaches every process of the terminal; once training runs, the supervisors end the job at a commit."""
+    if session.generation is None:
+        raise KeyboardInterrupt
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # whoever ends does so on a full disk too
+        print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        code = main(sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    leave_process(code)
