@@ -59,12 +59,12 @@ def make(folder: Path) -> None:
         raise NotSaved(refusal(folder, error)) from error
 
 
-def write(path: Path, into: Callable[[Output], object], called: Path | None = None) -> None:
+def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None = None) -> None:
     """What ``into(output)`` writes is in the file ``path``, on the disk.  Raises NotSaved, whatever goes wrong in it, of ``called`` where that is what it is for."""
     output = None
     try:
         with path.open("wb") as file:
-            output = Output(file)
+            output = CheckedFile(file)
             into(output)
             output.flush()
             os.fsync(file.fileno())
@@ -72,7 +72,7 @@ def write(path: Path, into: Callable[[Output], object], called: Path | None = No
         raise NotSaved(refusal(called or path, output and output.refused or error)) from error
 
 
-class Output:
+class CheckedFile:
     """As much of ``file`` as ``torch.save`` needs, which has words of its own for a disk that refuses to take more: ``refused`` has the system's."""
 
     def __init__(self, file: BinaryIO) -> None:

@@ -53,7 +53,7 @@ def main(command: list[str]) -> int:
             session.at_end()
             session.leave()
         if code and not session.forked:
-            session.send(Crashed(session.rank, f"exit code {code}", step=session.heart.step))
+            session.send(Crashed(session.rank, f"exit code {code}", step=session.heartbeats.step))
         return code
     except JobEnded as end:
         if not end.failed:
@@ -80,7 +80,7 @@ def main(command: list[str]) -> int:
     except Exception as error:
         if session.forked or session.coordinator_is_gone:
             raise
-        session.send(replace(crash(session.rank, error), step=session.heart.step))
+        session.send(replace(crash(session.rank, error), step=session.heartbeats.step))
         return 1
 
 

@@ -29,7 +29,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.experiments.benchmark import calibration, one_loss, run_part, script
 from recycle_plugin.experiments.measurements import Constants
 from recycle_plugin.simulator import analytic, predict, simulate, traces
-from recycle_plugin.simulator.history import Trainer
+from recycle_plugin.simulator.history import SimulatedTrainer
 from recycle_plugin.simulator.machine import LOCAL
 
 MEAN, MOST = 0.03, 0.06
@@ -187,7 +187,7 @@ def scale(found: argparse.Namespace) -> dict:
     print(f"{len(shape.seats)} workers x 64 micro-batches x 1 step: {len(spans)} instructions in {step_s:.1f} s (plan {plan_s:.2f} s), {memory:.2f} GB")
     profile = analytic.preset("gpt3_6_7b-ckpt")
     changes, end = traces.read("gcp", 24)
-    trainer = Trainer(Topology(6, 4, 24), profile.costs(4, 6), Policy(activation_cap=8), LOCAL)
+    trainer = SimulatedTrainer(Topology(6, 4, 24), profile.costs(4, 6), Policy(activation_cap=8), LOCAL)
     history, trace_s = timed(lambda: trainer.run(changes, end))
     print(f"{end / 3600:.2f} hours of training, {len(history.transitions)} transitions, {history.steps} steps, {history.memberships} memberships: {trace_s:.1f} s")
     met = step_s < 60 and trace_s < 60

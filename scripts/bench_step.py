@@ -32,7 +32,7 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.experiments.benchmark import DEADLINE_S, calibration, one_loss, run_part, script
 from recycle_plugin.experiments.measurements import WARM_UP, Constants
-from recycle_plugin.experiments.runs import Outcome, TrainingRun
+from recycle_plugin.experiments.runs import RunOutcome, TrainingRun
 from recycle_plugin.simulator import predict
 
 OVERHEAD, CHANGED, SAVING, GAIN, ERROR = 1.05, 1.02, 1.035, 1.15, 0.05
@@ -221,7 +221,7 @@ def busy_s() -> float:
     return times.user + times.nice + times.system + times.irq + times.softirq
 
 
-def settled(outcome: Outcome, skipped: int = WARM_UP) -> list[float]:
+def settled(outcome: RunOutcome, skipped: int = WARM_UP) -> list[float]:
     """Step times of all ranks, without the first ones."""
     return [seconds for record in outcome.records.values() for seconds in record["step_s"][skipped:]]
 

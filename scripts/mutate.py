@@ -43,10 +43,10 @@ HERE = Path(__file__).resolve()
 REASONS = HERE.with_suffix(".json").with_name("mutants.json")
 CORE = "recycle_plugin/core"
 ALWAYS = (  # of tests/pure
-    "membership", "leaving", "complaints", "loop", "work", "places", "meeting", "escalation", "verify", "replicas", "verdict", "ties", "rhythm", "core_forms",
-    "pace", "simulator", "watch", "simulator_profile", "roster", "incarnations", "shards", "job", "stepstore", "supply",
+    "membership", "leaving", "complaints", "training_loop", "step_figures", "data_cursor", "barriers", "throughput_floor", "verify", "replica_check", "step_validation", "ties", "checkpoint_interval", "core_forms",
+    "straggler_detector", "simulator", "failure_detector", "simulator_profile", "roster", "incarnations", "shards", "job_spec", "step_store", "iterator_data",
 )  # fmt: skip
-IF_IMPORTED = ("margin", "sources", "placement", "render", "lineage", "planner", "planner_wide", "simulator_failures", "dump", "tests/cli/test_profile.py")  # they take longer
+IF_IMPORTED = ("throughput_margin", "iterator_draws", "placement", "render", "recovery_plan", "planner", "planner_wide", "simulator_failures", "state_dump", "tests/cli/test_profile.py")  # they take longer
 EVERY = 61  # of the campaign's instants, every so many
 SILENCE_S = 1800  # of one attempt, by the clock: longer than its deadline takes on a busy machine
 MEMORY = 6 << 30  # what an attempt may take beyond what it starts with
@@ -250,8 +250,8 @@ def enter(checkout: Path, scratch: Path) -> None:
     assert Path(planner.__file__).is_relative_to(scratch), f"{planner.__file__} is not of the copy"
     planner.warm()
     campaign.run_seed(0)
-    for path in sorted(Path(CORE).glob("*.py")):
-        importlib.import_module(f"recycle_plugin.core.{path.stem}")
+    for path in sorted(Path(CORE).rglob("*.py")):
+        importlib.import_module(module_of(path))
 
 
 def tests_for(module: str | None) -> tuple[str, ...]:
@@ -313,6 +313,10 @@ def where(mutant: Mutant) -> str:
     return f"{path_of(mutant.module)}:{mutant.line} {mutant.function}"
 
 
+def module_of(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
 def path_of(module: str) -> Path:
     return Path(module.replace(".", "/") + ".py")
 
@@ -357,7 +361,7 @@ def main(arguments: list[str]) -> int:
     made.add_argument("--report", action="store_true", help="print what is in the file and end")
     found = made.parse_args(arguments)
     found.checkout, out = found.checkout.resolve(), found.out.resolve()
-    sources = {f"recycle_plugin.core.{path.stem}": path.read_text() for path in sorted((found.checkout / CORE).glob("*.py"))}
+    sources = {module_of(path.relative_to(found.checkout)): path.read_text() for path in sorted((found.checkout / CORE).rglob("*.py"))}
     drawn = sample((mutant for module, source in sources.items() for mutant in mutants(source, module)), found.seed)
     chosen = [mutant for mutant in drawn if found.only in f"{where(mutant)} {mutant.kind} {mutant.before} {mutant.after}"][: found.mutants]
     if found.list:

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from recycle_plugin.settings.compose import GPTModel, IndexedData, Job, compose_from_command_line
+from recycle_plugin.settings.compose import GPTModel, IndexedData, TrainingJob, compose_from_command_line
 
 RANK = int(os.environ.get("RANK", 0))
 
@@ -23,7 +23,7 @@ def main() -> None:
     run(compose_from_command_line(sys.argv[1:], __doc__, int(os.environ.get("WORLD_SIZE", 1))))
 
 
-def run(job: Job) -> dict:
+def run(job: TrainingJob) -> dict:
     """Train, write this rank's files, and return its record."""
     outputs = {name: Path(job.run_dir) / name / f"rank{RANK}{suffix}" for name, suffix in (("losses", ".json"), ("parameters", ".pt"))}
     for path in outputs.values():  # an earlier run's file must not stand for a rank that dies in this one
@@ -37,7 +37,7 @@ def run(job: Job) -> dict:
     return record
 
 
-def train(job: Job):
+def train(job: TrainingJob):
     """Run the job; this rank's record (loss and seconds of each step) and its engine."""
     import deepspeed
     import torch
@@ -62,7 +62,7 @@ def train(job: Job):
     return {"rank": RANK, "pid": os.getpid(), "losses": losses, "step_s": seconds}, engine
 
 
-def gpt(job: Job):
+def gpt(job: TrainingJob):
     """(layers, loss, data): a GPT of megatron-core layers on byte-level text, or on tokens that Megatron's tools have made."""
     import torch
 
@@ -78,7 +78,7 @@ def gpt(job: Job):
     return gpt_layers(shape, torch.bfloat16 if job.bf16 else torch.float32, job.seed), gpt_loss, data
 
 
-def emulated(job: Job):
+def emulated(job: TrainingJob):
     """(layers, loss, data): layers that take a stated time, on random vectors."""
     import torch
     from deepspeed.pipe import LayerSpec

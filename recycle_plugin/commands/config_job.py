@@ -29,7 +29,7 @@ _SLOTS = re.compile(r"(\S+)\s+slots=(\d+)")
 
 
 @dataclass(frozen=True)
-class Job:
+class ConfiguredJob:
     """``hosts``: the seats of each, rank 0's first.  ``origin``: of ``costs``.  ``mismatch``: of the batch sizes, one line or ""."""
 
     config: dict[str, Any]
@@ -90,7 +90,7 @@ def _planned(view: ClusterView, costs: CostModel, policy: Policy) -> tuple[int, 
     return made.period_us, made.bound_us
 
 
-def job_of(found: argparse.Namespace) -> Job:
+def job_of(found: argparse.Namespace) -> ConfiguredJob:
     """What the arguments say.  Raises ValueError with one line."""
     for name in ("pp", "dp", "micro_batches"):
         value = getattr(found, name)
@@ -108,7 +108,7 @@ def job_of(found: argparse.Namespace) -> Job:
     if taken is not None and settings.activation_cap == caps.AUTO:
         policy = replace(policy, memory_bytes=caps.memory_bytes(caps.AUTO, taken, found.pp, settings.undo))
     hosts, spare = placement(found.hostfile, shape, settings.placement)
-    return Job(config, settings, shape, policy, costs, origin, taken, hosts, spare, clip, mismatch)
+    return ConfiguredJob(config, settings, shape, policy, costs, origin, taken, hosts, spare, clip, mismatch)
 
 
 def config_of(path: str) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from recycle_plugin import planner
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.span import Span
-from recycle_plugin.experiments.runs import Outcome, RunFailed, TrainingRun, terminable
+from recycle_plugin.experiments.runs import RunFailed, RunOutcome, TrainingRun, terminable
 from recycle_plugin.observability.console import STYLES
 from recycle_plugin.observability.report import panels
-from recycle_plugin.observability.run_history import WARM_UP, Failure, History, step_times
+from recycle_plugin.observability.run_history import WARM_UP, Failure, RunHistory, step_times
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.render import curves, gantt, perfetto
 
@@ -39,7 +39,7 @@ PACKAGES = ("recycle_plugin", "torch", "deepspeed", "megatron-core")
 EVENT_LINE = re.compile(r"\[recycle +[\d.]+\] (\w+): .*")
 
 
-class Scenario(NamedTuple):
+class DemoScenario(NamedTuple):
     """What fails.  ``overrides``: of the run with the failure, beside those that both runs have."""
 
     what: str
@@ -49,14 +49,14 @@ class Scenario(NamedTuple):
 
 
 SCENARIOS = {
-    "worker": Scenario("one worker gets SIGKILL in the middle of a step", 4, ("topology=pp2_dp2",), ("faults=kill_one",)),
+    "worker": DemoScenario("one worker gets SIGKILL in the middle of a step", 4, ("topology=pp2_dp2",), ("faults=kill_one",)),
 }
 
 
 # --- what a failure cost -----------------------------------------------------------------------------
 
 
-def failures(outcome: Outcome) -> list[Failure]:
+def failures(outcome: RunOutcome) -> list[Failure]:
     """The kills of a run, in their order.  Raises RunFailed where one struck and the job did not go on."""
     lost = {str(failure.seat): failure for failure in outcome.failures}
     for event in outcome.of("fault"):
@@ -73,7 +73,7 @@ def as_report(failure: Failure) -> dict:
     }  # fmt: skip
 
 
-def survivors(outcome: Outcome, killed: Sequence[Failure]) -> list[dict]:
+def survivors(outcome: RunOutcome, killed: Sequence[Failure]) -> list[dict]:
     """Who should have got to the end, with the process at the start and, None where there is no record, at the end."""
     dead = {str(failure.seat) for failure in killed}
     return [
@@ -83,7 +83,7 @@ def survivors(outcome: Outcome, killed: Sequence[Failure]) -> list[dict]:
     ]
 
 
-def report(fault_free: Outcome, failed: Outcome, spans: Sequence[Span], steps: int) -> dict:
+def report(fault_free: RunOutcome, failed: RunOutcome, spans: Sequence[Span], steps: int) -> dict:
     """What report.json says.  ``spans``: the trace of the run with the failure.  Seconds, rounded to 0.1 ms."""
     killed, job = failures(failed), failed.job
     if not killed:
@@ -115,7 +115,7 @@ def report(fault_free: Outcome, failed: Outcome, spans: Sequence[Span], steps: i
     return {"passed": not (problems := what_is_wrong(found, failed)), "problems": problems} | found
 
 
-def what_is_wrong(found: Mapping, failed: Outcome) -> list[str]:
+def what_is_wrong(found: Mapping, failed: RunOutcome) -> list[str]:
     """Why the demo has not shown what it is to show; empty when it has."""
     wrong = []
     if not found["max_loss_difference"] <= TOLERANCE:  # a nan is no agreement
@@ -133,7 +133,7 @@ def what_is_wrong(found: Mapping, failed: Outcome) -> list[str]:
     return wrong
 
 
-def predicted_ratio(failed: History, spans: Sequence[Span], killed: Sequence[Failure]) -> float:
+def predicted_ratio(failed: RunHistory, spans: Sequence[Span], killed: Sequence[Failure]) -> float:
     """Degraded step time over fault-free step time as the planner has it, from the costs measured before the failure.
 
     It holds where every worker has a core (or device) of its own: the costs stay what they were.
@@ -158,7 +158,7 @@ def measured_costs(spans: Sequence[Span], stages: int) -> CostModel:
     return CostModel(**{name: tuple(cost(op, stage) for stage in range(stages)) for name, op in ops.items()})
 
 
-def _curve(outcome: Outcome) -> dict[int, float]:
+def _curve(outcome: RunOutcome) -> dict[int, float]:
     return dict(enumerate(outcome.losses, start=1))
 
 
@@ -228,7 +228,7 @@ def _demo(out: Path, name: str, steps: int, console: Console) -> int:
     return 0 if found["passed"] else 1
 
 
-def _train(folder: Path, workers: int, overrides: Sequence[str], console: Console, said: set[str]) -> Outcome:
+def _train(folder: Path, workers: int, overrides: Sequence[str], console: Console, said: set[str]) -> RunOutcome:
     """One run, its event lines printed as they come; warnings and notes that ``said`` has are not said again."""
     deadline, printed = time.monotonic() + DEADLINE_S, 0
     with TrainingRun(folder, workers, overrides) as job:

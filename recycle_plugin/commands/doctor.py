@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Iterator
 
-from recycle_plugin.commands.config_job import CLIPPING, COUNT, ONE_HOST, Job, at_risk, job_of
+from recycle_plugin.commands.config_job import CLIPPING, COUNT, ONE_HOST, ConfiguredJob, at_risk, job_of
 from recycle_plugin.commands.exact_mode import buffer_bytes, cost
 from recycle_plugin.commands.losses import NAMED, clipped, host_cases, stages_text, worker_cases
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -70,12 +70,12 @@ def run(found: argparse.Namespace) -> int:
     return int(bool(wrong))
 
 
-def head(job: Job) -> Iterator[str]:
+def head(job: ConfiguredJob) -> Iterator[str]:
     yield f"--pp {job.stages} --dp {job.replicas}: {len(job.shape.seats)} workers, {job.shape.micro_batches} micro-batches of each replica in a step"
     yield from textwrap.wrap(f"costs: {job.origin}", WIDTH, subsequent_indent="    ")
 
 
-def described(job: Job) -> dict:
+def described(job: ConfiguredJob) -> dict:
     return {"stages": job.stages, "replicas": job.replicas, "micro_batches": job.shape.micro_batches, "costs": job.origin}
 
 
@@ -105,7 +105,7 @@ class Section:
 # --- what it survives ------------------------------------------------------------------------------------
 
 
-def survival(job: Job) -> Section:
+def survival(job: ConfiguredJob) -> Section:
     risky = at_risk(job.hosts)
     rows = [_host(job, host, risky.get(host, ())) for host in job.hosts]
     each, workers = (job.replicas - 1) * job.survives, len(job.shape.seats)
@@ -124,7 +124,7 @@ def survival(job: Job) -> Section:
     return Section("survives", "What it survives", data, tuple(lines), tuple(_weak(job, risky)), table)
 
 
-def _host(job: Job, host: str, risky: tuple[int, ...]) -> dict:
+def _host(job: ConfiguredJob, host: str, risky: tuple[int, ...]) -> dict:
     """``ends``: why the host's loss ends the job, "" where it does not."""
     seats = job.hosts[host]
     ranks = [seat.stage * job.replicas + seat.replica for seat in seats]
@@ -151,7 +151,7 @@ def _numbers(ranks: list[int]) -> str:
     return " ".join(map(str, ranks)) if len(ranks) <= NAMED else f"{ranks[0]} ... {ranks[-1]}"
 
 
-def _weak(job: Job, risky: dict[str, tuple[int, ...]]) -> Iterator[str]:
+def _weak(job: ConfiguredJob, risky: dict[str, tuple[int, ...]]) -> Iterator[str]:
     if not job.settings.enabled:
         yield f"{SECTION}.enabled is false: the stock engine runs, and any loss ends the job; set it to true"
     if not job.settings.reroute:
@@ -165,7 +165,7 @@ def _weak(job: Job, risky: dict[str, tuple[int, ...]]) -> Iterator[str]:
         yield f"{held}{more}{refuses}: {_mend(job)}"
 
 
-def _mend(job: Job) -> str:
+def _mend(job: ConfiguredJob) -> str:
     """What gives the replicas of each stage to different hosts."""
     return remedy(Counter({clipped(host): len(seats) for host, seats in job.hosts.items()}), job.shape)
 
@@ -179,7 +179,7 @@ def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[st
 # --- what each loss costs --------------------------------------------------------------------------------
 
 
-def slowdown(job: Job) -> Section:
+def slowdown(job: ConfiguredJob) -> Section:
     free, bound = job.planned()
     nobody = _row(job, "nobody", (), free)
     rows, hosts, each = [nobody], [], []
@@ -207,7 +207,7 @@ def _slowdown_table(rows: list[dict], exact: bool) -> list[str]:
     return aligned([tuple(compress(row, shown_columns)) for row in table], (1, 2, 3, *([4] if exact else [])))
 
 
-def _row(job: Job, name: str, lost: tuple[Seat, ...], free: int) -> dict:
+def _row(job: ConfiguredJob, name: str, lost: tuple[Seat, ...], free: int) -> dict:
     period, bound = job.planned(lost)
     return {
         "lost": name, "seats": list(map(str, lost)), "period_us": period, "bound_us": bound, "slowdown": round(period / free, 4),
@@ -215,7 +215,7 @@ def _row(job: Job, name: str, lost: tuple[Seat, ...], free: int) -> dict:
     }  # fmt: skip
 
 
-def _faster(job: Job, lost: tuple[Seat, ...], period: int, free: int) -> dict | None:
+def _faster(job: ConfiguredJob, lost: tuple[Seat, ...], period: int, free: int) -> dict | None:
     """What would be faster than rerouting, bound against bound."""
     from recycle_plugin import planner
 
@@ -237,7 +237,7 @@ def times(ratio: float) -> str:
 # --- what the settings cost ------------------------------------------------------------------------------
 
 
-def costly(job: Job) -> Section:
+def costly(job: ConfiguredJob) -> Section:
     from recycle_plugin.adapters.deepspeed.refusals import bf16
 
     settings, rows = job.settings, []
@@ -263,7 +263,7 @@ def costly(job: Job) -> Section:
     return Section("settings", "What settings cost", rows, lines)
 
 
-def _exact(job: Job, found: dict) -> str:
+def _exact(job: ConfiguredJob, found: dict) -> str:
     """Exact mode, or what it would cost, side by side with the same job without it."""
     now, without = found["now"], found["without"]
     size, each = buffer_bytes(job), f"blocks of {now['block']} micro-batches"
@@ -290,7 +290,7 @@ def _undo(way: str) -> str:
     return f'"{way}": {UNDO_BYTES[way]} bytes a parameter (Adam in fp32); "{other}": {UNDO_BYTES[other]}, {of_it}'
 
 
-def _switch(job: Job, setting: str, now: str, instead: str, **changed: Any) -> dict:
+def _switch(job: ConfiguredJob, setting: str, now: str, instead: str, **changed: Any) -> dict:
     """A setting that takes away one of the planner's techniques.  Where memory hides what that costs, more memory shows it."""
     from recycle_plugin.planner import PlanError
 
@@ -309,7 +309,7 @@ def _switch(job: Job, setting: str, now: str, instead: str, **changed: Any) -> d
     return row | {"text": f"{now}, which costs nothing here"}
 
 
-def _cap(job: Job) -> dict:
+def _cap(job: ConfiguredJob) -> dict:
     """The least memory at which one loss, whichever, costs as little as it can."""
     free, now, most = job.planned()[0], job.one_lost(), job.busiest
 
@@ -334,7 +334,7 @@ def _cap(job: Job) -> dict:
 # --- what is refused, and versions -----------------------------------------------------------------------
 
 
-def refused(job: Job) -> Section:
+def refused(job: ConfiguredJob) -> Section:
     from recycle_plugin.adapters.deepspeed.refusals import refusals
 
     wrong = [*refusals(job.config), *([job.mismatch] if job.mismatch else [])]
@@ -361,7 +361,7 @@ def versions() -> Section:
 PARTS = {"state": "state", "undo": "undo", "blocks": "blocks", "kept": "kept", "activations": "activations", "working": "running", "sum": "sum"}
 
 
-def memory(job: Job) -> Section:
+def memory(job: ConfiguredJob) -> Section:
     title = "Memory of a worker"
     if job.profile is None:
         return Section("memory", title, None, ("not known without a profile: recycle profile --out FILE measures one, --profile FILE takes it",))
@@ -384,7 +384,7 @@ def _too_much(rows: list[dict], device: int) -> tuple[str, ...]:
     return (f"{stages_text(over)}: {gib(max(row['sum'] for row in rows))} of {gib(device)}; use more stages{smaller}",)
 
 
-def held_bytes(job: Job) -> list[dict]:
+def held_bytes(job: ConfiguredJob) -> list[dict]:
     """Per stage.  ``each``: of one micro-batch.  ``kept``: boundary tensors stay until their step is committed, and two may be under way."""
     profile, stages, policy = job.profile, job.stages, job.policy
     state, working = profile.state_bytes(stages), profile.working_bytes(stages)

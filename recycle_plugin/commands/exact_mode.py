@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Iterator
 
-from recycle_plugin.commands.config_job import Job
+from recycle_plugin.commands.config_job import ConfiguredJob
 
 NEARLY = 1.02  # as fast as without blocks, for all that matters
 
 
-def figures(job: Job, block: int | None) -> dict:
+def figures(job: ConfiguredJob, block: int | None) -> dict:
     """With blocks of so many micro-batches.  ``blocks``: of the busiest worker, without a loss and after one; each but the first takes a buffer.
     ``moved``: what a worker sends in a sum, in units of an all-reduce's bytes: its blocks once, and its part of the result."""
     free, lost = job.planned(block=block)[0], job.one_lost(block=block)
@@ -19,19 +19,19 @@ def figures(job: Job, block: int | None) -> dict:
     }  # fmt: skip
 
 
-def smaller(job: Job, found: dict, least_us: int) -> Iterator[dict]:
+def smaller(job: ConfiguredJob, found: dict, least_us: int) -> Iterator[dict]:
     """Half the blocks, a quarter and so on, down to the first with which a loss costs no more than it has to."""
     while found["period_one_lost_us"] > NEARLY * least_us and found["block"] > 1:
         found = figures(job, found["block"] // 2)
         yield found
 
 
-def cost(job: Job) -> dict:
+def cost(job: ConfiguredJob) -> dict:
     """``now``: with the blocks of the settings, or, where the mode is off, with those that it would have; ``without``; ``smaller``: what to change to."""
     without, now = figures(job, 1), figures(job, job.settings.exact_block)
     return {"on": job.settings.exact, "now": now, "without": without, "smaller": list(smaller(job, now, without["period_one_lost_us"]))}
 
 
-def buffer_bytes(job: Job) -> int | None:
+def buffer_bytes(job: ConfiguredJob) -> int | None:
     """Of the largest stage's gradients, in fp32."""
     return None if job.profile is None else max(4 * sum(part.parameters for part in row) for row in job.profile.parts(job.stages))

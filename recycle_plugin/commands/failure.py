@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
-from recycle_plugin.commands.given import Given
+from recycle_plugin.commands.given import JobArguments
 from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, STAGE_WIDE
 from recycle_plugin.core.vocabulary.span import Span, run_again
@@ -15,14 +15,14 @@ from recycle_plugin.core.vocabulary.span import Span, run_again
 DRAWN_COLUMNS = 120
 
 
-def run(found: argparse.Namespace, given: Given, machine: Any) -> int:
+def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
     from recycle_plugin import planner
-    from recycle_plugin.simulator.simulated_job import Job
+    from recycle_plugin.simulator.simulated_job import SimulatedJob
 
     faults = tuple(map(Fault.parse, found.fault))
     if found.steps < 1:
         raise ValueError(f"--steps {found.steps}: at least 1")
-    job = Job(given.view, given.costs, given.policy, machine, given.network)
+    job = SimulatedJob(given.view, given.costs, given.policy, machine, given.network)
     try:
         ran = job.run(found.steps, faults)
         restarted = replace(job, keep=False).run(found.steps, faults) if found.restart else None

@@ -29,7 +29,7 @@ _SINGLE = ("comm", "across", "tie", "dispatch")
 
 
 @dataclass(frozen=True)
-class Given:
+class JobArguments:
     """A job: shape, who is alive, costs and their unit.  ``scale``: integers of ``costs`` in one ``unit``.
 
     ``samples``: of a micro-batch; ``state_bytes``: per stage, what a copy of a worker's state moves (where costs are given
@@ -78,7 +78,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--preset", metavar="NAME", help="costs of a named model, an analytic A100: see recycle simulate --help")
 
 
-def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = "alone") -> Given:
+def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = "alone") -> JobArguments:
     """What :func:`add_job`'s arguments say.  ``milliseconds``: so long is a tick of ``--costs``; otherwise it has no length."""
     shape = Topology(found.dp, found.pp, found.micro_batches, ties(found.tied))
     view = shape.full().without(*seats(found.lost, shape))
@@ -86,13 +86,13 @@ def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = 
         if placement != "alone":
             raise ValueError(f"--placement {placement} needs the sizes of tensors: give --profile or --preset")
         model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp, FINEST if milliseconds else 1)
-        return Given(view, model, techniques(found, None), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1")
+        return JobArguments(view, model, techniques(found, None), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1")
     from recycle_plugin.simulator import analytic, network
 
     taken = read(found.profile) if found.profile is not None else analytic.preset(found.preset)
     costs = taken.costs(shape.stages, shape.replicas, found.no_split, placement)
     lines = None if placement == "alone" else partial(network.lines, taken, placement, shape.stages)
-    return Given(view, costs, techniques(found, taken), "us", 1, taken.title, taken.micro_batch, taken.state_bytes(shape.stages), lines)
+    return JobArguments(view, costs, techniques(found, taken), "us", 1, taken.title, taken.micro_batch, taken.state_bytes(shape.stages), lines)
 
 
 def ties(text: str) -> tuple[tuple[int, ...], ...]:

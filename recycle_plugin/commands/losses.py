@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Iterator, Sequence
 
-from recycle_plugin.commands.config_job import Job, at_risk
+from recycle_plugin.commands.config_job import ConfiguredJob, at_risk
 from recycle_plugin.core.vocabulary.ids import Seat
 
 NAMED, NAME_WIDTH = 4, 16  # stages in a name, a host's name
 
 
-def worker_cases(job: Job) -> Iterator[tuple[str, tuple[Seat, ...]]]:
+def worker_cases(job: ConfiguredJob) -> Iterator[tuple[str, tuple[Seat, ...]]]:
     """Losses that are survived.  Replicas that lost the same stages are interchangeable, so each kind comes once."""
     seen = set()
     for name, lost in _worker_losses(job):
@@ -19,7 +19,7 @@ def worker_cases(job: Job) -> Iterator[tuple[str, tuple[Seat, ...]]]:
             yield name, lost
 
 
-def _worker_losses(job: Job) -> Iterator[tuple[str, tuple[Seat, ...]]]:
+def _worker_losses(job: ConfiguredJob) -> Iterator[tuple[str, tuple[Seat, ...]]]:
     periods = [job.planned((Seat(0, stage),))[0] for stage in range(job.stages)]
     ranked = sorted(range(job.stages), key=lambda stage: (-periods[stage], stage))
     worst, best = ranked[0], ranked[-1]
@@ -37,7 +37,7 @@ def _worker_losses(job: Job) -> Iterator[tuple[str, tuple[Seat, ...]]]:
     yield "all replicas but one", tuple(seat for seat in job.shape.seats if seat.replica)
 
 
-def host_cases(job: Job) -> Iterator[tuple[str, list[str]]]:
+def host_cases(job: ConfiguredJob) -> Iterator[tuple[str, list[str]]]:
     """Hosts whose loss is survived, those together that are alike.  The first has rank 0."""
     risky = at_risk(job.hosts)
     groups: dict[tuple, list[str]] = {}

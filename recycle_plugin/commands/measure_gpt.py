@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from recycle_plugin.core.vocabulary.profile import Part, Profile, Wire
+from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile, Wire
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 from recycle_plugin.settings.compose import GPTModel, compose
 
@@ -122,7 +122,7 @@ def _cases(model: GPTModel, batch: int, device: torch.device, dtype: torch.dtype
     }
 
 
-def _part(case: Case, clock: Clock, repeat: int) -> Part:
+def _part(case: Case, clock: Clock, repeat: int) -> LayerProfile:
     """Medians; fused and split runs take turns, so that a machine that changes its mind is fair to both."""
     fused, split = [], []
     for number in range(WARM_UP + repeat):
@@ -134,7 +134,7 @@ def _part(case: Case, clock: Clock, repeat: int) -> Part:
     backward = 1e6 * median(row[1] for row in fused[WARM_UP:])
     held, pending = _memory(case, clock.device)
     parameters = sum(parameter.numel() for parameter in case.module.parameters())
-    return Part(forward, gradient, weight, backward, 1e6 * _step(case.module, clock, repeat), parameters, held, pending)
+    return LayerProfile(forward, gradient, weight, backward, 1e6 * _step(case.module, clock, repeat), parameters, held, pending)
 
 
 def _once(case: Case, clock: Clock, deferred: DeferredWeights | None) -> tuple[float, float, float]:

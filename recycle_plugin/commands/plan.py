@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Iterator
 
-from recycle_plugin.commands.given import Given, add_job, job
+from recycle_plugin.commands.given import JobArguments, add_job, job
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.span import Span
@@ -58,7 +58,7 @@ def run(found: argparse.Namespace) -> int:
     return 0
 
 
-def timed(given: Given) -> tuple[Plan, float]:
+def timed(given: JobArguments) -> tuple[Plan, float]:
     """The plan, and the milliseconds from membership to verified and hashed plan in a warm process."""
     from recycle_plugin import planner
 
@@ -69,7 +69,7 @@ def timed(given: Given) -> tuple[Plan, float]:
     return planned, 1000 * (time.perf_counter() - start)
 
 
-def refined(given: Given, planned: Plan, seconds: float, exactly: bool) -> Plan:
+def refined(given: JobArguments, planned: Plan, seconds: float, exactly: bool) -> Plan:
     """``planned`` or a better one.  Raises ValueError where the search asked for can't be made."""
     from recycle_plugin import planner
 
@@ -83,7 +83,7 @@ def refined(given: Given, planned: Plan, seconds: float, exactly: bool) -> Plan:
         raise ValueError(f"--exact: {error}") from None
 
 
-def summary(given: Given, planned: Plan, spans: list[Span], plan_ms: float) -> dict:
+def summary(given: JobArguments, planned: Plan, spans: list[Span], plan_ms: float) -> dict:
     """Times in ``unit``.  ``span``: staggered, the longest of the stages' own windows, first forward to last weight
     gradient; else the whole plan's.  ``gap``: of the period above the bound, as a fraction of the bound."""
     span = planned.span_us if planned.policy.together else max(windows(spans))
@@ -135,7 +135,7 @@ def peaks(planned: Plan) -> list[int]:
     return most
 
 
-def program_lines(given: Given, planned: Plan, figures: dict) -> Iterator[str]:
+def program_lines(given: JobArguments, planned: Plan, figures: dict) -> Iterator[str]:
     topology = given.view.topology
     yield f"# stages {topology.stages}, replicas {topology.replicas}, micro-batches {topology.micro_batches} of each replica{ties_text(topology)}"
     yield f"# lost: {', '.join(figures['lost']) or 'nobody'}; cap: {cap_text(planned.policy)}"
@@ -150,7 +150,7 @@ def ties_text(topology: Topology) -> str:
     return "".join(f", stages {'+'.join(map(str, tie))} share weights" for tie in topology.ties)
 
 
-def report(given: Given, planned: Plan, figures: dict, spans: list[Span]) -> str:
+def report(given: JobArguments, planned: Plan, figures: dict, spans: list[Span]) -> str:
     from recycle_plugin.render import grid
 
     unit, before = figures["unit"], figures["period_unrefined"]
@@ -169,7 +169,7 @@ def report(given: Given, planned: Plan, figures: dict, spans: list[Span]) -> str
     return "\n".join([*lines, "too large to draw here: --png FILE draws it, --programs FILE lists it"])
 
 
-def draw_png(given: Given, planned: Plan, spans: list[Span], path: Path) -> None:
+def draw_png(given: JobArguments, planned: Plan, spans: list[Span], path: Path) -> None:
     from recycle_plugin.render import gantt
 
     unit = (given.scale, "ticks") if given.unit == "ticks" else None

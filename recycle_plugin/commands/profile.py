@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from recycle_plugin.core.vocabulary.profile import Part, Profile
+from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile
 
 DESCRIPTION = """\
 Measure embedding, one transformer layer and the head of a GPT on this machine's device, one micro-batch at a time: F, and
@@ -59,7 +59,7 @@ def report(taken: Profile) -> str:
     """A row per part; milliseconds and megabytes."""
     lines = [taken.title, f"{'':>9} {'F':>9} {'I':>9} {'W':>9} {'I + W':>9} {'fused B':>9} {'step':>9} {'held F-I':>9} {'held I-W':>9}  ms, MB"]
     for name in ("first", "layer", "last"):
-        part: Part = getattr(taken, name)
+        part: LayerProfile = getattr(taken, name)
         times = (part.forward_us, part.input_us, part.weight_us, part.input_us + part.weight_us, part.backward_us, part.step_us)
         sizes = (part.activation_bytes, part.pending_bytes)
         lines.append(f"{name:>9} " + " ".join(f"{us / 1e3:9.3f}" for us in times) + " " + " ".join(f"{size / 1e6:9.2f}" for size in sizes))

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from recycle_plugin.commands import failure
-from recycle_plugin.commands.given import PLACEMENTS, Given, add_job, job
+from recycle_plugin.commands.given import PLACEMENTS, JobArguments, add_job, job
 
 DESCRIPTION = """\
 Simulate hours of training under a failure trace: throughput over time, averages, and what every change cost.
@@ -104,16 +104,16 @@ def span(text: str, name: str) -> float:
     return float(match["number"]) * _SECONDS[match["unit"]]
 
 
-def simulate(given: Given, costs: Any, changes: list, length_s: float, normalise: bool, seed: int) -> dict:
+def simulate(given: JobArguments, costs: Any, changes: list, length_s: float, normalise: bool, seed: int) -> dict:
     """Everything that is printed; times in seconds, throughput in micro-batches' samples per second."""
     from recycle_plugin.core.vocabulary.plan import ONE_F_ONE_B, Policy
-    from recycle_plugin.simulator.history import Paces, Trainer
+    from recycle_plugin.simulator.history import SimulatedTrainer, StepPeriods
 
     shape = given.view.topology
     copies = [costs.copy.transfer_us(size) for size in given.state_bytes]
-    trainer = Trainer(shape, given.costs, given.policy, costs, copies, normalise, seed, given.network)
+    trainer = SimulatedTrainer(shape, given.costs, given.policy, costs, copies, normalise, seed, given.network)
     history = trainer.run(changes, length_s)
-    stock = Paces(given.costs, Policy(False, False, False, ONE_F_ONE_B), given.network).of(given.view)
+    stock = StepPeriods(given.costs, Policy(False, False, False, ONE_F_ONE_B), given.network).of(given.view)
     samples = shape.replicas * shape.micro_batches * given.samples
 
     def rate(period_us: int) -> float:
@@ -140,7 +140,7 @@ def simulate(given: Given, costs: Any, changes: list, length_s: float, normalise
     }  # fmt: skip
 
 
-def report(given: Given, result: dict) -> str:
+def report(given: JobArguments, result: dict) -> str:
     shape = given.view.topology
     lines = [
         f"costs: {result['costs']}",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Iterator
 
 from recycle_plugin.core.vocabulary.describe import named
-from recycle_plugin.observability.run_history import EVENTS, KILLED, History, read_events
+from recycle_plugin.observability.run_history import EVENTS, KILLED, RunHistory, read_events
 
 DESCRIPTION = """\
 Say where a job is: steps, live workers, who is lost and why, throughput now and before, the last checkpoint, and what the
@@ -33,7 +33,7 @@ def run(found: argparse.Namespace) -> int:
     if early := ended_early(found.folder):
         print(json.dumps({"state": "end", "end": early}, indent=1) if found.json else f"{'state':<11}{early}")
         return 0
-    known = status(History.read(found.folder), time.time())
+    known = status(RunHistory.read(found.folder), time.time())
     print(json.dumps(known, indent=1) if found.json else "\n".join(f"{name:<11}{text}" for name, text in lines(known)))
     return 0
 
@@ -44,7 +44,7 @@ def ended_early(folder: Path) -> str:
     return last["text"] if "killed" in last else ""
 
 
-def status(history: History, now: float) -> dict:
+def status(history: RunHistory, now: float) -> dict:
     """As data; seconds and samples a second, null where they are not known yet.  ``now``: seconds since the epoch."""
     commits, lost_at = history.commits, {event["seat"]: event["time"] for event in [*history.of("leaving"), *history.of("lost")]}
     step = max(commits, default=None)
@@ -62,7 +62,7 @@ def status(history: History, now: float) -> dict:
         "samples_per_s": {"now": _number(history.rate(current, history.last)), "before": _number(history.rate(before, history.last_before))},
         "predicted_throughput": history.predicted,
         "unmanned_stages": list(history.unmanned),
-        "margin": next((event["text"] for event in reversed(history.of("margin"))), None),
+        "margin": next((event["text"] for event in reversed(history.of("throughput_margin"))), None),
         "checkpoint": history.checkpoint,
         "metrics": next((event["url"] for event in reversed(history.of("metrics"))), None),
     }

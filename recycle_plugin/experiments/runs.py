@@ -26,7 +26,7 @@ from typing import Callable, Iterator, Sequence, TypeVar
 
 import psutil
 
-from recycle_plugin.observability.run_history import EVENTS, History, read_events
+from recycle_plugin.observability.run_history import EVENTS, RunHistory, read_events
 
 T = TypeVar("T")
 MARK = "RECYCLE_RUN"  # in the environment of every process of a run
@@ -40,7 +40,7 @@ class RunFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Outcome(History):
+class RunOutcome(RunHistory):
     """What an ended run left: events, exit code, and a record of each rank that got to the end."""
 
     code: int
@@ -135,7 +135,7 @@ class TrainingRun:
             time.sleep(poll_s)
         return value
 
-    def finish(self, timeout_s: float = 180.0) -> Outcome:
+    def finish(self, timeout_s: float = 180.0) -> RunOutcome:
         """Wait for the end; RunFailed past the deadline or when the launcher's exit code is not 0."""
         try:
             code = self.launcher.wait(timeout_s)
@@ -144,7 +144,7 @@ class TrainingRun:
         if code:
             raise self._failed(f"ended with exit code {code}:", "see below")
         records = [json.loads(path.read_text()) for path in sorted(self.folder.glob("losses/rank*.json"))]
-        return Outcome(tuple(self.events()), code, {record["rank"]: record for record in records})
+        return RunOutcome(tuple(self.events()), code, {record["rank"]: record for record in records})
 
     def clean(self) -> None:
         """Kill what is left of the run, found by its environment; repeats until nothing is."""

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.observability.run_history import place
-from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN, Droppable, Lines, console
+from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN, Droppable, LineFile, console
 
-STYLES = {"lost": "bold red", "error": "bold red", "end": "bold red", "escalate": "bold red", "warning": "yellow", "late": "yellow", UNWRITTEN: "yellow", WRITTEN: "green", "fault": "magenta", "resume": "bold green", "finished": "green"}
-STEPS = {"committed", "loss", "rest"}  # what the log may lack and still tell how the job went
-QUIET = {"committed", "loss", "peak", "rest", "worker"}  # in the log, but no line of their own
+STYLES = {"lost": "bold red", "error": "bold red", "end": "bold red", "throughput_floor": "bold red", "warning": "yellow", "late": "yellow", UNWRITTEN: "yellow", WRITTEN: "green", "fault": "magenta", "resume": "bold green", "finished": "green"}
+STEPS = {"committed", "loss", "recovery_plan"}  # what the log may lack and still tell how the job went
+QUIET = {"committed", "loss", "peak", "recovery_plan", "worker"}  # in the log, but no line of their own
 
 
 def event_line(event: Event, now: float) -> str:
@@ -47,7 +47,7 @@ class Announcer:
         if self._live is not None:
             self._live.start()
         self._began = time.time()
-        self._log: Lines | None = None
+        self._log: LineFile | None = None
         self._printing = Droppable(console(), "lines", self._say_of)
         self._unwritten: dict[str, int | None] = {}  # by path: the rank of the worker that can't write it
         self._dropped: list[int] = []  # lines, by file, since the first could not be written
@@ -123,7 +123,7 @@ class Announcer:
 
     def _open(self, folder: Path) -> None:
         self.folder = folder
-        self._log = Lines(self.folder / "events.jsonl", self._say_of)
+        self._log = LineFile(self.folder / "events.jsonl", self._say_of)
 
     def _progress(self, event: Event, now: float) -> None:
         step = event.details["step"]

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.observability.run_history import Failure, History
+from recycle_plugin.observability.run_history import Failure, RunHistory
 
 LIVE, LOST, LEFT = "live", "lost", "left"
 NOTICE, REGROUP, FINISH = "notice", "regroup", "finish"
@@ -173,7 +173,7 @@ class Recoveries:
                 yield from self._over()
 
     def _over(self) -> Iterator[tuple[Failure, float]]:
-        failures = History(tuple(self._known)).failures
+        failures = RunHistory(tuple(self._known)).failures
         waiting = {str(failure.seat) for failure in failures if failure.committed_at is None}
         for failure in failures:
             if failure.committed_at is not None:
@@ -237,5 +237,5 @@ class TrainingTime:
         """Seconds a sample."""
         if not self._undisturbed:
             return nan
-        history = History(tuple(self._undisturbed))
+        history = RunHistory(tuple(self._undisturbed))
         return history.before_s / max(1, history.batch_from(history.last)[1])

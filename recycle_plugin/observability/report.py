@@ -16,7 +16,7 @@ from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.span import Span, run_again
 from recycle_plugin.observability.console import QUIET, STYLES, event_line
-from recycle_plugin.observability.run_history import EVENTS, KILLED, Failure, History
+from recycle_plugin.observability.run_history import EVENTS, KILLED, Failure, RunHistory
 from recycle_plugin.observability.trace import read_traces
 from recycle_plugin.render import gantt
 from recycle_plugin.render.page import Chart, Table, page
@@ -30,7 +30,7 @@ LISTED = 2000  # events
 
 def write(folder: Path) -> Path:
     """Write the report of the last job in the run folder ``folder``.  Raises ValueError, in one line, where there is none."""
-    history = History.read(folder)
+    history = RunHistory.read(folder)
     began = _us(history.of("start")[0]["time"])
     spans = [span for span in read_traces(folder / "trace") if span.start_us >= began]  # traces of an earlier job in the folder stay there
     path = folder / NAME
@@ -38,7 +38,7 @@ def write(folder: Path) -> Path:
     return path
 
 
-def sections(history: History, spans: Sequence[Span]) -> Iterator[tuple[str, list]]:
+def sections(history: RunHistory, spans: Sequence[Span]) -> Iterator[tuple[str, list]]:
     yield "Job", [Table((), [row for row in summary(history) if row[1]])]
     yield "Steps", charts(history)
     if history.failures:
@@ -47,7 +47,7 @@ def sections(history: History, spans: Sequence[Span]) -> Iterator[tuple[str, lis
     yield "Events", [events(history)]
 
 
-def summary(history: History) -> Iterator[tuple[str, str]]:
+def summary(history: RunHistory) -> Iterator[tuple[str, str]]:
     shape, commits = history.shape, history.commits
     began = history.of("start")[0]["time"]
     yield "topology", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each"
@@ -59,12 +59,12 @@ def summary(history: History) -> Iterator[tuple[str, str]]:
     yield "end", history.end["text"] if history.end else KILLED.format(**history.coordinator) if history.was_killed else "none yet"
 
 
-def gone(history: History) -> list[tuple[str, str]]:
+def gone(history: RunHistory) -> list[tuple[str, str]]:
     """Who, by the names of all lines, and why."""
     return [(named(history.seats[seat], seat), why) for seat, why in history.gone.items()]
 
 
-def throughput(history: History) -> str:
+def throughput(history: RunHistory) -> str:
     """Before the first failure and now, beside what the planner predicted."""
     before, now = history.before_s, history.now_s
     rates = history.rate(before, history.last_before), history.rate(now, history.last)
@@ -75,7 +75,7 @@ def throughput(history: History) -> str:
     return text
 
 
-def charts(history: History) -> list[Chart]:
+def charts(history: RunHistory) -> list[Chart]:
     marks = [(failure.step, f"{failure.seat} lost") for failure in history.failures]
     taken = {later: history.commits[later] - history.commits[step] for step, later in pairwise(sorted(history.commits))}
     shares = {event["step"]: 100 * event["bubble_share"] for event in history.of("committed") if "bubble_share" in event}
@@ -88,7 +88,7 @@ def charts(history: History) -> list[Chart]:
     return [Chart(title, points, steps[0], steps[-1], marks) for title, points in lines.items() if points]
 
 
-def failures(history: History) -> Table:
+def failures(history: RunHistory) -> Table:
     redone = {event["step"]: event.get("redone_share", 0.0) for event in history.of("committed")}
     rows = []
     for failure in history.failures:
@@ -99,7 +99,7 @@ def failures(history: History) -> Table:
     return Table(("seat", "how", "in step", "known to regrouped", "to the next commit", "of that step's compute, run again"), rows)
 
 
-def schedule(history: History, spans: Sequence[Span]) -> Iterator[bytes | str]:
+def schedule(history: RunHistory, spans: Sequence[Span]) -> Iterator[bytes | str]:
     """As it was traced, around each failure; without traces as it was planned, before and after."""
     if len(history.shape.seats) > DRAWN_SEATS:
         yield f"{len(history.shape.seats)} workers are too many to draw; recycle plan --png draws a plan all the same."
@@ -113,7 +113,7 @@ def schedule(history: History, spans: Sequence[Span]) -> Iterator[bytes | str]:
         yield _png(planned(history))
 
 
-def planned(history: History) -> list[gantt.Panel]:
+def planned(history: RunHistory) -> list[gantt.Panel]:
     from recycle_plugin import planner
     from recycle_plugin.planner.assemble import timeline
 
@@ -126,7 +126,7 @@ def planned(history: History) -> list[gantt.Panel]:
     ]  # fmt: skip
 
 
-def events(history: History) -> Table:
+def events(history: RunHistory) -> Table:
     began = history.of("start")[0]["time"]
     told = [event for event in history.events if event["event"] not in QUIET][:LISTED]
     colours = {number: STYLES.get(event["event"], "").split()[-1:] for number, event in enumerate(told)}

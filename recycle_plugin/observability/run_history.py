@@ -26,6 +26,8 @@ EVENTS = "events.jsonl"
 WARM_UP = 3  # steps at the start of a run that no median counts
 CLOCKS_S = 60.0  # how far apart the clocks of events and of processes may be
 KILLED = "killed: the coordinator's process on host {host}, {pid}, is gone, and has not said why"
+RENAMED = {"rest": "recovery_plan", "margin": "throughput_margin", "escalate": "throughput_floor", "waits": "wait_graph"}
+"""Kinds of events as logs of the last release have them, and as they are called now; read for one release."""
 RECENT = 10  # steps that "now" is over
 
 
@@ -54,13 +56,13 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class History:
+class RunHistory:
     """``events``: of one start of a job, in their order."""
 
     events: tuple[dict, ...]
 
     @classmethod
-    def read(cls, folder: Path) -> History:
+    def read(cls, folder: Path) -> RunHistory:
         """Of the last job that was started in the run folder ``folder``.  Raises ValueError, in one line, where there is none."""
         path = folder / EVENTS
         if not path.is_file():
@@ -237,14 +239,17 @@ def place() -> str:
 
 
 def read_events(path: Path) -> list[dict]:
-    """All whole lines of an event log so far; none where there is none.  Raises ValueError for what is no event."""
+    """All whole lines of an event log so far; none where there is none.  Events have today's names (:data:`RENAMED`).
+
+    Raises ValueError for what is no event.
+    """
     text = path.read_text() if path.exists() else ""
     events = []
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         if line.endswith("\n"):
             try:
                 event = json.loads(line)
-                event["event"], event["time"]
+                event["event"], event["time"] = RENAMED.get(event["event"], event["event"]), event["time"]
             except (ValueError, TypeError, KeyError):
                 raise ValueError(f"{path}, line {number} is no event: {line[:60].strip()}") from None
             events.append(event)

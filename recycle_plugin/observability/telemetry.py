@@ -67,7 +67,7 @@ def console() -> Path:
     return Path(os.path.realpath("/proc/self/fd/1"))
 
 
-class Lines:
+class LineFile:
     """A file that lines are appended to, each whole or not at all.  Nothing is opened before the first one."""
 
     def __init__(self, path: Path, say: Say) -> None:

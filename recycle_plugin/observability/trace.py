@@ -7,14 +7,14 @@ from pathlib import Path
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span
-from recycle_plugin.observability.telemetry import Lines, Say
+from recycle_plugin.observability.telemetry import LineFile, Say
 
 
 class TraceFile:
     """``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch.  ``say``: to be told of what can't be written."""
 
     def __init__(self, folder: Path, seat: Seat, say: Say) -> None:
-        self._lines = Lines(folder / f"{seat}.txt", say)
+        self._lines = LineFile(folder / f"{seat}.txt", say)
 
     def add(self, span: Span) -> None:
         self._lines.add(f"{span.instruction} {span.start_us} {span.end_us}")

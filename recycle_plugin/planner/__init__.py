@@ -8,7 +8,7 @@ from __future__ import annotations
 from recycle_plugin.planner.alternatives import Option, options
 from recycle_plugin.planner.lower import lowered
 from recycle_plugin.planner.make import plan, refine
-from recycle_plugin.planner.normalise import Move, Normalisation, normalise
+from recycle_plugin.planner.normalise import Normalisation, WorkerMove, normalise
 from recycle_plugin.planner.plan_error import PlanError, VerificationError
 from recycle_plugin.planner.plan_store import PlanStore
 from recycle_plugin.planner.recovery_order import arrange
@@ -17,6 +17,6 @@ from recycle_plugin.planner.verify import verify
 from recycle_plugin.planner.warming import warm
 
 __all__ = [
-    "Margin", "Move", "Normalisation", "Option", "PlanError", "PlanStore", "VerificationError", "arrange", "lowered", "margin", "normalise", "options",
+    "Margin", "WorkerMove", "Normalisation", "Option", "PlanError", "PlanStore", "VerificationError", "arrange", "lowered", "margin", "normalise", "options",
     "plan", "refine", "verify", "warm",
 ]  # fmt: skip

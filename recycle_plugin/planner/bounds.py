@@ -28,7 +28,7 @@ import numpy as np
 from recycle_plugin.planner.flat import Array, Problem
 
 
-class Costs(NamedTuple):
+class StageCosts(NamedTuple):
     """Per stage, in microseconds: F, the least time to a gradient, the W after it, and both backwards together."""
 
     forward: Array
@@ -45,7 +45,7 @@ def windows(problem: Problem) -> Array:
 class _Reached(NamedTuple):
     """Per stage, in microseconds from its first F's start: the least to the end of its last I, and to the end of all."""
 
-    quick: Costs
+    quick: StageCosts
     before: Array
     windows: Array
 
@@ -99,7 +99,7 @@ def _together(problem: Problem, reached: _Reached) -> int:
     return int(problem.summed(lasts).max())
 
 
-def round_trips(problem: Problem, quick: Costs | None = None) -> Array:
+def round_trips(problem: Problem, quick: StageCosts | None = None) -> Array:
     """Per stage, the least microseconds from a micro-batch's F's start to its gradient's arrival."""
     quick = quick or _quickest(problem)
     below = np.cumsum((quick.forward + quick.gradient)[::-1])[::-1] - quick.gradient
@@ -138,9 +138,9 @@ def _backward(problem: Problem, split: int, weight: int, joint: int) -> tuple[in
     return (min(split, joint), weight, min(split + weight, joint)) if problem.couple else (split, weight, split + weight)
 
 
-def _quickest(problem: Problem) -> Costs:
+def _quickest(problem: Problem) -> StageCosts:
     """Costs on the fastest worker that has anything to do."""
     working = np.where(problem.loads > 0, problem.spend, np.int64(1) << 40).reshape(4, problem.stages, problem.ranks).min(axis=2)
     rows = [_backward(problem, *map(int, column)) for column in working[1:].T]
     gradient, weight, backward = (np.array(column, np.int64) for column in zip(*rows))
-    return Costs(working[0], gradient, weight, backward)
+    return StageCosts(working[0], gradient, weight, backward)

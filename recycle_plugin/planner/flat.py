@@ -17,7 +17,7 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView
-from recycle_plugin.planner.memory import Memory, memory
+from recycle_plugin.planner.memory import StageMemory, memory
 from recycle_plugin.planner.plan_error import PlanError
 from recycle_plugin.planner.reroute import Routing
 
@@ -40,7 +40,7 @@ class Problem:
     tie: Array  # [stage] the first of the stages that it shares weights with; its own number if it shares none
     tied: Array  # [stage] the sum over its tie, which begins when all of them have reduced
     step: Array  # [stage]
-    memory: Memory
+    memory: StageMemory
     communication: tuple[int, int]  # one boundary tensor: the shortest, and between replicas
     worker: Array  # [record]
     spend: Array  # [kind, worker]

@@ -12,7 +12,7 @@ from recycle_plugin.core.vocabulary.evaluation_route import readers, runner
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan
-from recycle_plugin.planner.lower import Way, lower
+from recycle_plugin.planner.lower import BoundaryRoute, lower
 
 
 def forwards(plan: Plan, seat: Seat, step: int, count: int) -> Iterator[Instruction]:
@@ -20,7 +20,7 @@ def forwards(plan: Plan, seat: Seat, step: int, count: int) -> Iterator[Instruct
     batch = (MicroBatch(replica, index) for index in range(count) for replica in sorted(readers(plan.view)))
     mine = (Instruction(Op.F, seat.stage, one, step) for one in batch if runner(plan, seat.stage, one) == seat)
 
-    def where(datum: Datum) -> Way:
-        return Way(runner(plan, datum.stage, datum.micro_batch), runner(plan, goes_to(datum, plan.stages), datum.micro_batch))
+    def where(datum: Datum) -> BoundaryRoute:
+        return BoundaryRoute(runner(plan, datum.stage, datum.micro_batch), runner(plan, goes_to(datum, plan.stages), datum.micro_batch))
 
     return lower(mine, plan.stages, where)

@@ -24,7 +24,7 @@ FORWARDS, BACKWARDS, WEIGHTS, WEIGHTS_DONE, COMING, IDLE, HELD, LEAD_NOW, REMAIN
 begun, F to come, and whether F waits for several free places: 0 open, 1 its last burst has begun, 2 waiting."""
 
 
-class Job(NamedTuple):
+class SchedulingProblem(NamedTuple):
     """What stays as it is; arrays are int64."""
 
     stages: int

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from recycle_plugin.planner.flat import Array, Problem
-from recycle_plugin.planner.greedy import Job, greedy
+from recycle_plugin.planner.greedy import SchedulingProblem, greedy
 from recycle_plugin.planner.timing import evaluate, extent
 
 
-class Rule(NamedTuple):
+class SchedulingRule(NamedTuple):
     """How a worker chooses.  The first eight are what the compiled loop reads.
 
     ``burst``: hold the last so many F until memory fits all of them.  ``pause``: once memory is full, wait
@@ -64,40 +64,40 @@ OPERATIONS_TRIED = 20_000  # in all trials together: bounds the time of planning
 NEVER = 1 << 60
 
 
-def portfolio(stages: int) -> tuple[Rule, ...]:
+def portfolio(stages: int) -> tuple[SchedulingRule, ...]:
     """The rules to try, in an order found by greedy cover over 220 jobs of ``scripts/bench_planner.py grid``, half of
     them with unequal costs: each adds most to those before it."""
     half = stages // 2
     return (
-        Rule(forward=1, lead=1),
-        Rule(forward=1, backward=1, burst=stages, pause=2, lead=2, settled=True),
-        Rule(burst=half, pause=half, lead=half),
-        Rule(forward=1, burst=2 * stages, pause=stages, lead=2, wait_weight=30),
-        Rule(ahead=3, lead=1, wait_weight=30, wait_forward=60, settled=True),
-        Rule(burst=stages, pause=2, lead=stages),
-        Rule(forward=1, burst=half, pause=stages, lead=1, wait_weight=30, wait_forward=30),
-        Rule(forward=2, pause=half, lead=half, wait_weight=30, wait_forward=30),
-        Rule(lead=2),
-        Rule(forward=1, burst=stages, lead=2),
-        Rule(forward=1, burst=half, pause=stages, lead=3, wait_weight=30, settled=True),
-        Rule(forward=1, pause=2, lead=1),
-        Rule(forward=1, pause=2, ahead=2, lead=2, wait_forward=30, settled=True),
-        Rule(),
+        SchedulingRule(forward=1, lead=1),
+        SchedulingRule(forward=1, backward=1, burst=stages, pause=2, lead=2, settled=True),
+        SchedulingRule(burst=half, pause=half, lead=half),
+        SchedulingRule(forward=1, burst=2 * stages, pause=stages, lead=2, wait_weight=30),
+        SchedulingRule(ahead=3, lead=1, wait_weight=30, wait_forward=60, settled=True),
+        SchedulingRule(burst=stages, pause=2, lead=stages),
+        SchedulingRule(forward=1, burst=half, pause=stages, lead=1, wait_weight=30, wait_forward=30),
+        SchedulingRule(forward=2, pause=half, lead=half, wait_weight=30, wait_forward=30),
+        SchedulingRule(lead=2),
+        SchedulingRule(forward=1, burst=stages, lead=2),
+        SchedulingRule(forward=1, burst=half, pause=stages, lead=3, wait_weight=30, settled=True),
+        SchedulingRule(forward=1, pause=2, lead=1),
+        SchedulingRule(forward=1, pause=2, ahead=2, lead=2, wait_forward=30, settled=True),
+        SchedulingRule(),
     )
 
 
-def further(stages: int) -> tuple[Rule, ...]:
+def further(stages: int) -> tuple[SchedulingRule, ...]:
     """Rules that seldom add to the portfolio: a search begins with them."""
     return (
-        Rule(forward=2, backward=1, burst=stages, lead=1),
-        Rule(ahead=3, lead=2),
-        Rule(burst=stages),
-        Rule(pause=2, lead=1),
-        Rule(forward=1, pause=2),
-        Rule(forward=1, pause=stages),
-        Rule(forward=2, backward=1, burst=stages),
-        Rule(forward=1, ahead=1),
-        Rule(forward=2),
+        SchedulingRule(forward=2, backward=1, burst=stages, lead=1),
+        SchedulingRule(ahead=3, lead=2),
+        SchedulingRule(burst=stages),
+        SchedulingRule(pause=2, lead=1),
+        SchedulingRule(forward=1, pause=2),
+        SchedulingRule(forward=1, pause=stages),
+        SchedulingRule(forward=2, backward=1, burst=stages),
+        SchedulingRule(forward=1, ahead=1),
+        SchedulingRule(forward=2),
     )
 
 
@@ -126,18 +126,18 @@ def _at_once(problem: Problem) -> Problem:
     return replace(problem, forward_lag=np.zeros_like(problem.forward_lag), backward_lag=np.zeros_like(problem.backward_lag))
 
 
-def better(problem: Problem, rule: Rule, least: int, best: Solution | None, seen: Problem | None = None) -> Solution:
+def better(problem: Problem, rule: SchedulingRule, least: int, best: Solution | None, seen: Problem | None = None) -> Solution:
     """``best``, or what ``rule`` finds if that is shorter.  ``seen``: the problem as the rule sees it."""
     wake = beginnings(problem, best) if rule.settled and best else np.zeros(problem.stages, np.int64)
     order = greedy_order(seen or problem, rule, *keys(problem, rule), wake)
     return timed(problem, order, least, best)
 
 
-def greedy_order(problem: Problem, rule: Rule, forward: Array, backward: Array, wake: Array) -> Array:
+def greedy_order(problem: Problem, rule: SchedulingRule, forward: Array, backward: Array, wake: Array) -> Array:
     """All operations in the order of their starts."""
     order = np.empty(3 * problem.records, np.int64)
     rule = rule._replace(couple=max(1, rule.couple) if problem.couple else 0)
-    job = Job(
+    job = SchedulingProblem(
         problem.stages, problem.ranks, int(problem.split), problem.worker, problem.spend, problem.forward_lag, problem.backward_lag,
         problem.loads, problem.memory.cap, problem.memory.activation, problem.memory.pending, forward, backward, wake, np.array(rule[:8], np.int64),
     )  # fmt: skip
@@ -170,7 +170,7 @@ def beginnings(problem: Problem, solution: Solution) -> Array:
     return np.maximum(problem.through(lasts) - solution.period, 0)
 
 
-def keys(problem: Problem, rule: Rule) -> tuple[Array, Array]:
+def keys(problem: Problem, rule: SchedulingRule) -> tuple[Array, Array]:
     """Keys of F and of I per record; -1: the time of arrival."""
     record = np.arange(problem.records)
     index = record % problem.micro_batches

@@ -13,14 +13,14 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan
 
 
-class Way(NamedTuple):
+class BoundaryRoute(NamedTuple):
     """Of a boundary tensor: who has it, and whom its maker sends it; None: nobody needs it."""
 
     source: Seat
     target: Seat | None
 
 
-def lower(compute: Iterable[Instruction], stages: int, where: Callable[[Datum], Way]) -> Iterator[Instruction]:
+def lower(compute: Iterable[Instruction], stages: int, where: Callable[[Datum], BoundaryRoute]) -> Iterator[Instruction]:
     """``compute``, F, I, W and B of one seat, with RECV and LOAD right before their consumer and SEND right after the producer.
 
     The first of ``stages`` stages loads inputs, the last one labels, a job of one stage both at once.
@@ -53,8 +53,8 @@ def send(datum: Datum, target: Seat) -> Instruction:
 def lowered(plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
     """What ``seat`` executes in ``step`` by ``plan``.  Raises KeyError for a seat that the plan does not have."""
 
-    def where(datum: Datum) -> Way:
+    def where(datum: Datum) -> BoundaryRoute:
         stage = goes_to(datum, plan.stages)
-        return Way(plan.route[datum.stage, datum.micro_batch], plan.route[stage, datum.micro_batch])
+        return BoundaryRoute(plan.route[datum.stage, datum.micro_batch], plan.route[stage, datum.micro_batch])
 
     return tuple(lower((one.at(step) for one in plan.programs[seat]), plan.stages, where))

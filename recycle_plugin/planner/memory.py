@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.planner.plan_error import PlanError
 
 
-class Memory(NamedTuple):
+class StageMemory(NamedTuple):
     """Per stage, int64: what a worker may hold, what an activation holds, and what a pending W holds."""
 
     cap: NDArray[np.int64]
@@ -27,13 +27,13 @@ class Memory(NamedTuple):
     pending: NDArray[np.int64]
 
 
-def memory(costs: CostModel, policy: Policy) -> Memory:
+def memory(costs: CostModel, policy: Policy) -> StageMemory:
     """In bytes if the policy says so, else in micro-batches.  Raises PlanError where a worker can't hold one."""
     stages = costs.stages
     if policy.memory_bytes is None:
         ones = np.ones(stages, np.int64)
         try:
-            return Memory(np.array([policy.cap(stage, stages) for stage in range(stages)], np.int64), ones, ones)
+            return StageMemory(np.array([policy.cap(stage, stages) for stage in range(stages)], np.int64), ones, ones)
         except ValueError as error:
             raise PlanError(str(error)) from None
     if not costs.activation_bytes:
@@ -47,7 +47,7 @@ def memory(costs: CostModel, policy: Policy) -> Memory:
     for stage in range(stages):
         if cap[stage] < least[stage]:
             raise PlanError(f"stage {stage} may hold {cap[stage]} bytes, one micro-batch takes {least[stage]}: raise the activation cap")
-    return Memory(cap, activation, pending)
+    return StageMemory(cap, activation, pending)
 
 
 def auto(device_bytes: int, state_bytes: Sequence[int], working_bytes: Sequence[int], reserve: float = 0.05) -> tuple[int, ...]:

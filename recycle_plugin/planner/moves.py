@@ -40,7 +40,7 @@ class Net(NamedTuple):
     mate: Array  # [record] the next of its block, in a circle
 
 
-class State(NamedTuple):
+class SearchState(NamedTuple):
     """What moves change; the last five are per operation or worker."""
 
     order: Array  # all operations, each after what it needs
@@ -68,7 +68,7 @@ def opened(net, order, who):
     operations, workers = who.size, net.stage_of.size
     place, starts = np.full(operations, -1, np.int64), np.zeros(operations + workers, np.int64)
     before = np.arange(operations + workers)
-    state = State(order, place, who, starts, before, before.copy(), np.zeros(operations + workers, np.int64), np.zeros(operations + workers, np.int64))
+    state = SearchState(order, place, who, starts, before, before.copy(), np.zeros(operations + workers, np.int64), np.zeros(operations + workers, np.int64))
     for here in range(workers):
         starts[operations + here] = net.release[net.stage_of[here]]
     for at in range(order.size):

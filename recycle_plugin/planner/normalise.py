@@ -22,7 +22,7 @@ CANDIDATES = 4  # stages to take a worker from that are looked at per move
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class WorkerMove:
     """The worker of ``worker`` becomes that of ``seat``, which was lost."""
 
     worker: Seat
@@ -37,7 +37,7 @@ class Normalisation:
     """Moves and what they are worth.  Periods and the copies' time in microseconds; ``view`` after the moves."""
 
     view: ClusterView
-    moves: tuple[Move, ...]
+    moves: tuple[WorkerMove, ...]
     before_us: int
     after_us: int
     copy_us: int
@@ -96,15 +96,15 @@ def _load(view: ClusterView, costs: CostModel, stage: int) -> float:
     return (costs.forward[stage] + costs.input[stage] + costs.weight[stage]) / len(view.live_replicas(stage))
 
 
-def _move(view: ClusterView, source: int, target: int) -> Move:
+def _move(view: ClusterView, source: int, target: int) -> WorkerMove:
     """From the replica that lost most to the one that lost least: whole replicas stay whole."""
     losses = Counter(seat.replica for seat in view.lost)
     worker = max(view.live_replicas(source), key=lambda replica: (losses[replica], replica))
     empty = [seat.replica for seat in view.lost if seat.stage == target]
-    return Move(Seat(worker, source), Seat(min(empty, key=lambda replica: (losses[replica], replica)), target))
+    return WorkerMove(Seat(worker, source), Seat(min(empty, key=lambda replica: (losses[replica], replica)), target))
 
 
-def _copies(start: ClusterView, moves: Sequence[Move], copy_us: Sequence[int]) -> int:
+def _copies(start: ClusterView, moves: Sequence[WorkerMove], copy_us: Sequence[int]) -> int:
     arriving = Counter(move.seat.stage for move in moves)
     return max(copy_us[stage] * -(-count // len(start.live_replicas(stage))) for stage, count in arriving.items())
 

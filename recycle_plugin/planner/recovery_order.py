@@ -1,4 +1,4 @@
-"""In what order a :class:`core.vocabulary.recovery_plan.Rest` runs: list scheduling over what is left of a step.
+"""In what order a :class:`core.vocabulary.recovery_plan.RecoveryPlan` runs: list scheduling over what is left of a step.
 
 As for a whole step there is one global order, projected on the workers, so that it can't deadlock.  It is made once
 per failure for a part of one step, so it takes the plain rule: I before F where memory allows before W, micro-batches by
@@ -20,40 +20,40 @@ from recycle_plugin.core.vocabulary.dataflow import Datum, provides, requires
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan
-from recycle_plugin.core.vocabulary.recovery_plan import Held, Rest
-from recycle_plugin.planner.lower import Way, lower, send
-from recycle_plugin.planner.memory import Memory, memory
+from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
+from recycle_plugin.planner.lower import BoundaryRoute, lower, send
+from recycle_plugin.planner.memory import StageMemory, memory
 
 Programs = Mapping[Seat, tuple[Instruction, ...]]
 
 
-def arrange(rest: Rest, plan: Plan, costs: CostModel, held: Held) -> Programs:
+def arrange(recovery: RecoveryPlan, plan: Plan, costs: CostModel, held: Held) -> Programs:
     """Every live seat's program of the rest: first what it keeps for others, then what it computes, then the closing.
 
     LOAD and transport are put around it (planner/lower.py) once somebody asks for a seat's program, since each worker asks for its own only.
     """
-    return Arranged(rest, plan, _Order(rest, plan, costs, held).run())
+    return Arranged(recovery, plan, _Order(recovery, plan, costs, held).run())
 
 
 class Arranged(Mapping[Seat, tuple[Instruction, ...]]):
     """``computed``: each seat's F, I, W and B in the global order."""
 
-    def __init__(self, rest: Rest, plan: Plan, computed: Mapping[Seat, list[Instruction]]) -> None:
-        self._rest, self._plan, self._computed = rest, plan, computed
+    def __init__(self, recovery: RecoveryPlan, plan: Plan, computed: Mapping[Seat, list[Instruction]]) -> None:
+        self._rest, self._plan, self._computed = recovery, plan, computed
         self._kept: dict[Seat, list[Instruction]] = {}
-        for datum, move in sorted((datum, move) for datum, move in rest.moves.items() if move.kept):
+        for datum, move in sorted((datum, move) for datum, move in recovery.moves.items() if move.kept):
             self._kept.setdefault(move.source, []).append(send(datum, move.target))
 
     def __getitem__(self, seat: Seat) -> tuple[Instruction, ...]:
         computed = lower(self._computed[seat], self._plan.stages, partial(self._way, seat))
         return (*self._kept.get(seat, ()), *computed, *self._rest.closing[seat])
 
-    def _way(self, seat: Seat, datum: Datum) -> Way:
+    def _way(self, seat: Seat, datum: Datum) -> BoundaryRoute:
         """``seat`` has from before what has no move here, and what others send needs no sending by it."""
         move = self._rest.moves.get(datum)
         if move is None:
-            return Way(self._plan.route[datum.stage, datum.micro_batch], None)
-        return Way(move.source, move.target if not move.kept and move.source == seat else None)
+            return BoundaryRoute(self._plan.route[datum.stage, datum.micro_batch], None)
+        return BoundaryRoute(move.source, move.target if not move.kept and move.source == seat else None)
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(self._computed)
@@ -78,18 +78,18 @@ class _Worker:
 class _Order:
     """Event-driven: an instruction is offered to its seat once all that it needs of the rest is there."""
 
-    def __init__(self, rest: Rest, plan: Plan, costs: CostModel, held: Held) -> None:
-        self._rest, self._costs, self._memory = rest, costs, memory(costs, plan.policy)
+    def __init__(self, recovery: RecoveryPlan, plan: Plan, costs: CostModel, held: Held) -> None:
+        self._rest, self._costs, self._memory = recovery, costs, memory(costs, plan.policy)
         self._blocks = plan.policy.blocks(plan.view.topology)
-        self._workers = {seat: _Worker(_room(self._memory, seat, held[seat], rest.step)) for seat in rest.compute}
+        self._workers = {seat: _Worker(_room(self._memory, seat, held[seat], recovery.step)) for seat in recovery.compute}
         self._events: list[tuple[int, int, Seat, Instruction, bool]] = []
         self._missing: dict[tuple[Seat, Instruction], int] = {}
         self._users: dict[Datum, tuple[Seat, Instruction]] = {}
         self._now, self._count = 0, 0
-        self._order: dict[Seat, list[Instruction]] = {seat: [] for seat in rest.compute}
-        self._left = sum(map(len, rest.compute.values()))
-        made = {datum for work in rest.compute.values() for one in work for datum in provides(one)}
-        for seat, work in sorted(rest.compute.items()):
+        self._order: dict[Seat, list[Instruction]] = {seat: [] for seat in recovery.compute}
+        self._left = sum(map(len, recovery.compute.values()))
+        made = {datum for work in recovery.compute.values() for one in work for datum in provides(one)}
+        for seat, work in sorted(recovery.compute.items()):
             for one in work:
                 self._await(seat, one, [datum for datum in (*requires(one, plan.stages), *self._in_turn(one)) if datum in made])
 
@@ -134,7 +134,7 @@ class _Order:
     def _end(self, seat: Seat, one: Instruction) -> None:
         worker, (activation, pending) = self._workers[seat], self._holds(seat)
         worker.busy = False
-        kept = pending if one not in self._rest.bare else 0
+        kept = pending if one not in self._rest.boundary_only else 0
         worker.room += {Op.F: 0, Op.I: activation - kept, Op.W: pending, Op.B: activation}[one.op]
         for datum in provides(one):
             if datum in self._users:
@@ -157,7 +157,7 @@ class _Order:
     def _run(self, seat: Seat, one: Instruction) -> None:
         worker = self._workers[seat]
         worker.busy = True
-        if one.op is Op.F and one not in self._rest.bare:
+        if one.op is Op.F and one not in self._rest.boundary_only:
             worker.room -= self._holds(seat)[0]
         self._order[seat].append(one)
         self._left -= 1
@@ -173,7 +173,7 @@ class _Order:
         return int(self._memory.activation[seat.stage]), int(self._memory.pending[seat.stage])
 
 
-def _room(memory: Memory, seat: Seat, held: AbstractSet[Datum], step: int) -> int:
+def _room(memory: StageMemory, seat: Seat, held: AbstractSet[Datum], step: int) -> int:
     """What is left of a worker's memory beside what it holds of ``step``."""
     each = {"stash": memory.activation[seat.stage], "inner": memory.pending[seat.stage]}
     return int(memory.cap[seat.stage] - sum(each.get(datum.kind, 0) for datum in held if datum.step == step))

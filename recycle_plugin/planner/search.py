@@ -15,7 +15,7 @@ import numpy as np
 
 from recycle_plugin.planner.climb import climb
 from recycle_plugin.planner.flat import Array, Problem
-from recycle_plugin.planner.list_scheduling import Rule, Solution, beginnings, better, further, greedy_order, keys, timed
+from recycle_plugin.planner.list_scheduling import SchedulingRule, Solution, beginnings, better, further, greedy_order, keys, timed
 from recycle_plugin.planner.moves import Net
 
 
@@ -131,7 +131,7 @@ def _typical(problem: Problem) -> int:
 def _any_order(problem: Problem, best: Solution, random: Random) -> Array:
     """What a random rule gives, with random ties."""
     stages = problem.stages
-    rule = Rule(
+    rule = SchedulingRule(
         burst=random.choice((0, 0, stages // 2, stages, 2 * stages)),
         pause=random.choice((0, 0, 2, stages // 2, stages)),
         ahead=random.choice((0, 0, 0, 1, 2, 3, 4)),

@@ -52,7 +52,7 @@ class Copy(Protocol):
         """
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """Behind the work that was started before it."""
 
     def poll(self) -> bool:
@@ -61,11 +61,11 @@ class Event(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Return when it has.  Raises what the work has failed with, WaitTimeout past the deadline."""
 
-    def since(self, earlier: Event) -> float:
+    def since(self, earlier: DeviceEvent) -> float:
         """Seconds between two of a device that have happened."""
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """In bytes; ``used`` by whatever process."""
 
     used: int
@@ -90,13 +90,13 @@ class Device(Protocol):
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """In host memory, from which a copy is quickest."""
 
-    def event(self, what: object) -> Event: ...
+    def event(self, what: object) -> DeviceEvent: ...
 
     @property
     def generators(self) -> Sequence[torch.Generator]:
         """The default ones that layers on it draw from, the device's own last."""
 
-    def memory(self) -> Memory: ...
+    def memory(self) -> DeviceMemory: ...
 
     def arithmetic(self) -> str:
         """What decides how its operations round, besides their inputs: workers with the same text round alike."""
@@ -149,12 +149,12 @@ class Cpu:
     def room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=HOST)
 
-    def event(self, what: object) -> Event:
+    def event(self, what: object) -> DeviceEvent:
         return Done(time.perf_counter())
 
-    def memory(self) -> Memory:
+    def memory(self) -> DeviceMemory:
         found = psutil.virtual_memory()
-        return Memory(found.total - found.available, found.total)
+        return DeviceMemory(found.total - found.available, found.total)
 
     def arithmetic(self) -> str:
         return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"

@@ -1,4 +1,4 @@
-"""Hydra overrides in, one typed and resolved :class:`Job` out: the only place that knows Hydra.
+"""Hydra overrides in, one typed and resolved :class:`TrainingJob` out: the only place that knows Hydra.
 
 The launcher hands every rank a ``--local_rank`` that Hydra refuses, and the run folder must not
 depend on the time at which a rank looks at its clock; so ranks compose with Hydra's compose API
@@ -90,14 +90,14 @@ class IndexedData(_Section):
     path: str | None
 
 
-class Optimizer(_Section):
+class OptimizerSection(_Section):
     """DeepSpeed's own optimizer section."""
 
     type: str
     params: dict[str, Any]
 
 
-class Job(_Section):
+class TrainingJob(_Section):
     """Everything that a training script needs, as plain values."""
 
     steps: PositiveInt
@@ -110,7 +110,7 @@ class Job(_Section):
     model: GPTModel | EmulatedModel = Field(discriminator="kind")
     topology: JobTopology
     data: TextData | IndexedData = Field(discriminator="kind")
-    optimizer: Optimizer
+    optimizer: OptimizerSection
     deepspeed: dict[str, Any] | None
     recycle: dict[str, Any]
 
@@ -135,7 +135,7 @@ class Job(_Section):
         return bool((self.deepspeed or {}).get("bf16", {}).get("enabled"))
 
 
-def compose(overrides: Sequence[str] = ()) -> Job:
+def compose(overrides: Sequence[str] = ()) -> TrainingJob:
     """The job that ``configs/`` and ``overrides`` (``model=gpt_tiny``, ``steps=20``, ...) describe.
 
     Raises :class:`ComposeError`, or :class:`~recycle_plugin.settings.schema.SettingsError` for the ``recycle`` section.
@@ -152,7 +152,7 @@ def compose(overrides: Sequence[str] = ()) -> Job:
     return job
 
 
-def compose_from_command_line(arguments: Sequence[str], description: str, workers: int | None = None) -> Job:
+def compose_from_command_line(arguments: Sequence[str], description: str, workers: int | None = None) -> TrainingJob:
     """As :func:`compose`, from a rank's command line; what is wrong ends the script with one line.
 
     Every rank says the same; under ``recycle_plugin.launch`` the coordinator prints it once.
@@ -197,9 +197,9 @@ def _trace_kills(replicas: int, stages: int, micro_batches: int, steps: int, see
     return [str(fault) for fault in kills(published.TRACE, published.TRACE_ENDS_H, topology, steps, seed)]
 
 
-def _typed(tree: Any) -> Job:
+def _typed(tree: Any) -> TrainingJob:
     try:
-        return Job.model_validate(tree)
+        return TrainingJob.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part not in ("gpt", "emulated", "text", "indexed"))
@@ -207,7 +207,7 @@ def _typed(tree: Any) -> Job:
         raise ComposeError(f"{where}: {value}{first['msg'].lower()}") from None
 
 
-def _check_faults(job: Job) -> None:
+def _check_faults(job: TrainingJob) -> None:
     """A fault in a step that the run never reaches would be a test that tests nothing."""
     for number, fault in enumerate(Settings.from_section(job.recycle).fault_list):
         step = None if fault.when == "at" else Instruction.parse(fault.where).step

@@ -80,7 +80,7 @@ _OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
 _STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, validate_default=True)
 
 
-class Costs(BaseModel):
+class CostSettings(BaseModel):
     """What the planner expects instructions to cost; every time is in milliseconds."""
 
     model_config = _STRICT
@@ -98,7 +98,7 @@ class Costs(BaseModel):
     )
 
 
-class Checkpoint(BaseModel):
+class CheckpointSettings(BaseModel):
     """Checkpoints that the plugin makes by itself, in the background."""
 
     model_config = _STRICT
@@ -110,7 +110,7 @@ class Checkpoint(BaseModel):
     keep: int = _setting(2, "a whole number of at least 1", "how many of a run's stay", ge=1)
 
 
-class Metrics(BaseModel):
+class MetricsSettings(BaseModel):
     """What the coordinator's process serves over HTTP, in Prometheus' text format, while the job runs."""
 
     model_config = _STRICT
@@ -286,17 +286,17 @@ class Settings(BaseModel):
     wait_timeout_s: float = _setting(
         900.0, "a number of seconds, more than 0", "longest wait of a worker for anything; then the job ends", gt=0, allow_inf_nan=False
     )
-    costs: Costs | None = _setting(
+    costs: CostSettings | None = _setting(
         None,
         'an object such as {"forward_ms": 20, "input_ms": 20, "weight_ms": 20}, or null',
         "what instructions cost, for the planner; null for forward = input = weight = 1 ms",
     )
-    checkpoint: Checkpoint | None = _setting(
+    checkpoint: CheckpointSettings | None = _setting(
         None,
         'an object such as {"overhead": 0.035}, or null',
         "checkpoints that are made by themselves: copied to host memory between two steps, and written in the background; null for none",
     )
-    metrics: Metrics | None = _setting(
+    metrics: MetricsSettings | None = _setting(
         None,
         'an object such as {"port": 9400}, or null',
         "serve the job's numbers to Prometheus from the host of rank 0; null for no server",
@@ -440,7 +440,7 @@ class Settings(BaseModel):
         found = self._profile()
         if found is not None:
             return self._profiled(found, shape, samples)
-        costs, stages = self.costs or Costs(), shape.stages
+        costs, stages = self.costs or CostSettings(), shape.stages
 
         def each(name: str) -> tuple[int, ...]:
             value = getattr(costs, name)
@@ -475,7 +475,7 @@ class Settings(BaseModel):
             raise SettingsError("costs.profile", str(error), "name the profile of this job's model") from None
 
 
-SECTIONS = {"costs": Costs, "checkpoint": Checkpoint, "metrics": Metrics}
+SECTIONS = {"costs": CostSettings, "checkpoint": CheckpointSettings, "metrics": MetricsSettings}
 """Settings that are objects of their own."""
 
 

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.core.vocabulary.profile import Part, Profile, Wire, ring_us
+from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile, Wire, ring_us
 
 WRITTEN = "2026-11-21"
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceRates:
     """Rates per second, of which ``product_share`` and ``memory_share`` are achieved; ``memory_bytes``: its size."""
 
     name: str
@@ -47,7 +47,7 @@ class Device:
         return 1e6 * size / (self.bytes_per_s * self.memory_share)
 
 
-A100 = Device("A100 80 GB, 80 Gbit/s between hosts", 312e12, 0.5, 2.0e12, 0.8, 80 << 30, Wire(5, 0.8 * 300_000), Wire(30, 0.9 * 10_000))
+A100 = DeviceRates("A100 80 GB, 80 Gbit/s between hosts", 312e12, 0.5, 2.0e12, 0.8, 80 << 30, Wire(5, 0.8 * 300_000), Wire(30, 0.9 * 10_000))
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def preset(name: str) -> Profile:
     return profile(SHAPES[shape], checkpointing=saved == "ckpt")
 
 
-def profile(shape: Shape, micro_batch: int = 1, checkpointing: bool = False, device: Device = A100) -> Profile:
+def profile(shape: Shape, micro_batch: int = 1, checkpointing: bool = False, device: DeviceRates = A100) -> Profile:
     """Costs of ``micro_batch`` sequences on ``device``."""
     tokens, h, v = micro_batch * shape.sequence, shape.hidden, shape.vocabulary
     boundary = 2 * tokens * h
@@ -119,7 +119,7 @@ def profile(shape: Shape, micro_batch: int = 1, checkpointing: bool = False, dev
     )
 
 
-def _layer(shape: Shape, tokens: int, boundary: int, checkpointing: bool, device: Device) -> Part:
+def _layer(shape: Shape, tokens: int, boundary: int, checkpointing: bool, device: DeviceRates) -> LayerProfile:
     h, t = shape.hidden, shape.tensor
     product = device.product_us(2 * 12 * h * h * tokens / t)
     scores = device.product_us(4 * shape.sequence * h * tokens / t)
@@ -129,21 +129,21 @@ def _layer(shape: Shape, tokens: int, boundary: int, checkpointing: bool, device
     gradient = product + 2 * scores + joined + again
     held = 2 * h * tokens if checkpointing else 34 * h * tokens // t
     parameters = 12 * h * h + 13 * h
-    return Part(forward, gradient, product, gradient + product, _adam(parameters, t, device), parameters, held, 32 * h * tokens // t)
+    return LayerProfile(forward, gradient, product, gradient + product, _adam(parameters, t, device), parameters, held, 32 * h * tokens // t)
 
 
-def _embedding(tokens: int, parameters: int, hidden: int, tensor: int, device: Device) -> Part:
+def _embedding(tokens: int, parameters: int, hidden: int, tensor: int, device: DeviceRates) -> LayerProfile:
     """Rows are read, added and written; W adds gradient rows into the table."""
     moved = device.memory_us(6 * hidden * tokens)
-    return Part(moved, 0.0, 2 * moved, 2 * moved, _adam(parameters, tensor, device), parameters, 0, 2 * hidden * tokens)
+    return LayerProfile(moved, 0.0, 2 * moved, 2 * moved, _adam(parameters, tensor, device), parameters, 0, 2 * hidden * tokens)
 
 
-def _head(tokens: int, parameters: int, vocabulary: int, hidden: int, tensor: int, device: Device) -> Part:
+def _head(tokens: int, parameters: int, vocabulary: int, hidden: int, tensor: int, device: DeviceRates) -> LayerProfile:
     product = device.product_us(2 * parameters * tokens / tensor)
     loss = device.memory_us(10 * vocabulary * tokens / tensor)
     held, pending = (2 * hidden + 6 * vocabulary // tensor) * tokens, (2 * hidden + 2 * vocabulary // tensor) * tokens
-    return Part(product + loss, product + loss, product, 2 * product + loss, _adam(parameters, tensor, device), parameters, held, pending)
+    return LayerProfile(product + loss, product + loss, product, 2 * product + loss, _adam(parameters, tensor, device), parameters, held, pending)
 
 
-def _adam(parameters: int, tensor: int, device: Device) -> float:
+def _adam(parameters: int, tensor: int, device: DeviceRates) -> float:
     return device.memory_us(30 * parameters / tensor)

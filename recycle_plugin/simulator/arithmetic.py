@@ -18,12 +18,12 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import Draw
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.simulator.virtual import State, VirtualWorld
+from recycle_plugin.simulator.virtual import VirtualState, VirtualWorld
 
 PRIME = 2**61 - 1
 
 
-class Stash(NamedTuple):
+class ExactStash(NamedTuple):
     """What an F leaves: its input, the loss on the last stage, and which of its worker's weights it was made with (simulator/numbers.py)."""
 
     x: int
@@ -91,7 +91,7 @@ def compute(instruction: Instruction, have: StepStore, stages: int, tied: bool =
             x = have[here("data")][0] if stage == 0 else have[Datum("act", stage - 1, micro_batch, step)]
             made = (params * x + x * x) % PRIME
             loss = (made - have[here("data")][1]) % PRIME if stage == stages - 1 else None
-            return {here("act"): made, here("stash"): Stash(x, loss)}
+            return {here("act"): made, here("stash"): ExactStash(x, loss)}
         case Op.I | Op.B:
             x, loss, _ = have[here("stash")]
             incoming = loss if loss is not None else have[Datum("grad", stage + 1, micro_batch, step)]
@@ -142,6 +142,6 @@ class ExactWorld(VirtualWorld):
 
 def train(plan: Plan, costs: CostModel, weights: tuple[int, ...], steps: int = 1, step: int = 0) -> dict[Seat, int]:
     """Every live seat's weight after ``steps`` steps of ``plan`` from ``weights`` (one per stage)."""
-    world = ExactWorld(plan, costs, steps, step, state=State.fresh(plan, step, {seat: weights[seat.stage] for seat in plan.programs}))
+    world = ExactWorld(plan, costs, steps, step, state=VirtualState.fresh(plan, step, {seat: weights[seat.stage] for seat in plan.programs}))
     world.run()
     return world.final()

@@ -27,7 +27,7 @@ from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.planner import lowered, plan
 from recycle_plugin.simulator.checkers import Watcher
 from recycle_plugin.simulator.cluster import Cluster, redone_share
-from recycle_plugin.simulator.exercised import Rule
+from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.message_delays import FAIR, STORMY, UNEVEN
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
 from recycle_plugin.simulator.simulated_worker import DEADLINES
@@ -45,7 +45,7 @@ POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recover
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScenarioOutcome:
     """Of one scenario.  ``redone``: compute run again, as a share of what was needed; ``story``: what the coordinator said;
     ``hits``: which kind of trouble has met a worker at which kind of instruction, and how often; ``exercised``: how often each rule of the
     protocol was needed (simulator.exercised)."""
@@ -57,20 +57,20 @@ class Outcome:
     spans: tuple[Span, ...]
     story: tuple[str, ...]
     hits: Mapping[tuple[str, Op], int]
-    exercised: Mapping[Rule, int]
+    exercised: Mapping[ProtocolRule, int]
 
 
 @dataclass(frozen=True)
-class Report:
+class CampaignReport:
     """Of many.  ``violations``: the scenarios that had some; ``redone_share``: the mean."""
 
     seeds: int
     faults: int
-    violations: tuple[Outcome, ...]
+    violations: tuple[ScenarioOutcome, ...]
     redone_share: float
     seconds: float
     hits: Mapping[tuple[str, Op], int]
-    exercised: Mapping[Rule, int]
+    exercised: Mapping[ProtocolRule, int]
 
 
 def scenario(seed: int) -> Scenario:
@@ -321,11 +321,11 @@ def _add(
             troubles.append(Trouble(kind, at, (seat,)))
 
 
-def run(name: str, given: Scenario, watch: type[Watcher] = Watcher) -> Outcome:
-    """Run it and check it, as ``watch`` does."""
+def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -> ScenarioOutcome:
+    """Run it and check it, as ``failure_detector`` does."""
     weights = initial_weights(given.shape)
     late = bool(given.heavy) or any(trouble.kind not in HARMLESS for trouble in given.troubles) or any(fault.kind != "kill" for fault in given.faults)
-    watcher = watch(given, weights, late)
+    watcher = failure_detector(given, weights, late)
     cluster = Cluster(given, weights, watcher)
     try:
         cluster.run(LIMIT_US)
@@ -334,7 +334,7 @@ def run(name: str, given: Scenario, watch: type[Watcher] = Watcher) -> Outcome:
         watcher.say(f"{type(error).__name__}: {error}")
     faults = (*map(str, given.troubles), *map(str, given.faults), *map(str, given.heavy))
     story = tuple(f"{at / 1000:10.3f} ms  {event.kind}: {event.text}" for at, event in cluster.events)
-    return Outcome(name, faults, tuple(watcher.violations), redone_share(cluster), tuple(cluster.spans), story, cluster.hits, dict(cluster.exercised))
+    return ScenarioOutcome(name, faults, tuple(watcher.violations), redone_share(cluster), tuple(cluster.spans), story, cluster.hits, dict(cluster.exercised))
 
 
 def may_end(cluster: Cluster) -> bool:
@@ -354,12 +354,12 @@ def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
     return not sources or any(by_stage[stage] > 1 for stage in ends) or any(trouble.kind in ("drop", "cut", "deafened", "walled") for trouble in cluster.scenario.troubles)
 
 
-def campaign(seeds: Iterable[int], jobs: int = 1) -> Report:
+def campaign(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
     """``jobs``: processes that share the work."""
     return _report(run_seed, seeds, jobs)
 
 
-def run_seed(seed: int) -> Outcome:
+def run_seed(seed: int) -> ScenarioOutcome:
     return run(f"--seed {seed}", scenario(seed))
 
 
@@ -369,14 +369,14 @@ EVERY_POLICY = Policy(activation_cap=2 * EVERY.stages)
 EVERY_STEP = 2  # of three
 
 
-def every_instant(every: int = 1, jobs: int = 1) -> Report:
+def every_instant(every: int = 1, jobs: int = 1) -> CampaignReport:
     """Kill each seat before and after each (or each ``every``-th) of its instructions, REDUCE and STEP included."""
     planned = plan(EVERY.full(), EVERY_COSTS, EVERY_POLICY)
     moments = [f"kill {seat} {when} {one}" for seat in EVERY.seats for one in lowered(planned, seat, EVERY_STEP) for when in ("before", "after")]
     return _report(run_instant, moments[::every], jobs)
 
 
-def run_instant(fault: str) -> Outcome:
+def run_instant(fault: str) -> ScenarioOutcome:
     return run(f"--kill '{fault}'", one_instant(fault))
 
 
@@ -384,19 +384,19 @@ def one_instant(fault: str) -> Scenario:
     return Scenario(EVERY, EVERY_COSTS, EVERY_POLICY, EVERY_STEP + 1, (), (Fault.parse(fault),), sum(map(ord, fault)))
 
 
-def _report(run_one: Callable[[Any], Outcome], cases: Iterable[Any], jobs: int) -> Report:
+def _report(run_one: Callable[[Any], ScenarioOutcome], cases: Iterable[Any], jobs: int) -> CampaignReport:
     started = time.monotonic()
-    count, faults, redone, wrong, hits, exercised = 0, 0, 0.0, [], Counter(), Counter(dict.fromkeys(Rule, 0))
+    count, faults, redone, wrong, hits, exercised = 0, 0, 0.0, [], Counter(), Counter(dict.fromkeys(ProtocolRule, 0))
     for outcome in _outcomes(run_one, cases, jobs):
         hits.update(outcome.hits)
         exercised.update(outcome.exercised)
         count, faults, redone = count + 1, faults + len(outcome.faults), redone + outcome.redone
         if outcome.violations:
             wrong.append(outcome)
-    return Report(count, faults, tuple(wrong), redone / max(1, count), time.monotonic() - started, hits, exercised)
+    return CampaignReport(count, faults, tuple(wrong), redone / max(1, count), time.monotonic() - started, hits, exercised)
 
 
-def _outcomes(run_one: Callable[[Any], Outcome], cases: Iterable[Any], jobs: int) -> Iterator[Outcome]:
+def _outcomes(run_one: Callable[[Any], ScenarioOutcome], cases: Iterable[Any], jobs: int) -> Iterator[ScenarioOutcome]:
     if jobs == 1:
         yield from map(run_one, cases)
         return
@@ -404,7 +404,7 @@ def _outcomes(run_one: Callable[[Any], Outcome], cases: Iterable[Any], jobs: int
         yield from pool.map(partial(_run_apart, run_one), cases, chunksize=16)
 
 
-def _run_apart(run_one: Callable[[Any], Outcome], case: Any) -> Outcome:
+def _run_apart(run_one: Callable[[Any], ScenarioOutcome], case: Any) -> ScenarioOutcome:
     """Without what nobody asks for where nothing was wrong: it would have to travel."""
     outcome = run_one(case)
     return outcome if outcome.violations else replace(outcome, spans=(), story=())

@@ -58,7 +58,7 @@ class Watcher:
 
     # --- while it runs ------------------------------------------------------------------------------
 
-    def computed(self, worker: Any, instruction: Instruction, bare: bool) -> None:
+    def computed(self, worker: Any, instruction: Instruction, boundary_only: bool) -> None:
         if instruction.op not in (Op.W, Op.B):
             return
         key = instruction.step, instruction.micro_batch
@@ -98,7 +98,7 @@ class Watcher:
 
     def told(self, whom: object, message: object) -> None:
         """To all workers: of each step one norm, and one loss, but where they are void; and no failure once all steps up to a planned end are committed, and nothing is left to do together."""
-        if isinstance(message, Resume) and message.void:
+        if isinstance(message, Resume) and message.rejected:
             self._told = {key for key in self._told if key[0] <= message.committed + 1}
         elif isinstance(message, Collected):
             if (message.step, message.name) in self._told:
@@ -213,7 +213,7 @@ class Watcher:
         self._check_nobody_writes(worker, step, written)
 
     def _check_nobody_writes(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
-        live = {member.seat for member in worker.line.roster}
+        live = {member.seat for member in worker.control_view.roster}
         if live - written.keys():
             self.say(f"seat {worker.seat} takes a checkpoint of step {step} for written, which others still write")
 
@@ -243,7 +243,7 @@ class Watcher:
                 losses, expected = self._of_what_stayed(step, losses), self._of_what_stayed(step, expected)
                 if not losses.items() <= expected.items() or losses != expected and not cluster.membership.lost:
                     self.say(f"seat {worker.seat} was told wrong losses of step {step}")
-            if worker.alive and worker.line.worker not in cluster.membership.lost and worker.reason in at_the_end and not worker.runs:
+            if worker.alive and worker.control_view.worker not in cluster.membership.lost and worker.reason in at_the_end and not worker.runs:
                 self._right_weights(worker, last)
         if (ended is None or not ended.failed) and self._committed < last:
             self.say(f"only {self._committed} of {last} steps are committed")
@@ -253,7 +253,7 @@ class Watcher:
         long may cost somebody too."""
         if cluster.scenario.heavy:
             return
-        healthy = [str(worker.seat) for rank, worker in cluster.workers.items() if worker.line.worker in cluster.membership.lost and rank not in cluster.deafened]
+        healthy = [str(worker.seat) for rank, worker in cluster.workers.items() if worker.control_view.worker in cluster.membership.lost and rank not in cluster.deafened]
         if cluster.deafened and len(healthy) > (not all(cluster.deafened.values())):
             self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")
 

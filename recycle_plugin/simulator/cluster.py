@@ -20,10 +20,10 @@ from random import Random
 from typing import Any, Callable
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, Event, Output
+from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.activity import WAITS
-from recycle_plugin.core.messages.protocol import Beat, End, Exited, Fatal, Fence, Leaving, Pulse, Terminate
+from recycle_plugin.core.messages.protocol import End, Exited, Fatal, Fence, Heartbeat, Leaving, SupervisorHeartbeat, Terminate
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -31,11 +31,11 @@ from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.training_loop import LEAVE
-from recycle_plugin.simulator.exercised import Exercised, Rule
-from recycle_plugin.simulator.message_delays import Lines
+from recycle_plugin.simulator.exercised import Exercised, ProtocolRule
+from recycle_plugin.simulator.message_delays import MessageDelays
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from recycle_plugin.simulator.script import Died, Script
-from recycle_plugin.simulator.simulated_worker import DEADLINES, Machine, Planner, Sum
+from recycle_plugin.simulator.simulated_worker import DEADLINES, SharedPlanner, SimulatedMachine, Sum
 
 WORKER, SECOND, SUPERVISOR, DATA = "worker", "second", "supervisor", "data"  # lines: to the coordinator and back (there, back); from rank to rank
 DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
@@ -51,8 +51,8 @@ class Cluster:
         self.membership = Membership(len(scenario.shape.seats))
         self.now, self._ticket = 0, count()
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
-        self.planner = Planner(scenario.costs, scenario.policy)
-        self.workers = {rank: Machine(self, rank, seat, weights[seat.stage]) for rank, seat in enumerate(scenario.shape.seats)}
+        self.planner = SharedPlanner(scenario.costs, scenario.policy)
+        self.workers = {rank: SimulatedMachine(self, rank, seat, weights[seat.stage]) for rank, seat in enumerate(scenario.shape.seats)}
         self.rank_of = {seat: rank for rank, seat in enumerate(scenario.shape.seats)}
         self.sums: dict[tuple[int, Op, int, int], Sum] = {}  # by generation, what it is, its first stage, step
         self.events: list[tuple[int, Event]] = []
@@ -63,7 +63,7 @@ class Cluster:
         self.deafened: dict[int, bool] = {}  # ranks that nothing comes to, and whether they know
         self.hits: Counter[tuple[str, Op]] = Counter()  # kind of trouble, and what the worker was at
         self.exercised = Exercised()
-        self.lines = Lines(scenario.weather, scenario.torn)
+        self.lines = MessageDelays(scenario.weather, scenario.torn)
         self._inbox: deque[Callable[[], None]] = deque()  # what the coordinator has not read yet
         self._stalled_until, self._reloads = 0, Random(f"reloads in {scenario.torn}")
         self.over = False
@@ -84,7 +84,7 @@ class Cluster:
         while self._agenda and self._agenda[0][0] <= until_us and any(worker.runs for worker in self.workers.values()):
             self.now, _, happen = heappop(self._agenda)
             happen()
-        self.exercised[Rule.FOR_WANT_OF_ROOM] = sum(worker.store.let_go for worker in self.workers.values())
+        self.exercised[ProtocolRule.FOR_WANT_OF_ROOM] = sum(worker.store.let_go for worker in self.workers.values())
 
     def later(self, after_us: int, happen: Callable[[], None]) -> None:
         heappush(self._agenda, (self.now + after_us, next(self._ticket), happen))
@@ -92,14 +92,14 @@ class Cluster:
     def gone(self) -> set[int]:
         """Ranks that take part no more: lost, or left as planned, whether they have come to that in their scripts or not."""
         lost = self.membership.lost
-        return self._departed | {rank for rank, worker in self.workers.items() if worker.line.worker in lost or worker.reason == LEAVE}
+        return self._departed | {rank for rank, worker in self.workers.items() if worker.control_view.worker in lost or worker.reason == LEAVE}
 
     def _note_departures(self) -> None:
         """Who is no member any more, and still runs, as in its script."""
         ended = self.membership.ended
         if self.membership.started and not (ended and ended.failed):
             members = self.membership.roster.workers
-            self._departed |= {rank for rank, worker in self.workers.items() if worker.alive and worker.runs and worker.line.worker not in members}
+            self._departed |= {rank for rank, worker in self.workers.items() if worker.alive and worker.runs and worker.control_view.worker not in members}
 
     # --- the coordinator and its lines --------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class Cluster:
         while self._inbox and self.now >= self._stalled_until:
             if self.scenario.reloads and self._reloads.random() < self.scenario.reloads:
                 self.membership = load(json.loads(json.dumps(dump(self.membership))))
-                self.exercised[Rule.RELOADED] += 1
+                self.exercised[ProtocolRule.RELOADED] += 1
             self._inbox.popleft()()
 
     def _receive(self, rank: int, message: object) -> None:
@@ -136,7 +136,7 @@ class Cluster:
         output = membership.receive(message, self.now / 1e6)
         self._act(output, message, changing, lost)
 
-    def _act(self, output: Output, cause: object = None, changing: bool = False, lost: bool = False) -> None:
+    def _act(self, output: CoordinatorOutput, cause: object = None, changing: bool = False, lost: bool = False) -> None:
         """``changing``, ``lost``: as simulator.exercised has them."""
         self.exercised.answered(cause, output, self.membership, changing, lost)
         self._note_departures()
@@ -147,7 +147,7 @@ class Cluster:
                 continue
             self.watcher.told(whom, message)
             for rank, worker in self.workers.items():
-                addressed = worker.line.worker not in self.membership.lost if whom == WORKERS else worker.line.worker == whom
+                addressed = worker.control_view.worker not in self.membership.lost if whom == WORKERS else worker.control_view.worker == whom
                 if addressed and rank not in self.cut:
                     self.travel((WORKER, "back", rank), partial(self._deliver, rank, message))
         self.watcher.committed(self)
@@ -163,8 +163,8 @@ class Cluster:
     def _deliver(self, rank: int, message: object) -> None:
         worker = self.workers[rank]
         if worker.alive:
-            self.exercised.delivered(message, worker.line, worker.store)
-            worker.line.take(End(0, message.reason, True) if isinstance(message, Fence) else message)
+            self.exercised.delivered(message, worker.control_view, worker.store)
+            worker.control_view.take(End(0, message.reason, True) if isinstance(message, Fence) else message)
             self.wake(rank)
 
     def _tell_supervisors(self, message: object) -> None:
@@ -181,20 +181,20 @@ class Cluster:
         """What a worker's own thread and its supervisor say of it."""
         for rank, worker in self.workers.items():
             if worker.alive:
-                self.tell_coordinator(rank, Pulse(rank, worker.stopped, worker.cpu_s), SUPERVISOR)
+                self.tell_coordinator(rank, SupervisorHeartbeat(rank, worker.stopped, worker.cpu_s), SUPERVISOR)
                 if not worker.stopped and worker.runs:
-                    self.tell_coordinator(rank, Beat(rank, self.now, worker.done, *worker.at, worker.step))
+                    self.tell_coordinator(rank, Heartbeat(rank, self.now, worker.done, *worker.at, worker.step))
         self.later(BEAT_US, self._beat)
 
     # --- data ---------------------------------------------------------------------------------------
 
-    def send(self, source: int, target: int, datum: Datum, value: Any, era: int) -> None:
+    def send(self, source: int, target: int, datum: Datum, value: Any, valid_from: int) -> None:
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
-        self.exercised[Rule.SWALLOWED] += self.now < until and kind == "swallow"
+        self.exercised[ProtocolRule.SWALLOWED] += self.now < until and kind == "swallow"
         if self.now < until and kind in ("drop", "swallow") or (source in self.cut) != (target in self.cut) or target in self.deafened:
             return
         number = next(self._ticket)
-        self._under_way[number] = source, target, partial(self._arrive, source, target, datum, value, era)
+        self._under_way[number] = source, target, partial(self._arrive, source, target, datum, value, valid_from)
         arrive = partial(self._end_of_way, number)
         self.travel((DATA, source, target), partial(self.later, delay, arrive) if self.now < until and delay else arrive)
 
@@ -208,12 +208,12 @@ class Cluster:
             if taker == target and source not in live and (source in self.cut) == (target in self.cut):
                 self._end_of_way(number)
 
-    def _arrive(self, source: int, target: int, datum: Datum, value: Any, era: int) -> None:
+    def _arrive(self, source: int, target: int, datum: Datum, value: Any, valid_from: int) -> None:
         worker = self.workers[target]
         if worker.alive and source not in worker.unheard:
-            if datum.step <= worker.line.committed or era < worker.store.era:
-                self.exercised[Rule.OLD_STEP if datum.step <= worker.line.committed else Rule.OLD_ERA] += 1
-            worker.deliver(datum, value, era)
+            if datum.step <= worker.control_view.committed or valid_from < worker.store.valid_from:
+                self.exercised[ProtocolRule.OLD_STEP if datum.step <= worker.control_view.committed else ProtocolRule.OLD_GENERATION] += 1
+            worker.deliver(datum, value, valid_from)
             self.wake(target)
 
     # --- troubles -----------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class Cluster:
 
     def _wake_up(self, rank: int) -> None:
         """Whoever was given up meanwhile finds its connections broken, and may say so before it reads why."""
-        if self.workers[rank].alive and self.workers[rank].line.worker in self.membership.lost:
+        if self.workers[rank].alive and self.workers[rank].control_view.worker in self.membership.lost:
             self.tell_coordinator(rank, Fatal(rank, "nobody answers"))
         self.workers[rank].stopped = False
         self.wake(rank)
@@ -293,7 +293,7 @@ class Cluster:
     def _come_again(self, rank: int) -> None:
         """A process that nobody has asked for."""
         second = self.workers[rank].ready(incarnation=1)
-        for message in (second, Beat(rank, 1, 0, WAITS, "the start", incarnation=1), Fatal(rank, "nobody answers", incarnation=1)):
+        for message in (second, Heartbeat(rank, 1, 0, WAITS, "the start", incarnation=1), Fatal(rank, "nobody answers", incarnation=1)):
             self.tell_coordinator(rank, message, SECOND)
         self._disconnect(rank, SECOND, second.worker)
 
@@ -314,7 +314,7 @@ class Cluster:
 
     def _lose_coordinator(self, rank: int) -> None:
         worker = self.workers[rank]
-        if worker.alive and worker.line.lose_coordinator():
+        if worker.alive and worker.control_view.lose_coordinator():
             self.wake(rank)
 
     def _touch_sums(self, rank: int) -> None:

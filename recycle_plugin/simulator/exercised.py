@@ -11,14 +11,14 @@ from typing import Iterable
 
 from recycle_plugin.core.coordinator.attendance import OF_MEMBERS
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, Output
-from recycle_plugin.core.messages.protocol import Committed, Contribution, Exited, Fence, Generation, Left, Missing, Report, Resume, Stepped
+from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput
+from recycle_plugin.core.messages.protocol import Committed, Contribution, Exited, Fence, Generation, Left, Missing, Resume, Stepped, SurvivorReport
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
 
 
-class Rule(str, Enum):
+class ProtocolRule(str, Enum):
     """In words."""
 
     LATE_COMMIT = "a STEP waited for the commit before it"
@@ -28,7 +28,7 @@ class Rule(str, Enum):
     TIED_AGAIN = "a tied sum was made again after a failure"
     NORM_KEPT = "a norm was asked for again, and was there"
     TWICE_REJECTED = "a rejection was heard twice"
-    OLD_ERA = "a tensor computed with rejected weights was dropped"
+    OLD_GENERATION = "a tensor computed with rejected weights was dropped"
     OLD_STEP = "a tensor of a committed step was dropped"
     FOR_WANT_OF_ROOM = "a kept tensor went for want of room"
     REPLACED = "a change was replaced before it was adopted"
@@ -72,7 +72,7 @@ class Rule(str, Enum):
     RELOADED = "the coordinator's state was written down and read again"
 
 
-class Exercised(Counter[Rule]):
+class Exercised(Counter[ProtocolRule]):
     """Of one run."""
 
     def __init__(self, counts: Iterable = ()) -> None:
@@ -82,63 +82,63 @@ class Exercised(Counter[Rule]):
     def said(self, message: object, membership: Membership) -> None:
         """About to be handed to ``membership``."""
         if isinstance(message, OF_MEMBERS) and message.worker in membership.lost:
-            self[Rule.LOST_WORD if isinstance(message, (Report, Stepped, Contribution)) else Rule.LOST_BEAT] += 1
+            self[ProtocolRule.LOST_WORD if isinstance(message, (SurvivorReport, Stepped, Contribution)) else ProtocolRule.LOST_BEAT] += 1
             return
         changing = membership.regrouping is not None
         match message:
-            case Report() if message.generation < membership.generation:
-                self[Rule.STALE_REPORT] += 1
+            case SurvivorReport() if message.generation < membership.generation:
+                self[ProtocolRule.STALE_REPORT] += 1
             case Missing() if message.generation < membership.generation:
-                self[Rule.STALE_COMPLAINT] += 1
+                self[ProtocolRule.STALE_COMPLAINT] += 1
             case Stepped() if changing:
-                self[Rule.HALTED_STEP] += 1
+                self[ProtocolRule.HALTED_STEP] += 1
             case Contribution() if message.step <= membership.committed:
-                self[Rule.COMMITTED_WORD] += 1
+                self[ProtocolRule.COMMITTED_WORD] += 1
             case Left() if changing:
-                self[Rule.LEFT_MEANWHILE] += 1
+                self[ProtocolRule.LEFT_MEANWHILE] += 1
             case Exited():
-                self[Rule.CONFIRMED_LATER if message.worker in membership.lost else Rule.CONFIRMED] += 1
+                self[ProtocolRule.CONFIRMED_LATER if message.worker in membership.lost else ProtocolRule.CONFIRMED] += 1
 
-    def answered(self, message: object, output: Output, membership: Membership, changing: bool, lost: bool) -> None:
+    def answered(self, message: object, output: CoordinatorOutput, membership: Membership, changing: bool, lost: bool) -> None:
         """``output``: what ``membership`` has made of ``message``; ``changing``, ``lost``: before, whether it was changing, and had lost who says it."""
         told = [each for whom, each in output.messages if not (whom == SUPERVISORS and isinstance(each, Fence))]
         for each in told:
             match each:
                 case Fence():
-                    self[Rule.FENCED] += 1
+                    self[ProtocolRule.FENCED] += 1
                 case Resume():
-                    self[Rule.PLANNED] += self._planned
-                    self[Rule.COMMITTED_BY_CHANGE] += any(isinstance(other, Committed) for other in told)
-                    self[Rule.VOID] += each.void
-                    self[Rule.PLANNED_AGAIN] += any(isinstance(other, Generation) and other.from_step > 0 for other in told)
+                    self[ProtocolRule.PLANNED] += self._planned
+                    self[ProtocolRule.COMMITTED_BY_CHANGE] += any(isinstance(other, Committed) for other in told)
+                    self[ProtocolRule.VOID] += each.rejected
+                    self[ProtocolRule.PLANNED_AGAIN] += any(isinstance(other, Generation) and other.from_step > 0 for other in told)
                     self._planned = False
                 case Generation():
                     self._published(each, message, membership, changing, lost)
         for event in output.events:
-            self[Rule.REJECTED] += event.kind == "rejected"
-            self[Rule.TURNED_AWAY] += event.kind == "late"
-            self[Rule.REBALANCED] += event.kind == "rebalance"
-            self[Rule.LOSSES_GONE] += event.text.startswith("the loss of step")
-            self[Rule.SUSPECTED] += event.kind == "suspected"
-            self[Rule.CLEARED] += event.kind == "cleared"
-            self[Rule.LAST_SPARED] += event.kind == "suspected" and "it is the last worker" in event.text
-            self[Rule.NO_PROOF] += event.kind == "suspected" and "which has cost a worker already" in event.text
-            self[Rule.STOOD_STILL] += event.text.startswith("everybody waits")
-            self[Rule.DEAF] += event.kind == "lost" and "does not hear itself" in event.text
-            self[Rule.AHEAD] += event.kind == "resume" and event.details["ahead"] > 0
+            self[ProtocolRule.REJECTED] += event.kind == "rejected"
+            self[ProtocolRule.TURNED_AWAY] += event.kind == "late"
+            self[ProtocolRule.REBALANCED] += event.kind == "rebalance"
+            self[ProtocolRule.LOSSES_GONE] += event.text.startswith("the loss of step")
+            self[ProtocolRule.SUSPECTED] += event.kind == "suspected"
+            self[ProtocolRule.CLEARED] += event.kind == "cleared"
+            self[ProtocolRule.LAST_SPARED] += event.kind == "suspected" and "it is the last worker" in event.text
+            self[ProtocolRule.NO_PROOF] += event.kind == "suspected" and "which has cost a worker already" in event.text
+            self[ProtocolRule.STOOD_STILL] += event.text.startswith("everybody waits")
+            self[ProtocolRule.DEAF] += event.kind == "lost" and "does not hear itself" in event.text
+            self[ProtocolRule.AHEAD] += event.kind == "resume" and event.details["ahead"] > 0
 
     def _published(self, generation: Generation, message: object, membership: Membership, changing: bool, lost: bool) -> None:
-        self[Rule.SENT_AGAIN] += isinstance(message, Missing)
-        self[Rule.ENOUGH] += isinstance(message, Exited) and lost
+        self[ProtocolRule.SENT_AGAIN] += isinstance(message, Missing)
+        self[ProtocolRule.ENOUGH] += isinstance(message, Exited) and lost
         if not generation.from_step:
-            self[Rule.CHANGED_AGAIN] += changing
-            self[Rule.PLAN_LOST] += self._planned
-            self[Rule.END_LOST] += membership.ended is not None
+            self[ProtocolRule.CHANGED_AGAIN] += changing
+            self[ProtocolRule.PLAN_LOST] += self._planned
+            self[ProtocolRule.END_LOST] += membership.ended is not None
         self._planned = generation.from_step > 0
 
-    def delivered(self, message: object, line: Line, store: StepStore) -> None:
-        """About to be handed to the ``line`` of a worker that has ``store``."""
+    def delivered(self, message: object, control_view: ControlView, store: StepStore) -> None:
+        """About to be handed to the ``control_view`` of a worker that has ``store``."""
         if isinstance(message, Resume) and message.norm is not None:
-            self[Rule.TWICE_REJECTED] += Datum("norm", store.seat.stage, None, message.committed + 1) in store
-        if isinstance(message, Generation) and line.interruption() is not None:
-            self[Rule.PLAN_AFTER if message.from_step else Rule.REPLACED] += 1
+            self[ProtocolRule.TWICE_REJECTED] += Datum("norm", store.seat.stage, None, message.committed + 1) in store
+        if isinstance(message, Generation) and control_view.interruption() is not None:
+            self[ProtocolRule.PLAN_AFTER if message.from_step else ProtocolRule.REPLACED] += 1

@@ -43,7 +43,7 @@ PAYBACK_S = 1800.0  # a moved stage has to pay for its copy within this time
 
 
 @dataclass(frozen=True)
-class Pace:
+class StepPeriod:
     """Of one membership, in microseconds.  ``first_us``: the first step, from an empty pipeline; ``bound_us``: the least period."""
 
     first_us: int
@@ -56,31 +56,31 @@ class Pace:
         return self.first_us - self.period_us
 
 
-class Paces:
+class StepPeriods:
     """Paces by membership, each worked out once for all numberings of the replicas."""
 
     def __init__(self, costs: CostModel, policy: Policy, network: Callable[[], Network] | None = None) -> None:
         """``network`` opens the lines of a membership; beyond SIMULATED nobody waits for a line."""
         self._costs, self._policy, self._network = costs, policy, network
-        self._known: dict[tuple[Topology, tuple[tuple[int, ...], ...]], Pace] = {}
+        self._known: dict[tuple[Topology, tuple[tuple[int, ...], ...]], StepPeriod] = {}
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, view: ClusterView) -> Pace:
+    def of(self, view: ClusterView) -> StepPeriod:
         """Raises PlanError."""
         key = view.topology, pattern(view)
         if key not in self._known:
             self._known[key] = self._measure(renumbered(view))
         return self._known[key]
 
-    def _measure(self, view: ClusterView) -> Pace:
+    def _measure(self, view: ClusterView) -> StepPeriod:
         plan = planner.plan(view, self._costs, self._policy)
         shape = view.topology
         if shape.stages * shape.replicas * shape.micro_batches > SIMULATED:
-            return Pace(max(plan.span_us, plan.period_us), plan.period_us, plan.bound_us)
+            return StepPeriod(max(plan.span_us, plan.period_us), plan.period_us, plan.bound_us)
         predicted = predict(plan, self._costs, STEPS, Conditions(self._network() if self._network else None))
-        return Pace(predicted.first_step_us, predicted.period_us, plan.bound_us)
+        return StepPeriod(predicted.first_step_us, predicted.period_us, plan.bound_us)
 
 
 def pattern(view: ClusterView) -> tuple[tuple[int, ...], ...]:
@@ -103,7 +103,7 @@ def lost_share(view: ClusterView, gone: Collection[Seat]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MembershipChange:
     """``at_s``: ``lost`` or ``joined`` so many workers, drawn at random; or the named ``seats`` are lost."""
 
     at_s: float
@@ -113,7 +113,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Transition:
+class HistoryTransition:
     """What a change cost, in seconds.  ``redone_s``: work that died with the lost workers, run again by their peers; ``fill_s``:
     by how much the pipeline takes longer to fill than before, after a return all of its filling; ``copy_s``: states that training
     waited for."""
@@ -139,7 +139,7 @@ class Transition:
 
 
 @dataclass(frozen=True)
-class Segment:
+class HistorySegment:
     """From one change's end to the next change: ``steps`` committed with ``live`` workers at ``pace``, the first at ``first_s``."""
 
     start_s: float
@@ -147,19 +147,19 @@ class Segment:
     end_s: float
     live: int
     lost_by_stage: tuple[int, ...]
-    pace: Pace
+    pace: StepPeriod
     steps: int
 
 
 @dataclass
-class History:
+class SimulatedHistory:
     """A job's life.  ``hours_s``: its length in seconds; ``memberships``: how many were worked out."""
 
-    full: Pace
+    full: StepPeriod
     hours_s: float = 0.0
     memberships: int = 0
-    segments: list[Segment] = field(default_factory=list)
-    transitions: list[Transition] = field(default_factory=list)
+    segments: list[HistorySegment] = field(default_factory=list)
+    transitions: list[HistoryTransition] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
@@ -180,7 +180,7 @@ class History:
         return sum(transition.cost_s for transition in self.transitions)
 
 
-class Trainer:
+class SimulatedTrainer:
     """Plays changes.  ``copy_us``: time to copy each stage's state to one worker; ``normalise``: move workers where it pays."""
 
     def __init__(
@@ -189,14 +189,14 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.costs, self.policy, self.machine = costs, policy, machine
         self.copy_us = tuple(copy_us or (0,) * topology.stages)
-        self.paces = Paces(costs, policy, network)
+        self.periods = StepPeriods(costs, policy, network)
         self.view = topology.full()
         self._normalise, self._random = normalise, random.Random(seed)
-        self._full = self.paces.of(self.view)
+        self._full = self.periods.of(self.view)
         self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self._ticket = count()
         self._since, self._first = 0.0, self._full.first_us / 1e6  # when work began after the last change, and when it brings a commit
-        self._history = History(self._full)
+        self._history = SimulatedHistory(self._full)
         self._waiting = 0  # workers that wait for a commit line
         self._entry: object | None = None  # stands for that line
 
@@ -205,7 +205,7 @@ class Trainer:
         """The longest instruction."""
         return max(max(row) for row in (self.costs.forward, self.costs.input, self.costs.weight, self.costs.backward or (0,)))
 
-    def run(self, changes: Iterable[Change], length_s: float) -> History:
+    def run(self, changes: Iterable[MembershipChange], length_s: float) -> SimulatedHistory:
         """``length_s`` seconds.  Raises ValueError for a loss that no stage can bear; PlanError."""
         for change in changes:
             self._at(change.at_s, lambda now, change=change: self._happen(now, change))
@@ -213,12 +213,12 @@ class Trainer:
             at, _, happen = heappop(self._agenda)
             happen(at)
         self._close(length_s)
-        self._history.hours_s, self._history.memberships = length_s, len(self.paces)
+        self._history.hours_s, self._history.memberships = length_s, len(self.periods)
         return self._history
 
     # --- changes -----------------------------------------------------------------------------------
 
-    def _happen(self, now: float, change: Change) -> None:
+    def _happen(self, now: float, change: MembershipChange) -> None:
         lost = change.seats or self._draw(change.lost)
         if lost:
             self._lose(now, tuple(lost))
@@ -230,17 +230,17 @@ class Trainer:
         for seat in lost:
             if seat not in self.view.live:
                 raise ValueError(f"at {now / 3600:.2f} h the trace loses seat {seat}, which no live worker holds")
-        before, pace, left = self.view, self.paces.of(self.view), self._left(now)
+        before, period, left = self.view, self.periods.of(self.view), self._left(now)
         after = before.without(*lost)
         if after.empty_stages():
             raise ValueError(f"at {now / 3600:.2f} h stage {after.empty_stages()[0]} loses its last worker: training can't go on from the survivors")
         self._close(now)
         self.view, moves, copy = self._spread(after)
-        slower = self.paces.of(self.view)
+        slower = self.periods.of(self.view)
         redone = max(0.0, 1 - left) * lost_share(before, {*lost, *(before.live - self.view.live)}) * slower.period_us
-        fill = max(0, slower.fill_us - pace.fill_us)
+        fill = max(0, slower.fill_us - period.fill_us)
         pauses = (self.machine.detection_us / 1e6, self.longest_us / 2e6, self.machine.pause_us / 1e6, copy)
-        self._go_on(Transition(now, lost, (), moves, *pauses, redone / 1e6, fill / 1e6), left)
+        self._go_on(HistoryTransition(now, lost, (), moves, *pauses, redone / 1e6, fill / 1e6), left)
         if self._waiting:
             self._await_line(self._since)
 
@@ -262,34 +262,34 @@ class Trainer:
         if joined:
             self._close(line)
             self.view = ClusterView(self.view.topology, self.view.live | set(joined))
-            fill = self.paces.of(self.view).fill_us / 1e6
-            self._go_on(Transition(line, (), joined, (), 0.0, 0.0, self.machine.pause_us / 1e6, 0.0, 0.0, fill), 1.0)
+            fill = self.periods.of(self.view).fill_us / 1e6
+            self._go_on(HistoryTransition(line, (), joined, (), 0.0, 0.0, self.machine.pause_us / 1e6, 0.0, 0.0, fill), 1.0)
 
-    def _go_on(self, transition: Transition, left: float) -> None:
+    def _go_on(self, transition: HistoryTransition, left: float) -> None:
         """After ``transition``, with ``left`` of a step to do until the next commit."""
         self._since = max(self._since, transition.at_s + transition.pause_s)
-        self._first = self._since + transition.redone_s + transition.fill_s + left * self.paces.of(self.view).period_us / 1e6
+        self._first = self._since + transition.redone_s + transition.fill_s + left * self.periods.of(self.view).period_us / 1e6
         self._history.transitions.append(transition)
 
     def _done(self, now: float) -> int:
         """Steps committed since the last change; a step that ends ``now`` is one of them, whatever the rounding."""
-        period, spent = self.paces.of(self.view).period_us, (now - self._first) * 1e6 + 0.5
+        period, spent = self.periods.of(self.view).period_us, (now - self._first) * 1e6 + 0.5
         return 0 if spent < 0 else 1 + int(spent // period)
 
     def _next_line(self, now: float) -> float:
         """When the step that runs at ``now``, or at the end of a pause then, will be committed."""
-        return self._first + self._done(max(now, self._since)) * self.paces.of(self.view).period_us / 1e6
+        return self._first + self._done(max(now, self._since)) * self.periods.of(self.view).period_us / 1e6
 
     def _left(self, now: float) -> float:
         """How much of that step is still to be done: 1 is a step of the running pace, and on an empty pipeline it is more."""
-        return (self._next_line(now) - max(now, self._since)) * 1e6 / self.paces.of(self.view).period_us
+        return (self._next_line(now) - max(now, self._since)) * 1e6 / self.periods.of(self.view).period_us
 
     def _close(self, now: float) -> None:
         """End the running segment."""
         topology = self.view.topology
         lost = tuple(topology.replicas - len(self.view.live_replicas(stage)) for stage in range(topology.stages))
         if now > self._since:
-            self._history.segments.append(Segment(self._since, self._first, now, len(self.view.live), lost, self.paces.of(self.view), self._done(now)))
+            self._history.segments.append(HistorySegment(self._since, self._first, now, len(self.view.live), lost, self.periods.of(self.view), self._done(now)))
 
     # --- who ---------------------------------------------------------------------------------------
 

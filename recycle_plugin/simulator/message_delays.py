@@ -28,7 +28,7 @@ UNEVEN = Weather((100, 2_000), 0.15, (5_000, 40_000), 0.01)
 STORMY = Weather((100, 5_000), 0.3, (20_000, 90_000), 0.05)
 
 
-class Lines:
+class MessageDelays:
     """``seed`` decides about every message."""
 
     def __init__(self, weather: Weather, seed: int) -> None:

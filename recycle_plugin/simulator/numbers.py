@@ -27,7 +27,7 @@ class Numbers:
         self._written = 0  # how often parameters were, as torch counts versions
         self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
 
-    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         """What LOAD, F, I, W, B or STEP makes.  Raises AssertionError where a stash is gone on with that is of no use.
 
         Outside exact mode a part of the weight gradient is in the sum from I on, as of layers whose backward is not split.
@@ -43,7 +43,7 @@ class Numbers:
         elif instruction.op in (Op.W, Op.B):
             early = UNSPLIT if instruction.op is Op.W and not self._scenario.ordered else 0
             self._add(instruction.step, instruction.micro_batch, made[stash._replace(kind="wgrad")] - early)
-        elif instruction.op is Op.I and not bare and not self._scenario.ordered:
+        elif instruction.op is Op.I and not boundary_only and not self._scenario.ordered:
             self._add(instruction.step, instruction.micro_batch, UNSPLIT)
         elif instruction.op is Op.STEP:
             self._written += 1

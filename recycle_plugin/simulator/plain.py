@@ -8,7 +8,7 @@ from recycle_plugin.simulator.arithmetic import Batch, sampled
 
 
 class PlainIterator:
-    """Of one end of ``replica``, as core.worker.iterator_data.Iterator: both ends read the same."""
+    """Of one end of ``replica``, as core.worker.iterator_data.DataIterator: both ends read the same."""
 
     def __init__(self, replica: int) -> None:
         self._replica, self._given = replica, 0

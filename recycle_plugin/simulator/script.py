@@ -16,11 +16,11 @@ from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.training_loop import LEAVE
 from recycle_plugin.planner.forwards import forwards
 from recycle_plugin.simulator.arithmetic import Batch, sampled
-from recycle_plugin.simulator.exercised import Rule
+from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.scenario import MILLISECOND
 
 if TYPE_CHECKING:
-    from recycle_plugin.simulator.simulated_worker import Machine
+    from recycle_plugin.simulator.simulated_worker import SimulatedMachine
 
 PAUSE_US = 150 * MILLISECOND  # at least
 WRITING_US = 5 * MILLISECOND  # a worker's share of a checkpoint
@@ -33,7 +33,7 @@ class Died(BaseException):
 class Script:
     """On ``machine``."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: SimulatedMachine) -> None:
         self._machine, self._loop, self._scenario = machine, machine.loop, machine.cluster.scenario
         self._evaluations = Evaluations(machine, machine.worker, machine.loop, forwards, machine.loop.catch_up)
         self._evaluated = 0
@@ -76,16 +76,16 @@ class Script:
 
     def _save(self, step: int) -> Iterator[Any]:
         machine = self._machine
-        why = yield from save(self._loop, machine.line, f"checkpoint of step {step}", Files(machine, step), self._loop.catch_up)
-        machine.cluster.exercised[Rule.NOT_SAVED] += bool(why)
+        why = yield from save(self._loop, machine.control_view, f"checkpoint of step {step}", SimulatedFiles(machine, step), self._loop.catch_up)
+        machine.cluster.exercised[ProtocolRule.NOT_SAVED] += bool(why)
         machine.cluster.watcher.saved(machine, step, why)
 
 
 @dataclass(frozen=True)
-class Files:
-    """A checkpoint of ``step``, as core.worker.checkpoint_saving.Files: each worker whose disk is not full writes its stage's weight."""
+class SimulatedFiles:
+    """A checkpoint of ``step``, as core.worker.checkpoint_saving.CheckpointFiles: each worker whose disk is not full writes its stage's weight."""
 
-    machine: Machine
+    machine: SimulatedMachine
     step: int
 
     def write(self, number: int) -> Iterator[Any]:
@@ -94,7 +94,7 @@ class Files:
         machine.reach("checkpoint.written")
         written, full = machine.cluster.written, self._is_full(str(machine.seat))
         written.setdefault((self.step, number), {})[machine.seat] = None if full else machine.store[Datum("params", machine.seat.stage, None, self.step + 1)]
-        machine.cluster.exercised[Rule.SAVED_AGAIN] += any(step == self.step and other != number for step, other in written)
+        machine.cluster.exercised[ProtocolRule.SAVED_AGAIN] += any(step == self.step and other != number for step, other in written)
         return f"seat {machine.seat}: disk full" if full else ""
 
     def publish(self, number: int) -> Iterator[Any]:

@@ -23,7 +23,7 @@ from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.simulator.machine import MachineCosts
 from recycle_plugin.simulator.network import Network
-from recycle_plugin.simulator.virtual import Conditions, State, VirtualWorld
+from recycle_plugin.simulator.virtual import Conditions, VirtualState, VirtualWorld
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Record:
 
 
 @dataclass(frozen=True)
-class Job:
+class SimulatedJob:
     """``network()`` opens the lines of a generation; None: ``costs.transfer`` without contention.
 
     ``keep``: whether survivors keep what they have of an unfinished step; otherwise it starts from its beginning.
@@ -85,7 +85,7 @@ class Job:
         conditions = replace(conditions, torn=torn) if torn else conditions
         view, first, record = self.view, 0, _Record()
         plan = planner.plan(view, self.costs, self.policy)
-        state = State.fresh(plan, 0, parameters)
+        state = VirtualState.fresh(plan, 0, parameters)
         while True:
             if self.network is not None:
                 conditions = replace(conditions, network=self.network())
@@ -104,7 +104,7 @@ class Job:
 
     def _regroup(
         self, ended: VirtualWorld, view: ClusterView, record: _Record, conditions: Conditions
-    ) -> tuple[ClusterView, Plan, State, Loss]:
+    ) -> tuple[ClusterView, Plan, VirtualState, Loss]:
         """Who is left, their plan, what they go on from, and what that costs.  Deaths before they go on are part of the change."""
         machine, dead = self.machine, dict(ended.dead)
         known = max(dead.values()) + machine.detection_us
@@ -123,42 +123,42 @@ class Job:
         redone = self._redone(record.spans, state, plan, ended.committed())
         return left, plan, state, Loss(tuple(sorted(dead)), min(dead.values()), known, resumed, ended.committed(), undone, redone)
 
-    def _go_on(self, ended: VirtualWorld, plan: Plan) -> tuple[State, int]:
+    def _go_on(self, ended: VirtualWorld, plan: Plan) -> tuple[VirtualState, int]:
         """What the live seats of ``plan`` go on from, and how many of them take a step back."""
         left, live = ended.survivors(), plan.view.live
-        state = State({seat: left.store[seat].copy() for seat in live}, {seat: left.stepped[seat] for seat in live})
+        state = VirtualState({seat: left.store[seat].copy() for seat in live}, {seat: left.stepped[seat] for seat in live})
         first = ended.committed() + 1
         if not self.keep:
             for seat in live:
                 _take_back(state, seat, first - 1)
             return state, sum(left.stepped[seat] >= first for seat in live)
         held: Held = {seat: frozenset(have.held()) for seat, have in state.store.items()}
-        rests = unfinished(plan, first - 1, held)
-        for rest in rests:
-            state.rests[rest.step] = planner.arrange(rest, plan, self.costs, held)
-            held = surviving(held, rest)
-            for seat in rest.undo:
-                state.store[seat].undo(rest.step)
-                state.stepped[seat] = rest.step - 1
-        return state, sum(len(rest.undo) for rest in rests)
+        recovery_plans = unfinished(plan, first - 1, held)
+        for recovery in recovery_plans:
+            state.recovery_plans[recovery.step] = planner.arrange(recovery, plan, self.costs, held)
+            held = surviving(held, recovery)
+            for seat in recovery.undo:
+                state.store[seat].undo(recovery.step)
+                state.stepped[seat] = recovery.step - 1
+        return state, sum(len(recovery.undo) for recovery in recovery_plans)
 
-    def _redone(self, spans: Sequence[Span], state: State, plan: Plan, committed: int) -> int:
+    def _redone(self, spans: Sequence[Span], state: VirtualState, plan: Plan, committed: int) -> int:
         """Compute time of the coming instructions that have been run before."""
         before = {span.instruction for span in spans if span.instruction.op in COMPUTE and span.instruction.step > committed}
-        coming = [(seat, one) for rest in state.rests.values() for seat, program in rest.items() for one in program if one in before]
+        coming = [(seat, one) for recovery in state.recovery_plans.values() for seat, program in recovery.items() for one in program if one in before]
         if not self.keep:
             coming = [(plan.route[one.stage, one.micro_batch], one) for one in before]
         return sum(self.costs.of(one.op, one.stage, seat) for seat, one in coming)
 
 
-def _take_back(state: State, seat: Seat, committed: int) -> None:
+def _take_back(state: VirtualState, seat: Seat, committed: int) -> None:
     """Nothing of what follows ``committed`` stays."""
     store = state.store[seat]
     if state.stepped[seat] > committed:
         store.undo(committed + 1)
-    store.void(committed, store.era + 1)
+    store.discard_after(committed, store.valid_from + 1)
     state.stepped[seat] = committed
 
 
-def _final(state: State, steps: int) -> dict[Seat, Any]:
+def _final(state: VirtualState, steps: int) -> dict[Seat, Any]:
     return {seat: have[Datum("params", seat.stage, None, steps)] for seat, have in state.store.items()}

@@ -11,7 +11,7 @@ from recycle_plugin import planner
 from recycle_plugin.core.coordinator.step_validation import over
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS, awaited
 from recycle_plugin.core.messages.contributions import NORM
-from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import Missing, Ready
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
@@ -22,18 +22,18 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import SENDS, Instruction, Op
 from recycle_plugin.core.vocabulary.iterator_draws import Batches
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
-from recycle_plugin.core.vocabulary.recovery_plan import Held, Rest
+from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import ClusterView
-from recycle_plugin.core.worker.control_view import Line
-from recycle_plugin.core.worker.iterator_data import Supply
+from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
-from recycle_plugin.core.worker.training_loop import Loop, Program, Slowness
+from recycle_plugin.core.worker.training_loop import Slowness, StepProgram, TrainingLoop
 from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.simulator.arithmetic import Batch
-from recycle_plugin.simulator.exercised import Rule
+from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.numbers import Numbers
 from recycle_plugin.simulator.plain import PlainIterator
 from recycle_plugin.simulator.scenario import MILLISECOND, Heavy, Scenario, Trouble
@@ -58,23 +58,23 @@ class Sum:
     touched: bool = False  # a member has died or was cut off before everybody had the result
 
 
-class Machine:
+class SimulatedMachine:
     """What ``core.worker.worker`` calls so, with what ``core.worker.training_loop`` calls port; ``worker`` and ``loop`` run on it.  What may happen to it: simulator/scenario.py."""
 
     def __init__(self, cluster: Cluster, rank: int, seat: Seat, weight: int) -> None:
         self.cluster, self.rank, self.seat = cluster, rank, seat
-        self.line = Line(rank)
+        self.control_view = ControlView(rank)
         scenario = cluster.scenario
         self.numbers = Numbers(scenario, seat)
         self.store = StepStore(seat, scenario.shape.stages, bool(self.numbers.tie), Retention(budget=scenario.budget))
         self.store.put(Datum("params", seat.stage, None, 1), weight)
         self.steps = StepMachine(0)
-        self.store.drawn = scenario.iterators
+        self.store.reads_iterator = scenario.iterators
         reads = scenario.iterators and seat.stage in (0, scenario.shape.stages - 1)
-        self.supply = Supply(self.store, PlainIterator(seat.replica), self._hand_on, self._say_dealt) if reads else None
+        self.iterator_data = IteratorData(self.store, PlainIterator(seat.replica), self._hand_on, self._say_dealt) if reads else None
         waits = scenario.clip > 0 and scenario.policy.together
         judging, stopwatch = Judging(waits, scenario.clip > 0 and not waits), Stopwatch(scenario.costs) if scenario.rebalances else None
-        self.worker = Worker(self, scenario.shape, self.store, self.steps, judging, self.supply, stopwatch)
+        self.worker = Worker(self, scenario.shape, self.store, self.steps, judging, self.iterator_data, stopwatch)
         self.script = FaultScript(scenario.faults, seat)
         self.alive = self.runs = True
         self.stopped = self.unfenced = self.stuck = self.rude = self.waiting = self.busy = False
@@ -84,7 +84,7 @@ class Machine:
         self.losses: dict[int, dict] = {}  # as the training script gets them, by step
         self.reason: str | None = None  # of its end before the last step
         self.life: Iterator[Any]  # its training script (simulator/script.py)
-        self.loop = Loop(self, self.worker, cluster.planner, scenario.shape, seat, self.steps)
+        self.loop = TrainingLoop(self, self.worker, cluster.planner, scenario.shape, seat, self.steps)
         self.worker.applied = self.loop.applied
         self._inbox: list[tuple[Datum, Any, int]] = []
         self._last_step = 0
@@ -97,9 +97,9 @@ class Machine:
 
     def wait(self, what: Any, ready: Callable[[], Any], interruptible: bool = True) -> Iterator[Any]:
         while True:
-            self.line.check_end()
+            self.control_view.check_end()
             if interruptible:
-                self.line.check()
+                self.control_view.check()
             value = ready()
             if value is not None:
                 return value
@@ -107,21 +107,21 @@ class Machine:
             yield self.at[1]
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], Any]) -> Iterator[Any]:
-        self.cluster.later(RESEND_US, partial(self._complain, self.line.number, datum, source))
+        self.cluster.later(RESEND_US, partial(self._complain, self.control_view.number, datum, source))
         return (yield from self.wait(lambda: awaited(datum, source), ready))
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
-        self.cluster.exercised[Rule.LATE_COMMIT] += not self.line.is_committed(step)
-        yield from self.wait(f"the commit of step {step}", lambda: self.line.is_committed(step))
+        self.cluster.exercised[ProtocolRule.LATE_COMMIT] += not self.control_view.is_committed(step)
+        yield from self.wait(f"the commit of step {step}", lambda: self.control_view.is_committed(step))
 
     def send(self, message: object) -> None:
         self.cluster.tell_coordinator(self.rank, message)
 
-    def transfer(self, datum: Datum, value: Any, target: Seat, era: int) -> None:
-        self.cluster.send(self.rank, self.line.roster.holder(target).rank, datum, value, era)
+    def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
+        self.cluster.send(self.rank, self.control_view.roster.holder(target).rank, datum, value, valid_from)
 
-    def deliver(self, datum: Datum, value: Any, era: int) -> None:
-        self._inbox.append((datum, value, era))
+    def deliver(self, datum: Datum, value: Any, valid_from: int) -> None:
+        self._inbox.append((datum, value, valid_from))
 
     def arrivals(self) -> Iterable[tuple[Datum, Any, int]]:
         arrived, self._inbox = self._inbox, []
@@ -130,9 +130,9 @@ class Machine:
     def hear_out(self) -> None:
         """What the lost have sent has left them; of a host that is gone nothing comes any more.  Who finds out that it hears nobody says so."""
         if self.cluster.deafened.get(self.rank):
-            self.send(Missing(self.rank, self.line.number, "what peers send", str(self.seat)))
-        if self.line.interruption() is not None:
-            live = {member.rank for member in self.line.pending.roster}
+            self.send(Missing(self.rank, self.control_view.number, "what peers send", str(self.seat)))
+        if self.control_view.interruption() is not None:
+            live = {member.rank for member in self.control_view.pending.roster}
             self.cluster.hurry(self.rank, live)
             self.unheard = frozenset(self.cluster.workers.keys() - live)
 
@@ -156,10 +156,10 @@ class Machine:
             self.cluster.trouble(self.rank, Trouble("stop", self.cluster.now, (self.seat,), for_us=5_000 * MILLISECOND))
 
     def _hand_on(self, datum: Datum, batch: Batch, taker: Seat) -> None:
-        self.transfer(datum, batch, taker, self.store.era)
+        self.transfer(datum, batch, taker, self.store.valid_from)
 
     def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:
-        self.cluster.exercised[Rule.DEALT] += 1
+        self.cluster.exercised[ProtocolRule.DEALT] += 1
 
     def record(self, span: Span) -> None:
         self.done += 1
@@ -169,8 +169,8 @@ class Machine:
 
     def _complain(self, generation: int, datum: Datum, source: Seat) -> None:
         """Where the same wait lasts too long."""
-        waits = self.alive and self.waiting and self.line.number == generation and self.at == (WAITS, awaited(datum, source))
-        if waits and self.line.interruption() is None and not self.cluster.quiet:
+        waits = self.alive and self.waiting and self.control_view.number == generation and self.at == (WAITS, awaited(datum, source))
+        if waits and self.control_view.interruption() is None and not self.cluster.quiet:
             self.cluster.watcher.missed(self, datum, source)
             silent = self.seat if self.cluster.deafened.get(self.rank) else source
             self.send(Missing(self.rank, generation, str(datum), str(silent)))
@@ -179,8 +179,8 @@ class Machine:
     # computing
 
     @contextmanager
-    def running(self, program: Program) -> Iterator[tuple[Instruction, ...]]:
-        self.cluster.exercised[Rule.EVALUATED_AGAIN] += program.step == self._last_step < 0
+    def running(self, program: StepProgram) -> Iterator[tuple[Instruction, ...]]:
+        self.cluster.exercised[ProtocolRule.EVALUATED_AGAIN] += program.step == self._last_step < 0
         self._last_step = program.step
         self.step = max(self.step, program.step)
         yield program.instructions
@@ -189,7 +189,7 @@ class Machine:
     def performing(self, instruction: Instruction) -> Iterator[None]:
         self.current, self.at = instruction, (COMPUTES, str(instruction))
         if instruction.op is Op.VALIDATE:
-            self.cluster.exercised[Rule.NORM_KEPT] += self.worker.program.resumed and self.line.collected(instruction.step, NORM) is not None
+            self.cluster.exercised[ProtocolRule.NORM_KEPT] += self.worker.program.resumed and self.control_view.collected(instruction.step, NORM) is not None
         yield
 
     def spend(self, instruction: Instruction) -> Iterator[int]:
@@ -211,17 +211,17 @@ class Machine:
             yield PART_US
             self.cpu_s += heavy.computes * PART_US / 1e6
 
-    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         if instruction.op is Op.STEP:
             norm = have.get(Datum("norm", self.seat.stage, None, instruction.step))
             clipped_by = norm if norm is not None and over(norm, self.cluster.scenario.clip) else None
             self.cluster.watcher.applied(self, instruction.step, self.numbers.gradient(instruction.step, have), clipped_by)
-        made = self.numbers.compute(instruction, have, bare)
-        if instruction.op is Op.LOAD and instruction.step > 0 and have.drawn:
+        made = self.numbers.compute(instruction, have, boundary_only)
+        if instruction.op is Op.LOAD and instruction.step > 0 and have.reads_iterator:
             (drawn,) = have.requires(instruction)
-            self.cluster.exercised[Rule.KEPT_DATA] += Seat(have[drawn].draw.source, self.seat.stage) not in self.line.roster.seats
+            self.cluster.exercised[ProtocolRule.KEPT_DATA] += Seat(have[drawn].draw.source, self.seat.stage) not in self.control_view.roster.seats
             self.cluster.watcher.loaded(self, instruction, have[drawn])
-        self.cluster.watcher.computed(self, instruction, bare)
+        self.cluster.watcher.computed(self, instruction, boundary_only)
         return made
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
@@ -238,7 +238,7 @@ class Machine:
         return loss
 
     def undo(self, step: int) -> None:
-        self.cluster.exercised[Rule.TAKEN_BACK] += 1
+        self.cluster.exercised[ProtocolRule.TAKEN_BACK] += 1
         self.numbers.taken_back()
 
     def forget_sums(self, after: int) -> None:
@@ -249,11 +249,11 @@ class Machine:
         reduced, stage = Datum("reduced", self.seat.stage, None, instruction.step), (self.seat.stage,)
         if holder is not None:
             brought = yield from self._together(instruction, stage, have[reduced] if holder == self.seat else None)
-            self.cluster.exercised[Rule.ROLLED_FORWARD] += reduced not in have
-            return brought[self.line.roster.holder(holder).rank]
+            self.cluster.exercised[ProtocolRule.ROLLED_FORWARD] += reduced not in have
+            return brought[self.control_view.roster.holder(holder).rank]
         counted = have.of("wgrad", instruction.step)
         brought = yield from self._together(instruction, stage, (counted, self.numbers.sums(instruction.step)))
-        self.cluster.exercised[Rule.SUMMED_AGAIN] += self.worker.program.resumed
+        self.cluster.exercised[ProtocolRule.SUMMED_AGAIN] += self.worker.program.resumed
         self.cluster.watcher.summed(self, instruction.step, [part for part, _ in brought.values()])
         self.numbers.forget_sums()
         return self.numbers.total([sums for _, sums in brought.values()])
@@ -263,13 +263,13 @@ class Machine:
         brought = yield from self._together(instruction, self.numbers.tie, have[Datum("reduced", self.seat.stage, None, instruction.step)])
         by_stage = {self.cluster.workers[rank].seat.stage: value for rank, value in sorted(brought.items(), reverse=True)}
         self.cluster.watcher.tied(self, instruction.step, [(self.cluster.workers[rank].seat.stage, value) for rank, value in brought.items()])
-        self.cluster.exercised[Rule.TIED_AGAIN] += self.worker.program.resumed
+        self.cluster.exercised[ProtocolRule.TIED_AGAIN] += self.worker.program.resumed
         return self.numbers.over_tie(by_stage)
 
     def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Iterator[Any]:
         """What all live workers of ``stages`` bring to ``instruction``, by rank."""
-        members = frozenset(member.rank for member in self.line.roster.stages(stages))
-        sum_ = self.cluster.sums.setdefault((self.line.number, instruction.op, stages[0], instruction.step), Sum(members))
+        members = frozenset(member.rank for member in self.control_view.roster.stages(stages))
+        sum_ = self.cluster.sums.setdefault((self.control_view.number, instruction.op, stages[0], instruction.step), Sum(members))
         sum_.brought[self.rank] = mine
         if set(sum_.brought) == members:
             sum_.done = True
@@ -283,8 +283,8 @@ class Machine:
         return sum_.brought
 
 
-class Planner:
-    """``core.worker.training_loop.Planner``; what several workers ask for alike is worked out once."""
+class SharedPlanner:
+    """``core.worker.training_loop.SharedPlanner``; what several workers ask for alike is worked out once."""
 
     def __init__(self, costs: CostModel, policy: Policy) -> None:
         self._costs, self._policy = costs, policy
@@ -298,13 +298,13 @@ class Planner:
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
         return planner.lowered(plan, seat, step)
 
-    def arrange(self, rest: Rest, plan: Plan, held: Held) -> Any:
-        return planner.arrange(rest, plan, self._costs, held)
+    def arrange(self, recovery: RecoveryPlan, plan: Plan, held: Held) -> Any:
+        return planner.arrange(recovery, plan, self._costs, held)
 
 
-def _job(scenario: Scenario) -> Job:
+def _job(scenario: Scenario) -> JobSpec:
     shape, policy = scenario.shape, scenario.policy
-    return Job(
+    return JobSpec(
         shape.replicas, shape.stages, shape.micro_batches, shape.ties, "", scenario.costs, policy, DEADLINES,
         rebalance=scenario.rebalances,
         stagger_optimizer=policy.stagger_optimizer, clipping=scenario.clip, clip="sync" if policy.together else "validate", nonfinite="skip",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Iterator, Sequence
 
 from recycle_plugin.core.vocabulary.ids import Seat
-from recycle_plugin.simulator.history import Change
+from recycle_plugin.simulator.history import MembershipChange
 from recycle_plugin.simulator.peers import published
 
 HOUR_S = 3600.0
@@ -16,7 +16,7 @@ GCP = "|".join([*(f"{hour} {gpus}" for hour, gpus in published.TRACE), f"{publis
 """The trace of ReCycle's evaluation, as a file would have it."""
 
 
-def read(name: str, workers: int) -> tuple[list[Change], float | None]:
+def read(name: str, workers: int) -> tuple[list[MembershipChange], float | None]:
     """The changes of ``gcp`` or of a file, and its end in seconds if it says so.
 
     A file holds entries ``hour workers``, ``hour lost 1.2,0.3`` (these seats) or ``hour end``, one a line or
@@ -31,16 +31,16 @@ def read(name: str, workers: int) -> tuple[list[Change], float | None]:
         raise ValueError(f"trace {name}: {error}") from None
 
 
-def regular(every_s: float, length_s: float, return_s: float | None = None, seed: int | None = None) -> list[Change]:
+def regular(every_s: float, length_s: float, return_s: float | None = None, seed: int | None = None) -> list[MembershipChange]:
     """One worker lost every ``every_s`` (``seed``: exponential with that mean), each back after ``return_s``, or never."""
     if every_s <= 0:
         raise ValueError(f"a worker lost every {every_s:g} s: more than 0")
     dice = random.Random(seed)
     changes, now = [], 0.0
     while (now := now + (every_s if seed is None else dice.expovariate(1 / every_s))) < length_s:
-        changes.append(Change(now, lost=1))
+        changes.append(MembershipChange(now, lost=1))
         if return_s is not None:
-            changes.append(Change(now + return_s, joined=1))
+            changes.append(MembershipChange(now + return_s, joined=1))
     return changes
 
 
@@ -50,8 +50,8 @@ def _json(text: str) -> list[list[str]]:
     return [[str(max(0.0, float(hour))), str(round(float(workers)))] for hour, workers in rows]
 
 
-def _changes(entries: Sequence[Sequence[str]], workers: int) -> tuple[list[Change], float | None]:
-    changes: list[Change] = []
+def _changes(entries: Sequence[Sequence[str]], workers: int) -> tuple[list[MembershipChange], float | None]:
+    changes: list[MembershipChange] = []
     there, before, end = None, -1.0, None
     for entry in entries:
         at = float(entry[0]) * HOUR_S
@@ -61,7 +61,7 @@ def _changes(entries: Sequence[Sequence[str]], workers: int) -> tuple[list[Chang
         if entry[1:] == ["end"]:
             end = at
         elif len(entry) == 3 and entry[1] == "lost":
-            changes.append(Change(at, seats=tuple(map(Seat.parse, entry[2].split(",")))))
+            changes.append(MembershipChange(at, seats=tuple(map(Seat.parse, entry[2].split(",")))))
         elif len(entry) == 2:
             changes += _step(at, there, int(entry[1]), workers)
             there = int(entry[1])
@@ -70,11 +70,11 @@ def _changes(entries: Sequence[Sequence[str]], workers: int) -> tuple[list[Chang
     return changes, end
 
 
-def _step(at: float, there: int | None, now: int, workers: int) -> Iterator[Change]:
+def _step(at: float, there: int | None, now: int, workers: int) -> Iterator[MembershipChange]:
     if not 0 < now <= workers:
         raise ValueError(f"{now} workers at hour {at / HOUR_S:g}: the job has 1 to {workers}")
     before = workers if there is None else there
     if now < before:
-        yield Change(at, lost=before - now)
+        yield MembershipChange(at, lost=before - now)
     elif now > before:
-        yield Change(at, joined=now - before)
+        yield MembershipChange(at, joined=now - before)

@@ -77,15 +77,15 @@ class Conditions:
 
 
 @dataclass
-class State:
+class VirtualState:
     """What workers go on from: data with their values, steps applied, and the programs of steps that are to be finished in another way than the plan's."""
 
     store: dict[Seat, StepStore]
     stepped: dict[Seat, int]
-    rests: dict[int, Mapping[Seat, tuple[Instruction, ...]]] = field(default_factory=dict)
+    recovery_plans: dict[int, Mapping[Seat, tuple[Instruction, ...]]] = field(default_factory=dict)
 
     @classmethod
-    def fresh(cls, plan: Plan, step: int, parameters: Mapping[Seat, Any] | None) -> State:
+    def fresh(cls, plan: Plan, step: int, parameters: Mapping[Seat, Any] | None) -> VirtualState:
         """Before ``step``, with these parameters of each seat (None: no values)."""
         store = {seat: StepStore(seat, plan.stages, bool(plan.view.topology.tie(seat.stage)), committed=step - 1) for seat in plan.programs}
         for seat, value in (parameters or {}).items():
@@ -102,11 +102,11 @@ class VirtualWorld:
 
     def __init__(
         self, plan: Plan, costs: CostModel, steps: int = 1, step: int = 0,
-        conditions: Conditions = Conditions(), state: State | None = None,
+        conditions: Conditions = Conditions(), state: VirtualState | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.costs, self.steps, self.first, self.conditions = plan, costs, range(step, step + steps), step, conditions
         self.spans: list[Span] = []
-        self.state = state or State.fresh(plan, step, None)
+        self.state = state or VirtualState.fresh(plan, step, None)
         self.store = self.state.store
         self.machines = {seat: StepMachine(step - 1) for seat in plan.programs}
         self.commits: dict[int, int] = {}  # when each step had been applied by all
@@ -147,10 +147,10 @@ class VirtualWorld:
         """The last step that every survivor has applied; that before the first one if there is none."""
         return min((machine.stepped for seat, machine in self.machines.items() if seat not in self.dead), default=self.first - 1)
 
-    def survivors(self) -> State:
+    def survivors(self) -> VirtualState:
         """What is left, as it is: nobody has taken anything back yet."""
         live = [seat for seat in self.store if seat not in self.dead]
-        return State({seat: self.store[seat] for seat in live}, {seat: self.machines[seat].stepped for seat in live})
+        return VirtualState({seat: self.store[seat] for seat in live}, {seat: self.machines[seat].stepped for seat in live})
 
     # What a world with values overrides.
 
@@ -161,7 +161,7 @@ class VirtualWorld:
     def contribute(self, seat: Seat, instruction: Instruction) -> Any:
         """What ``seat`` brings to a joint REDUCE or TIE."""
 
-    # core.worker.executor.World
+    # core.worker.executor.InstructionRunner
 
     def check_generation(self) -> None:
         if self.interrupted_us is not None:
@@ -216,7 +216,7 @@ class VirtualWorld:
         """Whose weight gradients ``seat`` brings to a REDUCE: those of its plan, or all that it has where a step is finished."""
         if instruction.op is not Op.REDUCE:
             return ()
-        if instruction.step not in self.state.rests:
+        if instruction.step not in self.state.recovery_plans:
             return self.plan.own(seat)
         return self.store[seat].own(instruction)
 
@@ -297,8 +297,8 @@ class VirtualWorld:
 
     def _life(self, seat: Seat) -> Iterator[Any]:
         for step in self.steps:
-            rest = self.state.rests.get(step)
-            yield from execute(seat, lowered(self.plan, seat, step) if rest is None else rest[seat], self)
+            recovery = self.state.recovery_plans.get(step)
+            yield from execute(seat, lowered(self.plan, seat, step) if recovery is None else recovery[seat], self)
 
     def _schedule(self, at: int, happen: Callable[[], None]) -> None:
         heappush(self._agenda, (at, next(self._ticket), happen))
@@ -320,7 +320,7 @@ class VirtualWorld:
             self.stopped[seat] = self._now
 
     def _arrive_at(self, seat: Seat, datum: Datum, value: Any) -> None:
-        self.store[seat].arrive(datum, value, self.store[seat].era)
+        self.store[seat].arrive(datum, value, self.store[seat].valid_from)
         self._wake((seat, datum))
 
     def _wake(self, key: Key) -> None:

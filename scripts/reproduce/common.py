@@ -20,7 +20,7 @@ from recycle_plugin.core.vocabulary.profile import Profile, read
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.settings.compose import CONFIGS
 from recycle_plugin.simulator.analytic import SHAPES, profile
-from recycle_plugin.simulator.peers import Job, recycle
+from recycle_plugin.simulator.peers import PeerJob, recycle
 
 OURS, PUBLISHED = "ours", "published"
 FRACTION = "fraction of fault-free 1F1B"  # at the same M
@@ -45,9 +45,9 @@ def settings(name: str, arguments: Sequence[str] | None = None) -> SimpleNamespa
     return found
 
 
-def job_of(model: Mapping[str, Any], replicas: int, stages: int, micro_batches: int) -> Job:
+def job_of(model: Mapping[str, Any], replicas: int, stages: int, micro_batches: int) -> PeerJob:
     """A job of a config's model entry: ``profile`` (a measured file) or ``preset`` (analytic), ``micro_batch`` sequences."""
-    return Job(model["name"], Topology(replicas, stages, micro_batches), profile_of(model), model.get("memory_bytes", 40e9))
+    return PeerJob(model["name"], Topology(replicas, stages, micro_batches), profile_of(model), model.get("memory_bytes", 40e9))
 
 
 def profile_of(model: Mapping[str, Any]) -> Profile:
@@ -56,7 +56,7 @@ def profile_of(model: Mapping[str, Any]) -> Profile:
     return profile(SHAPES[model["preset"]], micro_batch=model["micro_batch"], checkpointing=model.get("checkpointing", False))
 
 
-def techniques(job: Job, cap_factor: float | None) -> Policy:
+def techniques(job: PeerJob, cap_factor: float | None) -> Policy:
     """All of ours; what doesn't fit the accelerator ends the script with one line."""
     try:
         return recycle.techniques(job, cap_factor)
@@ -64,7 +64,7 @@ def techniques(job: Job, cap_factor: float | None) -> Policy:
         raise SystemExit(f"{error}; lower cap_factor or micro_batch") from None
 
 
-def load_bound_us(job: Job, view: ClusterView) -> int:
+def load_bound_us(job: PeerJob, view: ClusterView) -> int:
     """The least period that the busiest stage's work alone allows, its own sum and step included."""
     total = job.topology.replicas * job.topology.micro_batches
     loads = [-(-total // len(view.live_replicas(stage))) * each for stage, each in enumerate(job.load_us)]

@@ -19,7 +19,7 @@ from common import OURS, Column, Table
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.planner import PlanError, normalise, plan, warm
-from recycle_plugin.simulator.peers import Job
+from recycle_plugin.simulator.peers import PeerJob
 
 STEPS = ("reroute", "+ split", "+ stagger", "+ normalise")
 
@@ -46,7 +46,7 @@ def main() -> None:
     draw(folder / "ablation.png", table, config)
 
 
-def add(table: Table, job: Job, losses: int, config: SimpleNamespace) -> None:
+def add(table: Table, job: PeerJob, losses: int, config: SimpleNamespace) -> None:
     rows = []
     for pattern in range(config.patterns):
         draw = random.Random(f"{config.seed} {job.workers} {losses} {pattern}")
@@ -62,7 +62,7 @@ def add(table: Table, job: Job, losses: int, config: SimpleNamespace) -> None:
     table.add(job.name, f"{shape.stages} x {shape.replicas}", shape.micro_batches, losses, *means, 1 - losses / job.workers, lost, said)
 
 
-def measure(job: Job, view: ClusterView, config: SimpleNamespace) -> tuple[float, ...]:
+def measure(job: PeerJob, view: ClusterView, config: SimpleNamespace) -> tuple[float, ...]:
     full = common.techniques(job, config.cap_factor)
     reroute = replace(full, split_backward=False, stagger_optimizer=False)
     periods = [plan(view, job.costs, policy).period_us for policy in (reroute, replace(full, stagger_optimizer=False), full)]
@@ -71,7 +71,7 @@ def measure(job: Job, view: ClusterView, config: SimpleNamespace) -> tuple[float
     return (*(job.fault_free_us / period for period in periods), job.fault_free_us / plan(after, job.costs, full).period_us, goal)
 
 
-def normalised(job: Job, view: ClusterView, policy: Policy, config: SimpleNamespace, period_us: int) -> ClusterView:
+def normalised(job: PeerJob, view: ClusterView, policy: Policy, config: SimpleNamespace, period_us: int) -> ClusterView:
     copies = [round(size / job.profile.across.bytes_per_us) for size in job.state_bytes]
     try:
         return normalise(view, job.costs, policy, copies, max(1, int(1e6 * config.horizon_s / period_us))).view

@@ -18,7 +18,7 @@ from common import OURS, Column, Table
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.planner import plan, warm
-from recycle_plugin.simulator.peers import Job
+from recycle_plugin.simulator.peers import PeerJob
 
 COLUMNS = (
     Column("model"), Column("GPUs"), Column("PP x DP x TP"), Column("M"), Column("failed"), Column("seats lost"),
@@ -48,7 +48,7 @@ def main() -> None:
     draw(folder / "scale.png", table, config)
 
 
-def add(table: Table, job: Job, unit: str, part: float, config) -> None:
+def add(table: Table, job: PeerJob, unit: str, part: float, config) -> None:
     shape, tensor = job.topology, job.profile.gpus_per_worker
     policy = common.techniques(job, config.cap_factor)
     lost = failed_seats(job, unit, part, config.seed)
@@ -68,7 +68,7 @@ def add(table: Table, job: Job, unit: str, part: float, config) -> None:
     )  # fmt: skip
 
 
-def failed_seats(job: Job, unit: str, part: float, seed: int) -> list[Seat]:
+def failed_seats(job: PeerJob, unit: str, part: float, seed: int) -> list[Seat]:
     draw = random.Random(f"{seed} {job.name} {unit} {part}")
     seats, tensor = job.topology.seats, job.profile.gpus_per_worker
     if unit == "host":
@@ -77,7 +77,7 @@ def failed_seats(job: Job, unit: str, part: float, seed: int) -> list[Seat]:
     return sorted({seats[gpu // tensor] for gpu in gpus})
 
 
-def spread_evenly(job: Job, losses: int) -> ClusterView:
+def spread_evenly(job: PeerJob, losses: int) -> ClusterView:
     """Losses dealt to the stages so that the busiest one is least busy, to different replicas in turn."""
     live = [job.topology.replicas] * job.topology.stages
     lost = []

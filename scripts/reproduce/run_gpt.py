@@ -23,7 +23,7 @@ import train_gpt  # noqa: E402
 
 from recycle_plugin.core.vocabulary.plan import Policy  # noqa: E402
 from recycle_plugin.core.vocabulary.profile import STATE_BYTES, UNDO_BYTES  # noqa: E402
-from recycle_plugin.settings.compose import GPTModel, Job, compose_from_command_line  # noqa: E402
+from recycle_plugin.settings.compose import GPTModel, TrainingJob, compose_from_command_line  # noqa: E402
 from recycle_plugin.settings.schema import Settings  # noqa: E402
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     train_gpt.write(path, lambda unfinished: write_log(unfinished, record, job))
 
 
-def write_log(path: Path, record: dict[str, Any], job: Job) -> None:
+def write_log(path: Path, record: dict[str, Any], job: TrainingJob) -> None:
     samples = job.topology.replicas * job.topology.micro_batches * job.micro_batch_size
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -50,7 +50,7 @@ def write_log(path: Path, record: dict[str, Any], job: Job) -> None:
 # --- without the launcher --------------------------------------------------------------------------------
 
 
-def check(job: Job) -> None:
+def check(job: TrainingJob) -> None:
     from common import Column, Table
 
     if not isinstance(job.model, GPTModel):
@@ -93,7 +93,7 @@ class Worker:
         return self.state_bytes + self.undo_bytes + self.held * self.activation_bytes
 
 
-def workers_on_meta(job: Job) -> list[Worker]:
+def workers_on_meta(job: TrainingJob) -> list[Worker]:
     settings, stages, each = Settings.from_section(job.recycle), job.topology.stages, activation_bytes(job)
     policy = settings.policy(False, stages)
     return [
@@ -110,7 +110,7 @@ def held(policy: Policy, stage: int, stages: int, size: int) -> int:
     return (room[stage] if isinstance(room, tuple) else room) // size
 
 
-def stages_on_meta(job: Job) -> list[tuple[int, int]]:
+def stages_on_meta(job: TrainingJob) -> list[tuple[int, int]]:
     """(layers, parameters) of each stage, from the very layers that will be trained, built without memory."""
     import torch
     import torch.distributed as dist
@@ -133,7 +133,7 @@ def stages_on_meta(job: Job) -> list[tuple[int, int]]:
     return [(end - begin, sum(every[begin:end])) for begin, end in zip(bounds, bounds[1:])]
 
 
-def activation_bytes(job: Job) -> int:
+def activation_bytes(job: TrainingJob) -> int:
     """Of one layer and micro-batch: 34 bytes a token and hidden unit in bf16 (Korthikanti et al. 2022) and the attention scores, doubled for fp32."""
     model = job.model
     tokens = model.sequence * job.micro_batch_size

@@ -110,8 +110,8 @@ def test_a_loss_while_scripts_evaluate(launch, waited, clipped, tmp_path, valida
     reference, there = waited(*clipping[:1])
     gate = {"before": f"0REDUCE@{EVALUATED_FIRST}", "by": ["0.1", "1.1"]}
     result = run(launch, tmp_path / "touched", *clipping, faults(f"kill 0.0 before 0REDUCE@{EVALUATED_FIRST}"), "recycle.keep_bytes=1", **gate)
-    rests = [event for event in result.of("rest") if event["step"] == EVALUATED_FIRST and event["seat"].endswith(".1")]
-    assert any(rest["undone"] and rest["compute"] for rest in rests), result.output[-6000:]
+    recovery_plans = [event for event in result.of("recovery_plan") if event["step"] == EVALUATED_FIRST and event["seat"].endswith(".1")]
+    assert any(recovery["undone"] and recovery["compute"] for recovery in recovery_plans), result.output[-6000:]
     assert_same_training(result, reference, {"0.0"})
     found = distances(tmp_path / "touched", there, SEATS[1:])
     assert max(found.values()) <= PARAMETER_TOLERANCE, max(found.items(), key=lambda item: item[1])

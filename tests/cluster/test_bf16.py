@@ -103,7 +103,7 @@ def test_a_loss_in_recovery_from_a_step_that_is_taken_back(launch, reference, to
     kills = *replica_lost(ahead), f"kill 1.{ahead} at {point}"
     result = launch(BF16, faults(*kills), shape=THREE, script=WRAPPED, **one_stage_ahead(tmp_path, ahead, 7, 3)).finish()
     assert_same(result, reference(BF16, shape=THREE), tolerated, {"0.0", "0.1", f"1.{ahead}"}, kills)
-    assert any(event["undone"] for event in result.of("rest"))
+    assert any(event["undone"] for event in result.of("recovery_plan"))
 
 
 @pytest.mark.all_kills

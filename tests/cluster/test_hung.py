@@ -103,8 +103,8 @@ def test_where_that_does_not_help_the_job_ends_with_who_waits_for_whom(launch):
     result = launch("recycle.progress_timeout_s=1", script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
     assert result.code != 0 and not result.of("lost"), result.output[-6000:]
     (end,) = result.of("end")
-    assert "once more since step 5 was committed" in end["text"] and len(result.of("waits")) == 2
-    edges = {tuple(edge["who"]): edge["whom"] for edge in result.of("waits")[-1]["edges"]}
+    assert "once more since step 5 was committed" in end["text"] and len(result.of("wait_graph")) == 2
+    edges = {tuple(edge["who"]): edge["whom"] for edge in result.of("wait_graph")[-1]["edges"]}
     assert edges["0.1",] == ["0.0"] and not any("0.1" in who for who in edges if who != ("0.1",)), edges
 
 

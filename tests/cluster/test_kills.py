@@ -117,7 +117,7 @@ def test_a_stage_that_has_stepped_stays_so_where_nobody_needs_its_old_parameters
     result = run.finish()
     assert_same_training(result, reference(), {victim})
     assert [event["ahead"] for event in result.of("resume")] == [0, 1]
-    assert result.of("rest") and not any(event["undone"] for event in result.of("rest"))
+    assert result.of("recovery_plan") and not any(event["undone"] for event in result.of("recovery_plan"))
 
 
 THREE = Shape(replicas=3)
@@ -136,7 +136,7 @@ def test_a_stage_that_has_stepped_takes_its_step_back(launch, reference, tmp_pat
     run = launch(kills, f"recycle.undo={undo}", shape=THREE, script=WRAPPED, **one_stage_ahead(tmp_path, ahead, 7, 3))
     result = run.finish()
     assert_same_training(result, reference(shape=THREE), {"0.0", "0.1"})
-    assert {event["seat"] for event in result.of("rest") if event["undone"]} == {f"1.{ahead}", f"2.{ahead}"}
+    assert {event["seat"] for event in result.of("recovery_plan") if event["undone"]} == {f"1.{ahead}", f"2.{ahead}"}
 
 
 @pytest.mark.some_of(3)

@@ -41,7 +41,7 @@ def test_sigterm_at_a_worker_is_a_planned_leave(launch, reference, tmp_path, sea
     (tmp_path / "gate" / "leaves").touch()
     result = run.finish()
     assert_same_training(result, reference(), left={seat})
-    assert [event["ahead"] for event in result.of("resume")] == [0, 0] and not result.of("rest")
+    assert [event["ahead"] for event in result.of("resume")] == [0, 0] and not result.of("recovery_plan")
     instructions = [span.instruction for span in read_traces(result.folder / "trace") if span.instruction.micro_batch and not span.instruction.peer]
     computed = [str(each) for each in instructions if each.op.value in "FIWB"]
     assert len(computed) == len(set(computed)) == STEPS * 4 * 2 * 3  # steps, micro-batches, stages, F I W

@@ -31,7 +31,7 @@ def test_rates_come_back_with_a_step_that_is_taken_back(train, tmp_path, schedul
     gate = {"folder": str(tmp_path / "gate"), "before": "0REDUCE@7", "until": "1STEP@7", "by": ["0.1", "1.1", "2.1"]}
     result = train(faults=KILLS, scheduler=scheduler, engine=engine, gate=gate)
     assert result.code == 0 and len(result.of("lost")) == 2, result.output[-6000:]
-    assert {event["seat"] for event in result.of("rest") if event["undone"]} == {"1.1", "2.1"}
+    assert {event["seat"] for event in result.of("recovery_plan") if event["undone"]} == {"1.1", "2.1"}
     stock = train(enabled=False, scheduler=scheduler)
     assert {record["engine"] for record in stock.records.values()} == {"PipelineEngine"}
     assert result.losses == pytest.approx(stock.losses, abs=LOSS_TOLERANCE)

@@ -52,7 +52,7 @@ def test_who_has_the_reduced_gradient_gives_it_to_who_has_not(launch, reference,
     result = cut_off(launch, tmp_path, THREE, stage, [late], *setting)
     assert_same_training(result, reference(*setting, shape=THREE), {f"0.{stage}"})
     assert not computed_twice(result, stage)
-    assert not any(event["undone"] for event in result.of("rest"))
+    assert not any(event["undone"] for event in result.of("recovery_plan"))
     assert [runs(result, seat, Op.REDUCE) for seat in (f"0.{stage}", holder, late)] == [1, 2, 1]
     assert [runs(result, seat, Op.STEP) for seat in (holder, late)] == [1, 1]
 

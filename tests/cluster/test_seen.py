@@ -57,7 +57,7 @@ def test_a_job_that_is_too_slow_leaves_a_checkpoint_to_go_on_from(launch, refere
     saved = str(tmp_path / "saved")
     slow = launch("recycle.max_slowdown=0.4", f"recycle.checkpoint_dir={saved}", faults("kill 1.1 before 1F1.0@5")).finish()
     assert slow.code == 75 and "Traceback" not in slow.output, slow.output[-6000:]
-    (margin, *_), (escalated,), (checkpoint,) = (slow.of(kind) for kind in ("margin", "escalate", "checkpoint"))
+    (margin, *_), (escalated,), (checkpoint,) = (slow.of(kind) for kind in ("throughput_margin", "throughput_floor", "checkpoint"))
     assert (margin["losses"], margin["time"] < escalated["time"]) == (1, True) and "one more loss of stage" in margin["text"]
     last = escalated["step"]
     assert checkpoint["path"] == f"{saved}/global_step{last}" and last == slow.of("committed")[-1]["step"]
@@ -72,6 +72,6 @@ def test_a_death_while_that_checkpoint_is_saved(launch, tmp_path):
     saved, deaths = tmp_path / "saved", ("kill 1.1 before 1F1.0@5", "kill 0.0 at checkpoint.written")
     slow = launch("recycle.max_slowdown=0.2", f"recycle.checkpoint_dir={saved}", faults(*deaths), shape=Shape(replicas=3)).finish()
     assert slow.code == 75 and "Traceback" not in slow.output and len(slow.of("lost")) == 2, slow.output[-6000:]
-    (escalated,), (checkpoint,) = (slow.of(kind) for kind in ("escalate", "checkpoint"))
+    (escalated,), (checkpoint,) = (slow.of(kind) for kind in ("throughput_floor", "checkpoint"))
     assert checkpoint["path"] == f"{saved}/global_step{escalated['step']}" and (saved / "latest").read_text() == f"global_step{escalated['step']}"
     assert checkpoint["time"] > max(lost["time"] for lost in slow.of("lost"))

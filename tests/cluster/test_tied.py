@@ -113,7 +113,7 @@ def test_a_stage_between_takes_its_step_back(launch, reference, tmp_path, undo):
     kills = "kill 0.1 after 1STEP@7", "kill 0.2 before 2REDUCE@7"
     result = launch(TIED, faults(*kills), f"recycle.undo={undo}", shape=THREE, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(gate)).finish()
     assert_same_training(result, reference(TIED, shape=THREE), {"0.1", "0.2"})
-    assert {event["seat"] for event in result.of("rest") if event["undone"]} == {"1.1"} and copies_are_equal(result)
+    assert {event["seat"] for event in result.of("recovery_plan") if event["undone"]} == {"1.1"} and copies_are_equal(result)
 
 
 @MORE

@@ -96,7 +96,7 @@ def test_the_table_of_events_has_every_kind_and_no_other():
     "source, found",
     [
         ('out.say("lost", f"{member}", rank=1)', ["lost"]),
-        ('self.send(Note(rank, "rest", "text", {}))', ["rest"]),
+        ('self.send(Note(rank, "recovery_plan", "text", {}))', ["recovery_plan"]),
         ('A, B = "a", "b"\nself._say(B, "text")', ["b"]),
         ("self.say(Event(kind, text, details), now)", []),
         ('print("lost", "text")', []),

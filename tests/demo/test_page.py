@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import recycle_plugin
 from recycle_plugin.cli import main
 from recycle_plugin.commands.status import lines, status
 from recycle_plugin.observability import report
-from recycle_plugin.observability.run_history import History, place
+from recycle_plugin.observability.run_history import EVENTS, RENAMED, RunHistory, place, read_events
 from recycle_plugin.observability.trace import TraceFile
 from recycle_plugin.render.page import Chart, Table, chart, page, ticks
 from tests.demo.test_report import spans
@@ -90,7 +91,7 @@ def test_the_report(folder, traced, capsys):
 
 
 def test_without_a_trace_it_shows_the_plans_before_and_after(folder):
-    before, after = report.planned(History.read(folder))
+    before, after = report.planned(RunHistory.read(folder))
     assert (before.title, after.title) == ("with everybody there", "without 0.1")
     assert len({span.seat for span in before.spans}) == 4 and len({span.seat for span in after.spans}) == 3
 
@@ -112,7 +113,7 @@ def test_a_run_that_never_committed_a_step_has_a_report(folder):
 def test_only_the_last_job_of_a_folder_counts(folder):
     text = (folder / "events.jsonl").read_text()
     (folder / "events.jsonl").write_text(text + text.replace('"kill 0.1', '"kill 1.1').replace('"seat": "0.1"', '"seat": "1.1"'))
-    history = History.read(folder)
+    history = RunHistory.read(folder)
     assert set(history.gone) == {"1.1"} and len(history.of("start")) == 1 and len(history.of("worker")) == 4
 
 
@@ -131,7 +132,7 @@ def test_status(folder, capsys):
 def test_status_as_data(folder, capsys):
     more = [
         {"event": "checkpoint", "text": "", "path": "saved/global_step9"},
-        {"event": "margin", "text": "one more loss of stage 0 and nobody is left there", "stage": 0, "losses": 1},
+        {"event": "throughput_margin", "text": "one more loss of stage 0 and nobody is left there", "stage": 0, "losses": 1},
     ]
     lines = [line for line in (folder / "events.jsonl").read_text().splitlines() if '"finished"' not in line]
     (folder / "events.jsonl").write_text("\n".join([*lines, *(json.dumps({"time": 104.6} | one) for one in more)]) + "\n")
@@ -153,7 +154,7 @@ def without_end(folder: Path, *more: dict, **start: object) -> dict[str, str]:
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines() if '"finished"' not in line and '"left"' not in line]
     next(event for event in events if event["event"] == "start").update(start)
     (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in [*events, *({"time": 104.6, "text": ""} | one for one in more)]))
-    known = status(History.read(folder), 200.0)
+    known = status(RunHistory.read(folder), 200.0)
     assert json.loads(json.dumps(known)) == known
     return dict(lines(known))
 
@@ -201,7 +202,7 @@ def test_a_bad_folder_is_one_line(tmp_path, capsys, command, text, message):
 def test_a_line_that_is_being_written_is_left_out(folder):
     with (folder / "events.jsonl").open("a") as log:
         log.write('{"time": 105.0, "event": "war')
-    assert History.read(folder).events[-1]["event"] == "finished"
+    assert RunHistory.read(folder).events[-1]["event"] == "finished"
 
 
 # --- the page ------------------------------------------------------------------------------------------
@@ -248,3 +249,10 @@ def test_a_browser_shows_it(folder):
 def test_tables_and_paragraphs_are_escaped():
     read = Read(page("a < b", [("x & y", [Table(("<",), [(">",)], {0: "bad"}), "c < d"])]))
     assert read.texts["h1"] == ["a < b"] and read.texts["th"] == ["<"] and read.texts["td"] == [">"] and read.texts["p"] == ["c < d"]
+
+
+@pytest.mark.parametrize("before, now", RENAMED.items())
+def test_logs_of_the_last_release_are_read(tmp_path, before, now):
+    (tmp_path / EVENTS).write_text(json.dumps({"event": before, "time": 1.0}) + "\n")
+    assert [event["event"] for event in read_events(tmp_path / EVENTS)] == [now]
+    assert f"`{before}` for `{now}`" in " ".join((Path(recycle_plugin.__file__).parent / "docs" / "operations.md").read_text().split())

@@ -14,19 +14,19 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span
-from recycle_plugin.experiments.runs import Outcome, RunFailed
+from recycle_plugin.experiments.runs import RunFailed, RunOutcome
 from recycle_plugin.observability.report import panels
-from recycle_plugin.observability.run_history import History, step_times
+from recycle_plugin.observability.run_history import RunHistory, step_times
 
 STEPS = 9
 LOSSES = [5.0 - step / 10 for step in range(STEPS)]
 
 
-def outcome(*killed: int, pids: dict[int, int] = {}, losses: dict[int, list[float]] = {}) -> Outcome:
+def outcome(*killed: int, pids: dict[int, int] = {}, losses: dict[int, list[float]] = {}) -> RunOutcome:
     """The run of the hand-written events; ranks in ``killed`` have left no record."""
     events = tuple(map(json.loads, (Path(__file__).parent / "with_failure.jsonl").read_text().splitlines()))
     ranks = [rank for rank in range(4) if rank not in killed]
-    return Outcome(events, 0, {rank: {"rank": rank, "pid": pids.get(rank, 1000 + rank), "losses": losses.get(rank, LOSSES)} for rank in ranks})
+    return RunOutcome(events, 0, {rank: {"rank": rank, "pid": pids.get(rank, 1000 + rank), "losses": losses.get(rank, LOSSES)} for rank in ranks})
 
 
 def spans() -> list[Span]:
@@ -98,7 +98,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("failed, problem", WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_said(failed: Outcome, problem: str):
+def test_what_is_wrong_is_said(failed: RunOutcome, problem: str):
     found = demo.report(FAULT_FREE, failed, spans(), STEPS)
     assert not found["passed"] and problem in "; ".join(found["problems"])
     assert found["survivors_restarted"] == (1 if "restarted" in problem else 0)
@@ -149,6 +149,6 @@ def test_samples_per_second_where_the_batch_size_has_changed():
     job = {"event": "start", "time": 0.0, "job": {"batch": 8, "replicas": 2, "stages": 2, "micro_batches": 2}, "seats": {}}
     commits = [{"event": "committed", "time": 0.1 * min(step, 6) + 0.2 * max(0, step - 6), "step": step} for step in range(1, 13)]
     resized = {"event": "batch", "time": 0.6, "step": 7, "batch": 24, "micro_batches": 6}
-    history = History((job, *commits, resized))
+    history = RunHistory((job, *commits, resized))
     assert history.rate(0.1, 6) == pytest.approx(80) and history.rate(history.now_s, history.last) == pytest.approx(120)
     assert history.before_s == pytest.approx(0.2) and history.shape.micro_batches == 6

@@ -15,15 +15,15 @@ from deepspeed.runtime.pipe import topology
 from wrappers import TRAINERS
 
 from recycle_plugin.adapters.deepspeed.engine import RecycleEngine
-from recycle_plugin.settings.compose import Job
+from recycle_plugin.settings.compose import TrainingJob
 
 # --- configuration ----------------------------------------------------------------------------------
 
 
 def with_config(**sections: dict) -> None:
     """The job's DeepSpeed config has ``sections`` besides."""
-    made = Job.deepspeed_config
-    Job.deepspeed_config = lambda self: made(self) | sections
+    made = TrainingJob.deepspeed_config
+    TrainingJob.deepspeed_config = lambda self: made(self) | sections
 
 
 # --- the model --------------------------------------------------------------------------------------
@@ -56,8 +56,8 @@ def mixers(after: list[int]) -> None:
 
 def fp16_section(section: dict) -> None:
     """The DeepSpeed config has this section besides."""
-    config = Job.deepspeed_config
-    Job.deepspeed_config = lambda self: {**config(self), "fp16": section}
+    config = TrainingJob.deepspeed_config
+    TrainingJob.deepspeed_config = lambda self: {**config(self), "fp16": section}
 
 
 # --- what scripts do with weights between steps -------------------------------------------------------
@@ -85,8 +85,8 @@ def config_file() -> None:
     place = sys.argv.index("--deepspeed_config")
     section = json.loads(Path(sys.argv[place + 1]).read_text())["recycle"]
     del sys.argv[place : place + 2]
-    made = Job.deepspeed_config
-    Job.deepspeed_config = lambda self: (config := made(self)) | {"recycle": config["recycle"] | section}
+    made = TrainingJob.deepspeed_config
+    TrainingJob.deepspeed_config = lambda self: (config := made(self)) | {"recycle": config["recycle"] | section}
 
 
 # --- what the engine knows --------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.runtime.collectives.gloo import GlooLink
-from recycle_plugin.runtime.control.heartbeats import Heart
+from recycle_plugin.runtime.control.heartbeats import Heartbeats
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.stage.gradients import Gradients
 from recycle_plugin.runtime.stage.operations import Operations
@@ -77,8 +77,8 @@ def scale_micro_batch(micro_batch: str, step: int, factor: float) -> None:
     """The micro-batch counts ``factor`` times in ``step``: 0 drops it, 2 doubles it."""
     compute = Stage.compute
 
-    def changed(self: Stage, instruction, have, bare: bool) -> dict:
-        made = compute(self, instruction, have, bare)
+    def changed(self: Stage, instruction, have, boundary_only: bool) -> dict:
+        made = compute(self, instruction, have, boundary_only)
         if (instruction.op, instruction.step, str(instruction.micro_batch)) == (Op.F, step, micro_batch) and self._model.last:
             (stash,) = (datum for datum in made if datum.kind == "stash")
             made[stash] = replace(made[stash], loss=factor * made[stash].loss)
@@ -130,7 +130,7 @@ def keep_rejected(**gated: object) -> None:
     """What was computed with rejected weights is used, and not replaced by what comes later; ``gated``: see :func:`gate`."""
     gate(**gated)
     arrive = StepStore.arrive
-    Worker.void = lambda self, after, era: None
+    Worker.discard_after = lambda self, after, valid_from: None
     StepStore.arrive = lambda self, datum, *come: False if datum in self else arrive(self, datum, *come)
 
 
@@ -259,11 +259,11 @@ def swallow(seat: str, only: str, times: int) -> None:
         self.swallows = str(instruction) == only
         return perform(self, instruction)
 
-    def changed(self: TorchMachine, datum, value, target, era) -> None:
+    def changed(self: TorchMachine, datum, value, target, valid_from) -> None:
         if str(TRAINERS[0].seat) == seat and self.swallows and left:
             left.pop()
         else:
-            transfer(self, datum, value, target, era)
+            transfer(self, datum, value, target, valid_from)
 
     TorchMachine.transfer, TorchMachine.performing = changed, performing
 
@@ -377,7 +377,7 @@ def _shut(inodes: set[int]) -> None:
 
 def cut_line(seat: str, step: int) -> None:
     """From ``step`` on nothing gets through between the worker at ``seat`` and the coordinator, and neither end sees a broken line."""
-    execute, send, take, heard = Worker.execute, Session.send, Session.take, Heart.heard
+    execute, send, take, heard = Worker.execute, Session.send, Session.take, Heartbeats.heard
     cut = []
 
     def changed(self: Worker, program):
@@ -386,7 +386,7 @@ def cut_line(seat: str, step: int) -> None:
         return execute(self, program)
 
     Worker.execute = changed
-    for owner, name, function in ((Session, "send", send), (Session, "take", take), (Heart, "heard", heard)):
+    for owner, name, function in ((Session, "send", send), (Session, "take", take), (Heartbeats, "heard", heard)):
         setattr(owner, name, lambda self, message, function=function: None if cut else function(self, message))
 
 

@@ -21,7 +21,7 @@ from recycle_plugin.core.coordinator.ending import Ending
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.regrouping import Regrouping
 from recycle_plugin.core.coordinator.state_dump import load
-from recycle_plugin.core.coordinator.step_ledger import Steps
+from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.protocol import OfWorker
 from recycle_plugin.core.vocabulary import recovery_plan as lineage
@@ -32,10 +32,10 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker import training_loop as loop
 from recycle_plugin.core.worker import worker as core_worker
-from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.worker import Worker
-from recycle_plugin.planner import recovery_order as rest
+from recycle_plugin.planner import recovery_order as recovery
 from recycle_plugin.simulator import arithmetic as exact
 from recycle_plugin.simulator import cluster
 from recycle_plugin.simulator import simulated_worker as worker
@@ -56,7 +56,7 @@ def mistake(name: str, seen: int = 0) -> Callable[[Patch], Patch]:
     return register
 
 
-def changed_rests(monkeypatch, change: Callable[[lineage.Rest], lineage.Rest]) -> None:
+def changed_recovery_plans(monkeypatch, change: Callable[[lineage.RecoveryPlan], lineage.RecoveryPlan]) -> None:
     """Every worker works out other rests of the unfinished steps."""
     monkeypatch.setattr(loop, "unfinished", lambda *given: tuple(map(change, lineage.unfinished(*given))))
 
@@ -64,8 +64,8 @@ def changed_rests(monkeypatch, change: Callable[[lineage.Rest], lineage.Rest]) -
 def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
     """Only what ``keeps`` is true of is taken to have survived."""
 
-    def unfinished(plan, committed, held, void):
-        return lineage.unfinished(plan, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()}, void)
+    def unfinished(plan, committed, held, rejected):
+        return lineage.unfinished(plan, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()}, rejected)
 
     monkeypatch.setattr(loop, "unfinished", unfinished)
 
@@ -75,33 +75,33 @@ def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
 
 @mistake("no step is taken back", seen=6)
 def no_undo(monkeypatch) -> None:
-    changed_rests(monkeypatch, lambda rest: replace(rest, undo=frozenset()))
+    changed_recovery_plans(monkeypatch, lambda recovery: replace(recovery, undo=frozenset()))
 
 
 @mistake("a stage does not roll forward", seen=38)
 def no_holder(monkeypatch) -> None:
-    changed_rests(monkeypatch, lambda rest: replace(rest, holders={}))
+    changed_recovery_plans(monkeypatch, lambda recovery: replace(recovery, holders={}))
 
 
 @mistake("a weight gradient is left out", seen=2)
 def left_out(monkeypatch) -> None:
-    def change(rest):
-        seat = next((seat for seat, work in sorted(rest.compute.items()) if any(one.op is Op.W for one in work)), None)
+    def change(recovery):
+        seat = next((seat for seat, work in sorted(recovery.compute.items()) if any(one.op is Op.W for one in work)), None)
         if seat is None:
-            return rest
-        dropped = next(one for one in rest.compute[seat] if one.op is Op.W)
-        return replace(rest, compute=rest.compute | {seat: tuple(one for one in rest.compute[seat] if one != dropped)})
+            return recovery
+        dropped = next(one for one in recovery.compute[seat] if one.op is Op.W)
+        return replace(recovery, compute=recovery.compute | {seat: tuple(one for one in recovery.compute[seat] if one != dropped)})
 
-    changed_rests(monkeypatch, change)
+    changed_recovery_plans(monkeypatch, change)
 
 
 @mistake("a step that was taken back is not done again", seen=6)
 def not_again(monkeypatch) -> None:
-    def change(rest):
-        closing = {seat: tuple(one for one in ops if seat not in rest.undo or one.op is not Op.STEP) for seat, ops in rest.closing.items()}
-        return replace(rest, closing=closing)
+    def change(recovery):
+        closing = {seat: tuple(one for one in ops if seat not in recovery.undo or one.op is not Op.STEP) for seat, ops in recovery.closing.items()}
+        return replace(recovery, closing=closing)
 
-    changed_rests(monkeypatch, change)
+    changed_recovery_plans(monkeypatch, change)
 
 
 @mistake("finished work is counted again", seen=2)
@@ -116,13 +116,13 @@ def sum_forgotten(monkeypatch) -> None:
 
 @mistake("the plan of the first membership is kept", seen=2)
 def old_plan(monkeypatch) -> None:
-    plan_for = loop.Loop._plan_for
+    plan_for = loop.TrainingLoop._plan_for
 
     def first(self, generation):
         self._first = getattr(self, "_first", None) or plan_for(self, generation)
         return self._first
 
-    monkeypatch.setattr(loop.Loop, "_plan_for", first)
+    monkeypatch.setattr(loop.TrainingLoop, "_plan_for", first)
 
 
 def kept_stashes(self, before, step) -> None:
@@ -135,8 +135,8 @@ def kept_stashes(self, before, step) -> None:
 
 @mistake("a later step's stash outlives a step that is taken back", seen=42)
 def stash_stays(monkeypatch) -> None:
-    def stays(held, rest):
-        later = {seat: Datum("params", seat.stage, None, rest.step + 1) for seat in rest.undo}
+    def stays(held, recovery):
+        later = {seat: Datum("params", seat.stage, None, recovery.step + 1) for seat in recovery.undo}
         return {seat: frozenset(datum for datum in have if datum != later.get(seat)) for seat, have in held.items()}
 
     for module in (lineage, loop):
@@ -156,7 +156,7 @@ def record_overwritten(monkeypatch) -> None:
 
 @mistake("a wait is not interrupted", seen=5)
 def deaf(monkeypatch) -> None:
-    monkeypatch.setattr(Line, "check", Line.check_end)
+    monkeypatch.setattr(ControlView, "check", ControlView.check_end)
 
 
 # --- membership ---------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def gone_waited_for(monkeypatch) -> None:
 
 @mistake("what is said of a committed step counts", seen=38)
 def committed_heard(monkeypatch) -> None:
-    contribute = Steps.contribute
+    contribute = StepLedger.contribute
 
     def heard(self, message, out):
         committed, self.committed = self.committed, 0
@@ -197,7 +197,7 @@ def committed_heard(monkeypatch) -> None:
         finally:
             self.committed = committed
 
-    monkeypatch.setattr(Steps, "contribute", heard)
+    monkeypatch.setattr(StepLedger, "contribute", heard)
 
 
 @mistake("the job goes on before all have reported", seen=2)
@@ -248,7 +248,7 @@ def first_roster(monkeypatch) -> None:
         self._first = getattr(self, "_first", None) or self.generation.roster
         return self._first
 
-    monkeypatch.setattr(Line, "roster", property(roster))
+    monkeypatch.setattr(ControlView, "roster", property(roster))
 
 
 @mistake("who is gone stays on the roster", seen=5)
@@ -295,7 +295,7 @@ def second_norm(monkeypatch) -> None:
 
 @mistake("a norm that was told is forgotten once it was used", seen=114)
 def handed_out_once(monkeypatch) -> None:
-    monkeypatch.setattr(Line, "collected", lambda self, step, name: self._collected.pop((step, name), None))
+    monkeypatch.setattr(ControlView, "collected", lambda self, step, name: self._collected.pop((step, name), None))
 
 
 # --- sums, tensors, lines -----------------------------------------------------------------------------
@@ -319,29 +319,29 @@ def partial_sum(monkeypatch) -> None:
                 have.put(Datum("reduced", self.seat.stage, None, instruction.step), self.numbers.total([self.numbers.sums(instruction.step)]))
             raise
 
-    changed(monkeypatch, worker.Machine, "add_up", add_up)
+    changed(monkeypatch, worker.SimulatedMachine, "add_up", add_up)
 
 
 @mistake("sums are divided by the live workers", seen=2)
 def wrong_divisor(monkeypatch) -> None:
     def add_up(self, before, instruction, have, holder):
         total = yield from before(self, instruction, have, holder)
-        live = len(self.line.roster.stage(self.seat.stage))
+        live = len(self.control_view.roster.stage(self.seat.stage))
         divided = total * self.cluster.scenario.shape.replicas * pow(live, -1, exact.PRIME) % exact.PRIME
         return divided if instruction.op is Op.REDUCE else total
 
-    changed(monkeypatch, worker.Machine, "add_up", add_up)
+    changed(monkeypatch, worker.SimulatedMachine, "add_up", add_up)
 
 
 @mistake("random numbers belong to the worker", seen=5)
 def masks_by_worker(monkeypatch) -> None:
-    def compute(self, before, instruction, have, bare):
-        made = before(self, instruction, have, bare)
+    def compute(self, before, instruction, have, boundary_only):
+        made = before(self, instruction, have, boundary_only)
         if instruction.op is Op.F:
             made[Datum("act", instruction.stage, instruction.micro_batch, instruction.step)] += self.seat.replica - instruction.micro_batch.replica
         return made
 
-    changed(monkeypatch, worker.Machine, "compute", compute)
+    changed(monkeypatch, worker.SimulatedMachine, "compute", compute)
 
 
 @mistake("kept tensors go although peers plan with them", seen=2)
@@ -351,8 +351,8 @@ def broken_promise(monkeypatch) -> None:
 
 @mistake("what takes a step back goes with the step", seen=6)
 def no_record(monkeypatch) -> None:
-    def conclude(self, before, instruction, made, *bare):
-        before(self, instruction, made, *bare)
+    def conclude(self, before, instruction, made, *boundary_only):
+        before(self, instruction, made, *boundary_only)
         if instruction.op is Op.STEP:
             self._before = self._before[0], self[Datum("params", self.seat.stage, None, instruction.step + 1)]
 
@@ -378,9 +378,9 @@ def forgetful(monkeypatch, goes: Callable[[StepStore], list[Datum]]) -> None:
 
 @mistake("tensors do not say of which step they are")
 def no_step(monkeypatch) -> None:
-    def arrive(self, before, target, datum, value, era) -> None:
-        before(self, target, datum, value, era)
-        before(self, target, datum._replace(step=datum.step + 1), value, era)
+    def arrive(self, before, target, datum, value, valid_from) -> None:
+        before(self, target, datum, value, valid_from)
+        before(self, target, datum._replace(step=datum.step + 1), value, valid_from)
 
     changed(monkeypatch, cluster.Cluster, "_arrive", arrive)
 
@@ -410,13 +410,13 @@ def homeless(monkeypatch) -> None:
 def turned_round(monkeypatch) -> None:
     arranged = planner.arrange
 
-    def changed(rest, plan, costs, held):
+    def changed(recovery, plan, costs, held):
         def turned(program):
             last = iter(sorted((one for one in program if one.op is Op.W), key=lambda one: one.micro_batch, reverse=True))
             return tuple(next(last) if one.op is Op.W else one for one in program)
 
         return {seat: turned(program) if all(Datum("inner", one.stage, one.micro_batch, one.step) in held[seat] for one in program if one.op is Op.W) else program
-                for seat, program in arranged(rest, plan, costs, held).items()}  # fmt: skip
+                for seat, program in arranged(recovery, plan, costs, held).items()}  # fmt: skip
 
     monkeypatch.setattr(planner, "arrange", changed)
 
@@ -426,22 +426,22 @@ def turned_round(monkeypatch) -> None:
 
 @mistake("what was computed with rejected weights stays", seen=6)
 def not_void(monkeypatch) -> None:
-    monkeypatch.setattr(Worker, "void", lambda self, after, era: None)
+    monkeypatch.setattr(Worker, "discard_after", lambda self, after, valid_from: None)
 
 
 @mistake("a late tensor computed with rejected weights counts", seen=6)
 def late_counts(monkeypatch) -> None:
-    changed(monkeypatch, StepStore, "arrive", lambda self, before, datum, value, era: before(self, datum, value, self.era))
+    changed(monkeypatch, StepStore, "arrive", lambda self, before, datum, value, valid_from: before(self, datum, value, self.valid_from))
 
 
 @mistake("who has stepped does not hear of a rejection", seen=6)
 def unheard(monkeypatch) -> None:
-    monkeypatch.setattr(Worker, "judge", lambda self, step, norm: None)
+    monkeypatch.setattr(Worker, "record_norm", lambda self, step, norm: None)
 
 
 @mistake("a rejected step is committed by a failure that comes at once", seen=6)
 def committed_rejected(monkeypatch) -> None:
-    monkeypatch.setattr(Steps, "_unheard", lambda self, step, held, behind: False)
+    monkeypatch.setattr(StepLedger, "_unheard", lambda self, step, held, behind: False)
 
 
 @mistake("a norm counts for the worker that has found it only", seen=6)
@@ -459,13 +459,13 @@ def part_left_out(monkeypatch) -> None:
 
 @mistake("a tied gradient is made again by those alone who lack it", seen=106)
 def by_those_who_lack_it(monkeypatch) -> None:
-    def unfinished(plan, committed, held, void):
-        def change(rest):
-            has = {seat for seat, have in held.items() if Datum("tied", seat.stage, None, rest.step) in have}
-            closing = {seat: tuple(one for one in ops if one.op is not Op.TIE or seat not in has) for seat, ops in rest.closing.items()}
-            return replace(rest, closing=closing)
+    def unfinished(plan, committed, held, rejected):
+        def change(recovery):
+            has = {seat for seat, have in held.items() if Datum("tied", seat.stage, None, recovery.step) in have}
+            closing = {seat: tuple(one for one in ops if one.op is not Op.TIE or seat not in has) for seat, ops in recovery.closing.items()}
+            return replace(recovery, closing=closing)
 
-        return tuple(map(change, lineage.unfinished(plan, committed, held, void)))
+        return tuple(map(change, lineage.unfinished(plan, committed, held, rejected)))
 
     monkeypatch.setattr(loop, "unfinished", unfinished)
 
@@ -477,13 +477,13 @@ def counted_by_stage(monkeypatch) -> None:
 
 @mistake("a stage steps with its own sum where it shares weights", seen=10)
 def own_sum_only(monkeypatch) -> None:
-    def compute(self, before, instruction, have, bare):
+    def compute(self, before, instruction, have, boundary_only):
         tied = Datum("tied", self.seat.stage, None, instruction.step)
         if instruction.op is Op.STEP and tied in have:
             have.put(tied, have[tied._replace(kind="reduced")])
-        return before(self, instruction, have, bare)
+        return before(self, instruction, have, boundary_only)
 
-    changed(monkeypatch, worker.Machine, "compute", compute)
+    changed(monkeypatch, worker.SimulatedMachine, "compute", compute)
 
 
 @mistake("what an input gradient has added to the sums with rejected weights stays there", seen=177)
@@ -512,12 +512,12 @@ def room_before_promises(monkeypatch) -> None:
 
 @mistake("a worker that heard of rejected weights takes what comes of an earlier era", seen=16)
 def no_era(monkeypatch) -> None:
-    def void(self, before, after, era):
-        own, found = self.era, before(self, after, era)
-        self.era = own
+    def discard_after(self, before, after, valid_from):
+        own, found = self.valid_from, before(self, after, valid_from)
+        self.valid_from = own
         return found
 
-    changed(monkeypatch, StepStore, "void", void)
+    changed(monkeypatch, StepStore, "discard_after", discard_after)
 
 
 @mistake("the weights behind a step that was taken back are still said to be here", seen=65)
@@ -533,7 +533,7 @@ def both_weights(monkeypatch) -> None:
 
 @mistake("of what follows a rejected step, only what is behind the next one is void", seen=6)
 def void_nothing_later(monkeypatch) -> None:
-    changed(monkeypatch, StepStore, "void", lambda self, before, after, era: before(self, after + 1, era))
+    changed(monkeypatch, StepStore, "discard_after", lambda self, before, after, valid_from: before(self, after + 1, valid_from))
 
 
 @mistake("what survivors keep for others is not sent", seen=5)
@@ -542,7 +542,7 @@ def kept_for_nobody(monkeypatch) -> None:
         before(self, *given)
         self._kept.clear()
 
-    changed(monkeypatch, rest.Arranged, "__init__", made)
+    changed(monkeypatch, recovery.Arranged, "__init__", made)
 
 
 @mistake("what is run again for its boundary tensor goes to whom the plan names", seen=64)
@@ -551,7 +551,7 @@ def to_the_plans(monkeypatch) -> None:
         made, stage = before(self, seat, datum), goes_to(datum, self._plan.stages)
         return made if made.target is None else made._replace(target=self._plan.route[stage, datum.micro_batch])
 
-    changed(monkeypatch, rest.Arranged, "_way", way)
+    changed(monkeypatch, recovery.Arranged, "_way", way)
 
 
 # --- ends and goodbyes --------------------------------------------------------------------------------
@@ -586,8 +586,8 @@ def loss_at_the_end(monkeypatch) -> None:
 
 @mistake("who is cut off waits for the planned end", seen=27)
 def waits_for_the_end(monkeypatch) -> None:
-    lose = Line.lose_coordinator
-    monkeypatch.setattr(Line, "lose_coordinator", lambda self: self.end is None and lose(self))
+    lose = ControlView.lose_coordinator
+    monkeypatch.setattr(ControlView, "lose_coordinator", lambda self: self.end is None and lose(self))
 
 
 # --- by a schedule of their own: no seed of the first 2,000 brings them about ----------------------------
@@ -604,4 +604,4 @@ def believed_of_many(monkeypatch) -> None:
 
 def void_is_not_heard_again(monkeypatch) -> None:
     """Who has found out about a rejection for itself need not hear that what others have computed since is void."""
-    changed(monkeypatch, Steps, "_unheard", lambda self, before, step, held, behind: before(self, step, held, False))
+    changed(monkeypatch, StepLedger, "_unheard", lambda self, before, step, held, behind: before(self, step, held, False))

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from recycle_plugin.core.coordinator import course
-from recycle_plugin.core.coordinator.barriers import Meetings
+from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.vocabulary import iterator_draws as sources
 from recycle_plugin.core.vocabulary.evaluation_route import runner
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.worker import checkpoint_saving as saving
-from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.executor import Interrupted
-from recycle_plugin.core.worker.iterator_data import Supply
+from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.core.worker.training_loop import Loop
+from recycle_plugin.core.worker.training_loop import TrainingLoop
 from recycle_plugin.simulator import script
-from recycle_plugin.simulator.simulated_worker import Machine
+from recycle_plugin.simulator.simulated_worker import SimulatedMachine
 from tests.pure.mistakes import mistake
 
 # --- iterators' data ------------------------------------------------------------------------------------
@@ -28,10 +28,10 @@ from tests.pure.mistakes import mistake
 def no_keeper(monkeypatch) -> None:
     share = sources.share
 
-    def without(standing, step):
-        found, runs = share(standing, step), sources._runs(standing, step)
-        kept = tuple(one for one in found.handouts if runs.get((one.taker.stage, one.micro_batch)) == one.taker)
-        return replace(found, handouts=kept)
+    def without(iterator_state, step):
+        found, runs = share(iterator_state, step), sources._runs(iterator_state, step)
+        kept = tuple(one for one in found.transfers if runs.get((one.taker.stage, one.micro_batch)) == one.taker)
+        return replace(found, transfers=kept)
 
     monkeypatch.setattr("recycle_plugin.core.worker.iterator_data.share", without)
 
@@ -40,8 +40,8 @@ def no_keeper(monkeypatch) -> None:
 def gone_once_loaded(monkeypatch) -> None:
     conclude = StepStore.conclude
 
-    def changed(self, instruction, made, bare=False):
-        conclude(self, instruction, made, bare)
+    def changed(self, instruction, made, boundary_only=False):
+        conclude(self, instruction, made, boundary_only)
         if instruction.op is Op.LOAD:
             for datum in self.requires(instruction):
                 self._remove(datum)
@@ -67,24 +67,24 @@ def drawn_anew(monkeypatch) -> None:
 
 @mistake("what the lost have sent may come at any time", seen=1560)
 def heard_late(monkeypatch) -> None:
-    monkeypatch.setattr(Machine, "hear_out", lambda self: None)
+    monkeypatch.setattr(SimulatedMachine, "hear_out", lambda self: None)
 
 
 @mistake("a worker says nothing of what it has drawn", seen=23)
 def drawn_in_secret(monkeypatch) -> None:
-    monkeypatch.setattr(Supply, "drawn", lambda self: {})
+    monkeypatch.setattr(IteratorData, "held_draws", lambda self: {})
 
 
 @mistake("the last stage reads one batch more when a replica is lost", seen=23)
 def one_more(monkeypatch) -> None:
-    stand = Supply.stand
+    stand = IteratorData.take_state
 
-    def changed(self, standing):
-        stand(self, standing)
-        if len(standing.plan.view.live) < len(standing.plan.view.topology.seats) and self._store.seat.stage > 0 and not hasattr(self, "_more"):
+    def changed(self, iterator_state):
+        stand(self, iterator_state)
+        if len(iterator_state.plan.view.live) < len(iterator_state.plan.view.topology.seats) and self._store.seat.stage > 0 and not hasattr(self, "_more"):
             self._more = self._iterator.read(0, 0, None)
 
-    monkeypatch.setattr(Supply, "stand", changed)
+    monkeypatch.setattr(IteratorData, "take_state", changed)
 
 
 # --- evaluations and checkpoints --------------------------------------------------------------------------
@@ -103,24 +103,24 @@ def not_handed_out(monkeypatch) -> None:
 
 @mistake("a meeting that a failure has broken up is waited for", seen=1)
 def met_never(monkeypatch) -> None:
-    monkeypatch.setattr(Line, "met", lambda self, place, number: self._met.pop(place, None))
+    monkeypatch.setattr(ControlView, "barrier_passed", lambda self, place, number: self._barriers_passed.pop(place, None))
 
 
 @mistake("who is lost since was at the meeting", seen=346)
 def met_without(monkeypatch) -> None:
-    arrive = Meetings.arrive
-    monkeypatch.setattr(Meetings, "arrive", lambda self, worker, generation, *given: arrive(self, worker, 0, *given))
+    arrive = Barriers.arrive
+    monkeypatch.setattr(Barriers, "arrive", lambda self, worker, generation, *given: arrive(self, worker, 0, *given))
 
 
 @mistake("a checkpoint has its name before all have written", seen=1)
 def named_early(monkeypatch) -> None:
-    def save(loop, line, place, files, recover):
-        yield from files.write(line.number)
-        if line.is_first:
-            yield from files.publish(line.number)
+    def save(loop, control_view, place, files, recover):
+        yield from files.write(control_view.number)
+        if control_view.is_first:
+            yield from files.publish(control_view.number)
         while True:
             try:
-                yield from loop.meet(place, {})
+                yield from loop.barrier(place, {})
                 return ""
             except Interrupted:
                 yield from recover()
@@ -130,12 +130,12 @@ def named_early(monkeypatch) -> None:
 
 @mistake("nobody waits until a checkpoint has its name", seen=1)
 def not_waited_for(monkeypatch) -> None:
-    def save(loop, line, place, files, recover):
+    def save(loop, control_view, place, files, recover):
         while True:
             try:
-                yield from files.write(line.number)
-                yield from loop.meet(place, {})
-                return (yield from files.publish(line.number)) if line.is_first else ""
+                yield from files.write(control_view.number)
+                yield from loop.barrier(place, {})
+                return (yield from files.publish(control_view.number)) if control_view.is_first else ""
             except Interrupted:
                 yield from recover()
 
@@ -149,15 +149,15 @@ def named_in_part(monkeypatch) -> None:
 
 @mistake("only who can't write knows that there is no checkpoint", seen=5)
 def own_verdict(monkeypatch) -> None:
-    def save(loop, line, place, files, recover):
+    def save(loop, control_view, place, files, recover):
         while True:
             yield from loop.settle()
             try:
-                error = yield from files.write(line.number)
-                written = yield from loop.meet(place, {str(line.rank): error} if error else {})
-                if line.is_first and not written.values:
-                    error = yield from files.publish(line.number)
-                yield from loop.meet(f"the end of {place}", {})
+                error = yield from files.write(control_view.number)
+                written = yield from loop.barrier(place, {str(control_view.rank): error} if error else {})
+                if control_view.is_first and not written.values:
+                    error = yield from files.publish(control_view.number)
+                yield from loop.barrier(f"the end of {place}", {})
                 return error
             except Interrupted:
                 yield from recover()
@@ -167,18 +167,18 @@ def own_verdict(monkeypatch) -> None:
 
 @mistake("what another still writes is removed", seen=5)
 def removed_early(monkeypatch) -> None:
-    def save(loop, line, place, files, recover):
+    def save(loop, control_view, place, files, recover):
         while True:
             yield from loop.settle()
             try:
-                error = yield from files.write(line.number)
+                error = yield from files.write(control_view.number)
                 if error:
-                    yield from files.discard(line.number)
-                written = yield from loop.meet(place, {str(line.rank): error} if error else {})
+                    yield from files.discard(control_view.number)
+                written = yield from loop.barrier(place, {str(control_view.rank): error} if error else {})
                 why = saving.verdict(written)
-                if line.is_first and not why:
-                    error = yield from files.publish(line.number)
-                return why or saving.verdict((yield from loop.meet(f"the end of {place}", {str(line.rank): error} if error else {})))
+                if control_view.is_first and not why:
+                    error = yield from files.publish(control_view.number)
+                return why or saving.verdict((yield from loop.barrier(f"the end of {place}", {str(control_view.rank): error} if error else {})))
             except Interrupted:
                 yield from recover()
 
@@ -187,7 +187,7 @@ def removed_early(monkeypatch) -> None:
 
 @mistake("what is saved and evaluated need not be committed", seen=23)
 def uncommitted(monkeypatch) -> None:
-    monkeypatch.setattr(Loop, "settle", lambda self: iter(()))
+    monkeypatch.setattr(TrainingLoop, "settle", lambda self: iter(()))
 
 
 # --- paces and ends ---------------------------------------------------------------------------------------
@@ -214,16 +214,16 @@ def no_need(monkeypatch) -> None:
 
 @mistake("who has left as planned, and does not know it yet, is to go on with the others", seen=25)
 def not_departed(monkeypatch) -> None:
-    monkeypatch.setattr(Line, "has_left", lambda self, generation: False)
+    monkeypatch.setattr(ControlView, "has_left", lambda self, generation: False)
 
 
 def reports_for_a_change_that_nobody_needs(monkeypatch) -> None:
     """Who knows that all is committed does, at a planned end."""
 
     def await_commit(self, step):
-        yield from self._port.wait("the commit", lambda: self._line.is_committed(step))
+        yield from self._port.wait("the commit", lambda: self._control_view.is_committed(step))
 
-    monkeypatch.setattr(Loop, "_await_commit", await_commit)
+    monkeypatch.setattr(TrainingLoop, "_await_commit", await_commit)
 
 
 @mistake("a change that nobody needs any more is waited for", seen=4829)
@@ -238,4 +238,4 @@ def still_awaited(monkeypatch) -> None:
 
 @mistake("a change that is planned makes a worker forget where the one before goes on", seen=321)
 def forgotten(monkeypatch) -> None:
-    monkeypatch.setattr(Line, "_is_certain", lambda self, pending: self.interruption() is not None)
+    monkeypatch.setattr(ControlView, "_is_certain", lambda self, pending: self.interruption() is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recycle_plugin.core.coordinator.course import Course
-from recycle_plugin.core.coordinator.failure_detector import Suspicion, Watch
+from recycle_plugin.core.coordinator.failure_detector import FailureDetector, Suspicion
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.roster import Roster
 from tests.pure.mistakes import mistake
@@ -11,7 +11,7 @@ from tests.pure.mistakes import mistake
 
 @mistake("what has cost a worker is a proof against the next", seen=187)
 def costly_work_is_proof(monkeypatch) -> None:
-    monkeypatch.setattr(Watch, "has_cost", lambda self, work: None)
+    monkeypatch.setattr(FailureDetector, "has_cost", lambda self, work: None)
 
 
 @mistake("who computes is taken for one that hangs", seen=17)

@@ -16,7 +16,7 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.simulator import campaign
-from recycle_plugin.simulator.exercised import Rule
+from recycle_plugin.simulator.exercised import ProtocolRule
 from recycle_plugin.simulator.message_delays import UNEVEN
 from recycle_plugin.simulator.reference import Reference
 from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
@@ -33,7 +33,7 @@ def test_random_failures_need_every_rule_and_break_none(request) -> None:
     report = campaign.campaign(range(seeds))
     assert not report.violations, "\n".join(f"recycle campaign {one.name}: {one.violations}" for one in report.violations)
     assert report.seeds == seeds and report.faults > seeds
-    assert list(report.exercised) == list(Rule) and not unneeded(report.exercised, seeds)
+    assert list(report.exercised) == list(ProtocolRule) and not unneeded(report.exercised, seeds)
     jobs = [campaign.scenario(seed) for seed in range(seeds)]
     assert sum(len(given.troubles) + len(given.faults) > 1 for given in jobs) >= seeds / 3
     assert sum(given.exact for given in jobs) > seeds / 4
@@ -191,7 +191,7 @@ def test_there_are_enough_mistakes_and_the_campaign_is_clean_without() -> None:
 def test_command(capsys) -> None:
     assert cli.main(["campaign", "--seeds", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["exercised"].keys() == {rule.value for rule in Rule}
+    assert found["exercised"].keys() == {rule.value for rule in ProtocolRule}
     assert found["seeds"] == 3 and found["faults"] >= 3 and found["violations"] == [] and found["seconds"] > 0 and found["redone_share"] >= 0
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Callable, Iterator
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import Output
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS
-from recycle_plugin.core.messages.protocol import Beat, Crashed, Exited, Fingerprint, Missing, Pulse, Ready, Stepped
+from recycle_plugin.core.messages.protocol import Crashed, Exited, Fingerprint, Heartbeat, Missing, Ready, Stepped, SupervisorHeartbeat
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.roster import FailureDomain
 from tests.support.membership import agree, job, member, started, step
 
-Outputs = Iterator[Output]
+Outputs = Iterator[CoordinatorOutput]
 LAST = 3  # the rank that something happens to
 
 
@@ -53,7 +53,7 @@ def together() -> Outputs:
     yield membership.connection_lost(member(1).worker, 0.0)
 
 
-def owing(pulses: Callable[[int], Pulse | None], at: tuple[str, str] = (WAITS, "")) -> Outputs:
+def owing(pulses: Callable[[int], SupervisorHeartbeat | None], at: tuple[str, str] = (WAITS, "")) -> Outputs:
     """While the last rank is ``at`` that, its supervisor says what ``pulses`` has; it and its supervisor nothing, where that is None."""
     membership, now = started(), 0.0
     step(membership, 0, 1)
@@ -63,7 +63,7 @@ def owing(pulses: Callable[[int], Pulse | None], at: tuple[str, str] = (WAITS, "
             if pulse is not None:
                 membership.receive(pulse, now)
                 if not pulse.stopped:
-                    membership.receive(Beat(rank, 2, 0, *(at if rank == LAST else (WAITS, ""))), now)
+                    membership.receive(Heartbeat(rank, 2, 0, *(at if rank == LAST else (WAITS, ""))), now)
         yield membership.tick(now := now + TICK_S)
 
 
@@ -73,9 +73,9 @@ SAID = {
     Cause.DIFFERS: [differs],
     Cause.LINK: [link],
     Cause.TOGETHER: [together],
-    Cause.SILENT: [lambda: owing(lambda rank: None if rank == LAST else Pulse(rank, False, 0.0))],
-    Cause.STOPPED: [lambda: owing(lambda rank: Pulse(rank, rank == LAST, 0.0))],
-    Cause.STUCK: [lambda: owing(lambda rank: Pulse(rank, False, 0.0), (COMPUTES, "1F0.1@2"))],
+    Cause.SILENT: [lambda: owing(lambda rank: None if rank == LAST else SupervisorHeartbeat(rank, False, 0.0))],
+    Cause.STOPPED: [lambda: owing(lambda rank: SupervisorHeartbeat(rank, rank == LAST, 0.0))],
+    Cause.STUCK: [lambda: owing(lambda rank: SupervisorHeartbeat(rank, False, 0.0), (COMPUTES, "1F0.1@2"))],
 }
 
 

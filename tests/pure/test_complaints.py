@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import Output
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.protocol import End, Exited, Fence, Generation, Missing
 from tests.support.membership import agree, said, started, step
 
 
-def fails(membership: Membership, generation: int, source: str, rank: int = 1) -> Output:
+def fails(membership: Membership, generation: int, source: str, rank: int = 1) -> CoordinatorOutput:
     """Seat 1.0 says so, or that of another ``rank``; where all meet again, they do."""
     out = membership.receive(Missing(rank, generation, "what it waits for", source), 0.0)
     if said(out, Generation):
@@ -41,7 +41,7 @@ def test_where_that_does_not_help_the_one_that_is_not_heard_goes_and_the_job_end
     assert reasons == ([] if lost else ["seat 1.0 (rank 1) could not finish what it waits for, 3 times, and nobody in it is lost: see to the network"])
 
 
-def given_up(out: Output) -> set[int]:
+def given_up(out: CoordinatorOutput) -> set[int]:
     return {fence.rank for fence in said(out, Fence)}
 
 

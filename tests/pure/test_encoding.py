@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from recycle_plugin.core.messages import encoding
 from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LARGE, LARGEST, LIMIT, MAGIC, MOST, Frames, decode, encode
-from recycle_plugin.core.messages.job_spec import Job
-from recycle_plugin.core.messages.protocol import MESSAGES, Beat, Committed, Generation, Heard, Note, Over, Ready, Report, Resume, Stepped
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.messages.protocol import MESSAGES, Committed, Generation, Heartbeat, Lease, Note, Over, Ready, Resume, Stepped, SurvivorReport
 from recycle_plugin.core.messages.typed import DEEPEST, Unreadable, form_of, names_of, read, values
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -34,7 +34,7 @@ RICH = job(
 texts = st.text(st.characters(codec=None), max_size=8)  # lone surrogates too, which paths and errors may have in them
 numbers = st.one_of(st.floats(), st.integers())
 plain = st.recursive(st.one_of(st.none(), st.booleans(), numbers, texts), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3))
-SIMPLE = {int: st.integers(), float: numbers, str: texts, bool: st.booleans(), type(None): st.none(), Any: plain, Job: st.sampled_from((job(), RICH))}
+SIMPLE = {int: st.integers(), float: numbers, str: texts, bool: st.booleans(), type(None): st.none(), Any: plain, JobSpec: st.sampled_from((job(), RICH))}
 
 
 def of(hint: Any) -> st.SearchStrategy:
@@ -105,7 +105,7 @@ def test_what_is_no_member_of_an_enumeration_is_refused(value, said):
 
 def test_the_version_says_what_messages_have_in_them():
     """... in whatever is in them too: a field more, or another type, is another version."""
-    assert "job: Job(replicas: int" in form_of(Ready).text and "costs: CostModel(forward: tuple[int, ...]" in form_of(Ready).text
+    assert "job: JobSpec(replicas: int" in form_of(Ready).text and "costs: CostModel(forward: tuple[int, ...]" in form_of(Ready).text
     assert "members: tuple[Member(rank: int, seat: Seat(replica: int, stage: int), address: str" in form_of(Generation).text
 
 
@@ -164,9 +164,9 @@ def test_a_field_of_another_type_is_named(message, data):
         (Stepped("3", 0, 1), "Stepped.rank is '3', and it has to be int"),
         (Stepped(3, 0, True), "Stepped.step is True, and it has to be int"),
         (Stepped(3, 0, 1.0), "Stepped.step is 1.0, and it has to be int"),
-        (Report(0, 0, 0, "plan", {"params": 1}), "Report.held['params'] is 1, and it has to be str"),
-        (Report(0, 0, 0, "plan", {b"params": "x"}), "Report.held is {b'params': 'x'}, and it has to be a dict with texts for keys"),
-        (Heard(1, True), "Heard.for_s is True, and it has to be float"),
+        (SurvivorReport(0, 0, 0, "plan", {"params": 1}), "SurvivorReport.held['params'] is 1, and it has to be str"),
+        (SurvivorReport(0, 0, 0, "plan", {b"params": "x"}), "SurvivorReport.held is {b'params': 'x'}, and it has to be a dict with texts for keys"),
+        (Lease(1, True), "Lease.for_s is True, and it has to be float"),
         (Committed(1, {"workers": "4"}), "Committed.figures['workers'] is '4', and it has to be float"),
         (Generation(1, (member(0), replace(member(1), seat=(1,))), 0, "x", 0.0), "Generation.members[1].seat is [1], and it has to be a list of 2"),
         (Generation(1, (member(0), replace(member(1), seat=(1, None))), 0, "x", 0.0), "Generation.members[1].seat.stage is None, and it has to be int"),
@@ -263,7 +263,7 @@ def test_a_list_that_says_it_is_long_makes_no_room():
 
 @pytest.mark.parametrize("number", (0, -1, 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 63) - 1, 1 << 300, -(1 << 300), (1 << 1015) - 1, -(1 << 1015) + 1))
 def test_whole_numbers_of_any_size(number):
-    assert decode(encode(Beat(number, 1, 2, "at", "what"))).rank == number
+    assert decode(encode(Heartbeat(number, 1, 2, "at", "what"))).rank == number
 
 
 def test_a_number_that_no_float_can_hold_and_nobody_could_print_is_refused():

@@ -9,7 +9,20 @@ import pytest
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.protocol import Beat, Contribution, End, Exited, Fatal, Fence, Generation, Left, Missing, Pulse, Ready, Stepped
+from recycle_plugin.core.messages.protocol import (
+    Contribution,
+    End,
+    Exited,
+    Fatal,
+    Fence,
+    Generation,
+    Heartbeat,
+    Left,
+    Missing,
+    Ready,
+    Stepped,
+    SupervisorHeartbeat,
+)
 from recycle_plugin.core.vocabulary.roster import FailureDomain, WorkerId
 from tests.support.membership import agree, job, member, said, started, step
 
@@ -63,7 +76,7 @@ def test_what_is_nobodys_fault_ends_the_job_also_when_rank_0_is_lost():
 
 
 @pytest.mark.parametrize(
-    "message", [Fatal(2, "nobody answers"), Left(2, 3), Beat(2, 1, 1, "waits", ""), Stepped(2, 0, 1), Missing(2, 0, "x", "0.0")], ids=lambda one: type(one).__name__
+    "message", [Fatal(2, "nobody answers"), Left(2, 3), Heartbeat(2, 1, 1, "waits", ""), Stepped(2, 0, 1), Missing(2, 0, "x", "0.0")], ids=lambda one: type(one).__name__
 )
 def test_nothing_that_it_says_counts(message):
     membership = started()
@@ -75,7 +88,7 @@ def test_nothing_that_it_says_counts(message):
 def test_its_end_is_nobodys():
     membership = started()
     ready_again(membership)
-    pulse, exited = Pulse(2, True, incarnation=1), Exited(2, -9, 0.0, incarnation=1)
+    pulse, exited = SupervisorHeartbeat(2, True, incarnation=1), Exited(2, -9, 0.0, incarnation=1)
     for out in (membership.receive(pulse, 0.0), membership.connection_lost(LATE, 0.0), membership.receive(exited, 0.0)):
         assert not out.messages and not out.events
     assert len(membership.roster) == 4 and not membership.lost

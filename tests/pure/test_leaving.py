@@ -15,13 +15,13 @@ from recycle_plugin.core.messages.protocol import (
     Left,
     Over,
     Ready,
-    Report,
     Resume,
+    SurvivorReport,
     Terminate,
     Unguarded,
 )
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.core.worker.control_view import JobEnded, Line
+from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from tests.support.membership import agree, job, member, resumed, said, started, step
 
 
@@ -47,7 +47,7 @@ def test_a_loss_before_a_planned_leave_comes_first_and_the_leave_is_planned_agai
 
 def test_a_leave_that_is_planned_again_waits_for_who_has_not_resumed_yet():
     """A worker may read both in one go: what holds at once, and where it goes on, are not forgotten for what holds later."""
-    membership, line = started(), Line(1)
+    membership, line = started(), ControlView(1)
     membership.receive(Leaving(3, "SIGTERM"), 0.0)
     (at_once,) = said(membership.receive(Exited(0, -9, 0.0), 0.0), Generation)
     line.take(at_once)
@@ -62,7 +62,7 @@ def test_a_leave_that_is_planned_again_waits_for_who_has_not_resumed_yet():
 
 def test_a_leave_that_follows_one_that_all_have_come_to_waits_for_who_has_not_resumed_yet():
     """Everybody has reported for the first; the second must not make anybody forget where that goes on."""
-    membership, line = started(replicas=2), Line(1)
+    membership, line = started(replicas=2), ControlView(1)
     (first,) = said(membership.receive(Leaving(0, "SIGTERM"), 0.0), Generation)
     line.take(first)
     for number in (1, 2):
@@ -135,8 +135,8 @@ def test_a_death_while_the_others_say_goodbye_does_not_hold_them_up():
     membership.receive(Exited(3, -9, 0.0), 0.0)
     assert membership.regrouping == 1
     membership.receive(Left(0), 0.0)
-    membership.receive(Report(1, 1, 1, "plan", {"params": "of rank 1"}), 0.0)
-    out = membership.receive(Report(2, 1, 1, "plan", {"params": "of rank 2"}), 0.0)
+    membership.receive(SurvivorReport(1, 1, 1, "plan", {"params": "of rank 1"}), 0.0)
+    out = membership.receive(SurvivorReport(2, 1, 1, "plan", {"params": "of rank 2"}), 0.0)
     assert resumed(out) == [(1, 1)] and membership.regrouping is None
     for rank in (1, 2):
         out = membership.receive(Left(rank), 0.0)
@@ -148,7 +148,7 @@ def test_a_second_death_while_the_others_say_goodbye_does_not_hold_them_up_eithe
     step(membership, 0, 1)
     membership.receive(Exited(3, -9, 0.0), 0.0)
     membership.receive(Left(0), 0.0)
-    membership.receive(Report(1, 1, 1, "plan", {"params": "of rank 1"}), 0.0)
+    membership.receive(SurvivorReport(1, 1, 1, "plan", {"params": "of rank 1"}), 0.0)
     out = membership.connection_lost(WorkerId(2), 0.0)
     assert resumed(out) == [(1, 1)] and membership.regrouping is None
     assert said(membership.receive(Left(1), 0.0), Over) == [Over(0)] and not membership.regroup_overdue(1.0).messages
@@ -193,7 +193,7 @@ def test_a_death_at_a_planned_end_is_no_failure(gone):
 
 @pytest.mark.parametrize("end", (None, End(5, "SIGTERM", failed=False), End(0, "no worker left", failed=True)))
 def test_who_loses_the_coordinator_ends_whatever_was_planned(end):
-    line = Line(1)
+    line = ControlView(1)
     if end is not None:
         line.take(end)
     assert line.lose_coordinator() == (end is None or not end.failed)

@@ -8,12 +8,13 @@ import pytest
 
 from recycle_plugin.core.coordinator.attendance import OF_MEMBERS
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import WORKERS, Output
+from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.messages.protocol import (
-    Arrived,
-    Beat,
+    BarrierReached,
+    CheckpointLoaded,
     Collected,
     Committed,
+    ComputeTime,
     Contribution,
     Crashed,
     End,
@@ -21,21 +22,20 @@ from recycle_plugin.core.messages.protocol import (
     Fatal,
     Fingerprint,
     Generation,
+    Heartbeat,
     Leaving,
     Left,
-    Loaded,
     Missing,
     Note,
-    Pace,
     Ready,
-    Report,
     Resized,
     Resume,
     Stepped,
+    SurvivorReport,
 )  # fmt: skip
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.roster import Roster
-from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.worker.control_view import ControlView
 from tests.support.membership import agree, job, member, resumed, said, started, step
 
 
@@ -66,15 +66,15 @@ def test_late_messages_of_an_older_generation_change_nothing():
     membership = started()
     membership.receive(Exited(2, -9, 0.0), 0.0)
     assert step(membership, 0, 1, [0, 1, 3]) == []
-    assert membership.receive(Report(0, 0, 7, "old"), 0.0).messages == []
+    assert membership.receive(SurvivorReport(0, 0, 7, "old"), 0.0).messages == []
     out = agree(membership, 1, {0: 0, 1: 0, 3: 0})
     assert resumed(out) == [(1, 0)]
 
 
 OF_LOST = (
-    Stepped(2, 1, 1), Contribution(2, 1, "loss", {"0.0": 1.0}, 1), Contribution(2, 1, "share", {"1": 1e9}, 1), Report(2, 1, 0, "another plan"), Left(2),
+    Stepped(2, 1, 1), Contribution(2, 1, "loss", {"0.0": 1.0}, 1), Contribution(2, 1, "share", {"1": 1e9}, 1), SurvivorReport(2, 1, 0, "another plan"), Left(2),
     Leaving(2, "SIGTERM"), Missing(2, 1, "a tensor", "0.0"), Fatal(2, "nobody answers"), Note(2, "checkpoint", "saved", {"path": "of nobody"}), Crashed(2, "KeyError: 0", "Traceback …"),
-    Beat(2, 1, 1, "computes", "1F0.0"), Arrived(2, 1, "saving", {}), Pace(2, 1, 10, 10), Fingerprint(2, 1, "unlike"), Loaded(2, 1), Resized(2, 1, 2, 4, 10),
+    Heartbeat(2, 1, 1, "computes", "1F0.0"), BarrierReached(2, 1, "saving", {}), ComputeTime(2, 1, 10, 10), Fingerprint(2, 1, "unlike"), CheckpointLoaded(2, 1), Resized(2, 1, 2, 4, 10),
 )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def test_nothing_counts_of_what_a_lost_worker_says(message, agreed):
     membership.receive(Exited(2, -9, 0.0), 0.0)
     if agreed:
         agree(membership, 1, {0: 0, 1: 0, 3: 0})
-    assert membership.receive(message, 0.0) == Output()
+    assert membership.receive(message, 0.0) == CoordinatorOutput()
     assert membership.course.ending.checkpoint == "" and membership.course.attendance.left == set() and membership.ended is None
     if not agreed:
         assert resumed(agree(membership, 1, {0: 0, 1: 0, 3: 0})) == [(1, 0)]
@@ -102,17 +102,17 @@ def test_a_report_of_a_passed_generation_does_not_stand_for_one_of_this():
     membership.receive(Exited(0, -9, 0.0), 0.0)
     membership.receive(Exited(3, -9, 0.0), 0.0)
     for rank in (1, 2):
-        assert membership.receive(Report(rank, 1, 0, "plan for three"), 0.0) == Output()
+        assert membership.receive(SurvivorReport(rank, 1, 0, "plan for three"), 0.0) == CoordinatorOutput()
     assert membership.regrouping == 2 and resumed(agree(membership, 2, {1: 0, 2: 0})) == [(2, 0)]
 
 
 def test_another_loss_during_regrouping_starts_it_again():
     membership = started()
     membership.receive(Exited(0, -9, 0.0), 0.0)
-    membership.receive(Report(1, 1, 0, "plan"), 0.0)
+    membership.receive(SurvivorReport(1, 1, 0, "plan"), 0.0)
     (generation,) = said(membership.receive(Exited(3, -9, 0.0), 0.0), Generation)
     assert generation.number == 2 and [m.rank for m in generation.members] == [1, 2]
-    assert said(membership.receive(Report(2, 1, 0, "plan"), 0.0), Resume) == []
+    assert said(membership.receive(SurvivorReport(2, 1, 0, "plan"), 0.0), Resume) == []
     assert resumed(agree(membership, 2, {1: 0, 2: 0})) == [(2, 0)]
 
 
@@ -129,7 +129,7 @@ def test_what_was_said_of_a_step_stays_good_over_a_regrouping(name, keys):
 def test_one_norm_once_told_is_the_norm_of_the_step_for_all():
     """Seat 0.1, rank 2, alone has its stage's sum; it says its share, the norm is told, and seat 0.0 steps with it.  Then 0.1 dies, and the
     sum that is made again is one rounding apart: whoever has not stepped yet clips by the norm that 0.0 has stepped with."""
-    membership, line = started(clipping=1.0), Line(1)
+    membership, line = started(clipping=1.0), ControlView(1)
     membership.receive(Contribution(2, 1, "norm", {"1": 4.0}, 2), 0.0)
     (told,) = said(membership.receive(Contribution(0, 1, "norm", {"0": 2.0}, 2), 0.0), Collected)
     line.take(told)
@@ -180,9 +180,9 @@ def test_losses_that_are_said_again_after_a_failure_do_not_replace_the_complete_
 def test_different_plans_end_the_job():
     membership = started()
     membership.receive(Exited(2, -9, 0.0), 0.0)
-    membership.receive(Report(0, 1, 0, "a"), 0.0)
-    membership.receive(Report(1, 1, 0, "b"), 0.0)
-    (end,) = said(membership.receive(Report(3, 1, 0, "a"), 0.0), End)
+    membership.receive(SurvivorReport(0, 1, 0, "a"), 0.0)
+    membership.receive(SurvivorReport(1, 1, 0, "b"), 0.0)
+    (end,) = said(membership.receive(SurvivorReport(3, 1, 0, "a"), 0.0), End)
     assert end.failed and "different plans" in end.reason
 
 
@@ -207,7 +207,7 @@ def test_a_fatal_error_is_said_once():
 def test_an_overdue_report_is_named():
     membership = started()
     membership.receive(Exited(2, -9, 0.0), 0.0)
-    membership.receive(Report(0, 1, 0, "plan"), 0.0)
+    membership.receive(SurvivorReport(0, 1, 0, "plan"), 0.0)
     (end,) = said(membership.regroup_overdue(1.0), End)
     assert "seat 1.0 (rank 1), seat 1.1 (rank 3)" in end.reason
 
@@ -259,7 +259,7 @@ def test_random_histories_never_tear_a_step(seed):
     live, generation, committed = set(machines), 0, 0
     for _ in range(40):
         rank = rng.choice(sorted(live))
-        outs: list[Output] = []
+        outs: list[CoordinatorOutput] = []
         if rng.random() < 0.08:
             live.discard(rank)
             outs.append(membership.receive(Exited(rank, -9, 0.0), 0.0))
@@ -277,7 +277,7 @@ def test_random_histories_never_tear_a_step(seed):
                     case Generation():
                         generation = message.number
                         order = rng.sample(sorted(live), len(live))
-                        outs += [membership.receive(Report(r, generation, machines[r].stepped, "plan"), 0.0) for r in order]
+                        outs += [membership.receive(SurvivorReport(r, generation, machines[r].stepped, "plan"), 0.0) for r in order]
                     case Resume():
                         assert message.committed == committed
                         for r in sorted(live):

@@ -40,15 +40,15 @@ def test_what_an_instruction_uses_up_is_asked_for_in_one_module() -> None:
 
 def test_data_of_a_step_is_held_voided_and_dropped_in_one_class() -> None:
     """No other class has methods of these names for data of a step; the coordinator's have words of workers, by step."""
-    verbs = {"held", "void", "drop", "promise", "forget_evaluation"}
+    verbs = {"held", "discard_after", "drop", "promise", "forget_evaluation"}
     found = {
         f"{name}: {each.name}.{method.name}"
         for name, tree in modules("core", "runtime", "adapters", "simulator") for each in ast.walk(tree) if isinstance(each, ast.ClassDef)
         for method in each.body if isinstance(method, ast.FunctionDef) and method.name in verbs
     }  # fmt: skip
-    store = {f"core/worker/step_store.py: StepStore.{verb}" for verb in ("held", "void", "forget_evaluation")}
-    handed_on = {f"core/worker/worker.py: Worker.{verb}" for verb in ("held", "void", "forget_evaluation")} | {f"core/worker/training_loop.py: Replica.{verb}" for verb in ("held", "void")}
-    coordinators = {"core/messages/contributions.py: Contributions.void", "core/coordinator/step_validation.py: Verdicts.void"}
+    store = {f"core/worker/step_store.py: StepStore.{verb}" for verb in ("held", "discard_after", "forget_evaluation")}
+    handed_on = {f"core/worker/worker.py: Worker.{verb}" for verb in ("held", "discard_after", "forget_evaluation")} | {f"core/worker/training_loop.py: StepRunner.{verb}" for verb in ("held", "discard_after")}
+    coordinators = {"core/messages/contributions.py: Contributions.discard_after", "core/coordinator/step_validation.py: StepValidation.discard_after"}
     assert found == store | handed_on | coordinators
 
 

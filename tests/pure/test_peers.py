@@ -13,15 +13,15 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.simulator.analytic import SHAPES, profile
 from recycle_plugin.simulator.peers import (
     Bamboo,
-    Change,
     CheckFreq,
     ElasticBatching,
     ElasticHorovod,
     FaultScaled,
-    Job,
+    PeerJob,
     Oobleck,
     Recycle,
     RestartFromCheckpoint,
+    WorkersChange,
     changes_of,
     label,
     published,
@@ -32,8 +32,8 @@ from recycle_plugin.simulator.peers.bamboo import Nodes, fits_memory
 from recycle_plugin.simulator.peers.oobleck import Template, distribute, multisets, template
 from recycle_plugin.simulator.peers.recycle import techniques
 
-JOB = Job("GPT-3 350M", Topology(6, 4, 6), profile(SHAPES["gpt3_medium"], micro_batch=4))
-BIG = Job("GPT-3 3.35B", Topology(6, 4, 6), profile(SHAPES["gpt3_3_35b"]))
+JOB = PeerJob("GPT-3 350M", Topology(6, 4, 6), profile(SHAPES["gpt3_medium"], micro_batch=4))
+BIG = PeerJob("GPT-3 3.35B", Topology(6, 4, 6), profile(SHAPES["gpt3_3_35b"]))
 TRACE = changes_of(published.TRACE, seed=1)
 END_S = published.TRACE_ENDS_H * 3600
 
@@ -125,7 +125,7 @@ def test_every_run_accounts_for_all_its_time() -> None:
 def test_a_loss_costs_us_the_lost_workers_part_of_the_step() -> None:
     own = Recycle(JOB, techniques(JOB), moves=False)
     step_s = own.period_us(own.start()) / 1e6
-    _, transition = own.change(own.start(), Change(0.0, lost=(0.3,)), 2.5 * step_s)
+    _, transition = own.change(own.start(), WorkersChange(0.0, lost=(0.3,)), 2.5 * step_s)
     assert transition.lost_s == pytest.approx(0.5 * step_s / JOB.topology.replicas)
 
 

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.shards import JOINT, WITH_OTHERS, Lockstep, drawn_by_all, held_by_all
-from recycle_plugin.core.coordinator.step_validation import Verdicts
+from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.straggler_detector import STEPS
 from recycle_plugin.core.messages.contributions import LOSS, NORM, Contributions
 from recycle_plugin.core.messages.protocol import (
     Collected,
     Committed,
+    ComputeTime,
     Contribution,
     End,
     Exited,
@@ -23,11 +24,10 @@ from recycle_plugin.core.messages.protocol import (
     Fingerprint,
     Generation,
     Missing,
-    Pace,
     Ready,
-    Report,
     Resume,
     Stepped,
+    SurvivorReport,
 )  # fmt: skip
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack, provides, requires, unpack
@@ -75,11 +75,11 @@ class Shards:
 def test_both_stop_at_the_same_instruction_with_the_same_data(program, random, turns, share):
     shards = Shards(program, random)
     shards.run(turns)
-    line, lockstep = max(shards.finished), Lockstep(program, SHAPE.stages)
+    control_view, lockstep = max(shards.finished), Lockstep(program, SHAPE.stages)
     lost = {one for one in program if one.op in WITH_OTHERS and random.random() < share}
-    ran = [[*program[:finished], *lockstep.catch_up(finished, line, lambda one: one not in lost)] for finished in shards.finished]
+    ran = [[*program[:finished], *lockstep.catch_up(finished, control_view, lambda one: one not in lost)] for finished in shards.finished]
     ahead, behind = sorted(ran, key=len, reverse=True)
-    assert ahead == list(program[:line]) and set(behind) <= set(ahead)
+    assert ahead == list(program[:control_view]) and set(behind) <= set(ahead)
     left_out = [one for one in ahead if one not in behind]
     assert all(one.op in WITH_OTHERS for one in left_out) and (share or not left_out)
     void = {datum for one in left_out for datum in (requires(one, SHAPE.stages) if one.op in RECEIVES else provides(one))}
@@ -123,9 +123,9 @@ def test_contributions_are_complete_when_every_shard_has_said_its_own():
 
 
 def test_a_norm_is_that_of_all_shards():
-    verdicts = Verdicts(stages=2, limit=5.0, shards=2)
-    assert [verdicts.add(1, {str(stage): 9.0}, shard) for stage, shard in ((0, 0), (0, 0), (0, 1), (1, 0))] == [None] * 4
-    assert verdicts.add(1, {"1": 9.0}, 1) == 6.0
+    validation = StepValidation(stages=2, limit=5.0, shards=2)
+    assert [validation.add(1, {str(stage): 9.0}, shard) for stage, shard in ((0, 0), (0, 0), (0, 1), (1, 0))] == [None] * 4
+    assert validation.add(1, {"1": 9.0}, 1) == 6.0
 
 
 # --- a job of 2 replicas x 2 stages x 2 shards --------------------------------------------------------------
@@ -145,7 +145,7 @@ def begun() -> Membership:
 
 
 def report(membership: Membership, generation: int, ranks, held=lambda rank: {}, stepped: int = 0) -> list:
-    return [one for rank in ranks for _, one in membership.receive(Report(rank, generation, stepped, "plan", held(rank)), 0.0).messages]
+    return [one for rank in ranks for _, one in membership.receive(SurvivorReport(rank, generation, stepped, "plan", held(rank)), 0.0).messages]
 
 
 def committed(membership: Membership, number: int, ranks) -> list[int]:
@@ -194,7 +194,7 @@ def test_a_seat_is_as_slow_as_its_slowest_shard():
     membership = begun()
     for number in range(1, STEPS + 1):
         for rank in range(8):
-            membership.receive(Pace(rank, number, 200 if rank == 3 else 100, 100), 0.0)
+            membership.receive(ComputeTime(rank, number, 200 if rank == 3 else 100, 100), 0.0)
             out = membership.receive(Stepped(rank, 0, number), 0.0)
     (generation,) = said(out, Generation)
     assert generation.slowness == ((Seat(1, 0), 200),)

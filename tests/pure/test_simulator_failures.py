@@ -25,7 +25,7 @@ from recycle_plugin.render.grid import draw
 from recycle_plugin.simulator import ExactWorld, predict, train
 from recycle_plugin.simulator.campaign import initial_weights
 from recycle_plugin.simulator.machine import LOCAL, by_name
-from recycle_plugin.simulator.simulated_job import Job
+from recycle_plugin.simulator.simulated_job import SimulatedJob
 from tests.pure.jobs import jobs
 
 STEPS = 3
@@ -52,7 +52,7 @@ def histories(draw: st.DrawFn):
             step = draw(st.integers(0, STEPS - 1))
             program = lowered(plan(view, costs, policy), seat, step)
             faults.append(Fault("kill", seat, draw(st.sampled_from(["before", "after"])), str(draw(st.sampled_from(program)))))
-    return Job(view, costs, policy, machine, keep=draw(st.integers(0, 4)) > 0), faults, deaths, draw(st.integers(0, 7))
+    return SimulatedJob(view, costs, policy, machine, keep=draw(st.integers(0, 4)) > 0), faults, deaths, draw(st.integers(0, 7))
 
 
 def torn_by(number: int) -> Callable[[Seat, Instruction], bool]:
@@ -81,7 +81,7 @@ def test_a_kill_is_paid_for() -> None:
     """The second step's commit comes later by detection, regrouping, planning and what is run again: all of the step where
     nothing is kept, and otherwise what died with the worker."""
     machine = replace(LOCAL, detection_us=70, regroup_us=30, plan_us=11, commit_us=0)
-    job = Job(SHAPE.full(), COSTS, Policy(), machine)
+    job = SimulatedJob(SHAPE.full(), COSTS, Policy(), machine)
     fault = Fault.parse("kill 1.2 before 2I1.2@1")
     calm, lost, restarted = job.run(4), job.run(4, [fault]), replace(job, keep=False).run(4, [fault])
     (loss,), (again,) = lost.losses, restarted.losses
@@ -99,7 +99,7 @@ def test_a_kill_is_paid_for() -> None:
 
 def test_at_random_instants_little_more_is_run_again_than_the_lost_worker_had_finished() -> None:
     """4 stages x 3 replicas: never more than a worker's share of the step, where a step that starts anew runs half of it again."""
-    job = Job(Topology(3, 4, 6).full(), CostModel.uniform(4, 20_000, 20_000, 20_000), Policy(), LOCAL)
+    job = SimulatedJob(Topology(3, 4, 6).full(), CostModel.uniform(4, 20_000, 20_000, 20_000), Policy(), LOCAL)
     commits, random, whole = job.run(4).commits, Random(1), 3 * 6 * 4 * 60_000
     again, restarted, finished = [], [], []
     for _ in range(24):
@@ -119,25 +119,25 @@ def compute_us(spans: list[Span]) -> int:
 def test_dying_while_the_others_regroup_is_one_change() -> None:
     machine = replace(LOCAL, detection_us=100, regroup_us=50, plan_us=10, commit_us=0)
     first, second = Seat(0, 0), Seat(2, 1)
-    ran = Job(SHAPE.full(), COSTS, Policy(), machine).run(3, deaths={first: 500, second: 680})
+    ran = SimulatedJob(SHAPE.full(), COSTS, Policy(), machine).run(3, deaths={first: 500, second: 680})
     (loss,) = ran.losses
     assert loss.seats == (first, second) and loss.resumed_us >= 680 + 100 + 60
 
 
 def test_the_same_faults_give_the_same_spans() -> None:
-    job = Job(SHAPE.full(), COSTS, Policy(), LOCAL)
+    job = SimulatedJob(SHAPE.full(), COSTS, Policy(), LOCAL)
     faults = [Fault.parse("kill 0.1 after 1F0.2@1")]
     assert job.run(3, faults).spans == job.run(3, faults).spans
 
 
 def test_a_stage_without_workers_ends_the_job() -> None:
     with pytest.raises(PlanError, match="stage 1"):
-        Job(SHAPE.full(), COSTS, Policy(), LOCAL).run(3, deaths={Seat(replica, 1): 100 + replica for replica in range(3)})
+        SimulatedJob(SHAPE.full(), COSTS, Policy(), LOCAL).run(3, deaths={Seat(replica, 1): 100 + replica for replica in range(3)})
 
 
 def test_a_step_is_applied_only_once_the_one_before_is_committed() -> None:
     """News of a commit that takes longer than a step holds every step back."""
-    calm, slow = (Job(SHAPE.full(), COSTS, Policy(), replace(FREE, commit_us=late)).run(4) for late in (0, 50_000))
+    calm, slow = (SimulatedJob(SHAPE.full(), COSTS, Policy(), replace(FREE, commit_us=late)).run(4) for late in (0, 50_000))
     assert slow.commits[0] == calm.commits[0]
     assert all(slow.commits[step + 1] >= slow.commits[step] + 50_000 for step in range(3))
 
@@ -146,12 +146,12 @@ def test_grid_of_a_kill(golden) -> None:
     """Worker 0.1 dies within its second backward; 3 ticks to detect and regroup, then 1.1 does what died with it."""
     machine = replace(FREE, detection_us=10, regroup_us=20)
     costs = CostModel.uniform(2, 10, 10, 10)
-    ran = Job(Topology(2, 2, 2).full(), costs, Policy(), machine).run(2, [Fault.parse("kill 0.1 before 1I0.1@1")])
+    ran = SimulatedJob(Topology(2, 2, 2).full(), costs, Policy(), machine).run(2, [Fault.parse("kill 0.1 before 1I0.1@1")])
     golden("simulated_kill.txt", draw(ran.spans, tick_us=10))
 
 
 def test_trace_of_a_kill_has_its_moments_and_arrows() -> None:
-    ran = Job(SHAPE.full(), COSTS, Policy(), LOCAL).run(3, [Fault.parse("kill 1.2 before 2I1.2@1")])
+    ran = SimulatedJob(SHAPE.full(), COSTS, Policy(), LOCAL).run(3, [Fault.parse("kill 1.2 before 2I1.2@1")])
     events = perfetto.events(ran.spans, 3, moments(ran))
     names = [event["name"] for event in events if event["ph"] == "i"]
     assert {"step 2 committed", "1.2 died", "loss of 1.2 known", "going on without 1.2"} <= set(names)

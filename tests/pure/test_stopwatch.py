@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.messages.protocol import Pace
+from recycle_plugin.core.messages.protocol import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.stopwatch import Stopwatch
-from recycle_plugin.core.worker.training_loop import Program
+from recycle_plugin.core.worker.training_loop import StepProgram
 
 OWN, REST = "0F0.0@1 0F0.1@1 0I0.0@1 0REDUCE@1", "0F0.1@1 0F1.0@1 0F0.0@1 0REDUCE@1"
 
 
-def program(text: str, resumed: bool = False) -> Program:
-    return Program(1, tuple(map(Instruction.parse, text.split())), resumed=resumed)
+def program(text: str, resumed: bool = False) -> StepProgram:
+    return StepProgram(1, tuple(map(Instruction.parse, text.split())), resumed=resumed)
 
 
-def run(watch: Stopwatch, text: str) -> None:
+def run(stopwatch: Stopwatch, text: str) -> None:
     for one in map(Instruction.parse, text.split()):
-        watch.add(Span(Seat(0, 0), one, 1000, 1010))
+        stopwatch.add(Span(Seat(0, 0), one, 1000, 1010))
 
 
 def test_another_s_work_and_what_was_done_before_are_again():
-    watch = Stopwatch(CostModel.uniform(1, 7, 7, 7))
-    watch.begin(program(OWN))
-    run(watch, "0F0.0@1")
-    watch.begin(program(REST, resumed=True))
-    run(watch, REST)
-    assert watch.pace(3, 1) == Pace(3, 1, spent_us=40, nominal_us=28, again_us=20)  # of 0F0.0, 0F0.1, 0F1.0, 0F0.0 the last two
+    stopwatch = Stopwatch(CostModel.uniform(1, 7, 7, 7))
+    stopwatch.begin(program(OWN))
+    run(stopwatch, "0F0.0@1")
+    stopwatch.begin(program(REST, resumed=True))
+    run(stopwatch, REST)
+    assert stopwatch.compute_time(3, 1) == ComputeTime(3, 1, spent_us=40, nominal_us=28, again_us=20)  # of 0F0.0, 0F0.1, 0F1.0, 0F0.0 the last two
 
 
 def test_a_step_that_is_applied_twice_is_told_of_twice_and_a_committed_one_is_forgotten():
-    watch = Stopwatch(CostModel.uniform(1, 7, 7, 7))
-    watch.begin(program(OWN))
-    run(watch, "0F0.0@1")
-    assert watch.pace(0, 1) == Pace(0, 1, 10, 7, 0)
-    run(watch, "0F0.0@1 0F0.1@1")
-    assert watch.pace(0, 1) == Pace(0, 1, 20, 14, 10)
-    watch.begin(Program(3, ()))  # so that step 1 is committed
-    watch.begin(program(REST))
-    run(watch, "0F0.0@1 0F1.0@1")
-    assert watch.pace(0, 1) == Pace(0, 1, 20, 14, 0)
+    stopwatch = Stopwatch(CostModel.uniform(1, 7, 7, 7))
+    stopwatch.begin(program(OWN))
+    run(stopwatch, "0F0.0@1")
+    assert stopwatch.compute_time(0, 1) == ComputeTime(0, 1, 10, 7, 0)
+    run(stopwatch, "0F0.0@1 0F0.1@1")
+    assert stopwatch.compute_time(0, 1) == ComputeTime(0, 1, 20, 14, 10)
+    stopwatch.begin(StepProgram(3, ()))  # so that step 1 is committed
+    stopwatch.begin(program(REST))
+    run(stopwatch, "0F0.0@1 0F1.0@1")
+    assert stopwatch.compute_time(0, 1) == ComputeTime(0, 1, 20, 14, 0)

@@ -11,7 +11,7 @@ from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.recovery_plan import remainder
+from recycle_plugin.core.vocabulary.recovery_plan import plan_recovery
 from recycle_plugin.core.vocabulary.topology import Topology, tied
 from recycle_plugin.planner import plan
 from recycle_plugin.simulator import predict
@@ -60,9 +60,9 @@ def held_by(planned, *kinds: str) -> dict[Seat, set[Datum]]:
 
 
 def closing(planned, held) -> dict[Seat, list[Op]]:
-    rest = remainder(planned, STEP, held)
-    assert not any(rest.compute.values()) and not rest.undo
-    return {seat: [one.op for one in ops] for seat, ops in rest.closing.items()}
+    recovery = plan_recovery(planned, STEP, held)
+    assert not any(recovery.compute.values()) and not recovery.undo
+    return {seat: [one.op for one in ops] for seat, ops in recovery.closing.items()}
 
 
 def test_who_lacks_the_tied_gradient_gets_it_from_all_that_share_it_and_nothing_is_run_again() -> None:

@@ -22,7 +22,7 @@ from recycle_plugin.planner import plan
 from recycle_plugin.planner.assemble import timeline
 from recycle_plugin.simulator import simulate
 from recycle_plugin.simulator.machine import LOCAL
-from recycle_plugin.simulator.simulated_job import Job
+from recycle_plugin.simulator.simulated_job import SimulatedJob
 from tests.pure.jobs import EXAMPLE, LOST, jobs, wide_jobs
 
 TOGETHER = Policy(activation_cap=8, stagger_optimizer=False)
@@ -111,7 +111,7 @@ def test_in_plan_and_replay_steps_begin_together_or_not(policy) -> None:
 @pytest.mark.parametrize("fault", ("kill 1.2 before 2I0.3@1", "kill 0.1 before 1REDUCE@1", "kill 2.3 before 3STEP@1", "kill 2.0 after 0STEP@1"))
 def test_nobody_steps_early_in_a_recovery_either(fault) -> None:
     costs = CostModel.uniform(4, 10, 10, 10, reduce=20, step=10)
-    ran = Job(EXAMPLE.full(), costs, TOGETHER, LOCAL).run(3, (Fault.parse(fault),))
+    ran = SimulatedJob(EXAMPLE.full(), costs, TOGETHER, LOCAL).run(3, (Fault.parse(fault),))
     for step in range(3):
         spans = [span for span in ran.spans if span.instruction.step == step]
         begins = min(span.start_us for span in spans if span.instruction.op is Op.STEP)

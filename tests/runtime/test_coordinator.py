@@ -17,15 +17,15 @@ from recycle_plugin.core.messages.protocol import (
     End,
     Exited,
     Generation,
-    Heard,
     Hello,
+    Lease,
     Left,
     Over,
-    Pulse,
     Ready,
-    Report,
     Resume,
     Stepped,
+    SupervisorHeartbeat,
+    SurvivorReport,
     Terminate,
     Welcome,
 )  # fmt: skip
@@ -79,7 +79,7 @@ async def four_workers(said: list):
             worker.send(Ready(member(rank), 0, job(heartbeat_timeout_s=inf)))
         for rank, worker in enumerate(workers):
             await worker.hear(Generation)
-            worker.send(Report(rank, 0, 0, "plan", {}))
+            worker.send(SurvivorReport(rank, 0, 0, "plan", {}))
         for worker in workers:
             await worker.hear(Resume)
         yield coordinator, workers
@@ -111,7 +111,7 @@ def test_a_second_process_of_a_rank_is_turned_away_and_the_first_one_goes_on():
     assert kinds.count("late") == 1 and not {"lost", "left", "end"} & set(kinds[: kinds.index("committed")])
 
 
-@pytest.mark.parametrize("message", (Exited(2, 1, 0.0), Terminate(2, "a supervisor got SIGINT"), Pulse(2, True)), ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("message", (Exited(2, 1, 0.0), Terminate(2, "a supervisor got SIGINT"), SupervisorHeartbeat(2, True)), ids=lambda one: type(one).__name__)
 def test_what_a_second_supervisor_of_a_rank_says_is_not_of_the_first_ones_worker(message):
     """A launcher that was started twice: its worker is turned away, so it ends, and its supervisor says so of the same rank."""
     said = []
@@ -250,7 +250,7 @@ def test_a_supervisor_that_comes_again_takes_its_place():
             await first.hear_the_end()
             first.close()
             second.send(Exited(1, 0, 0.0))
-            await second.hear(Heard)
+            await second.hear(Lease)
             coordinator.fail("it has to end")
             assert await second.hear(Over) == await other.hear(Over) == Over(1)
             third = Player(coordinator, 1, "supervisor")

@@ -368,7 +368,7 @@ class Computing:
     def __init__(self, device) -> None:
         self.device = device
 
-    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict:
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict:
         return {}
 
 

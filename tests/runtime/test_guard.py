@@ -48,7 +48,7 @@ def through(monkeypatch):
 
 def played_host(line: socket.socket, test: socket.socket) -> int:
     """Hands on what the guard says, and ends with code 3 after a signal, without a word."""
-    end = guard.Line(line)
+    end = guard.Pipe(line)
     end.tell(ready=True)
     while (heard := end.heard()) is not None:
         for message in heard:

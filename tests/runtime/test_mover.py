@@ -64,12 +64,12 @@ def test_the_same_micro_batch_of_another_step_is_another_datum(pair, on_host):
 
 def test_what_has_arrived_is_handed_over_once_with_its_senders_era_also_when_that_is_gone(pair, on_host):
     sender, receiver = pair
-    for index, era in ((0, 3), (0, 3), (1, 4)):
-        sender.send(receiver.address, act(index), on_host(torch.tensor([index])), era)
+    for index, valid_from in ((0, 3), (0, 3), (1, 4)):
+        sender.send(receiver.address, act(index), on_host(torch.tensor([index])), valid_from)
     sender.wait_sent([receiver.address])
     sender.leave(set())
     receiver.hear_out(set())
-    assert [(datum, era) for datum, _, era in receiver.arrivals()] == [(act(0), 3), (act(0), 3), (act(1), 4)]
+    assert [(datum, valid_from) for datum, _, valid_from in receiver.arrivals()] == [(act(0), 3), (act(0), 3), (act(1), 4)]
     assert not list(receiver.arrivals())
 
 

@@ -7,7 +7,7 @@ import signal
 import socket
 from contextlib import asynccontextmanager
 
-from recycle_plugin.core.messages.protocol import Exited, Heard, Hello, Over, Pulse, Welcome
+from recycle_plugin.core.messages.protocol import Exited, Hello, Lease, Over, SupervisorHeartbeat, Welcome
 from recycle_plugin.experiments.runs import free_port
 from recycle_plugin.runtime.control.connections import InLoop, SocketControl
 from recycle_plugin.runtime.processes import supervisor
@@ -72,7 +72,7 @@ async def supervised(monkeypatch):
         environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
         running = asyncio.create_task(supervisor.Supervisor(["train.py"], environment, "deepspeed", place.Here()).run())
         far = await coordinator.accept()
-        await hear(far, Pulse)
+        await hear(far, SupervisorHeartbeat)
         yield coordinator, far, worker, running
         assert running.done()
 
@@ -83,7 +83,7 @@ def test_it_comes_again_and_its_worker_does_not_notice(monkeypatch):
             for _ in range(3):
                 far.close()
                 far = await coordinator.accept()
-                await hear(far, Pulse)
+                await hear(far, SupervisorHeartbeat)
             assert worker.signals == [] and not running.done()
             far.send(Over(0))
             worker.ended.set_result(0)
@@ -101,7 +101,7 @@ def test_the_end_of_its_worker_is_said_again_until_it_is_heard(monkeypatch):
             far.close()
             far = await coordinator.accept()
             assert (await hear(far, Exited)).code == -signal.SIGKILL
-            far.send(Heard(0, 0.0))
+            far.send(Lease(0, 0.0))
             far.send(Over(0))
             assert await asyncio.wait_for(running, PATIENCE_S) == 0
             far.close()

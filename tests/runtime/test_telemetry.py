@@ -13,7 +13,7 @@ import pytest
 from recycle_plugin import folders
 from recycle_plugin.errors import NotSaved, RecycleError
 from recycle_plugin.observability import telemetry
-from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN, Droppable, Lines
+from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN, Droppable, LineFile
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_lines_are_dropped_while_the_disk_is_full_and_what_is_kept_comes_later(t
     path = tmp_path / "folder" / "lines.txt"
     path.parent.mkdir()
     path.symlink_to("/dev/full")
-    lines = Lines(path, say)
+    lines = LineFile(path, say)
     for number in range(6):
         if number == 4:
             path.unlink()
@@ -44,7 +44,7 @@ def test_lines_are_dropped_while_the_disk_is_full_and_what_is_kept_comes_later(t
 def test_a_folder_that_goes_and_comes_back(tmp_path, said, say):
     folder = tmp_path / "run"
     folder.write_text("no folder")
-    lines = Lines(folder / "lines.txt", say)
+    lines = LineFile(folder / "lines.txt", say)
     lines.add("one")
     folder.unlink()
     lines.add("two")
@@ -54,7 +54,7 @@ def test_a_folder_that_goes_and_comes_back(tmp_path, said, say):
 
 def test_no_part_of_a_line_stays_where_the_room_ends_in_it(tmp_path, said, say):
     path, before = tmp_path / "lines.txt", resource.getrlimit(resource.RLIMIT_FSIZE)
-    lines = Lines(path, say)
+    lines = LineFile(path, say)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (25, before[1]))
         for number in range(5):

@@ -15,7 +15,7 @@ from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.settings.schema import Costs, Settings, SettingsError, reference
+from recycle_plugin.settings.schema import CostSettings, Settings, SettingsError, reference
 from recycle_plugin.simulator import analytic
 
 
@@ -342,7 +342,7 @@ def test_costs_of_another_number_of_stages():
 def test_the_reference_lists_every_setting():
     table = reference()
     assert all(f"| `{name}` |" in table for name in Settings.model_fields)
-    assert all(f"| `costs.{name}` |" in table for name in Costs.model_fields)
+    assert all(f"| `costs.{name}` |" in table for name in CostSettings.model_fields)
 
 
 @pytest.mark.parametrize("module", ["recycle_plugin", "recycle_plugin.settings.schema", "recycle_plugin.cli", "recycle_plugin.settings.compose"])

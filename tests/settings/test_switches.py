@@ -9,7 +9,7 @@ import pytest
 
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
-from recycle_plugin.settings.schema import SECTIONS, Costs, Settings
+from recycle_plugin.settings.schema import SECTIONS, CostSettings, Settings
 from recycle_plugin.simulator import predict
 
 ROOT = Path(__file__).parents[2]
@@ -42,15 +42,15 @@ SEEN = {
     "trace": "cluster/test_redone.py::test_only_what_the_lost_worker_had_finished_is_run_twice",
     "faults": "cluster/test_kills.py::test_each_rank_at_named_instructions",
     "progress_timeout_s": "cluster/test_hung.py::test_a_stopped_worker_is_given_up",
-    "busy_timeout_s": "pure/test_watch.py::test_a_process_that_computes_has_longer_than_one_that_does_nothing",
-    "last_worker_timeout_s": "pure/test_watch.py::test_the_last_worker_of_a_stage_is_not_given_up_but_the_job_ends_after_its_own_deadline",
-    "idle_timeout_s": "pure/test_watch.py::test_what_may_take_long_has_the_long_deadline_while_somebody_waits",
+    "busy_timeout_s": "pure/test_failure_detector.py::test_a_process_that_computes_has_longer_than_one_that_does_nothing",
+    "last_worker_timeout_s": "pure/test_failure_detector.py::test_the_last_worker_of_a_stage_is_not_given_up_but_the_job_ends_after_its_own_deadline",
+    "idle_timeout_s": "pure/test_failure_detector.py::test_what_may_take_long_has_the_long_deadline_while_somebody_waits",
     "heartbeat_timeout_s": "cluster/test_partitions.py::test_one_that_is_cut_off_stops_and_the_others_go_on",
     "wait_timeout_s": "runtime/test_session.py::test_a_deadline_names_what_was_waited_for",
     "regroup_timeout_s": "cluster/test_partitions.py::test_without_the_coordinator_nobody_commits_and_all_stop",
     "costs": "cluster/test_caps.py::test_room_for_one_micro_batch",
     "checkpoint": "cluster/test_saving.py::test_checkpoints_by_themselves",
-    **{f"costs.{name}": "settings/test_switches.py::test_each_cost_changes_the_plan" for name in Costs.model_fields if name != "profile"},
+    **{f"costs.{name}": "settings/test_switches.py::test_each_cost_changes_the_plan" for name in CostSettings.model_fields if name != "profile"},
     "costs.profile": "cluster/test_caps.py::test_what_a_profile_does_not_fit_is_refused",
     "checkpoint.overhead": "cluster/test_saving.py::test_checkpoints_by_themselves",
     "checkpoint.keep": "cluster/test_saving.py::test_checkpoints_by_themselves",
@@ -72,7 +72,7 @@ def test_that_test_is_there(setting: str) -> None:
     assert name in {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("name", sorted(set(Costs.model_fields) - {"profile"}))
+@pytest.mark.parametrize("name", sorted(set(CostSettings.model_fields) - {"profile"}))
 def test_each_cost_changes_the_plan(name: str) -> None:
     """And with it what is executed, and in which order: programs come from plans."""
     shape = Topology(2, 3, 4, ((0, 2),))

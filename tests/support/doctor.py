@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recycle_plugin.cli import main
-from recycle_plugin.core.vocabulary.profile import Part, Profile, Wire
+from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile, Wire
 
 SIZES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 6}
 ON = {"recycle": {"enabled": True}}
@@ -57,6 +57,6 @@ def data(doctor, config: dict, arguments: str, hosts: dict[str, int] | None = No
 
 
 def small_profile(device_bytes: int | None) -> Profile:
-    part = Part(10_000, 10_000, 10_000, 19_000, 500, MIB, 100 * MIB, 40 * MIB)
-    nothing = Part(0, 0, 0, 0, 0, 0, 0, 0)
+    part = LayerProfile(10_000, 10_000, 10_000, 19_000, 500, MIB, 100 * MIB, 40 * MIB)
+    nothing = LayerProfile(0, 0, 0, 0, 0, 0, 0, 0)
     return Profile("small", "measured", "a device", "2026-01-01", "by hand", "fp32", 1, 8, False, 4, nothing, part, nothing, MIB, 4, Wire(1, 1e5), Wire(1, 1e5), 1, device_bytes)

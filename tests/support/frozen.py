@@ -29,11 +29,11 @@ from recycle_plugin.simulator.scenario import Heavy, Scenario, Trouble
 
 FILE = Path(__file__).parents[1] / "pure" / "frozen" / "scenarios.jsonl.gz"
 SAID = {  # what was in the messages when they were frozen; not what differs from run to run, nor what the job is
-    "Ready": "stepped", "Report": "generation stepped digest held loaded period_us drawn", "Fingerprint": "step digest tied", "Stepped": "generation step",
-    "Contribution": "step name values expected", "Arrived": "generation place values", "Loaded": "generation", "Resized": "generation micro_batches batch full_us",
-    "Leaving": "reason", "Left": "code", "Exited": "code", "Beat": "done at what", "Missing": "generation what source", "Pulse": "stopped", "Terminate": "reason",
-    "Fatal": "text", "Note": "kind text", "Generation": "number members from_step cause", "Resume": "generation committed held norm void drawn", "Fence": "reason",
-    "Committed": "step", "Collected": "step name values", "Met": "place values from_step", "End": "step reason failed code", "Heard": "for_s", "Pace": "step", "Over": "code",
+    "Ready": "stepped", "SurvivorReport": "generation stepped digest held loaded period_us held_draws", "Fingerprint": "step digest tied", "Stepped": "generation step",
+    "Contribution": "step name values expected", "BarrierReached": "generation place values", "CheckpointLoaded": "generation", "Resized": "generation micro_batches batch full_us",
+    "Leaving": "reason", "Left": "code", "Exited": "code", "Heartbeat": "done at what", "Missing": "generation what source", "SupervisorHeartbeat": "stopped", "Terminate": "reason",
+    "Fatal": "text", "Note": "kind text", "Generation": "number members from_step cause", "Resume": "generation committed held norm rejected held_draws", "Fence": "reason",
+    "Committed": "step", "Collected": "step name values", "BarrierPassed": "place values from_step", "End": "step reason failed code", "Lease": "for_s", "ComputeTime": "step", "Over": "code",
 }  # fmt: skip
 
 

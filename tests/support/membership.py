@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import Output
-from recycle_plugin.core.messages.job_spec import Job
-from recycle_plugin.core.messages.protocol import Ready, Report, Resume, Stepped
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.messages.protocol import Ready, Resume, Stepped, SurvivorReport
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.deadlines import Deadlines
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -24,10 +24,10 @@ def member(rank: int, host: str = "h", replicas: int = REPLICAS) -> Member:
     return Member(rank, Seat(rank % replicas, rank // replicas), f"tcp://a:{rank}", host)
 
 
-def job(**more: object) -> Job:
+def job(**more: object) -> JobSpec:
     """``more``: of its fields, and of its deadlines'."""
     deadlines = {each.name: more.pop(each.name) for each in fields(Deadlines) if each.name in more}
-    return replace(Job(REPLICAS, STAGES, 1, (), "r", CostModel.uniform(STAGES), Policy(), replace(DEADLINES, **deadlines), rebalance=True), **more)
+    return replace(JobSpec(REPLICAS, STAGES, 1, (), "r", CostModel.uniform(STAGES), Policy(), replace(DEADLINES, **deadlines), rebalance=True), **more)
 
 
 def started(**more: object) -> Membership:
@@ -39,14 +39,14 @@ def started(**more: object) -> Membership:
     return membership
 
 
-def agree(membership: Membership, generation: int, stepped: dict[int, int]) -> Output:
+def agree(membership: Membership, generation: int, stepped: dict[int, int]) -> CoordinatorOutput:
     """All of ``stepped`` report; the output of the last report."""
     for rank, count in stepped.items():
-        out = membership.receive(Report(rank, generation, count, "plan", {"params": f"of rank {rank}"}), 0.0)
+        out = membership.receive(SurvivorReport(rank, generation, count, "plan", {"params": f"of rank {rank}"}), 0.0)
     return out
 
 
-def resumed(out: Output) -> list[tuple[int, int]]:
+def resumed(out: CoordinatorOutput) -> list[tuple[int, int]]:
     """Generation and committed step of every Resume, which also carries what all members have reported."""
     found = said(out, Resume)
     assert all(value["params"].startswith("of rank") for one in found for value in one.held.values())
@@ -57,5 +57,5 @@ def step(membership: Membership, generation: int, number: int, ranks: range | li
     return [m for rank in ranks for _, m in membership.receive(Stepped(rank, generation, number), 0.0).messages]
 
 
-def said(out: Output, kind: type) -> list:
+def said(out: CoordinatorOutput, kind: type) -> list:
     return [message for _, message in out.messages if isinstance(message, kind)]

@@ -32,9 +32,9 @@ class StoredStage:
     def receive_grad(self, key: Key, tensors: Tensors) -> None:
         self.store.arrive(self._datum("grad", key)._replace(stage=self.number + 1), tensors, 0)
 
-    def forward(self, key: Key, bare: bool = False) -> Tensors:
+    def forward(self, key: Key, boundary_only: bool = False) -> Tensors:
         """What goes to the next stage."""
-        return self._run(Op.F, key, bare, "act")
+        return self._run(Op.F, key, boundary_only, "act")
 
     def backward(self, key: Key) -> Tensors:
         """What goes to the previous one."""
@@ -65,16 +65,16 @@ class StoredStage:
     def committed(self, step: int) -> None:
         self.store.commit(step)
 
-    def _run(self, op: Op, key: Key, bare: bool, wanted: str) -> Any:
+    def _run(self, op: Op, key: Key, boundary_only: bool, wanted: str) -> Any:
         made: dict[Datum, Any] = {}
 
         def compute(instruction: Instruction, have: StepStore) -> dict[Datum, Any]:
-            made.update(self.stage.compute(instruction, have, bare))
+            made.update(self.stage.compute(instruction, have, boundary_only))
             return made
 
         if key[0] >= 0:
             self.store.put(self._datum("params", key)._replace(micro_batch=None))
-        self.store.run(Instruction(op, self.number, key[1], key[0]), compute, bare)
+        self.store.run(Instruction(op, self.number, key[1], key[0]), compute, boundary_only)
         return made[self._datum(wanted, key)]
 
     def _datum(self, kind: str, key: Key) -> Datum:

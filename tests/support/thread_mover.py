@@ -23,10 +23,10 @@ class ThreadMover:
         self.address = f"thread://{session.rank}"
         hub[self.address] = self
 
-    def send(self, address: str, datum: Datum, tensors: Copy, era: int) -> None:
+    def send(self, address: str, datum: Datum, tensors: Copy, valid_from: int) -> None:
         peer = self._hub.get(address)
         if peer is not None:
-            peer._deliver(self.address, (datum, tensors, era))
+            peer._deliver(self.address, (datum, tensors, valid_from))
 
     def _deliver(self, sender: str, arrived: tuple[Datum, Copy, int]) -> None:
         with self._session.changed:
@@ -36,8 +36,8 @@ class ThreadMover:
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
         while self._arrived:
-            datum, tensors, era = self._arrived.popleft()
-            yield datum, tensors.wait(COPY_S), era
+            datum, tensors, valid_from = self._arrived.popleft()
+            yield datum, tensors.wait(COPY_S), valid_from
 
     def wait_sent(self, addresses: Iterable[str]) -> None:
         self._session.check()

@@ -12,7 +12,7 @@ from torch import nn
 from recycle_plugin.core.vocabulary.dataflow import provides
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
-from recycle_plugin.core.worker.data_cursor import Places
+from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.runtime.device import CPU
 from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.worker.ports import StageModel
@@ -47,7 +47,7 @@ class Worker:
         stage, scale = Stage(model, None, lambda micro_batch, step, half: nullcontext()), LossScale(None)
         self._stage = StoredStage(stage)
         applied = StockOptimizer(engine, optimizer.step)
-        framework = SimpleNamespace(seat=Seat(0, 0), model=model, optimizer=applied, masters=None, places=Places(1), state=())
+        framework = SimpleNamespace(seat=Seat(0, 0), model=model, optimizer=applied, masters=None, places=DataCursor(1), state=())
         state = stage_state(framework, stage, scale, None)
         session = SimpleNamespace(rank=0)
         gradients = Gradients(StockBuckets(engine), self._stage.store, parameters, None, [])

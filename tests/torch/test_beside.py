@@ -12,9 +12,9 @@ pytest.importorskip("deepspeed")
 
 from recycle_plugin.adapters.deepspeed.checkpoint import Copied, Inventory, beside, file_beside, take_beside  # noqa: E402
 from recycle_plugin.errors import RecycleError  # noqa: E402
-from recycle_plugin.runtime.state.stage_state import Part  # noqa: E402
+from recycle_plugin.runtime.state.stage_state import StatePart  # noqa: E402
 from tests.support.optimizers import same  # noqa: E402
-from tests.torch.test_state import Worker, without  # noqa: E402
+from tests.torch.test_stage_state import Worker, without  # noqa: E402
 
 
 class Files:
@@ -65,7 +65,7 @@ def test_where_nothing_is_left_there_is_no_file():
 def test_a_part_that_nobody_knows_is_saved():
     """... and one that was forgotten in the list is not, which is what the list's own tests find."""
     worker = Worker().steps(0)
-    worker.state._parts["more"] = Part("more", get=lambda: 3, set=lambda value: None)
+    worker.state._parts["more"] = StatePart("more", get=lambda: 3, set=lambda value: None)
     without(worker.state, "loss_scale")
     assert left(worker, dict(enumerate(worker.module.values())), worker.engine.basic_optimizer.state_dict()) == {
         "step": worker.state.version.step, "small": {"more": 3}, "tensors": {},

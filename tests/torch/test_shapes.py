@@ -69,9 +69,9 @@ class Pipeline:
         for number, stage in enumerate(self.stages):
             self._received[number, key] = travels
             made = []
-            for bare in (True, False):
+            for boundary_only in (True, False):
                 self._feed(stage, number, key, batch)
-                made.append(stage.forward(key, bare))
+                made.append(stage.forward(key, boundary_only))
             assert close(*made)  # without a graph torch may choose kernels that round differently
             travels = tuple(tensor.detach().clone() for tensor in made[0])
 

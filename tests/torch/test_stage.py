@@ -87,17 +87,17 @@ class Runner:
     def instruction(self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP) -> Instruction:
         return Instruction(op, self.number, micro_batch, step)
 
-    def run(self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP, bare: bool = False) -> tuple[torch.Tensor, ...] | None:
+    def run(self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP, boundary_only: bool = False) -> tuple[torch.Tensor, ...] | None:
         key = step, micro_batch
         feed(self.stage, key, requires(self.instruction(op, micro_batch, step), self.stages))
-        return self.perform(op, key, bare)
+        return self.perform(op, key, boundary_only)
 
-    def perform(self, op: Op, key: Key, bare: bool = False) -> tuple[torch.Tensor, ...] | None:
+    def perform(self, op: Op, key: Key, boundary_only: bool = False) -> tuple[torch.Tensor, ...] | None:
         match op:
             case Op.F:
-                return self.stage.forward(key, bare)
+                return self.stage.forward(key, boundary_only)
             case Op.I:
-                return self.stage.backward_input_bare(key) if bare else self.stage.backward_input(key)
+                return self.stage.backward_input_bare(key) if boundary_only else self.stage.backward_input(key)
             case Op.W:
                 return self.stage.backward_weight(key)
             case Op.B:
@@ -156,28 +156,28 @@ def test_held_is_what_the_dataflow_says(place, ops):
 @pytest.mark.parametrize("split", (True, False))
 @pytest.mark.parametrize("place", ("first", "middle"))
 def test_a_bare_forward_makes_the_same_activation_and_leaves_nothing(place, split):
-    full, bare = Runner(place, split), Runner(place, split)
-    for runner in (full, bare):
+    full, boundary_only = Runner(place, split), Runner(place, split)
+    for runner in (full, boundary_only):
         runner.run(Op.F, SECOND), runner.run(Op.B, SECOND)
-    with no_gradient_changes(bare):
-        made = bare.run(Op.F, bare=True)
+    with no_gradient_changes(boundary_only):
+        made = boundary_only.run(Op.F, boundary_only=True)
     assert same(made, full.run(Op.F)) and not any(tensor.requires_grad for tensor in made)
-    assert bare.held() == {Datum("wgrad", bare.number, SECOND, STEP)}
+    assert boundary_only.held() == {Datum("wgrad", boundary_only.number, SECOND, STEP)}
 
 
 @pytest.mark.parametrize("split", (True, False))
 @pytest.mark.parametrize("place", ("middle", "last"))
 def test_a_bare_input_gradient_is_the_same_and_leaves_nothing(place, split):
-    full, bare = Runner(place, split), Runner(place, split)
-    for runner in (full, bare):
+    full, boundary_only = Runner(place, split), Runner(place, split)
+    for runner in (full, boundary_only):
         runner.run(Op.F, SECOND), runner.run(Op.B, SECOND)
         runner.run(Op.F)
-    with no_gradient_changes(bare):
-        made = bare.run(Op.I, bare=True)
+    with no_gradient_changes(boundary_only):
+        made = boundary_only.run(Op.I, boundary_only=True)
     before = full.gradients()
     assert same(made, full.run(Op.I))
     assert not same(full.gradients(), before), "the LayerNorm's are not split, so the full one does change gradients"
-    assert bare.held() == {Datum("wgrad", bare.number, SECOND, STEP)}
+    assert boundary_only.held() == {Datum("wgrad", boundary_only.number, SECOND, STEP)}
 
 
 @pytest.mark.parametrize("split", (True, False))
@@ -188,10 +188,10 @@ def test_a_pending_weight_gradient_waits_while_its_micro_batch_is_run_once_more(
     for one in (calm, runner):
         one.run(Op.F), one.run(Op.I)
     with no_gradient_changes(runner):
-        runner.run(Op.F, bare=True)
+        runner.run(Op.F, boundary_only=True)
         runner.run(Op.F)
         assert runner.held() == {Datum(kind, runner.number, FIRST, STEP) for kind in ("stash", "inner")}
-        runner.run(Op.I, bare=True)
+        runner.run(Op.I, boundary_only=True)
     assert runner.held() == {Datum("inner", runner.number, FIRST, STEP)}
     calm.run(Op.W), runner.run(Op.W)
     assert same(runner.gradients(), calm.gradients()) and all(gradient is not None for gradient in runner.gradients())
@@ -214,7 +214,7 @@ def test_a_weight_gradient_leaves_what_its_input_gradient_needs_once_more(after)
     assert len(runner.held() - {Datum("wgrad", 1, FIRST, STEP)}) == 1 + (after == "the gradient of its output")
     if after == "its activation":
         runner.perform(Op.F, (STEP, FIRST))
-    assert same(runner.run(Op.I, bare=True), expected)
+    assert same(runner.run(Op.I, boundary_only=True), expected)
     assert same(runner.gradients(), calm.gradients())
     assert runner.held() == {Datum("wgrad", 1, FIRST, STEP)}
 
@@ -222,14 +222,14 @@ def test_a_weight_gradient_leaves_what_its_input_gradient_needs_once_more(after)
 @pytest.mark.parametrize("reentrant", (True, False))
 @pytest.mark.parametrize("split", (True, False))
 def test_a_bare_input_gradient_of_checkpointed_layers(split, reentrant):
-    full, bare = Runner("middle", split, reentrant), Runner("middle", split, reentrant)
-    for runner in (full, bare):
+    full, boundary_only = Runner("middle", split, reentrant), Runner("middle", split, reentrant)
+    for runner in (full, boundary_only):
         runner.run(Op.F, SECOND), runner.run(Op.B, SECOND)
         runner.run(Op.F)
-    with no_gradient_changes(bare):
-        made = bare.run(Op.I, bare=True)
+    with no_gradient_changes(boundary_only):
+        made = boundary_only.run(Op.I, boundary_only=True)
     assert same(made, full.run(Op.I))
-    assert bare.held() == {Datum("wgrad", 1, SECOND, STEP)}
+    assert boundary_only.held() == {Datum("wgrad", 1, SECOND, STEP)}
 
 
 @pytest.mark.parametrize("ops", (SPLIT, FUSED), ids=("F, I, W", "F, B"))
@@ -272,7 +272,7 @@ def test_what_a_stage_has_received_stays_as_it_came_for_whoever_runs_it_once_mor
     runner = Runner("middle", device=late)
     given = tensor(200, torch.float32)
     runner.stage.receive_activation((STEP, FIRST), (given,))
-    before, made = given.clone(), runner.perform(Op.F, (STEP, FIRST), bare=True)
+    before, made = given.clone(), runner.perform(Op.F, (STEP, FIRST), boundary_only=True)
     runner.stage.receive_activation((STEP, FIRST), (given,))
     assert same(made, runner.perform(Op.F, (STEP, FIRST))) and torch.equal(given, before) and not given.requires_grad
 
@@ -305,9 +305,9 @@ def test_bare_work_in_bf16_changes_no_sum():
     runner = Runner("middle", bf16=True)
     run_all(runner, BATCH[:2], SPLIT)
     with no_gradient_changes(runner):
-        runner.run(Op.F, BATCH[2], bare=True)
+        runner.run(Op.F, BATCH[2], boundary_only=True)
         runner.run(Op.F, BATCH[2])
-        runner.run(Op.I, BATCH[2], bare=True)
+        runner.run(Op.I, BATCH[2], boundary_only=True)
     assert all(parameter.grad is None for parameter in runner.module.parameters())
 
 
@@ -374,9 +374,9 @@ def test_a_weight_gradient_out_of_its_blocks_turn_is_refused(ops):
 def test_bare_work_in_exact_mode_leaves_the_sums_as_they_are():
     full, runner = Runner("middle", block=2), Runner("middle", block=2)
     run_all(full, OWN + TAKEN, SPLIT), run_all(runner, OWN[:1], SPLIT)
-    made, kept = runner.run(Op.F, OWN[0], bare=True), runner.run(Op.F, OWN[0])
+    made, kept = runner.run(Op.F, OWN[0], boundary_only=True), runner.run(Op.F, OWN[0])
     assert same(made, kept)
-    runner.run(Op.I, OWN[0], bare=True)
+    runner.run(Op.I, OWN[0], boundary_only=True)
     run_all(runner, OWN[1:] + TAKEN, SPLIT)
     assert torch.equal(total(runner), total(full))
 

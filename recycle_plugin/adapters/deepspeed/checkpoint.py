@@ -36,7 +36,7 @@ FOLLOWING = frozenset(("places",))  # small parts that the step and the batch si
 
 
 @dataclass(frozen=True)
-class Files:
+class EngineFiles:
     """What the worker of ``session`` writes and reads of a checkpoint (runtime/worker/ports.py): by stock code of ``engine``, and what that leaves out.
 
     ``masters``: files of the optimizer's state in bf16; ``scaler``: whose state has to be in them; ``client_state``, ``exclude_frozen_parameters``: as scripts give
@@ -80,13 +80,13 @@ class Files:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """While stock code loads."""
-        with self.session.heart.at(ELSEWHERE, "a checkpoint"), without_optimizer(self.engine), self.ties.loading():
+        with self.session.heartbeats.at(ELSEWHERE, "a checkpoint"), without_optimizer(self.engine), self.ties.loading():
             yield
 
     def load_rest(self, state: StageState, path: Path, with_optimizer: bool) -> None:
         """What stock code leaves to the plugin, of the checkpoint at ``path``."""
         read = self.engine.checkpoint_engine.load
-        with self.session.heart.at(ELSEWHERE, "a checkpoint"):
+        with self.session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             self.ties.load(path, partial(read, map_location=self.engine.device))
             self.load_beside(state, path, with_optimizer)
             if self.masters is not None:

@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from recycle_plugin.adapters.deepspeed import ties
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles, whole_state_mib
-from recycle_plugin.adapters.deepspeed.checkpoint import Files, check_loadable, chosen
+from recycle_plugin.adapters.deepspeed.checkpoint import EngineFiles, check_loadable, chosen
 from recycle_plugin.adapters.deepspeed.feeding import Feeding
 from recycle_plugin.adapters.deepspeed.model import keyed_forward, reentrant
 from recycle_plugin.adapters.deepspeed.monitors import Reporting
@@ -29,7 +29,7 @@ from recycle_plugin.adapters.deepspeed.schedule import INSTRUCTION_MAP, PlanSche
 from recycle_plugin.adapters.deepspeed.ties import Ties
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology, tied
-from recycle_plugin.core.worker.data_cursor import Places
+from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.device import device_of
@@ -43,7 +43,7 @@ from recycle_plugin.settings.schema import Settings
 
 
 @dataclass(frozen=True)
-class Job:
+class EngineArguments:
     """What the engine needs besides DeepSpeed's own arguments."""
 
     session: Session
@@ -57,12 +57,12 @@ class RecycleEngine(PipelineEngine):
     ``training_data`` or an iterator, and ``settle()`` waits until all steps done so far are committed.
     """
 
-    _job: Job  # of the class that engine_class makes: users' constructors need not know of it
+    _job: EngineArguments  # of the class that engine_class makes: users' constructors need not know of it
     _dataset: Source | None = None  # training_data
     masters: Masters | None = None  # in bf16
     seat: Seat
     _trainer: Trainer
-    _files: Files
+    _files: EngineFiles
     _feeding: Feeding
     _reporting: Reporting
 
@@ -80,7 +80,7 @@ class RecycleEngine(PipelineEngine):
         tied_weights = Ties(self.module, specs, shared, session, self.masters)
         scaler = loss_scaler(self._config.float16_config) if settings.loss_scaling else None
         masters = StateFiles(self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping()) if self.masters is not None else None
-        self._files = Files(self, session, tied_weights, masters, scaler)
+        self._files = EngineFiles(self, session, tied_weights, masters, scaler)
         topology = Topology(self.grid.data_parallel_size, self.num_stages, int(self.micro_batches), tied(shared.values()))
         self._trainer = Trainer(session, settings, self._framework(topology, tied_weights, scaler))
         self._feeding = Feeding(self, self._trainer.feed, self._dataset, settings.exact, self._next_batch)
@@ -248,8 +248,8 @@ class RecycleEngine(PipelineEngine):
         )  # fmt: skip
 
     @cached_property
-    def _places(self) -> Places:
-        return Places(self.micro_batches)
+    def _places(self) -> DataCursor:
+        return DataCursor(self.micro_batches)
 
     def _check_batch_size(self) -> None:
         """Before each step."""
@@ -260,7 +260,7 @@ class RecycleEngine(PipelineEngine):
             )
 
 
-def engine_class(users: type, job: Job) -> type:
+def engine_class(users: type, job: EngineArguments) -> type:
     """``users``, DeepSpeed's engine or a subclass of it, on top of ours: what it overrides and hands on to ``super()`` gets here."""
     mine = {name for each in users.__mro__ if not issubclass(PipelineEngine, each) for name in vars(each)}
     unheard = sorted(name for name in mine if name.startswith("_exec_") or name in ("_INSTRUCTION_MAP", "_train_schedule", "_aggregate_total_loss"))

@@ -103,7 +103,7 @@ class Plugin:
     def _our_engine(self, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]) -> Iterator[None]:
         """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment, which may be a class of the user's."""
         check_versions()
-        from recycle_plugin.adapters.deepspeed.engine import Job, engine_class
+        from recycle_plugin.adapters.deepspeed.engine import EngineArguments, engine_class
         from recycle_plugin.adapters.deepspeed.engine_checks import check_config, check_dataset, check_placement
         from recycle_plugin.runtime.collectives import group
 
@@ -115,7 +115,7 @@ class Plugin:
         check_dataset(given.get("training_data"))
         check_placement(settings.placement, given.get("model"), os.environ["RECYCLE_PLACEMENT"])
         self.session.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)
-        stock, module.PipelineEngine = module.PipelineEngine, engine_class(module.PipelineEngine, Job(self.session, settings))
+        stock, module.PipelineEngine = module.PipelineEngine, engine_class(module.PipelineEngine, EngineArguments(self.session, settings))
         try:
             yield
         finally:

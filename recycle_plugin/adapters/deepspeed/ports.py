@@ -11,7 +11,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from recycle_plugin.runtime.stage.clipping import squared_norm
-from recycle_plugin.runtime.state.stage_state import Part
+from recycle_plugin.runtime.state.stage_state import StatePart
 from recycle_plugin.runtime.worker.ports import Parameters, Scaler
 
 
@@ -108,11 +108,11 @@ def loss_scaler(fp16: Any) -> Scaler:
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
-def counters_part(engine: Any) -> Part:
+def counters_part(engine: Any) -> StatePart:
     """What stock code counts in a step."""
 
     def count(counts: Mapping[str, int]) -> None:
         for name, value in counts.items():
             setattr(engine, name, value)
 
-    return Part("counters", get=lambda: {name: getattr(engine, name) for name in COUNTERS}, set=count)
+    return StatePart("counters", get=lambda: {name: getattr(engine, name) for name in COUNTERS}, set=count)

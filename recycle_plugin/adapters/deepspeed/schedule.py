@@ -10,7 +10,7 @@ from typing import Iterator
 from deepspeed.runtime.pipe import schedule as stock
 
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op
-from recycle_plugin.core.worker.training_loop import Program
+from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.runtime.stage.operations import Operations
 
@@ -40,7 +40,7 @@ INSTRUCTION_MAP = {
 class PlanSchedule(stock.PipeSchedule):
     """A worker's program.  Each yielded command carries its instruction as ``command.instruction``."""
 
-    def __init__(self, program: Program, micro_batches: int, stages: int, stage: int) -> None:
+    def __init__(self, program: StepProgram, micro_batches: int, stages: int, stage: int) -> None:
         super().__init__(micro_batches, stages, stage)
         self.program = program
 

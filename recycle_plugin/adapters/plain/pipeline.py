@@ -13,7 +13,7 @@ from torch import nn
 from recycle_plugin.adapters.plain.training_job import PlainJob, check_numbers, device, settings_of
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.core.worker.data_cursor import Places
+from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control import session
 from recycle_plugin.runtime.movers.batches import packed
@@ -124,7 +124,7 @@ def _refuse_function(number: int, given: Layer) -> None:
                            "outputs from inputs, give a module whose forward calls it") from None  # fmt: skip
 
 
-def _source(data: Any, topology: Topology, places: Places, size: int) -> Source:
+def _source(data: Any, topology: Topology, places: DataCursor, size: int) -> Source:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, topology.replicas, places, size, drop_last=True, collate=None)
     if not callable(data):

@@ -7,12 +7,12 @@ from typing import Any, Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from recycle_plugin.runtime.state.stage_state import Part
+from recycle_plugin.runtime.state.stage_state import StatePart
 
 BUCKET = 500_000_000  # numbers
 
 
-class Buckets:
+class PlainBuckets:
     """The mean over ``group``, whose size is the logical number of replicas."""
 
     limit = BUCKET
@@ -33,7 +33,7 @@ class Buckets:
         return torch._utils._unflatten_dense_tensors(flat, like)
 
 
-class Steps:
+class PlainOptimizer:
     """Of ``wrapped``, with its learning-rate ``scheduler``, if it has one.  ``clip()`` clips what stands in ``parameter.grad``."""
 
     def __init__(self, wrapped: torch.optim.Optimizer, scheduler: Any, clip: Callable[[], None]) -> None:
@@ -53,8 +53,8 @@ class Steps:
         self.skipped += 1
 
     @property
-    def counters(self) -> Part:
-        return Part("counters", get=lambda: {"steps": self.steps, "skipped": self.skipped}, set=self._count)
+    def counters(self) -> StatePart:
+        return StatePart("counters", get=lambda: {"steps": self.steps, "skipped": self.skipped}, set=self._count)
 
     def _count(self, counts: Mapping[str, int]) -> None:
         self.steps, self.skipped = counts["steps"], counts["skipped"]

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from recycle_plugin.adapters.plain.checkpoint import StageFiles, chosen
-from recycle_plugin.adapters.plain.ports import Buckets, Steps
+from recycle_plugin.adapters.plain.ports import PlainBuckets, PlainOptimizer
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.core.worker.data_cursor import Places
+from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.average import BACKEND
 from recycle_plugin.runtime.collectives.group import check_backend
@@ -76,11 +76,11 @@ class PlainJob:
         self._files = StageFiles(line, self.seat, topology.stages, module, kinds)
         first, last, keyed_forwards = stage == 0, stage == topology.stages - 1, settings.rng == "keyed"
         model = StageModel(module, loss, topology.micro_batches, first, last, device(), keyed=keyed_forwards)
-        steps = Steps(optimizer, scheduler, lambda: self._trainer.clip())
-        self._places = Places(topology.micro_batches)
+        steps = PlainOptimizer(optimizer, scheduler, lambda: self._trainer.clip())
+        self._places = DataCursor(topology.micro_batches)
         batch = len(topology.batch) * micro_batch_size
         framework = Framework(
-            seat=self.seat, topology=topology, model=model, optimizer=steps, buckets=Buckets(peers), checkpoints=self._files, places=self._places,
+            seat=self.seat, topology=topology, model=model, optimizer=steps, buckets=PlainBuckets(peers), checkpoints=self._files, places=self._places,
             micro_batch_size=micro_batch_size, batch=lambda: batch, next_batch=_no_iterator, forward=_forward, clipping=clip,
             state=(scheduler_part(lambda: scheduler), steps.counters), compute=compute,
         )  # fmt: skip

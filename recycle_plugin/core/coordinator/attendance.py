@@ -16,12 +16,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Iterable
 
-from recycle_plugin.core.coordinator.failure_detector import Watch
-from recycle_plugin.core.coordinator.output import SUPERVISORS, Output
-from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.coordinator.failure_detector import FailureDetector
+from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput
+from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import (
-    Arrived,
-    Beat,
+    BarrierReached,
+    CheckpointLoaded,
+    ComputeTime,
     Contribution,
     Crashed,
     End,
@@ -29,15 +30,14 @@ from recycle_plugin.core.messages.protocol import (
     Fatal,
     Fence,
     Fingerprint,
+    Heartbeat,
     Leaving,
     Left,
-    Loaded,
     Missing,
     Note,
-    Pace,
-    Report,
     Resized,
     Stepped,
+    SurvivorReport,
 )  # fmt: skip
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.describe import how_ended, named
@@ -45,7 +45,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 
-OF_MEMBERS = (Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Beat, Missing, Fatal, Note, Crashed)
+OF_MEMBERS = (SurvivorReport, Fingerprint, ComputeTime, Stepped, Contribution, BarrierReached, CheckpointLoaded, Resized, Leaving, Left, Heartbeat, Missing, Fatal, Note, Crashed)
 """Nothing of this counts from a worker that is lost, or has come too late."""
 
 
@@ -60,7 +60,7 @@ class Attendance:
         self.late: set[WorkerId] = set()  # came when they could take part no more
         self.leaving: set[WorkerId] = set()  # members that want to go as soon as nobody counts on them
         self.unguarded: dict[int, int] = {}  # by rank, the process that the launcher had started for it, and that was killed
-        self.watch = Watch()
+        self.failure_detector = FailureDetector()
         self._seats: dict[int, Seat] = {}  # by rank, of all that have begun
         self._crashes: dict[WorkerId, Crashed] = {}  # what their scripts have ended with
         self._reasons: dict[WorkerId, str] = {}  # why each of those that were leaving ever wanted to
@@ -101,14 +101,14 @@ class Attendance:
 
     # --- joining ---------------------------------------------------------------------------------
 
-    def begin(self, roster: Roster, job: Job) -> None:
+    def begin(self, roster: Roster, job: JobSpec) -> None:
         """All are there."""
         self.roster, self._shape = roster, job.shape
         self._seats = roster.seats_by_rank()
-        self.watch = Watch(job.deadlines, self.watch.clock)
-        self.watch.admit(roster.workers)
+        self.failure_detector = FailureDetector(job.deadlines, self.failure_detector.clock)
+        self.failure_detector.admit(roster.workers)
 
-    def turn_away(self, worker: WorkerId, host: str, step: int, out: Output) -> None:
+    def turn_away(self, worker: WorkerId, host: str, step: int, out: CoordinatorOutput) -> None:
         """Whoever comes when the job is at ``step``, or has another one's rank, hears so at once, and ends, instead of waiting for the others."""
         if worker in self.late:
             return
@@ -125,7 +125,7 @@ class Attendance:
 
     # --- leaving ---------------------------------------------------------------------------------
 
-    def announce(self, message: Leaving, out: Output) -> bool:
+    def announce(self, message: Leaving, out: CoordinatorOutput) -> bool:
         """A member wants to leave; whether that is news."""
         member = self.roster.member(message.worker)
         if member is None or member.worker in self.leaving:
@@ -155,11 +155,11 @@ class Attendance:
         """It is gone, whether it was a member still or not."""
         self.roster = self.roster.without({worker})
         self.leaving.discard(worker)
-        self.watch.dismiss(worker)
+        self.failure_detector.dismiss(worker)
 
     # --- dying -----------------------------------------------------------------------------------
 
-    def died(self, message: Exited, out: Output) -> str:
+    def died(self, message: Exited, out: CoordinatorOutput) -> str:
         """Its supervisor has seen the process end; how."""
         how = f"its process {how_ended(message.code)}"
         if message.rank in self.unguarded and message.code < 0:
@@ -169,7 +169,7 @@ class Attendance:
             out.say("confirmed", f"{self.named(message.rank)}: {how}, says its supervisor", rank=message.rank, code=message.code, how=how)
         return how
 
-    def crashed(self, message: Crashed, out: Output) -> None:
+    def crashed(self, message: Crashed, out: CoordinatorOutput) -> None:
         """Its script has ended with an error, which people see once, whoever else meets it.  The worker is lost once its process ends."""
         known = {(each.error, each.trace) for each in self._crashes.values()}
         self._crashes[message.worker] = message
@@ -193,12 +193,12 @@ class Attendance:
         return self.crash(sorted(worker for worker in self.lost if self._seats[worker.rank].stage == stage))
 
     @staticmethod
-    def fence(worker: WorkerId, why: str, out: Output) -> None:
+    def fence(worker: WorkerId, why: str, out: CoordinatorOutput) -> None:
         """See to it that it does nothing more."""
         for whom in (SUPERVISORS, worker):
             out.tell(whom, Fence(worker.rank, why, incarnation=worker.incarnation))
 
-    def lose(self, member: Member, cause: Cause, how: str, at: float, out: Output) -> None:
+    def lose(self, member: Member, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> None:
         """... and whoever is given up with it."""
         first, *others = self._domain.of(member, self.roster)
         self._lose(first, cause, how, at, out)
@@ -207,7 +207,7 @@ class Attendance:
             self.fence(other.worker, why, out)
             self._lose(other, Cause.TOGETHER, why, at, out)
 
-    def _lose(self, member: Member, cause: Cause, how: str, at: float, out: Output) -> None:
+    def _lose(self, member: Member, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> None:
         if member.worker in self._crashes:
             cause, how = Cause.ERROR, f"its script ended with {self._crashes[member.worker].error}"
         self.lost.add(member.worker)
@@ -229,12 +229,12 @@ class Attendance:
         if len(self.unreachable) <= len(self.roster):
             self._outnumbered_at = None
         elif self._outnumbered_at is None:
-            self._outnumbered_at = self.watch.clock
+            self._outnumbered_at = self.failure_detector.clock
         return not self.outnumbered
 
     def cut_off(self) -> str:
         """Why those left have to end, once the grace is over."""
-        if self._outnumbered_at is None or self.watch.clock - self._outnumbered_at <= self.watch.deadlines.progress_timeout_s:
+        if self._outnumbered_at is None or self.failure_detector.clock - self._outnumbered_at <= self.failure_detector.deadlines.progress_timeout_s:
             return ""
         return (f"{len(self.unreachable)} workers can't be reached and aren't known to be dead, and only {len(self.roster)} are left here: "
                 "this may be the smaller side of a broken network")

@@ -13,7 +13,7 @@ from typing import AbstractSet
 from recycle_plugin.core.vocabulary.roster import WorkerId
 
 
-class Meetings:
+class Barriers:
     """Who is where, in the membership in force."""
 
     def __init__(self) -> None:

@@ -17,18 +17,31 @@ members say (core/coordinator/regrouping.py), what is known of steps (core/coord
 from __future__ import annotations
 
 from recycle_plugin.core.coordinator.attendance import Attendance
-from recycle_plugin.core.coordinator.barriers import Meetings
+from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.ending import Ending
 from recycle_plugin.core.coordinator.failure_detector import Suspicion
-from recycle_plugin.core.coordinator.output import WORKERS, Output
+from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.regrouping import Regrouping, Reports
-from recycle_plugin.core.coordinator.step_ledger import Steps
-from recycle_plugin.core.coordinator.step_validation import Verdicts
+from recycle_plugin.core.coordinator.step_ledger import StepLedger
+from recycle_plugin.core.coordinator.step_validation import StepValidation
 from recycle_plugin.core.coordinator.suspicions import Suspicions
-from recycle_plugin.core.coordinator.throughput_floor import Escalation
+from recycle_plugin.core.coordinator.throughput_floor import ThroughputFloor
 from recycle_plugin.core.coordinator.wait_graph import records, shown, wait_graph
-from recycle_plugin.core.messages.job_spec import Job
-from recycle_plugin.core.messages.protocol import TRY_AGAIN, Arrived, Beat, Exited, Leaving, Left, Loaded, Report, Resized, Resume, Stepped, Unguarded
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.messages.protocol import (
+    TRY_AGAIN,
+    BarrierReached,
+    CheckpointLoaded,
+    Exited,
+    Heartbeat,
+    Leaving,
+    Left,
+    Resized,
+    Resume,
+    Stepped,
+    SurvivorReport,
+    Unguarded,
+)
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
@@ -43,10 +56,10 @@ class Course:
     def __init__(self, domain: FailureDomain) -> None:
         self.attendance = Attendance(domain)
         self.regrouping = Regrouping()
-        self.steps = Steps()
+        self.steps = StepLedger()
         self.ending = Ending()
-        self._meetings = Meetings()
-        self._escalation = Escalation()
+        self._barriers = Barriers()
+        self._throughput_floor = ThroughputFloor()
         self._suspicions = Suspicions()
         self._stood_still = -1  # behind which commit all have met again since everybody waited
 
@@ -67,39 +80,39 @@ class Course:
         """Whether that is the membership in force, and has lost nobody."""
         return generation == self.regrouping.in_force and not self.halted
 
-    def begin(self, roster: Roster, job: Job, stepped: int) -> None:
+    def begin(self, roster: Roster, job: JobSpec, stepped: int) -> None:
         """All are there, and have the state after ``stepped`` steps."""
         self.attendance.begin(roster, job)
-        verdicts = Verdicts(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
-        self.steps = Steps(stepped, verdicts, job.rebalance, roster.shards)
-        self._escalation = Escalation(job.max_slowdown)
+        validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
+        self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
+        self._throughput_floor = ThroughputFloor(job.max_slowdown)
 
-    def resize(self, message: Resized, out: Output) -> None:
+    def resize(self, message: Resized, out: CoordinatorOutput) -> None:
         """The first who says it says it for all."""
         if self.attendance.resize(message.micro_batches):
-            self._escalation.resize(message.full_us)
+            self._throughput_floor.resize(message.full_us)
             out.say("batch", f"from step {self.committed + 1} on {message.batch} samples a step, {message.micro_batches} micro-batches of each replica",
                     step=self.committed + 1, batch=message.batch, micro_batches=message.micro_batches)
 
     # --- regrouping ------------------------------------------------------------------------------
 
-    def regroup(self, cause: str, now: float, out: Output, from_step: int = 0) -> None:
+    def regroup(self, cause: str, now: float, out: CoordinatorOutput, from_step: int = 0) -> None:
         """Publish the membership; with ``from_step`` the leaving workers stay members until then."""
-        slowness = tuple(sorted(self.steps.paces.percent.items()))
+        slowness = tuple(sorted(self.steps.straggler_detector.percent.items()))
         self.regrouping.publish(self.attendance.staying if from_step else self.roster, from_step, cause, now, slowness, out)
 
-    def report(self, message: Report, now: float, out: Output) -> None:
+    def report(self, message: SurvivorReport, now: float, out: CoordinatorOutput) -> None:
         if self.regrouping.add(message):
             self._end_if_stranded(out)
             self._complete(now, out)
 
-    def overdue(self, seconds: float, out: Output) -> None:
+    def overdue(self, seconds: float, out: CoordinatorOutput) -> None:
         """All should have reported by now."""
         why = self.regrouping.overdue(self.attendance.left, seconds)
         if why is not None:
             self.end(why, out)
 
-    def _complete(self, now: float, out: Output) -> None:
+    def _complete(self, now: float, out: CoordinatorOutput) -> None:
         """Go on if everybody has reported who still can."""
         reports = self.regrouping.complete(self.roster)
         if reports is None:
@@ -110,43 +123,43 @@ class Course:
         else:
             self._go_on(reports, now, out)
 
-    def _go_on(self, reports: Reports, now: float, out: Output) -> None:
+    def _go_on(self, reports: Reports, now: float, out: CoordinatorOutput) -> None:
         generation, held = reports.generation, reports.holdings
         if reports.loaded:
             self.steps.rewind(reports.counts[0], out)
-            self.attendance.watch.rewind(reports.counts[0])
-        committed, norm, void = self.steps.agree(generation.number, reports.counts, held, reports.eras)
+            self.attendance.failure_detector.rewind(reports.counts[0])
+        committed, norm, rejected = self.steps.agree(generation.number, reports.counts, held, reports.all_valid_from)
         self.regrouping.agreed(generation)
         if committed > self.committed:
             self._commit(committed, now, out)
         self.attendance.agreed(generation.roster)
-        self.attendance.watch.met_again()
+        self.attendance.failure_detector.met_again()
         self.steps.resume(self.roster.workers, committed)
-        out.tell(WORKERS, Resume(generation.number, committed, held, norm, void, reports.drawn))
-        throughput = self._escalation.throughput(reports.slowest.period_us)
+        out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws))
+        throughput = self._throughput_floor.throughput(reports.slowest.period_us)
         self._say_resume(reports, committed, throughput, now, out)
         self._escalate(throughput, out)
         if self.attendance.leaving & self.roster.workers:
             self._plan_leave(now, out)
         self._compare_replicas(now, out)
 
-    def _say_resume(self, reports: Reports, committed: int, throughput: float, now: float, out: Output) -> None:
+    def _say_resume(self, reports: Reports, committed: int, throughput: float, now: float, out: CoordinatorOutput) -> None:
         slowest, ahead = reports.slowest, max(reports.counts) - committed
         out.say("resume", f"{len(self.roster)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
                 generation=reports.generation.number, committed=committed, ahead=ahead, regroup_s=round(now - reports.generation.at, 4),
                 digest=slowest.digest, timings=slowest.timings, throughput=throughput, period_us=slowest.period_us, bound_us=slowest.bound_us)
 
-    def _escalate(self, throughput: float, out: Output) -> None:
-        reason = self._escalation.reason(throughput)
+    def _escalate(self, throughput: float, out: CoordinatorOutput) -> None:
+        reason = self._throughput_floor.reason(throughput)
         if reason is None or self.ending.ended is not None:
             return
         self.end_planned(reason, out, TRY_AGAIN)
-        out.say("escalate", f"{reason}: the job ends with a checkpoint of step {self.ending.ended.step - 1} and exit code {TRY_AGAIN}",
+        out.say("throughput_floor", f"{reason}: the job ends with a checkpoint of step {self.ending.ended.step - 1} and exit code {TRY_AGAIN}",
                 throughput=throughput, step=self.ending.ended.step - 1, code=TRY_AGAIN)
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def step(self, message: Stepped, now: float, out: Output) -> None:
+    def step(self, message: Stepped, now: float, out: CoordinatorOutput) -> None:
         """A worker has applied one."""
         if message.worker not in self.roster.workers or self.halted or self.ending.failed:
             return
@@ -155,11 +168,11 @@ class Course:
         self._compare_replicas(now, out)
         self._rebalance(now, out)
 
-    def _commit(self, step: int, now: float, out: Output) -> None:
-        self.attendance.watch.committed(step, now)
+    def _commit(self, step: int, now: float, out: CoordinatorOutput) -> None:
+        self.attendance.failure_detector.committed(step, now)
         self.steps.commit(step, self.roster, now, out)
 
-    def _compare_replicas(self, now: float, out: Output) -> None:
+    def _compare_replicas(self, now: float, out: CoordinatorOutput) -> None:
         """Whoever differs from a majority is lost as if it had died; what it has contributed since it was right is in everybody's
         state alike, and stays.  Without a majority nobody knows which state to go on with."""
         for mismatch in self.steps.mismatches(self.roster):
@@ -169,7 +182,7 @@ class Course:
             for worker in mismatch.workers:
                 self.give_up(worker, Cause.DIFFERS, str(mismatch), now, out)
 
-    def _rebalance(self, now: float, out: Output) -> None:
+    def _rebalance(self, now: float, out: CoordinatorOutput) -> None:
         """Plan anew, for a step that nobody has started, where a worker has become slow, or is so no longer."""
         self.steps.measured(self.roster)
         if self.halted or self.regrouping.under_way or self.ending.ended is not None:
@@ -180,21 +193,21 @@ class Course:
 
     # --- between steps ---------------------------------------------------------------------------
 
-    def meet(self, message: Arrived | Loaded | Resized, place: str, values: dict, out: Output) -> dict | None:
+    def barrier(self, message: BarrierReached | CheckpointLoaded | Resized, place: str, values: dict, out: CoordinatorOutput) -> dict | None:
         """What all have brought along to ``place``, if with this one all are there."""
         self._end_if_stranded(out)
         if message.generation != self.regrouping.in_force or self.regrouping.at_once is not None:
             return None
-        return self._meetings.arrive(message.worker, message.generation, place, values, self.roster.workers, not self.attendance.outnumbered)
+        return self._barriers.arrive(message.worker, message.generation, place, values, self.roster.workers, not self.attendance.outnumbered)
 
     # --- leaving ---------------------------------------------------------------------------------
 
-    def leave(self, message: Leaving, now: float, out: Output) -> None:
+    def leave(self, message: Leaving, now: float, out: CoordinatorOutput) -> None:
         """A member wants to."""
         if self.ending.ended is None and self.attendance.announce(message, out) and not self.halted:
             self._plan_leave(now, out)
 
-    def _plan_leave(self, now: float, out: Output) -> None:
+    def _plan_leave(self, now: float, out: CoordinatorOutput) -> None:
         """Announce a generation for a step that nobody can have started.
 
         Not in place of an earlier one whose step may have come: who leaves by that may be gone, and no other membership in force is without it.
@@ -209,7 +222,7 @@ class Course:
         leavers = ", ".join(str(member.seat) for member in stay.leaves(self.roster))
         self.regroup(f"planned leave of {leavers}", now, out, from_step=unstarted(self.committed))
 
-    def goodbye(self, message: Left, now: float, out: Output) -> None:
+    def goodbye(self, message: Left, now: float, out: CoordinatorOutput) -> None:
         """A worker has left: as planned, or since its script is through."""
         worker, member = message.worker, self.roster.member(message.worker)
         early = message.planned and not self._through
@@ -223,27 +236,27 @@ class Course:
         self._await_without(member, early, now, out)
         self._finish_if_empty(out)
 
-    def beat(self, message: Beat, out: Output) -> None:
+    def heartbeat(self, message: Heartbeat, out: CoordinatorOutput) -> None:
         """A worker says what it is at."""
-        out.tell(message.worker, self.attendance.watch.beat(message))
+        out.tell(message.worker, self.attendance.failure_detector.heartbeat(message))
         member = self.roster.member(message.worker)
         if member is not None:
             self._compare_scripts(member, message.step, out)
 
-    def _script_ended(self, member: Member, step: int, out: Output) -> None:
+    def _script_ended(self, member: Member, step: int, out: CoordinatorOutput) -> None:
         """... of ``member``, after ``step``: the others' have to do so too, or they would wait for it, or go on without its data.  One look at each worker."""
         self.ending.scripts_end(member, step)
         self._compare_scripts(member, step, out)
         for other in self.roster:
-            last = self.attendance.watch.last(other.worker)
+            last = self.attendance.failure_detector.last(other.worker)
             if last is not None:
                 self._compare_scripts(other, last.step, out)
 
-    def _compare_scripts(self, member: Member, step: int, out: Output) -> None:
+    def _compare_scripts(self, member: Member, step: int, out: CoordinatorOutput) -> None:
         if not self.ending.failed and (uneven := self.ending.uneven(member, step)):
             self.end(f"{uneven}. {self.ending.safe_point}", out)
 
-    def _await_without(self, member: Member | None, early: bool, now: float, out: Output) -> None:
+    def _await_without(self, member: Member | None, early: bool, now: float, out: CoordinatorOutput) -> None:
         """``member`` has gone before it could hear of the membership that the others may be reporting for."""
         if member is None or not self.regrouping.counts_on(member.worker):
             return
@@ -258,24 +271,24 @@ class Course:
 
     # --- dying -----------------------------------------------------------------------------------
 
-    def died(self, message: Exited, now: float, out: Output) -> None:
+    def died(self, message: Exited, now: float, out: CoordinatorOutput) -> None:
         """Its supervisor says so."""
         how = self.attendance.died(message, out)
         if message.worker in self.attendance.lost and self.attendance.outnumbered and not self.ending.failed:
             self._go_on_without(f"death of rank {message.rank}", now, out)
         self.lose(message.worker, Cause.DIED, how, now, message.at, out, by_itself=message.code >= 0)
 
-    def unguarded(self, message: Unguarded, out: Output) -> None:
+    def unguarded(self, message: Unguarded, out: CoordinatorOutput) -> None:
         """The process that the launcher had started for a rank is gone: some launchers end the job for that, others go on without it."""
         self.attendance.unguarded[message.rank] = message.pid
         out.say("unguarded", f"the guard of rank {message.rank}, process {message.pid} that the launcher had started, was killed, and its worker goes with it",
                 rank=message.rank, pid=message.pid)
 
-    def tick(self, now: float, out: Output) -> None:
+    def tick(self, now: float, out: CoordinatorOutput) -> None:
         """Time passes, and may show who is stopped or stuck, that nobody does anything, or that those left are cut off."""
         if self.ending.failed:
             return
-        suspicions = self.attendance.watch.tick(now)
+        suspicions = self.attendance.failure_detector.tick(now)
         self._suspicions.update(suspicions, self.attendance, out)
         for worker, suspicion in suspicions.items():
             if not self.ending.failed:
@@ -284,22 +297,22 @@ class Course:
         if cut_off := self.attendance.cut_off():
             self._give_up_going_on(f"{cut_off}. {self.ending.safe_point}", out)
 
-    def _act_on(self, worker: WorkerId, suspicion: Suspicion, now: float, out: Output) -> None:
-        member, watch = self.roster.member(worker), self.attendance.watch
+    def _act_on(self, worker: WorkerId, suspicion: Suspicion, now: float, out: CoordinatorOutput) -> None:
+        member, failure_detector = self.roster.member(worker), self.attendance.failure_detector
         if member is not None and self.roster.is_last(member):
-            limit_s = watch.deadlines.last_worker_timeout_s
+            limit_s = failure_detector.deadlines.last_worker_timeout_s
             if suspicion.for_s > limit_s:
                 self.end(f"{member}, the last worker of stage {member.seat.stage}: {suspicion} (deadline {limit_s:.1f} s). "
                          f"{self.ending.safe_point}. {self._say_waits(out)}", out)
         elif suspicion.overdue:
-            watch.has_cost(suspicion.work)
+            failure_detector.has_cost(suspicion.work)
             self.give_up(worker, suspicion.cause, f"{suspicion} (deadline {suspicion.limit_s:.1f} s)", now, out)
 
-    def _see_standstill(self, now: float, out: Output) -> None:
+    def _see_standstill(self, now: float, out: CoordinatorOutput) -> None:
         """Once it may be a message that was lost, and then all say again what they hold; twice it is a mistake that nobody here can mend."""
-        watch = self.attendance.watch
-        standstill_s = watch.standstill_s
-        if self.halted or self.ending.failed or standstill_s <= watch.stall_s:
+        failure_detector = self.attendance.failure_detector
+        standstill_s = failure_detector.standstill_s
+        if self.halted or self.ending.failed or standstill_s <= failure_detector.stall_s:
             return
         why, waits = f"everybody waits for {standstill_s:.1f} s", self._say_waits(out)
         if self._stood_still == self.committed:
@@ -309,18 +322,18 @@ class Course:
             out.say("warning", f"{why}, and nobody does anything: all meet again. {waits}")
             self.regroup("everybody waits", now, out)
 
-    def _say_waits(self, out: Output) -> str:
+    def _say_waits(self, out: CoordinatorOutput) -> str:
         """The same as data."""
-        edges = wait_graph(self.roster, self.attendance.watch)
-        out.say("waits", shown(edges), edges=records(edges))
+        edges = wait_graph(self.roster, self.attendance.failure_detector)
+        out.say("wait_graph", shown(edges), edges=records(edges))
         return f"Who waits for whom: {shown(edges)}"
 
-    def give_up(self, worker: WorkerId, cause: Cause, why: str, now: float, out: Output) -> None:
+    def give_up(self, worker: WorkerId, cause: Cause, why: str, now: float, out: CoordinatorOutput) -> None:
         """Lose a worker that may be alive."""
         self.attendance.fence(worker, why, out)
         self.lose(worker, cause, why, now, now, out)
 
-    def lose(self, worker: WorkerId, cause: Cause, how: str, now: float, at: float, out: Output, by_itself: bool = False) -> None:
+    def lose(self, worker: WorkerId, cause: Cause, how: str, now: float, at: float, out: CoordinatorOutput, by_itself: bool = False) -> None:
         """``at``: when that was seen.  ``by_itself``: its process has ended so, and not been killed."""
         if self.attendance.is_gone(worker) or self.ending.failed:
             return
@@ -336,13 +349,13 @@ class Course:
             self.attendance.lose(member, cause, how, at, out)
             self._after_loss(member, now, out)
 
-    def _depart(self, worker: WorkerId, out: Output) -> None:
+    def _depart(self, worker: WorkerId, out: CoordinatorOutput) -> None:
         """Its planned leave holds, and it is gone without the goodbye: nobody needs anything of it any more."""
         self.attendance.leave(worker)
         out.say("left", f"{self.attendance.named(worker.rank)} has left after step {self.committed} as planned, without a word", rank=worker.rank)
         self._finish_if_empty(out)
 
-    def _after_loss(self, member: Member, now: float, out: Output) -> None:
+    def _after_loss(self, member: Member, now: float, out: CoordinatorOutput) -> None:
         """... and of whoever was given up with it."""
         if self.ending.finishing:
             self._await_without(member, False, now, out)
@@ -352,7 +365,7 @@ class Course:
             self._go_on_without(f"loss of {member.seat}", now, out)
         self._finish_if_empty(out)
 
-    def _go_on_without(self, cause: str, now: float, out: Output) -> None:
+    def _go_on_without(self, cause: str, now: float, out: CoordinatorOutput) -> None:
         """... if those left are enough, which the news of a death that is known can make them."""
         if self.attendance.enough():
             self.ending.stranded = ""
@@ -367,7 +380,7 @@ class Course:
         """All steps up to a planned end are committed."""
         return self.ending.through(self.committed)
 
-    def end_planned(self, reason: str, out: Output, code: int = 0, cause: str = "") -> None:
+    def end_planned(self, reason: str, out: CoordinatorOutput, code: int = 0, cause: str = "") -> None:
         """``cause``: what has led to that.  Where guards were killed, that is taken for it, and the script does not know: there is to be a checkpoint."""
         guards = ", ".join(f"the guard of rank {rank}, process {pid}, was killed" for rank, pid in sorted(self.attendance.unguarded.items()))
         if guards and not code:
@@ -377,7 +390,7 @@ class Course:
         else:
             self.end(reason, out)
 
-    def end(self, reason: str, out: Output, cause: str = "", killed: int | None = None) -> None:
+    def end(self, reason: str, out: CoordinatorOutput, cause: str = "", killed: int | None = None) -> None:
         """Nobody can go on.  ``killed``: a rank whose worker was, before there was a run folder to say so in."""
         self.regrouping.stop()
         self.ending.fail(reason, out, cause, killed)
@@ -393,22 +406,22 @@ class Course:
         empty = self.attendance.view(self.roster).empty_stages()
         return self.attendance.crash_in(empty[0]) if empty else ""
 
-    def _give_up_going_on(self, why: str, out: Output, cause: str = "") -> None:
+    def _give_up_going_on(self, why: str, out: CoordinatorOutput, cause: str = "") -> None:
         """At a planned end that is no failure: who does nothing with the others any more just goes.  But who still meets them would wait in vain."""
         if not self._through:
             self.end(why, out, cause)
         elif not self.ending.stranded:
             self.ending.stranded = why
-            wanted = self.regrouping.wanted or self._meetings.waiting(self.regrouping.in_force)
+            wanted = self.regrouping.wanted or self._barriers.waiting(self.regrouping.in_force)
             self.regrouping.stop()
             if wanted:
                 self._end_if_stranded(out)
 
-    def _end_if_stranded(self, out: Output) -> None:
+    def _end_if_stranded(self, out: CoordinatorOutput) -> None:
         if self.ending.stranded:
             self.end(self.ending.stranded, out)
 
-    def _finish_if_empty(self, out: Output) -> None:
+    def _finish_if_empty(self, out: CoordinatorOutput) -> None:
         if not len(self.roster) and self.attendance.started and not self.ending.failed:
             self.steps.sum_up(out)
             self.ending.finish(self.committed, self.attendance.crash_after(self.committed), out)

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, Output
+from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput
 from recycle_plugin.core.messages.protocol import End, Over
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import Member
@@ -43,7 +43,7 @@ class Ending:
         """All steps up to a planned end are committed."""
         return self.ended is not None and not self.ended.failed and committed >= self.ended.step - 1
 
-    def fail(self, reason: str, out: Output, cause: str = "", killed: int | None = None) -> None:
+    def fail(self, reason: str, out: CoordinatorOutput, cause: str = "", killed: int | None = None) -> None:
         if self.failed:
             return
         self.ended = End(0, reason, failed=True)
@@ -51,7 +51,7 @@ class Ending:
         out.tell(WORKERS, self.ended)
         out.tell(SUPERVISORS, Over(1))
 
-    def plan(self, committed: int, reason: str, code: int, out: Output, cause: str = "") -> None:
+    def plan(self, committed: int, reason: str, code: int, out: CoordinatorOutput, cause: str = "") -> None:
         """``cause``: what has led to ``reason``."""
         why = reason + f" ({cause})" * bool(cause)
         if why not in self.causes:
@@ -77,7 +77,7 @@ class Ending:
         return (f"the training script of {who} ended after step {last}, and that of {member} is in step {step}: all have to train "
                 "equally many steps, so see to what ends the loop on some ranks only")
 
-    def finish(self, committed: int, crash: str, out: Output) -> None:
+    def finish(self, committed: int, crash: str, out: CoordinatorOutput) -> None:
         """All have left.  ``crash``: what scripts have ended with that had come to the last step."""
         more = f"; {len(self.causes) - NAMED} more" if len(self.causes) > NAMED else ""
         why = "; ".join(([crash] if crash else []) + self.causes[:NAMED]) + more

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Iterator, NamedTuple
 
-from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import Ready
 from recycle_plugin.core.vocabulary.placement import at_risk, stages_at_risk
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
@@ -68,7 +68,7 @@ class WeakPoint(NamedTuple):
     refused: bool = False
 
 
-def weak_points(job: Job, roster: Roster, shape: Topology) -> Iterator[WeakPoint]:
+def weak_points(job: JobSpec, roster: Roster, shape: Topology) -> Iterator[WeakPoint]:
     """What this job does not survive, and what keeps it from its best speed."""
     alone, strict = len({member.host for member in roster}) == 1, job.strict_placement
     runs = "runs all workers, the coordinator and the store" if alone else "runs the coordinator and the store"

@@ -27,7 +27,7 @@ from statistics import median
 from typing import Iterable, NamedTuple
 
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS
-from recycle_plugin.core.messages.protocol import Beat, Heard, Pulse
+from recycle_plugin.core.messages.protocol import Heartbeat, Lease, SupervisorHeartbeat
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.deadlines import LATE_S, SUSPECTED, TICK_S, Deadlines
 from recycle_plugin.core.vocabulary.instruction import Instruction
@@ -65,21 +65,21 @@ class Suspicion(NamedTuple):
 
 @dataclass
 class Sign:
-    """The last that was heard of a worker, by :attr:`Watch.clock`."""
+    """The last that was heard of a worker, by :attr:`FailureDetector.clock`."""
 
     heard: float  # from itself or its supervisor
-    pulse: float  # its process was seen running
-    beat: float
+    supervisor_heartbeat: float  # its process was seen running
+    heartbeat: float
     since: float  # it is at the same
-    promised: float = 0.0  # not to be given up for its silence before
+    leased_until: float = 0.0  # not to be given up for its silence before
     stopped: bool = False
     cpu_s: float | None = None  # that its process has used, None where nobody can tell
     cpu_since_s: float | None = None  # the same when it began what it is at
-    last: Beat | None = None
+    last: Heartbeat | None = None
 
 
 @dataclass
-class Watch:
+class FailureDetector:
     """Of nobody before ``admit``."""
 
     deadlines: Deadlines = Deadlines()
@@ -98,25 +98,25 @@ class Watch:
     def dismiss(self, worker: WorkerId) -> None:
         self._signs.pop(worker, None)
 
-    def pulse(self, message: Pulse) -> None:
+    def supervisor_heartbeat(self, message: SupervisorHeartbeat) -> None:
         sign = self._signs.get(message.worker)
         if sign is not None:
             sign.heard, sign.stopped, sign.cpu_s = self.clock, message.stopped, message.cpu_s
             if not message.stopped:
-                sign.pulse = self.clock
+                sign.supervisor_heartbeat = self.clock
 
-    def beat(self, message: Beat) -> Heard:
+    def heartbeat(self, message: Heartbeat) -> Lease:
         """The answer, without a promise before the start.  The promise holds also where the deadline shrinks, and where this clock, told the time now and then, lags."""
         sign = self._signs.get(message.worker)
-        answer = Heard(message.number, self._promise_s if sign is not None else 0.0)
+        answer = Lease(message.number, self._lease_s if sign is not None else 0.0)
         if sign is not None:
             if sign.last is None or (message.done, message.at, message.what) != (sign.last.done, sign.last.at, sign.last.what):
                 sign.since, sign.cpu_since_s = self.clock, sign.cpu_s
-            sign.last, sign.promised = message, self.clock + LATE_S + answer.for_s
-            sign.heard = sign.beat = self.clock
+            sign.last, sign.leased_until = message, self.clock + LATE_S + answer.for_s
+            sign.heard = sign.heartbeat = self.clock
         return answer
 
-    def last(self, worker: WorkerId) -> Beat | None:
+    def last(self, worker: WorkerId) -> Heartbeat | None:
         """What it has said last."""
         sign = self._signs.get(worker)
         return sign.last if sign is not None else None
@@ -125,9 +125,9 @@ class Watch:
         """What it is at, as beats have it, or that it can't be at anything; and for how many seconds."""
         sign = self._signs[worker]
         if sign.stopped:
-            return "is stopped", "", self.clock - max(sign.pulse, sign.beat)
-        if sign.last is None or self.clock - sign.beat >= FRESH_S:
-            return "says nothing", "", self.clock - sign.beat
+            return "is stopped", "", self.clock - max(sign.supervisor_heartbeat, sign.heartbeat)
+        if sign.last is None or self.clock - sign.heartbeat >= FRESH_S:
+            return "says nothing", "", self.clock - sign.heartbeat
         return sign.last.at, sign.last.what, self.clock - sign.since
 
     def committed(self, step: int, now: float) -> None:
@@ -174,7 +174,7 @@ class Watch:
 
     def _everybody_waits(self) -> bool:
         signs = self._signs.values()
-        return bool(signs) and all(sign.last is not None and sign.last.at == WAITS and not sign.stopped and self.clock - sign.beat < FRESH_S for sign in signs)
+        return bool(signs) and all(sign.last is not None and sign.last.at == WAITS and not sign.stopped and self.clock - sign.heartbeat < FRESH_S for sign in signs)
 
     @property
     def stall_s(self) -> float:
@@ -186,20 +186,20 @@ class Watch:
         return median(self._intervals) if self._intervals else 0.0
 
     @property
-    def _promise_s(self) -> float:
+    def _lease_s(self) -> float:
         return min(self.deadlines.instruction_s(self._step_s), self.deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
 
     def _suspicion(self, sign: Sign, others_wait: bool) -> Suspicion | None:
         """What is worst, if anything is: who is silent has not said what it is at now."""
-        heartbeat_s, seen = self.deadlines.heartbeat_timeout_s - TICK_S, max(sign.pulse, sign.beat)
+        heartbeat_s, seen = self.deadlines.heartbeat_timeout_s - TICK_S, max(sign.supervisor_heartbeat, sign.heartbeat)
         if (silent := self.clock - sign.heard) > SUSPECTED * heartbeat_s:
-            return Suspicion("nothing was heard of it or its supervisor", silent, max(heartbeat_s, sign.promised - sign.heard), cause=Cause.SILENT)
+            return Suspicion("nothing was heard of it or its supervisor", silent, max(heartbeat_s, sign.leased_until - sign.heard), cause=Cause.SILENT)
         if sign.stopped:
-            return Suspicion("its process is stopped", self.clock - seen, max(self.deadlines.instruction_s(self._step_s), sign.promised - seen), cause=Cause.STOPPED)
+            return Suspicion("its process is stopped", self.clock - seen, max(self.deadlines.instruction_s(self._step_s), sign.leased_until - seen), cause=Cause.STOPPED)
         return self._slowness(sign, sign.last, others_wait) if sign.last is not None else None
 
-    def _slowness(self, sign: Sign, last: Beat, others_wait: bool) -> Suspicion | None:
-        same = self.clock - (sign.beat if last.at == WAITS else sign.since)
+    def _slowness(self, sign: Sign, last: Heartbeat, others_wait: bool) -> Suspicion | None:
+        same = self.clock - (sign.heartbeat if last.at == WAITS else sign.since)
         if last.at == COMPUTES and self._committed_at is not None:
             work = _work(last.what)
             if 0 < work[0] <= self._committed_step:

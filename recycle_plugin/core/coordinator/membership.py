@@ -19,29 +19,29 @@ from math import isfinite
 from recycle_plugin.core.coordinator.complaints import Complaints
 from recycle_plugin.core.coordinator.course import Course
 from recycle_plugin.core.coordinator.enrolment import Enrolment, weak_points
-from recycle_plugin.core.coordinator.output import WORKERS, Event, Output
-from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput, Event
+from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import (
-    Arrived,
-    Beat,
+    BarrierPassed,
+    BarrierReached,
+    CheckpointLoaded,
+    ComputeTime,
     Contribution,
     Crashed,
     End,
     Exited,
     Fatal,
     Fingerprint,
+    Heartbeat,
     Leaving,
     Left,
-    Loaded,
-    Met,
     Missing,
     Note,
-    Pace,
-    Pulse,
     Ready,
-    Report,
     Resized,
     Stepped,
+    SupervisorHeartbeat,
+    SurvivorReport,
     Terminate,
     Unguarded,
 )  # fmt: skip
@@ -102,28 +102,28 @@ class Membership:
 
     # --- messages in -----------------------------------------------------------------------------
 
-    def receive(self, message: object, now: float) -> Output:
+    def receive(self, message: object, now: float) -> CoordinatorOutput:
         """Handle one message that arrived at ``now`` (seconds)."""
-        out = Output()
+        out = CoordinatorOutput()
         if not self.course.attendance.is_heard(message):
             return out
         match message:
             case Ready():
                 self._enrol(message, now, out)
-            case Report():
+            case SurvivorReport():
                 self.course.report(message, now, out)
             case Stepped():
                 self.course.step(message, now, out)
             case Contribution():
                 self._contribute(message, now, out)
-            case Arrived():
+            case BarrierReached():
                 self._arrive(message, out)
-            case Loaded():
+            case CheckpointLoaded():
                 self._load(message, now, out)
             case Resized():
                 self._resize(message, now, out)
-            case Pace():
-                self.course.steps.add_pace(message)
+            case ComputeTime():
+                self.course.steps.add_compute_time(message)
             case Fingerprint():
                 self.course.steps.add_fingerprint(message)
             case Leaving():
@@ -134,10 +134,10 @@ class Membership:
                 self.course.died(message, now, out)
             case Unguarded():
                 self.course.unguarded(message, out)
-            case Beat():
-                self.course.beat(message, out)
-            case Pulse():
-                self.course.attendance.watch.pulse(message)
+            case Heartbeat():
+                self.course.heartbeat(message, out)
+            case SupervisorHeartbeat():
+                self.course.attendance.failure_detector.supervisor_heartbeat(message)
             case Missing():
                 self._send_again(message, now, out)
             case Terminate():
@@ -150,40 +150,40 @@ class Membership:
                 self._note(message, out)
         return out
 
-    def greet(self, worker: WorkerId, host: str) -> Output:
+    def greet(self, worker: WorkerId, host: str) -> CoordinatorOutput:
         """A process on ``host`` has connected as ``worker``; if it can't take part, it hears so before it does anything."""
-        out = Output()
+        out = CoordinatorOutput()
         if self.ended is None and (self.started or worker.incarnation):
             self._turn_away(worker, host, out)
         return out
 
-    def fail(self, text: str) -> Output:
+    def fail(self, text: str) -> CoordinatorOutput:
         """Nobody can go on, for a reason that is no worker's."""
-        out = Output()
+        out = CoordinatorOutput()
         self.course.end(text, out)
         return out
 
-    def connection_lost(self, worker: WorkerId, now: float) -> Output:
+    def connection_lost(self, worker: WorkerId, now: float) -> CoordinatorOutput:
         """The worker's connection broke without a goodbye: it is gone, or cut off, which is the same to its peers."""
-        out = Output()
+        out = CoordinatorOutput()
         self.course.lose(worker, Cause.DIED, BROKEN, now, now, out)
         return out
 
-    def tick(self, now: float) -> Output:
+    def tick(self, now: float) -> CoordinatorOutput:
         """Time passes; to be told every ``core.coordinator.failure_detector.TICK_S``."""
-        out = Output()
+        out = CoordinatorOutput()
         self.course.tick(now, out)
         return out
 
-    def regroup_overdue(self, seconds: float) -> Output:
+    def regroup_overdue(self, seconds: float) -> CoordinatorOutput:
         """The deadline of a regrouping has passed."""
-        out = Output()
+        out = CoordinatorOutput()
         self.course.overdue(seconds, out)
         return out
 
     # --- joining ---------------------------------------------------------------------------------
 
-    def _enrol(self, ready: Ready, now: float, out: Output) -> None:
+    def _enrol(self, ready: Ready, now: float, out: CoordinatorOutput) -> None:
         if self.started or self._enrolment.is_stranger(ready.worker):
             self._turn_away(ready.worker, ready.member.host, out)
             return
@@ -195,10 +195,10 @@ class Membership:
             return
         self._begin(ready.job, ready.stepped, now, out)
 
-    def _turn_away(self, worker: WorkerId, host: str, out: Output) -> None:
+    def _turn_away(self, worker: WorkerId, host: str, out: CoordinatorOutput) -> None:
         self.course.attendance.turn_away(worker, host, self.committed + 1, out)
 
-    def _begin(self, job: Job, stepped: int, now: float, out: Output) -> None:
+    def _begin(self, job: JobSpec, stepped: int, now: float, out: CoordinatorOutput) -> None:
         shape, roster = job.shape, self._enrolment.roster
         self.course.begin(roster, job, stepped)
         seats = {str(seat): roster.holder(seat).rank for seat in roster.seats}
@@ -212,23 +212,23 @@ class Membership:
 
     # --- in a step -------------------------------------------------------------------------------
 
-    def _contribute(self, message: Contribution, now: float, out: Output) -> None:
+    def _contribute(self, message: Contribution, now: float, out: CoordinatorOutput) -> None:
         norm = self.course.steps.contribute(message, out)
         if norm is not None:
             self._reject(message.step, norm, now, out)
 
-    def _reject(self, step: int, norm: float, now: float, out: Output) -> None:
+    def _reject(self, step: int, norm: float, now: float, out: CoordinatorOutput) -> None:
         """Everybody has to hear that ``step`` can't stay as it was applied, and takes it back; some gradients leave nothing to go on with."""
-        verdicts, safe_point = self.course.steps.verdicts, self.course.ending.safe_point
-        if verdicts.hopeless(norm):
+        validation, safe_point = self.course.steps.validation, self.course.ending.safe_point
+        if validation.hopeless(norm):
             self.course.end(f"the gradient norm of step {step} is {norm}. {safe_point}; to skip such steps set recycle.nonfinite to \"skip\"", out)
             return
         out.say("rejected", f"step {step} is taken back and {'clipped' if isfinite(norm) else 'skipped'}: its gradient norm is {norm:.4g} "
-                f"({verdicts.rejected} of {verdicts.judged} steps so far)", step=step, norm=norm, rejected=verdicts.rejected, judged=verdicts.judged)
+                f"({validation.rejected} of {validation.judged} steps so far)", step=step, norm=norm, rejected=validation.rejected, judged=validation.judged)
         if not self.course.halted:
             self.course.regroup(f"rejection of step {step}", now, out)
 
-    def _send_again(self, missing: Missing, now: float, out: Output) -> None:
+    def _send_again(self, missing: Missing, now: float, out: CoordinatorOutput) -> None:
         """A line between two live workers has lost something: all meet again, over new lines, and it is sent once more.
 
         Where that does not help, the one goes that is to be doubted (core/coordinator/complaints.py); the job ends where nobody knows which.
@@ -248,27 +248,27 @@ class Membership:
 
     # --- between steps ---------------------------------------------------------------------------
 
-    def _arrive(self, message: Arrived, out: Output) -> None:
-        values = self.course.meet(message, message.place, message.values, out)
+    def _arrive(self, message: BarrierReached, out: CoordinatorOutput) -> None:
+        values = self.course.barrier(message, message.place, message.values, out)
         if values is not None:
-            out.tell(WORKERS, Met(message.place, values, unstarted(self.committed)))
+            out.tell(WORKERS, BarrierPassed(message.place, values, unstarted(self.committed)))
 
-    def _load(self, message: Loaded, now: float, out: Output) -> None:
-        if self.course.meet(message, "the state of a checkpoint", {}, out) is not None:
+    def _load(self, message: CheckpointLoaded, now: float, out: CoordinatorOutput) -> None:
+        if self.course.barrier(message, "the state of a checkpoint", {}, out) is not None:
             self.course.regroup("a checkpoint was loaded", now, out)
 
-    def _resize(self, message: Resized, now: float, out: Output) -> None:
+    def _resize(self, message: Resized, now: float, out: CoordinatorOutput) -> None:
         """It counts from the first who says it, since all have met before: also where one of them dies now."""
         self.course.resize(message, out)
-        if self.course.meet(message, "another batch size", {}, out) is not None:
+        if self.course.barrier(message, "another batch size", {}, out) is not None:
             self.course.regroup("another batch size", now, out)
 
-    def _terminate(self, message: Terminate, out: Output) -> None:
+    def _terminate(self, message: Terminate, out: CoordinatorOutput) -> None:
         who = f"the supervisor of {self.course.attendance.named(message.rank)} on host {message.host} got " if message.host else ""
         out.say("terminate", f"{who}{message.reason}: the job ends at the next commit")
         self.course.end_planned(f"{who}{message.reason}", out)
 
-    def _note(self, note: Note, out: Output) -> None:
+    def _note(self, note: Note, out: CoordinatorOutput) -> None:
         if note.kind == "checkpoint":
             self.course.ending.checkpoint = note.details["path"]
         out.events.append(Event(note.kind, note.text, {"rank": note.rank, **note.details}))

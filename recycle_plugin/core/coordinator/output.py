@@ -19,7 +19,7 @@ class Event:
 
 
 @dataclass
-class Output:
+class CoordinatorOutput:
     """What a message leads to: lines for workers (all live, or one), for supervisors, and for the user."""
 
     messages: list[tuple[str | WorkerId, object]] = field(default_factory=list)

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from recycle_plugin.core.coordinator.output import WORKERS, Output
+from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.shards import drawn_by_all, held_by_all
-from recycle_plugin.core.messages.protocol import Generation, Report
+from recycle_plugin.core.messages.protocol import Generation, SurvivorReport
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 
@@ -23,7 +23,7 @@ class Reports:
     """Of everybody who goes on in ``generation``, as they came."""
 
     generation: Generation
-    by_worker: dict[WorkerId, Report]
+    by_worker: dict[WorkerId, SurvivorReport]
 
     @property
     def counts(self) -> list[int]:
@@ -31,8 +31,8 @@ class Reports:
         return [report.stepped for report in self.by_worker.values()]
 
     @property
-    def eras(self) -> list[int]:
-        return [report.era for report in self.by_worker.values()]
+    def all_valid_from(self) -> list[int]:
+        return [report.valid_from for report in self.by_worker.values()]
 
     @property
     def loaded(self) -> bool:
@@ -40,7 +40,7 @@ class Reports:
         return any(report.loaded for report in self.by_worker.values())
 
     @property
-    def slowest(self) -> Report:
+    def slowest(self) -> SurvivorReport:
         """Of whom it took longest to get this far."""
         return max(self.by_worker.values(), key=lambda report: sum(report.timings.values()))
 
@@ -49,10 +49,10 @@ class Reports:
         return self._by_seat(lambda told: held_by_all([report.held for report in told]))
 
     @property
-    def drawn(self) -> dict[str, Any]:
-        return self._by_seat(lambda told: drawn_by_all([report.drawn for report in told]))
+    def held_draws(self) -> dict[str, Any]:
+        return self._by_seat(lambda told: drawn_by_all([report.held_draws for report in told]))
 
-    def _by_seat(self, joined: Callable[[list[Report]], Any]) -> dict[str, Any]:
+    def _by_seat(self, joined: Callable[[list[SurvivorReport]], Any]) -> dict[str, Any]:
         """Of each seat of which somebody has reported, what its shards, in their order, come to."""
         roster = self.generation.roster
         told = {str(seat): [self.by_worker[member.worker] for member in roster.group(seat) if member.worker in self.by_worker] for seat in roster.seats}
@@ -76,7 +76,7 @@ class Regrouping:
         self.generation = -1
         self.in_force = -1
         self._awaiting: Generation | None = None
-        self._reports: dict[WorkerId, Report] = {}
+        self._reports: dict[WorkerId, SurvivorReport] = {}
 
     @property
     def under_way(self) -> bool:
@@ -87,7 +87,7 @@ class Regrouping:
         """The generation that members have stopped for, if any."""
         return self._awaiting.number if self._awaiting and not self._awaiting.from_step else None
 
-    def publish(self, roster: Roster, from_step: int, cause: str, now: float, slowness: tuple, out: Output) -> None:
+    def publish(self, roster: Roster, from_step: int, cause: str, now: float, slowness: tuple, out: CoordinatorOutput) -> None:
         self.generation += 1
         self._awaiting = Generation(self.generation, tuple(roster), from_step, cause, now, slowness)
         self._reports.clear()
@@ -101,7 +101,7 @@ class Regrouping:
         """Whether its report is waited for, or was."""
         return self._awaiting is not None and worker in self._awaiting.roster.workers
 
-    def add(self, report: Report) -> bool:
+    def add(self, report: SurvivorReport) -> bool:
         """Whether it is of the newest generation, and that has not come about."""
         if report.generation != self.generation or self.generation == self.in_force:
             return False

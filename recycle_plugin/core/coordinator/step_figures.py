@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Iterable, Mapping
 
-from recycle_plugin.core.messages.protocol import Pace
+from recycle_plugin.core.messages.protocol import ComputeTime
 
 
-class Work:
+class StepFigures:
     """Adds up what workers say of a step; what a lost one has not said is not in it."""
 
     def __init__(self) -> None:
-        self._said: dict[int, list[Pace]] = {}
+        self._said: dict[int, list[ComputeTime]] = {}
         self._committed_at: float | None = None
 
-    def add(self, message: Pace) -> None:
+    def add(self, message: ComputeTime) -> None:
         self._said.setdefault(message.step, []).append(message)  # a step that is applied twice is spoken of twice, each time of what is new
 
     def committed(self, step: int, live: Mapping[int, int], now: float) -> tuple[dict[str, float], dict[str, Any]]:
@@ -45,7 +45,7 @@ def _bubbles(spent_us: int, workers: int, took_s: float) -> float:
     return round(max(0.0, 1 - spent_us / (workers * took_s * 1e6)), 4)
 
 
-def _stage_bubbles(paces: Iterable[Pace], live: Mapping[int, int], took_s: float) -> list[float]:
+def _stage_bubbles(paces: Iterable[ComputeTime], live: Mapping[int, int], took_s: float) -> list[float]:
     spent: Counter[int] = Counter()
     for pace in paces:
         if pace.worker.rank in live:

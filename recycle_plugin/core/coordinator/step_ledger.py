@@ -7,39 +7,39 @@ from __future__ import annotations
 
 from typing import Iterable, Iterator, Mapping
 
-from recycle_plugin.core.coordinator.output import WORKERS, Output
+from recycle_plugin.core.coordinator.output import WORKERS, CoordinatorOutput
 from recycle_plugin.core.coordinator.replica_check import Fingerprints, Mismatch
-from recycle_plugin.core.coordinator.step_figures import Work
-from recycle_plugin.core.coordinator.step_validation import Verdicts
-from recycle_plugin.core.coordinator.straggler_detector import Paces
+from recycle_plugin.core.coordinator.step_figures import StepFigures
+from recycle_plugin.core.coordinator.step_validation import StepValidation
+from recycle_plugin.core.coordinator.straggler_detector import StragglerDetector
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE, Contributions
-from recycle_plugin.core.messages.protocol import Collected, Committed, Contribution, Fingerprint, Pace, Stepped
+from recycle_plugin.core.messages.protocol import Collected, Committed, ComputeTime, Contribution, Fingerprint, Stepped
 from recycle_plugin.core.vocabulary.dataflow import unpack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.recovery_plan import uninformed
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 
-class Steps:
+class StepLedger:
     """``committed``: the last step that stays.  ``rebalances``: paces count.  ``shards``: of every seat."""
 
-    def __init__(self, committed: int = 0, verdicts: Verdicts | None = None, rebalances: bool = False, shards: int = 1) -> None:
+    def __init__(self, committed: int = 0, validation: StepValidation | None = None, rebalances: bool = False, shards: int = 1) -> None:
         self.committed = committed
-        self.verdicts = verdicts or Verdicts()
-        self.paces = Paces()
+        self.validation = validation or StepValidation()
+        self.straggler_detector = StragglerDetector()
         self._rebalances = rebalances
         self._applied: dict[WorkerId, int] = {}
         self._contributions = Contributions(shards)
         self._fingerprints = Fingerprints()
-        self._work = Work()
+        self._work = StepFigures()
         self._era = 0  # the generation in which work was void last
 
     # --- what workers say --------------------------------------------------------------------------
 
-    def add_pace(self, message: Pace) -> None:
+    def add_compute_time(self, message: ComputeTime) -> None:
         self._work.add(message)
         if self._rebalances:
-            self.paces.add(message)
+            self.straggler_detector.add(message)
 
     def add_fingerprint(self, message: Fingerprint) -> None:
         self._fingerprints.add(message)
@@ -49,26 +49,26 @@ class Steps:
         self._applied[message.worker] = max(message.step, self._applied.get(message.worker, 0))
         return range(self.committed + 1, min(self._applied.get(worker, 0) for worker in live) + 1)
 
-    def contribute(self, message: Contribution, out: Output) -> float | None:
+    def contribute(self, message: Contribution, out: CoordinatorOutput) -> float | None:
         """What is complete goes to all.  The norm, where with it the step can't stay as it was applied, or can't be."""
         if message.step <= self.committed:
             return None  # said once more after a failure, and the others were quicker
         if message.name == SHARE:
-            return self.verdicts.add(message.step, message.values, message.shard)
+            return self.validation.add(message.step, message.values, message.shard)
         values = self._contributions.add(message)
         if values is None:
             return None
-        if message.name == NORM and self.verdicts.hopeless(norm := sum(values.values())):
+        if message.name == NORM and self.validation.hopeless(norm := sum(values.values())):
             return norm
         _tell_collected(message.step, message.name, values, out)
         return None
 
     # --- what follows ------------------------------------------------------------------------------
 
-    def commit(self, step: int, roster: Roster, now: float, out: Output) -> None:
+    def commit(self, step: int, roster: Roster, now: float, out: CoordinatorOutput) -> None:
         """``step`` stays, whatever happens.  ``roster``: who is live."""
         self.committed = step
-        self.verdicts.committed(step)
+        self.validation.committed(step)
         for late, values in self._contributions.committed(step):  # what the others have said of it is all here
             out.say("warning", f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it", step=late)
             _tell_collected(late, LOSS, values, out)
@@ -82,38 +82,38 @@ class Steps:
 
     def measured(self, roster: Roster) -> None:
         """Everybody who is live has said how fast the committed steps went."""
-        self.paces.committed(self.committed, roster)
+        self.straggler_detector.committed(self.committed, roster)
 
-    def rebalance(self, roster: Roster, out: Output) -> str | None:
+    def rebalance(self, roster: Roster, out: CoordinatorOutput) -> str | None:
         """Why work is to be dealt out anew: a worker has become slow, or is so no longer."""
-        news = self.paces.news()
+        news = self.straggler_detector.news()
         for seat, percent in news.items():
             out.say("rebalance", f"{roster.holder(seat)} needs {percent}% of the time that its stage's others need: work is dealt out anew", seat=str(seat), percent=percent)
         return f"pace of {', '.join(map(str, news))}" if news else None
 
-    def sum_up(self, out: Output) -> None:
+    def sum_up(self, out: CoordinatorOutput) -> None:
         """No step follows."""
-        if (verdicts := self.verdicts).judged:
-            out.say("validated", f"{verdicts.rejected} of {verdicts.judged} steps were rejected and applied again", rejected=verdicts.rejected, judged=verdicts.judged)
+        if (validation := self.validation).judged:
+            out.say("validated", f"{validation.rejected} of {validation.judged} steps were rejected and applied again", rejected=validation.rejected, judged=validation.judged)
 
     # --- over changes of the membership ------------------------------------------------------------
 
-    def rewind(self, step: int, out: Output) -> None:
+    def rewind(self, step: int, out: CoordinatorOutput) -> None:
         """All go on from a checkpoint's step, earlier or later than the last one."""
         self.committed = step
         out.say("loaded", f"everybody goes on from a checkpoint of step {step}", step=step)
 
-    def agree(self, generation: int, counts: Iterable[int], held: Mapping[str, dict], eras: Iterable[int]) -> tuple[int, float | None, bool]:
-        """Of a generation whose members have applied ``counts`` steps, hold ``held`` and compute in ``eras``: what is committed by that, and the norm and
+    def agree(self, generation: int, counts: Iterable[int], held: Mapping[str, dict], all_valid_from: Iterable[int]) -> tuple[int, float | None, bool]:
+        """Of a generation whose members have applied ``counts`` steps, hold ``held`` and compute in ``all_valid_from``: what is committed by that, and the norm and
         whether later work is void (core.messages.protocol.Resume)."""
-        fewest, behind = min(counts), min(eras) < self._era
+        fewest, behind = min(counts), min(all_valid_from) < self._era
         committed = fewest - self._unheard(fewest, held, behind)
-        norm, void = self.verdicts.rejection(committed + 1), self._unheard(committed + 1, held, behind)
-        if void:
+        norm, rejected = self.validation.rejection(committed + 1), self._unheard(committed + 1, held, behind)
+        if rejected:
             self._era = generation
-            self._contributions.void(committed + 1)
-            self.verdicts.void(committed + 1)
-        return committed, norm, void
+            self._contributions.discard_after(committed + 1)
+            self.validation.discard_after(committed + 1)
+        return committed, norm, rejected
 
     def resume(self, workers: Iterable[WorkerId], committed: int) -> None:
         """``workers`` go on from there; whoever is ahead, and stays so, says it again."""
@@ -122,12 +122,12 @@ class Steps:
     def _unheard(self, step: int, held: Mapping[str, dict], behind: bool) -> bool:
         """Whether ``step`` was rejected, and not everybody knew, or somebody is ``behind``: it has found out for itself and applied the step as all do by now,
         but a newer generation came before it heard that what others have computed since is void."""
-        if self.verdicts.rejection(step) is None:
+        if self.validation.rejection(step) is None:
             return False
         return behind or bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))
 
 
-def _tell_collected(step: int, name: str, values: dict, out: Output) -> None:
+def _tell_collected(step: int, name: str, values: dict, out: CoordinatorOutput) -> None:
     out.tell(WORKERS, Collected(step, name, values))
     if name == LOSS:
         out.say("loss", f"step {step}", step=step, loss=sum(values.values()) / len(values))

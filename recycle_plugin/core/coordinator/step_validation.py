@@ -21,7 +21,7 @@ def over(norm: float, limit: float) -> bool:
     return not isfinite(norm) or norm + ROUNDING > (limit or inf)
 
 
-class Verdicts:
+class StepValidation:
     """Of a job of ``stages`` of so many ``shards`` whose gradients are clipped to ``limit``; ``skips``: steps whose norm is not finite are skipped.
 
     ``judged`` and ``rejected`` count the steps so far.
@@ -62,7 +62,7 @@ class Verdicts:
         """Whether nobody may go on with gradients of this norm."""
         return not isfinite(norm) and not self._skips
 
-    def void(self, after: int) -> None:
+    def discard_after(self, after: int) -> None:
         """What was said of the steps after ``after`` was computed with rejected weights."""
         self._shares = {step: shares for step, shares in self._shares.items() if step <= after}
         self._norms = {step: norm for step, norm in self._norms.items() if step <= after}

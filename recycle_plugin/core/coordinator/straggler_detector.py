@@ -12,7 +12,7 @@ from collections import deque
 from statistics import median, median_low
 from typing import Mapping
 
-from recycle_plugin.core.messages.protocol import Pace
+from recycle_plugin.core.messages.protocol import ComputeTime
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Group, Roster, WorkerId
 
@@ -22,15 +22,15 @@ STEPS = 3
 GRAIN = 10  # percent: plans for 200 and for 203 would be the same
 
 
-class Paces:
+class StragglerDetector:
     """``percent``: of slow seats, as announced, their time in percent of what their stage's others need."""
 
     def __init__(self) -> None:
         self.percent: dict[Seat, int] = {}
-        self._said: dict[int, dict[WorkerId, Pace]] = {}
+        self._said: dict[int, dict[WorkerId, ComputeTime]] = {}
         self._recent: dict[Seat, deque[float]] = {}
 
-    def add(self, message: Pace) -> None:
+    def add(self, message: ComputeTime) -> None:
         self._said.setdefault(message.step, {})[message.worker] = message
 
     def committed(self, step: int, roster: Roster) -> None:
@@ -62,7 +62,7 @@ class Paces:
         return found
 
 
-def _by_seat(paces: Mapping[WorkerId, Pace], members: Group) -> dict[Seat, float]:
+def _by_seat(paces: Mapping[WorkerId, ComputeTime], members: Group) -> dict[Seat, float]:
     """How long each seat has computed, of what was planned: as long as its slowest shard, since the others wait for it."""
     slowest: dict[Seat, float] = {}
     for member in members:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from recycle_plugin.core.coordinator.attendance import Attendance
 from recycle_plugin.core.coordinator.failure_detector import Suspicion
-from recycle_plugin.core.coordinator.output import Output
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.vocabulary.roster import Member, WorkerId
 
 
@@ -14,7 +14,7 @@ class Suspicions:
     def __init__(self) -> None:
         self._said: dict[WorkerId, Suspicion] = {}
 
-    def update(self, found: dict[WorkerId, Suspicion], attendance: Attendance, out: Output) -> None:
+    def update(self, found: dict[WorkerId, Suspicion], attendance: Attendance, out: CoordinatorOutput) -> None:
         """``found``: all that there are now."""
         for worker, suspicion in found.items():
             member = attendance.roster.member(worker)
@@ -27,9 +27,9 @@ class Suspicions:
         self._said = found
 
     @staticmethod
-    def _raise(suspicion: Suspicion, member: Member, attendance: Attendance, out: Output) -> None:
+    def _raise(suspicion: Suspicion, member: Member, attendance: Attendance, out: CoordinatorOutput) -> None:
         if attendance.roster.is_last(member):
-            end_s = attendance.watch.deadlines.last_worker_timeout_s
+            end_s = attendance.failure_detector.deadlines.last_worker_timeout_s
             then = f"it is the last worker of stage {member.seat.stage}, so it is not given up, and the job ends after {end_s:g} s"
         else:
             then = f"it is given up after {suspicion.limit_s:.1f} s"

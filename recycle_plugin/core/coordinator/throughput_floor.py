@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Escalation:
+class ThroughputFloor:
     """``max_slowdown``: the share of the fault-free throughput that may be lost; None: any."""
 
     def __init__(self, max_slowdown: float | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from recycle_plugin.core.coordinator.failure_detector import Watch
+from recycle_plugin.core.coordinator.failure_detector import FailureDetector
 from recycle_plugin.core.messages.activity import LONGEST, WAITS
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Group, Member, Roster
@@ -38,13 +38,13 @@ def named(members: Group) -> str:
     return f"seat{'s' * (len(members) > 1)} {', '.join(names + more)}"
 
 
-def wait_graph(roster: Roster, watch: Watch) -> list[Edge]:
+def wait_graph(roster: Roster, failure_detector: FailureDetector) -> list[Edge]:
     """One edge for all that do the same, in the order of the first one's rank.  Who waits for what one worker gives waits for that one; who waits for others to
     come to the same place waits for all that are elsewhere, and are to come.  Costs one look at each worker, and one more for each edge."""
     doing: dict[tuple[str, str], list[Member]] = {}
     longest: dict[tuple[str, str], float] = {}
     for member in roster:
-        at, what, for_s = watch.doing(member.worker)
+        at, what, for_s = failure_detector.doing(member.worker)
         doing.setdefault((at, what), []).append(member)
         longest[at, what] = max(for_s, longest.get((at, what), 0.0))
     return [Edge(tuple(who), at, what, _whom(at, what, who, roster), longest[at, what]) for (at, what), who in doing.items()]

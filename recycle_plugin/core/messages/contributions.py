@@ -42,7 +42,7 @@ class Contributions:
         self._told.add(key)
         return _over_shards(message.name, self._values.pop(key))
 
-    def void(self, after: int) -> None:
+    def discard_after(self, after: int) -> None:
         """What was said of the steps after ``after`` counts no more."""
         self._values = {key: values for key, values in self._values.items() if key[0] <= after}
         self._told = {key for key in self._told if key[0] <= after}

@@ -19,7 +19,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobSpec:
     """As its workers ask for it; the ``start`` event shows it to the user, field by field.
 
     ``batch``: samples in a step of all replicas.  ``clipping``: the limit of the gradient norm, 0 for none.  ``arithmetic``: in exact mode, what

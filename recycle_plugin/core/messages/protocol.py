@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 
@@ -47,7 +47,7 @@ class Ready:
 
     member: Member
     stepped: int
-    job: Job
+    job: JobSpec
 
     @property
     def worker(self) -> WorkerId:
@@ -55,10 +55,10 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Report(OfWorker):
+class SurvivorReport(OfWorker):
     """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest``, by which a step
     takes ``period_us``, and no plan's takes less than ``bound_us``, and still holds ``held`` (core.vocabulary.dataflow.pack), and of plain iterators' data ``drawn`` (core.vocabulary.iterator_draws.pack).
-    ``loaded``: its state is that of a checkpoint that all have loaded.  ``era``: core.worker.step_store's, in which it computes."""
+    ``loaded``: its state is that of a checkpoint that all have loaded.  ``valid_from``: core.worker.step_store's, in which it computes."""
 
     generation: int
     stepped: int
@@ -68,12 +68,12 @@ class Report(OfWorker):
     loaded: bool = False
     period_us: int = 0
     bound_us: int = 0
-    drawn: dict[str, str] = field(default_factory=dict)
-    era: int = 0
+    held_draws: dict[str, str] = field(default_factory=dict)
+    valid_from: int = 0
 
 
 @dataclass(frozen=True)
-class Loaded(OfWorker):
+class CheckpointLoaded(OfWorker):
     """The worker has the state of a checkpoint that all were to load."""
 
     generation: int
@@ -110,7 +110,7 @@ class Fingerprint(OfWorker):
 
 
 @dataclass(frozen=True)
-class Pace(OfWorker):
+class ComputeTime(OfWorker):
     """The worker has computed for ``spent_us`` in ``step``, and ``nominal_us`` is what that should take; said before :class:`Stepped`.
 
     ``again_us``: of the first, on what had been another worker's, or on what it had computed before.
@@ -137,7 +137,7 @@ class Contribution(OfWorker):
 
 
 @dataclass(frozen=True)
-class Arrived(OfWorker):
+class BarrierReached(OfWorker):
     """The worker is at ``place`` of what all do together outside a step (core.coordinator.barriers), with ``values`` for everybody."""
 
     generation: int
@@ -178,11 +178,11 @@ class Unguarded(OfWorker):
 
 
 @dataclass(frozen=True)
-class Beat(OfWorker):
+class Heartbeat(OfWorker):
     """From a thread of the worker's, every so often: it has finished ``done`` instructions, the last ones of ``step``, and is ``at`` ``what``
     (core.coordinator.failure_detector).
 
-    ``number`` comes back in :class:`Heard`.
+    ``number`` comes back in :class:`Lease`.
     """
 
     number: int
@@ -205,7 +205,7 @@ class Missing(OfWorker):
 
 
 @dataclass(frozen=True)
-class Pulse(OfWorker):
+class SupervisorHeartbeat(OfWorker):
     """From the supervisor, every so often: its worker's process is there, whether it is stopped, and how many seconds it has used a CPU, or
     waited for one or for a disk, None where that can't be read."""
 
@@ -290,7 +290,7 @@ class Generation:
 class Resume:
     """Everybody in ``generation`` has reported: go on behind step ``committed``, with what each seat holds of later ones.
 
-    ``held``, ``drawn``: by the seat's text form, as reported.  ``norm``: where the next step was rejected (core.coordinator.step_validation), why; ``void``:
+    ``held``, ``drawn``: by the seat's text form, as reported.  ``norm``: where the next step was rejected (core.coordinator.step_validation), why; ``rejected``:
     not everybody knew that, so what was computed after it counts nowhere.
     """
 
@@ -298,12 +298,12 @@ class Resume:
     committed: int
     held: dict[str, dict[str, str]] = field(default_factory=dict)
     norm: float | None = None
-    void: bool = False
-    drawn: dict[str, dict[str, str]] = field(default_factory=dict)
+    rejected: bool = False
+    held_draws: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Heard:
+class Lease:
     """The beat ``number`` has come: until ``for_s`` after it was sent, this worker is not given up for its silence.
 
     To a supervisor: its :class:`Exited` has come.
@@ -338,7 +338,7 @@ class Collected:
 
 
 @dataclass(frozen=True)
-class Met:
+class BarrierPassed:
     """Everybody has arrived at ``place``; nobody has started ``from_step`` yet, or will before reading this."""
 
     place: str
@@ -368,8 +368,8 @@ class Over:
 
 MESSAGES = (
     # from a worker or its supervisor
-    Hello, Ready, Report, Fingerprint, Pace, Stepped, Contribution, Arrived, Loaded, Resized, Leaving, Left, Exited, Unguarded, Beat, Missing, Pulse, Terminate,
+    Hello, Ready, SurvivorReport, Fingerprint, ComputeTime, Stepped, Contribution, BarrierReached, CheckpointLoaded, Resized, Leaving, Left, Exited, Unguarded, Heartbeat, Missing, SupervisorHeartbeat, Terminate,
     Fatal, Note, Crashed,
     # from the coordinator
-    Welcome, Placed, Generation, Resume, Heard, Fence, Committed, Collected, Met, End, Over,
+    Welcome, Placed, Generation, Resume, Lease, Fence, Committed, Collected, BarrierPassed, End, Over,
 )  # fmt: skip

@@ -43,7 +43,7 @@ class _Wrong(Exception):
         return self
 
 
-class Form(NamedTuple):
+class TypeForm(NamedTuple):
     """Of the values of one annotation.  ``kinds``: types whose values stand as they are; ``make`` takes any other, and raises _Wrong.
 
     ``text`` is alike exactly where the same values are taken for the same.
@@ -72,13 +72,13 @@ def values(thing: object) -> tuple:
 
 
 @cache
-def form_of(hint: Any) -> Form:
+def form_of(hint: Any) -> TypeForm:
     """TypeError where there is no rule for it."""
     if hint is Any:
-        return Form("plain", frozenset(SCALARS), _plain)
+        return TypeForm("plain", frozenset(SCALARS), _plain)
     if hint in SCALARS:  # a whole number is a float too, and a flag is no number
         text = "None" if hint is NoneType else hint.__name__
-        return Form(text, frozenset({float, int} if hint is float else {hint}), _refusal(text))
+        return TypeForm(text, frozenset({float, int} if hint is float else {hint}), _refusal(text))
     if get_origin(hint) in (Union, UnionType):
         return _union(list(map(form_of, get_args(hint))))
     if get_origin(hint) is tuple:
@@ -108,23 +108,23 @@ def shown(plain: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
-def _union(forms: list[Form]) -> Form:
+def _union(forms: list[TypeForm]) -> TypeForm:
     """Of scalars, and at most one form of more than that."""
     text, kinds = " | ".join(form.text for form in forms), frozenset().union(*(form.kinds for form in forms))
     makers = [form.make for form in forms if not form.kinds]
     if len(makers) > 1:
         raise TypeError(f"nothing says which of {text} a list is")
-    return Form(text, kinds, makers[0] if makers else _refusal(text))
+    return TypeForm(text, kinds, makers[0] if makers else _refusal(text))
 
 
-def _enumeration(kind: type[Enum]) -> Form:
+def _enumeration(kind: type[Enum]) -> TypeForm:
     members = {member.value: member for member in kind}
     text = f"{kind.__name__}({', '.join(map(repr, members))})"
     refuse = _refusal(text)
-    return Form(text, frozenset(), lambda plain: members[plain] if type(plain) in SCALARS and plain in members else refuse(plain))
+    return TypeForm(text, frozenset(), lambda plain: members[plain] if type(plain) in SCALARS and plain in members else refuse(plain))
 
 
-def _each(form: Form, plain: list) -> list:
+def _each(form: TypeForm, plain: list) -> list:
     """One look at each, in the quickest way where all stand as they are."""
     if form.kinds.issuperset(map(type, plain)):
         return plain
@@ -137,16 +137,16 @@ def _each(form: Form, plain: list) -> list:
     return made
 
 
-def _tuple(parts: tuple) -> Form:
+def _tuple(parts: tuple) -> TypeForm:
     if parts[-1] is Ellipsis:
         form = form_of(parts[0])
         text, refuse = f"tuple[{form.text}, ...]", _refusal("a list")
-        return Form(text, frozenset(), lambda plain: tuple(_each(form, plain)) if type(plain) is list else refuse(plain))
+        return TypeForm(text, frozenset(), lambda plain: tuple(_each(form, plain)) if type(plain) is list else refuse(plain))
     forms = tuple(map(form_of, parts))
     return _fixed(f"tuple[{', '.join(form.text for form in forms)}]", tuple(f"[{place}]" for place in range(len(forms))), forms, tuple)
 
 
-def _dict(form: Form) -> Form:
+def _dict(form: TypeForm) -> TypeForm:
     text = f"dict[str, {form.text}]"
     refuse = _refusal("a dict with texts for keys")
 
@@ -163,10 +163,10 @@ def _dict(form: Form) -> Form:
                 raise wrong.within(f"[{key!r}]")
         return made
 
-    return Form(text, frozenset(), make)
+    return TypeForm(text, frozenset(), make)
 
 
-def _fixed(text: str, names: tuple[str, ...], forms: tuple[Form, ...], build: Callable[[list], Any]) -> Form:
+def _fixed(text: str, names: tuple[str, ...], forms: tuple[TypeForm, ...], build: Callable[[list], Any]) -> TypeForm:
     """A list of so many values, each of its own form."""
     parts = tuple((name, form.kinds, form.make) for name, form in zip(names, forms))
     refuse = _refusal(f"a list of {len(parts)}")
@@ -184,10 +184,10 @@ def _fixed(text: str, names: tuple[str, ...], forms: tuple[Form, ...], build: Ca
             made.append(value)
         return build(made)
 
-    return Form(text, frozenset(), make)
+    return TypeForm(text, frozenset(), make)
 
 
-def _record(kind: type) -> Form:
+def _record(kind: type) -> TypeForm:
     hints, names = get_type_hints(kind), names_of(kind)
     forms = tuple(form_of(hints[name]) for name in names)
     text = f"{kind.__name__}({', '.join(f'{name}: {form.text}' for name, form in zip(names, forms))})"
@@ -197,10 +197,10 @@ def _record(kind: type) -> Form:
     def make(plain: Any) -> Any:
         return _by_name(kind, dict(zip(names, forms)), defaults, plain) if type(plain) is dict else fixed.make(plain)
 
-    return Form(text, frozenset(), make)
+    return TypeForm(text, frozenset(), make)
 
 
-def _by_name(kind: type, forms: dict[str, Form], defaults: frozenset[str], plain: dict) -> Any:
+def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], plain: dict) -> Any:
     """As files have it."""
     made = {}
     for name, form in forms.items():

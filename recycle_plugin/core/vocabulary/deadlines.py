@@ -78,7 +78,7 @@ class Deadlines:
         return [(first, last) for first, last in pairs if (getattr(self, first), first) > (getattr(self, last), "" if last == "wait_timeout_s" else first)]
 
 
-def promise_s(deadlines: Deadlines) -> float:
+def lease_s(deadlines: Deadlines) -> float:
     """For how long after a beat nobody is given up for silence: what is left of either deadline where time is told late."""
     return min(deadlines.progress_timeout_s, deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
 

@@ -30,7 +30,7 @@ from typing import AbstractSet, Iterator, Mapping, NamedTuple
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Plan
-from recycle_plugin.core.vocabulary.recovery_plan import Held, Rest, Torn
+from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan, Torn
 from recycle_plugin.core.vocabulary.topology import ClusterView
 
 
@@ -53,17 +53,17 @@ class Gone(Exception):
 
 
 @dataclass(frozen=True)
-class Standing:
+class IteratorState:
     """What everybody knows when a generation goes on: its plan, what each has of uncommitted steps, and what is left of them."""
 
     plan: Plan
     held: Held
-    drawn: Mapping[Seat, Mapping[int, Batches]]
-    rests: Mapping[int, Rest]
+    held_draws: Mapping[Seat, Mapping[int, Batches]]
+    recovery_plans: Mapping[int, RecoveryPlan]
 
 
 @dataclass(frozen=True, slots=True)
-class Handout:
+class BatchTransfer:
     """``giver`` has, or draws, the batch of ``micro_batch``, and sends it to ``taker``."""
 
     micro_batch: MicroBatch
@@ -76,7 +76,7 @@ class Share:
     """Of one step: where each micro-batch's data is from, and how it gets to where it is used and kept."""
 
     draws: Batches
-    handouts: tuple[Handout, ...]
+    transfers: tuple[BatchTransfer, ...]
 
     def of(self, seat: Seat) -> list[tuple[Draw, MicroBatch]]:
         """What the worker at ``seat``, an end, has to have drawn, in this order."""
@@ -93,21 +93,21 @@ def sources(view: ClusterView) -> tuple[int, ...]:
     return tuple(replica for replica in view.live_replicas(0) if replica in view.live_replicas(view.topology.stages - 1))
 
 
-def share(standing: Standing, step: int) -> Share:
+def share(iterator_state: IteratorState, step: int) -> Share:
     """Everybody finds the same.  Raises :class:`Gone`."""
-    plan = standing.plan
+    plan = iterator_state.plan
     last = plan.stages - 1
-    here = {seat: found[step] for seat, found in sorted(standing.drawn.items()) if step in found}
-    runs = _runs(standing, step)
-    traced = _traced(standing, step)
+    here = {seat: found[step] for seat, found in sorted(iterator_state.held_draws.items()) if step in found}
+    runs = _runs(iterator_state, step)
+    traced = _traced(iterator_state, step)
     known = _known(here, step)
     draws = _deal(plan.view, step, known, sorted({micro_batch for _, micro_batch in runs}), traced)
-    handouts = [
-        handout
+    transfers = [
+        transfer
         for (stage, micro_batch), runner in sorted(runs.items())
-        for handout in _handouts(plan.view, step, micro_batch, draws[micro_batch], runner, here, (last - stage, micro_batch in traced))
+        for transfer in _transfers(plan.view, step, micro_batch, draws[micro_batch], runner, here, (last - stage, micro_batch in traced))
     ]
-    return Share(draws, tuple(handouts))
+    return Share(draws, tuple(transfers))
 
 
 def _known(here: Mapping[Seat, Batches], step: int) -> dict[MicroBatch, Draw]:
@@ -120,21 +120,21 @@ def _known(here: Mapping[Seat, Batches], step: int) -> dict[MicroBatch, Draw]:
     return known
 
 
-def _runs(standing: Standing, step: int) -> dict[tuple[int, MicroBatch], Seat]:
+def _runs(iterator_state: IteratorState, step: int) -> dict[tuple[int, MicroBatch], Seat]:
     """Who is to load which micro-batch, at both ends."""
-    plan, ends = standing.plan, {0, standing.plan.stages - 1}
-    rest = standing.rests.get(step)
-    if rest is None:
+    plan, ends = iterator_state.plan, {0, iterator_state.plan.stages - 1}
+    recovery = iterator_state.recovery_plans.get(step)
+    if recovery is None:
         return {(stage, micro_batch): plan.route[stage, micro_batch] for stage in ends for micro_batch in plan.view.topology.batch}
-    forwards = ((seat, one) for seat, work in rest.compute.items() for one in work if one.op is Op.F and one.stage in ends)
+    forwards = ((seat, one) for seat, work in recovery.compute.items() for one in work if one.op is Op.F and one.stage in ends)
     return {(one.stage, one.micro_batch): seat for seat, one in forwards}
 
 
-def _traced(standing: Standing, step: int) -> AbstractSet[MicroBatch]:
+def _traced(iterator_state: IteratorState, step: int) -> AbstractSet[MicroBatch]:
     """Micro-batches of ``step`` that something was computed with."""
-    found = {datum.micro_batch for have in standing.held.values() for datum in have if datum.step == step and datum.kind != "params"}
-    stepped = any(datum.kind == "params" and datum.step == step + 1 for have in standing.held.values() for datum in have)
-    return frozenset(standing.plan.view.topology.batch) if stepped or None in found else found
+    found = {datum.micro_batch for have in iterator_state.held.values() for datum in have if datum.step == step and datum.kind != "params"}
+    stepped = any(datum.kind == "params" and datum.step == step + 1 for have in iterator_state.held.values() for datum in have)
+    return frozenset(iterator_state.plan.view.topology.batch) if stepped or None in found else found
 
 
 def _deal(view: ClusterView, step: int, known: Batches, wanted: list[MicroBatch], traced: AbstractSet[MicroBatch]) -> dict[MicroBatch, Draw]:
@@ -156,9 +156,9 @@ def _deal(view: ClusterView, step: int, known: Batches, wanted: list[MicroBatch]
     return draws
 
 
-def _handouts(
+def _transfers(
     view: ClusterView, step: int, micro_batch: MicroBatch, draw: Draw, runner: Seat, here: Mapping[Seat, Batches], other: tuple[int, bool]
-) -> Iterator[Handout]:
+) -> Iterator[BatchTransfer]:
     """To ``runner`` and the one that keeps a copy.  ``other``: the other end's stage, and whether something was computed with the micro-batch."""
     live = view.live_replicas(runner.stage)
     keeper = Seat(live[(live.index(runner.replica) + 1) % len(live)], runner.stage)
@@ -174,7 +174,7 @@ def _handouts(
                    "go on from the last checkpoint, or use engine.set_data_source(), which needs no copies")  # fmt: skip
     else:
         giver = next(seat for seat in here if seat.stage == other[0] and micro_batch in here[seat])
-    yield from (Handout(micro_batch, giver, taker) for taker in sorted(takers))
+    yield from (BatchTransfer(micro_batch, giver, taker) for taker in sorted(takers))
 
 
 def pack(drawn: Mapping[int, Batches]) -> dict[str, str]:

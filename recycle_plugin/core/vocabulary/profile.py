@@ -37,7 +37,7 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerProfile:
     """One layer (or embedding, or head with its loss) and one micro-batch: microseconds, bytes, numbers.
 
     ``backward_us``: both gradients at once.  ``activation_bytes``: held from F to I; ``pending_bytes``: from I
@@ -83,9 +83,9 @@ class Profile:
     sequence: int
     checkpointing: bool
     layers: int
-    first: Part
-    layer: Part
-    last: Part
+    first: LayerProfile
+    layer: LayerProfile
+    last: LayerProfile
     boundary_bytes: int
     gradient_bytes_each: int
     inside: Wire
@@ -127,7 +127,7 @@ class Profile:
             load[least] += self.layer.compute_us
         return tuple(count)
 
-    def parts(self, stages: int) -> tuple[tuple[Part, ...], ...]:
+    def parts(self, stages: int) -> tuple[tuple[LayerProfile, ...], ...]:
         """What each stage runs."""
         rows = [(self.layer,) * count for count in self.split(stages)]
         rows[0] = (self.first, *rows[0])
@@ -198,6 +198,6 @@ def _profile(found: Any) -> Profile:
     strange: Sequence[str] = sorted(set(found) - set(wanted))
     if strange:
         raise ValueError(f"unknown keys {', '.join(strange)}")
-    parts = {name: Part(**found[name]) for name in ("first", "layer", "last")}
+    parts = {name: LayerProfile(**found[name]) for name in ("first", "layer", "last")}
     links = {name: Wire(**found[name]) for name in ("inside", "across")}
     return Profile(**{**found, **parts, **links, "assumptions": tuple(found.get("assumptions", ()))})

@@ -41,7 +41,7 @@ class Torn(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class BoundaryMove:
     """A boundary tensor's way in a rest; ``kept``: the source has it from before, and sends it before anything else."""
 
     source: Seat
@@ -50,10 +50,10 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Rest:
+class RecoveryPlan:
     """What is left of ``step``, for every live seat, in no particular order.
 
-    ``compute``: F, I, W and B.  ``bare``: those F and I that make a boundary tensor only, because the micro-batch's weight
+    ``compute``: F, I, W and B.  ``boundary_only``: those F and I that make a boundary tensor only, because the micro-batch's weight
     gradient has been counted already.  ``closing``: REDUCE, TIE, VALIDATE and STEP, in this order.  ``holders``: from whom the
     others of a stage get the reduced gradient, where somebody has it.  ``moves``: how boundary tensors that are not on their
     consumer's worker get there.  ``undo``: who has to take the step back before that.
@@ -61,30 +61,30 @@ class Rest:
 
     step: int
     compute: Mapping[Seat, tuple[Instruction, ...]]
-    bare: frozenset[Instruction]
+    boundary_only: frozenset[Instruction]
     closing: Mapping[Seat, tuple[Instruction, ...]]
     holders: Mapping[int, Seat]
-    moves: Mapping[Datum, Move]
+    moves: Mapping[Datum, BoundaryMove]
     undo: frozenset[Seat]
 
 
-def unfinished(plan: Plan, committed: int, held: Held, void: bool = False) -> tuple[Rest, ...]:
+def unfinished(plan: Plan, committed: int, held: Held, rejected: bool = False) -> tuple[RecoveryPlan, ...]:
     """What is left of the steps after ``committed`` that somebody has begun, two at most (core/vocabulary/commit_rule.py).
 
-    Stashes of the second step do not outlive a step that is taken back: their parameters are about to change.  ``void``: the
+    Stashes of the second step do not outlive a step that is taken back: their parameters are about to change.  ``rejected``: the
     first was rejected (core/coordinator/step_validation.py) and not everybody knows, so who has applied it astray takes it back, and nothing later counts,
     be it from somebody who has not stepped: a worker that has, and is lost, may have sent it.
     """
-    if void:
+    if rejected:
         back, held = _astray(held, committed + 1), without_later(held, committed + 1)
-        rest = remainder(plan, committed + 1, held)
-        return (replace(rest, undo=rest.undo | back),)
-    rests: list[Rest] = []
+        recovery = plan_recovery(plan, committed + 1, held)
+        return (replace(recovery, undo=recovery.undo | back),)
+    recovery_plans: list[RecoveryPlan] = []
     for step in (committed + 1, committed + 2):
         if any(datum.step == step and datum.kind != "params" for have in held.values() for datum in have):
-            rests.append(remainder(plan, step, held))
-            held = surviving(held, rests[-1])
-    return tuple(rests)
+            recovery_plans.append(plan_recovery(plan, step, held))
+            held = surviving(held, recovery_plans[-1])
+    return tuple(recovery_plans)
 
 
 def uninformed(held: Held, step: int) -> frozenset[Seat]:
@@ -105,17 +105,17 @@ def without_later(held: Held, step: int) -> Held:
     }
 
 
-def surviving(held: Held, rest: Rest) -> Held:
+def surviving(held: Held, recovery: RecoveryPlan) -> Held:
     """What is still held once those who take ``rest.step`` back have done so."""
-    later = Datum("params", 0, None, rest.step + 1)
+    later = Datum("params", 0, None, recovery.step + 1)
 
     def stays(seat: Seat, datum: Datum) -> bool:
-        return datum.step <= rest.step or datum.kind != "stash" and datum != later._replace(stage=seat.stage)
+        return datum.step <= recovery.step or datum.kind != "stash" and datum != later._replace(stage=seat.stage)
 
-    return {seat: have if seat not in rest.undo else frozenset(d for d in have if stays(seat, d)) for seat, have in held.items()}
+    return {seat: have if seat not in recovery.undo else frozenset(d for d in have if stays(seat, d)) for seat, have in held.items()}
 
 
-def remainder(plan: Plan, step: int, held: Held) -> Rest:
+def plan_recovery(plan: Plan, step: int, held: Held) -> RecoveryPlan:
     """The least that finishes ``step`` for the live seats of ``plan``, given what each of them holds.
 
     What has to start from its forward runs where ``plan`` routes it.  Raises :class:`Torn`.
@@ -125,10 +125,10 @@ def remainder(plan: Plan, step: int, held: Held) -> Rest:
         closure.finish(stage)
     closure.close()
     seats = sorted(plan.view.live)
-    return Rest(
+    return RecoveryPlan(
         step,
         {seat: tuple(sorted(closure.compute[seat], key=str)) for seat in seats},
-        closure.bare(),
+        closure.boundary_only(),
         {seat: tuple(closure.closing[seat]) for seat in seats},
         closure.holders,
         closure.moves,
@@ -150,7 +150,7 @@ class _Closure:
         self.holders: dict[int, Seat] = {}
         self.compute: dict[Seat, set[Instruction]] = {seat: set() for seat in plan.view.live}
         self.closing: dict[Seat, list[Instruction]] = {seat: [] for seat in plan.view.live}
-        self.moves: dict[Datum, Move] = {}
+        self.moves: dict[Datum, BoundaryMove] = {}
         self.undo: set[Seat] = set()
 
     # --- a stage ------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class _Closure:
         lacks = {seat.stage for seat, have in self._held.items() if Datum("tied", seat.stage, None, self._step) not in have}
         return {stage for tie in self._plan.view.topology.ties if lacks.intersection(tie) for stage in tie}
 
-    def bare(self) -> frozenset[Instruction]:
+    def boundary_only(self) -> frozenset[Instruction]:
         found = set()
         for work in self.compute.values():
             backwards = {(one.stage, one.micro_batch) for one in work if one.op in (Op.I, Op.B)}
@@ -248,7 +248,7 @@ class _Closure:
                 self.undo.add(seat)
             elif datum.kind in ("act", "grad") and datum not in self._held[seat] and datum not in self.moves:
                 makers = self._where.get(datum)
-                self.moves[datum] = Move(makers[0] if makers else self._make(datum), seat, bool(makers))
+                self.moves[datum] = BoundaryMove(makers[0] if makers else self._make(datum), seat, bool(makers))
 
     def _seat_of(self, stage: int, micro_batch: MicroBatch) -> Seat:
         """Who works on it: the worker that has most of its block, or the one that the plan names."""

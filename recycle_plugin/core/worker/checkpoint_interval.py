@@ -2,7 +2,7 @@
 
 After CheckFreq (Mohan et al., FAST'21): the state is copied in memory and written while training goes on, and the interval follows from
 the measured cost.  Cost is all the time that steps take longer than usual, from the one that begins with the copy to the one in
-which the last file is there.  Every worker has a :class:`Rhythm` and tells it the same, so that all come to the same step.
+which the last file is there.  Every worker has a :class:`CheckpointInterval` and tells it the same, so that all come to the same step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Cost(NamedTuple):
     step_s: float
 
 
-class Rhythm:
+class CheckpointInterval:
     """``overhead``: what checkpoints may cost, as a share of the steps between them.  ``due``: the step before which the next one is made."""
 
     def __init__(self, overhead: float, stepped: int) -> None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import Any, Callable, Iterator, Protocol
 
-from recycle_plugin.core.messages.protocol import Met
-from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.messages.protocol import BarrierPassed
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import Interrupted
-from recycle_plugin.core.worker.training_loop import Loop
+from recycle_plugin.core.worker.training_loop import TrainingLoop
 
 
-class Files(Protocol):
+class CheckpointFiles(Protocol):
     """Of one checkpoint.  The values say why something could not be written, "" where it was."""
 
     def write(self, number: int) -> Iterator[Any]:
@@ -31,29 +31,29 @@ class Files(Protocol):
         """Nobody writes to this attempt any more, and nobody wants it.  No value."""
 
 
-def save(loop: Loop, line: Line, place: str, files: Files, recover: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+def save(loop: TrainingLoop, control_view: ControlView, place: str, files: CheckpointFiles, recover: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """Returns when the checkpoint is in place, of all live workers' last committed step.  ``place``: its name, the same on all; ``recover()``: after a
     membership change between steps.  The value is "", or where it can't be written, the same on all: why."""
     while True:
         yield from loop.settle()
         try:
-            error = yield from files.write(line.number)
-            written = yield from loop.meet(place, _said(line, error))
+            error = yield from files.write(control_view.number)
+            written = yield from loop.barrier(place, _said(control_view, error))
             why, error = verdict(written), ""
-            if line.is_first and why:
-                yield from files.discard(line.number)
-            elif line.is_first:
-                error = yield from files.publish(line.number)
-            ended = yield from loop.meet(f"the end of {place}", _said(line, error))
+            if control_view.is_first and why:
+                yield from files.discard(control_view.number)
+            elif control_view.is_first:
+                error = yield from files.publish(control_view.number)
+            ended = yield from loop.barrier(f"the end of {place}", _said(control_view, error))
             return why or verdict(ended)
         except Interrupted:
             yield from recover()
 
 
-def verdict(met: Met) -> str:
+def verdict(met: BarrierPassed) -> str:
     """Why those who have met there can't have what they have written; "" where they can."""
     return next(iter(met.values.values()), "")
 
 
-def _said(line: Line, error: str) -> dict[str, str]:
-    return {str(line.rank): error} if error else {}
+def _said(control_view: ControlView, error: str) -> dict[str, str]:
+    return {str(control_view.rank): error} if error else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Iterator
 
-from recycle_plugin.core.messages.protocol import Collected, Committed, End, Generation, Met, Resume
+from recycle_plugin.core.messages.protocol import BarrierPassed, Collected, Committed, End, Generation, Resume
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 from recycle_plugin.core.worker.executor import Interrupted
@@ -25,7 +25,7 @@ class JobEnded(BaseException):
         self.code = int(failed) or code
 
 
-class Line:
+class ControlView:
     """Of the worker of ``rank``; ``incarnation``: which one of those that have had it.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
@@ -46,7 +46,7 @@ class Line:
         self._next: Generation | None = None  # planned, and said before ``pending`` was adopted
         self._resume: Resume | None = None
         self._collected: dict[tuple[int, str], dict] = {}
-        self._met: dict[str, Met] = {}
+        self._barriers_passed: dict[str, BarrierPassed] = {}
 
     @property
     def worker(self) -> WorkerId:
@@ -85,7 +85,7 @@ class Line:
                 self.pending, self._next, self._resume = message, None, None
             case Resume():
                 self._resume = message
-                if message.void:
+                if message.rejected:
                     self._collected = {key: values for key, values in self._collected.items() if key[0] <= message.committed + 1}
             case Committed():
                 self.committed = max(self.committed, message.step)
@@ -93,8 +93,8 @@ class Line:
                 self._collected = {key: values for key, values in self._collected.items() if key[0] >= message.step}
             case Collected():
                 self._collected[message.step, message.name] = message.values
-            case Met():
-                self._met[message.place] = message
+            case BarrierPassed():
+                self._barriers_passed[message.place] = message
             case End():
                 self.end = message
 
@@ -149,10 +149,10 @@ class Line:
         """The complete set of contributions ``name`` of ``step``, until a later one is committed: after a failure it may be asked for once more."""
         return self._collected.get((step, name))
 
-    def met(self, place: str, number: int) -> Met | bool | None:
+    def barrier_passed(self, place: str, number: int) -> BarrierPassed | bool | None:
         """The meeting at ``place`` to which this worker came in generation ``number``, handed out once; False when the membership has
         changed before it came about; None as long as neither is known."""
-        return self._met.pop(place, False if self.number != number or self.interruption() is not None else None)
+        return self._barriers_passed.pop(place, False if self.number != number or self.interruption() is not None else None)
 
     def resume_of(self, generation: Generation) -> Resume | bool | None:
         """Where ``generation`` goes on, False when a newer one has replaced it, None as long as neither is known."""

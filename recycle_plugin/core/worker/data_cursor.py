@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Places:
+class DataCursor:
     """``micro_batches``: of a replica, in each step from the first, step 1, on."""
 
     def __init__(self, micro_batches: int) -> None:

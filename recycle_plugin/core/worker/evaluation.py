@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Plan
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.iterator_data import KIND
-from recycle_plugin.core.worker.training_loop import Loop, Program
+from recycle_plugin.core.worker.training_loop import StepProgram, TrainingLoop
 from recycle_plugin.core.worker.worker import Machine, Worker
 
 Forwards = Callable[[Plan, Seat, int, int], Iterable[Instruction]]  # planner.forwards.forwards
@@ -28,7 +28,7 @@ Forwards = Callable[[Plan, Seat, int, int], Iterable[Instruction]]  # planner.fo
 class Evaluations:
     """Of ``worker``, which trains by ``loop``.  ``recover()``: after a membership change between steps."""
 
-    def __init__(self, machine: Machine, worker: Worker, loop: Loop, forwards: Forwards, recover: Callable[[], Iterator[Any]]) -> None:
+    def __init__(self, machine: Machine, worker: Worker, loop: TrainingLoop, forwards: Forwards, recover: Callable[[], Iterator[Any]]) -> None:
         self._machine, self._worker, self._loop, self._seat = machine, worker, loop, worker.seat
         self._forwards, self._recover = forwards, recover
         self._number = 0
@@ -53,8 +53,8 @@ class Evaluations:
             self._hand_out(plan, Datum(KIND, stage, micro_batch, number), batches[micro_batch.index])
         program = tuple(self._forwards(plan, self._seat, number, count))
         givers = {Datum(KIND, one.stage, one.micro_batch, number): read_by[one.micro_batch.replica][one.stage > 0] for one in program if one.op is Op.LOAD}
-        yield from self._worker.execute(Program(number, program, frozenset(one for one in program if one.op is Op.F), givers=givers))
-        return (yield from self._loop.meet(f"the end of evaluation {self._number}", self._worker.losses(number))).values
+        yield from self._worker.execute(StepProgram(number, program, frozenset(one for one in program if one.op is Op.F), givers=givers))
+        return (yield from self._loop.barrier(f"the end of evaluation {self._number}", self._worker.losses(number))).values
 
     def _mine(self, plan: Plan, read_by: Mapping[int, tuple[Seat, Seat]], count: int) -> Iterator[tuple[MicroBatch, int]]:
         """What this worker has read, and for which end."""
@@ -69,10 +69,10 @@ class Evaluations:
         if taker == self._seat:
             self._worker.store.put(datum, batch)
         else:
-            self._machine.transfer(datum, batch, taker, self._worker.store.era)
+            self._machine.transfer(datum, batch, taker, self._worker.store.valid_from)
 
     def _say_missing(self, plan: Plan, read_by: Mapping[int, tuple[Seat, Seat]]) -> None:
-        missing, line = sorted(set(range(plan.view.topology.replicas)) - read_by.keys()), self._machine.line
-        if missing and line.is_first:
+        missing, control_view = sorted(set(range(plan.view.topology.replicas)) - read_by.keys()), self._machine.control_view
+        if missing and control_view.is_first:
             text = f"evaluation {self._number} is without the data of replicas {', '.join(map(str, missing))}, whose ends are lost"
-            self._machine.send(Note(line.rank, "warning", text, {"replicas": missing}))
+            self._machine.send(Note(control_view.rank, "warning", text, {"replicas": missing}))

@@ -18,7 +18,7 @@ class Interrupted(Exception):
     """The membership changed: leave the program at this instruction boundary and recover."""
 
 
-class World(Protocol):
+class InstructionRunner(Protocol):
     """Where programs run: virtual time, exact numbers, or torch."""
 
     def check_generation(self) -> None:
@@ -36,7 +36,7 @@ class World(Protocol):
     def record(self, span: Span) -> None: ...
 
 
-def execute(seat: Seat, program: Iterable[Instruction], world: World) -> Iterator[Any]:
+def execute(seat: Seat, program: Iterable[Instruction], world: InstructionRunner) -> Iterator[Any]:
     """Run ``program`` in order, each instruction once its inputs are there."""
     for instruction in program:
         world.check_generation()

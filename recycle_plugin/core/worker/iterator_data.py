@@ -1,6 +1,6 @@
 """What a worker of the first or last stage does with a plain iterator: draw, hand on, keep.  The rules: core/vocabulary/iterator_draws.py.
 
-What is drawn is in the worker's store, as ``drawn`` of its stage, until the step is committed.
+What is drawn is in the worker's store, as ``held_draws`` of its stage, until the step is committed.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from typing import Any, Callable, Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
-from recycle_plugin.core.vocabulary.iterator_draws import Batches, Draw, Share, Standing, pack, share
-from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.vocabulary.iterator_draws import Batches, Draw, IteratorState, Share, pack, share
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
 
 KIND = "drawn"
 
 
-class Iterator(Protocol):
+class DataIterator(Protocol):
     """Whose ``next`` gives a batch, inputs and labels."""
 
     def read(self, step: int, position: int, draw: Draw | None) -> Any:
@@ -26,19 +26,19 @@ class Iterator(Protocol):
         """Which one it is."""
 
 
-class Supply:
+class IteratorData:
     """Of the worker whose ``store`` it is.  ``hand_on(datum, batch, taker)`` gives a copy to a peer; ``say(step, retired, dealt)`` tells the user which
     replicas are no sources any more, and what is drawn in their place."""
 
-    def __init__(self, store: StepStore, iterator: Iterator, hand_on: Callable[[Datum, Any, Seat], None], say: Callable[[int, set[int], Batches], None]) -> None:
+    def __init__(self, store: StepStore, iterator: DataIterator, hand_on: Callable[[Datum, Any, Seat], None], say: Callable[[int, set[int], Batches], None]) -> None:
         self._store, self._iterator, self._hand_on, self._say = store, iterator, hand_on, say
         self._read_so_far: dict[int, int] = {}  # how often the iterator was asked in a step
         self._read_in_all = 0
-        self._standing: Standing | None = None
+        self._iterator_state: IteratorState | None = None
         self._usual: Share | None = None  # of a step of which nobody has anything yet
         self._said: set[int] = set()
 
-    def drawn(self) -> dict[str, str]:
+    def held_draws(self) -> dict[str, str]:
         """What is here, for the others."""
         found: dict[int, dict[MicroBatch, Draw]] = {}
         for datum in self._store:
@@ -46,27 +46,27 @@ class Supply:
                 found.setdefault(datum.step, {})[datum.micro_batch] = self._iterator.draw_of(self._store[datum])
         return pack(found)
 
-    def stand(self, standing: Standing) -> None:
-        self._standing, self._usual = standing, None
+    def take_state(self, iterator_state: IteratorState) -> None:
+        self._iterator_state, self._usual = iterator_state, None
 
-    def provide(self, step: int, line: Line) -> None:
+    def provide(self, step: int, control_view: ControlView) -> None:
         """Before anything of ``step`` is run: draw what this worker has to, and send what others lack."""
-        if not self._store.drawn or line.is_committed(step):
+        if not self._store.reads_iterator or control_view.is_committed(step):
             return  # by the others, who did not need what is here
         shared, seat = self._share(step), self._store.seat
         self._say_dealt(step, shared.dealt)
         for draw, micro_batch in shared.of(seat):
             if self._here(step, micro_batch) not in self._store:
                 self._draw(step, micro_batch, draw)
-        for handout in shared.handouts:
-            if handout.giver == seat:
-                self._hand_on(Datum(KIND, handout.taker.stage, handout.micro_batch, step), self._store[self._here(step, handout.micro_batch)], handout.taker)
+        for transfer in shared.transfers:
+            if transfer.giver == seat:
+                self._hand_on(Datum(KIND, transfer.taker.stage, transfer.micro_batch, step), self._store[self._here(step, transfer.micro_batch)], transfer.taker)
 
     def giver(self, datum: Datum) -> Seat:
         """From whom a batch comes that this worker does not draw."""
         seat = self._store.seat
-        handouts = self._share(datum.step).handouts
-        return next((one.giver for one in handouts if one.taker == seat and one.micro_batch == datum.micro_batch), seat)
+        transfers = self._share(datum.step).transfers
+        return next((one.giver for one in transfers if one.taker == seat and one.micro_batch == datum.micro_batch), seat)
 
     def batches_read(self) -> int:
         """Where the iterator stands: how many it has given."""
@@ -86,10 +86,10 @@ class Supply:
         self._read_so_far = {}
 
     def _share(self, step: int) -> Share:
-        if any(step in batches for batches in self._standing.drawn.values()) or step in self._standing.rests:
-            return share(self._standing, step)
+        if any(step in batches for batches in self._iterator_state.held_draws.values()) or step in self._iterator_state.recovery_plans:
+            return share(self._iterator_state, step)
         if self._usual is None:
-            self._usual = share(self._standing, step)
+            self._usual = share(self._iterator_state, step)
         return self._usual
 
     def _draw(self, step: int, micro_batch: MicroBatch, draw: Draw) -> None:
@@ -106,7 +106,7 @@ class Supply:
 
     def _say_dealt(self, step: int, dealt: Batches) -> None:
         """One of the first stage's workers does, once for each replica that is no source any more."""
-        first = min(seat for seat in self._standing.plan.view.live if seat.stage == 0)
+        first = min(seat for seat in self._iterator_state.plan.view.live if seat.stage == 0)
         retired = {one.replica for one in dealt} - self._said
         if self._store.seat == first and retired:
             self._said |= retired

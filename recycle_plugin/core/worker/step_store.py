@@ -65,14 +65,14 @@ class Retention:
 
 class _Kept(NamedTuple):
     value: Any
-    era: int
+    valid_from: int
     weight: int  # of what a budget counts
 
 
 class StepStore:
-    """Of the worker at ``seat``, in a pipeline of ``stages`` stages.  ``tied``: its stage shares weights; ``drawn``: its data is read from an iterator.
+    """Of the worker at ``seat``, in a pipeline of ``stages`` stages.  ``tied``: its stage shares weights; ``reads_iterator``: its data is read from an iterator.
 
-    ``tiers``: where values may be, what is made in the first.  Read-only: ``committed``, ``era``; ``peak_weight``, the most that boundary tensors of its
+    ``tiers``: where values may be, what is made in the first.  Read-only: ``committed``, ``valid_from``; ``peak_weight``, the most that boundary tensors of its
     own have weighed; ``peak``, the most micro-batches that had a stash or a pending weight gradient at once; ``let_go``, how many went for want of room.
     """
 
@@ -80,8 +80,8 @@ class StepStore:
         self, seat: Seat, stages: int, tied: bool = False, retention: Retention = Retention(), tiers: Sequence[Tier] = (AsItIs(),), committed: int = 0,
     ) -> None:  # fmt: skip
         self.seat, self._stages, self._tied, self._retention, self._tiers = seat, stages, tied, retention, tiers
-        self.drawn = False
-        self.committed, self.era = committed, 0
+        self.reads_iterator = False
+        self.committed, self.valid_from = committed, 0
         self.peak = self.peak_weight = self.let_go = 0
         self._data: dict[Datum, _Kept] = {Datum("params", seat.stage, None, committed + 1): _Kept(None, 0, 0)}
         self._before: tuple[Datum, Any] | None = None  # the weights that the last step has changed
@@ -111,7 +111,7 @@ class StepStore:
 
     def requires(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
         """As core.vocabulary.dataflow's, of this pipeline.  What is evaluated is read from an iterator in any case."""
-        return requires(instruction, self._stages, own, self._tied, self.drawn or instruction.step < 0)
+        return requires(instruction, self._stages, own, self._tied, self.reads_iterator or instruction.step < 0)
 
     def missing(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> Iterator[Datum]:
         """What ``instruction`` requires and is not here (yet).  ``own``: as core.vocabulary.dataflow.requires has it.  An evaluation has no weights of its own."""
@@ -144,23 +144,23 @@ class StepStore:
 
     def put(self, datum: Datum, value: Any = None) -> None:
         """Made here; a tensor is not to be changed in place afterwards."""
-        self._put(datum, value, self.era)
+        self._put(datum, value, self.valid_from)
 
-    def arrive(self, datum: Datum, value: Any, era: int) -> bool:
-        """From a worker of ``era``; whether it is of use.  A second copy does no harm: a datum has the same numbers whoever makes it."""
-        if 0 <= datum.step <= self.committed or era < self.era:
+    def arrive(self, datum: Datum, value: Any, valid_from: int) -> bool:
+        """From a worker of ``valid_from``; whether it is of use.  A second copy does no harm: a datum has the same numbers whoever makes it."""
+        if 0 <= datum.step <= self.committed or valid_from < self.valid_from:
             return False
-        self._put(datum, value, era)
+        self._put(datum, value, valid_from)
         return True
 
-    def run(self, instruction: Instruction, compute: Compute, bare: bool = False) -> None:
-        """Let ``compute`` make what ``instruction`` provides of what is here.  ``bare``: for the boundary tensor only, so that nothing else stays."""
+    def run(self, instruction: Instruction, compute: Compute, boundary_only: bool = False) -> None:
+        """Let ``compute`` make what ``instruction`` provides of what is here.  ``boundary_only``: for the boundary tensor only, so that nothing else stays."""
         lacking = next(self.missing(instruction), None)
         if lacking is not None:
             raise AssertionError(f"{instruction} needs {lacking}, which seat {self.seat} does not have")
-        self.conclude(instruction, compute(instruction, self), bare)
+        self.conclude(instruction, compute(instruction, self), boundary_only)
 
-    def conclude(self, instruction: Instruction, made: Mapping[Datum, Any], bare: bool = False) -> None:
+    def conclude(self, instruction: Instruction, made: Mapping[Datum, Any], boundary_only: bool = False) -> None:
         """``instruction`` has run, and has ``made`` this."""
         for datum in consumes(instruction, self._stages, self.own(instruction)):
             self._remove(datum)
@@ -168,8 +168,8 @@ class StepStore:
             self._step(instruction)
         for datum, value in made.items():
             nobodys = datum.kind in TRAVELS and goes_to(datum, self._stages) is None
-            if not nobodys and not (bare and datum.kind in ("stash", "inner")):
-                self._put(datum, value, self.era)
+            if not nobodys and not (boundary_only and datum.kind in ("stash", "inner")):
+                self._put(datum, value, self.valid_from)
 
     def own(self, instruction: Instruction) -> tuple[MicroBatch, ...]:
         """The micro-batches whose weight gradients a REDUCE sums up here."""
@@ -208,18 +208,18 @@ class StepStore:
         before, value = self._before
         self._remove(before._replace(step=step + 1))
         self._before = None
-        self._put(before, value, self.era)
+        self._put(before, value, self.valid_from)
         self._forget_stashes(step)
 
-    def void(self, after: int, era: int) -> set[Datum]:
-        """What is here of the steps after ``after``, from whomever, was computed with rejected weights, but what has come from ``era`` already; what that was."""
-        self.era = era
-        return self._remove_all(lambda datum: datum.step > after and datum.kind not in GIVEN and self._data[datum].era < era)
+    def discard_after(self, after: int, valid_from: int) -> set[Datum]:
+        """What is here of the steps after ``after``, from whomever, was computed with rejected weights, but what has come from ``valid_from`` already; what that was."""
+        self.valid_from = valid_from
+        return self._remove_all(lambda datum: datum.step > after and datum.kind not in GIVEN and self._data[datum].valid_from < valid_from)
 
-    def rewind(self, step: int, era: int) -> None:
-        """The state of ``step``, from a checkpoint, takes the place of the last one; what comes later is of ``era``."""
+    def rewind(self, step: int, valid_from: int) -> None:
+        """The state of ``step``, from a checkpoint, takes the place of the last one; what comes later is of ``valid_from``."""
         self._remove_all(lambda datum: True)
-        self.committed, self.era, self._before = step, era, None
+        self.committed, self.valid_from, self._before = step, valid_from, None
         self.put(Datum("params", self.seat.stage, None, step + 1))
 
     def forget_evaluation(self, step: int) -> None:
@@ -236,7 +236,7 @@ class StepStore:
     def _forget_stashes(self, after: int) -> None:
         self._remove_all(lambda datum: datum.kind == "stash" and datum.step > after)
 
-    def _put(self, datum: Datum, value: Any, era: int) -> None:
+    def _put(self, datum: Datum, value: Any, valid_from: int) -> None:
         if datum.kind == "wgrad" and datum in self._data:
             raise AssertionError(f"the {datum} would be counted twice")
         self._remove(datum)
@@ -249,7 +249,7 @@ class StepStore:
             key = datum.step, datum.micro_batch
             self._open[key] = self._open.get(key, 0) + 1
             self.peak = max(self.peak, len(self._open))
-        self._data[datum] = _Kept(kept, era, weight)
+        self._data[datum] = _Kept(kept, valid_from, weight)
 
     def _remove(self, datum: Datum) -> None:
         found = self._data.pop(datum, None)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from recycle_plugin.core.messages.protocol import Pace
+from recycle_plugin.core.messages.protocol import ComputeTime
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
 from recycle_plugin.core.vocabulary.span import Span
-from recycle_plugin.core.worker.training_loop import Program
+from recycle_plugin.core.worker.training_loop import StepProgram
 
 
 class Stopwatch:
@@ -20,7 +20,7 @@ class Stopwatch:
         self._meant: dict[int, frozenset[Instruction]] = {}
         self._done: dict[int, set[Instruction]] = defaultdict(set)
 
-    def begin(self, program: Program) -> None:
+    def begin(self, program: StepProgram) -> None:
         """``program`` is run next.  The first of a step says what was meant to be computed here; a later one is of recovery.
 
         Nothing of the step before the last one will be run again: it is committed (core/vocabulary/commit_rule.py).
@@ -39,6 +39,6 @@ class Stopwatch:
             spent[2] += took if one in done or one not in self._meant[one.step] else 0
             done.add(one)
 
-    def pace(self, rank: int, step: int) -> Pace:
+    def compute_time(self, rank: int, step: int) -> ComputeTime:
         """Of ``step``, which has been applied."""
-        return Pace(rank, step, *self._spent.pop(step, (0, 0, 0)))
+        return ComputeTime(rank, step, *self._spent.pop(step, (0, 0, 0)))

@@ -14,17 +14,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol, TypeVar
 
-from recycle_plugin.core.messages.protocol import Arrived, Generation, Loaded, Note, Report, Resized, Resume, Stepped
+from recycle_plugin.core.messages.protocol import BarrierReached, CheckpointLoaded, Generation, Note, Resized, Resume, Stepped, SurvivorReport
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack, unpack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction
-from recycle_plugin.core.vocabulary.iterator_draws import Standing
+from recycle_plugin.core.vocabulary.iterator_draws import IteratorState
 from recycle_plugin.core.vocabulary.iterator_draws import unpack as unpack_drawn
 from recycle_plugin.core.vocabulary.plan import Plan
-from recycle_plugin.core.vocabulary.recovery_plan import Held, Rest, surviving, unfinished, without_later
+from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan, surviving, unfinished, without_later
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
-from recycle_plugin.core.worker.control_view import JobEnded, Line
+from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
 
 T = TypeVar("T")
@@ -33,42 +33,42 @@ Slowness = tuple[tuple[Seat, int], ...]  # core.vocabulary.cost.CostModel's
 
 
 @dataclass(frozen=True)
-class Program:
-    """What a worker runs of ``step``.  ``bare``, ``holder``: see core.vocabulary.recovery_plan.Rest; nothing of them in a plan's own program.  ``givers``: from whom data
+class StepProgram:
+    """What a worker runs of ``step``.  ``boundary_only``, ``holder``: see core.vocabulary.recovery_plan.RecoveryPlan; nothing of them in a plan's own program.  ``givers``: from whom data
     comes that an evaluation needs here and that this worker has not read."""
 
     step: int
     instructions: tuple[Instruction, ...]
-    bare: frozenset[Instruction] = frozenset()
+    boundary_only: frozenset[Instruction] = frozenset()
     holder: Seat | None = None
     resumed: bool = False
     givers: Mapping[Datum, Seat] = field(default_factory=dict)
 
 
-class Replica(Protocol):
-    """What the loop asks of whoever computes.  ``era``: the membership in which it last went on from other weights (core/worker/step_store.py)."""
+class StepRunner(Protocol):
+    """What the loop asks of whoever computes.  ``valid_from``: the membership in which it last went on from other weights (core/worker/step_store.py)."""
 
-    era: int
+    valid_from: int
 
-    def execute(self, program: Program) -> Iterator[Any]:
+    def execute(self, program: StepProgram) -> Iterator[Any]:
         """Run it; raises Interrupted."""
 
     def held(self) -> Iterable[Datum]:
         """What this worker has of steps that are not committed, but parameters."""
 
-    def drawn(self) -> dict[str, str]:
+    def held_draws(self) -> dict[str, str]:
         """What this worker keeps of plain iterators' data (core.vocabulary.iterator_draws.pack)."""
 
-    def stand(self, standing: Standing) -> None:
+    def take_state(self, iterator_state: IteratorState) -> None:
         """From now on this holds, until it is said again."""
 
     def undo(self, step: int) -> None:
         """Take ``step``, the last applied one, back."""
 
-    def judge(self, step: int, norm: float) -> None:
+    def record_norm(self, step: int, norm: float) -> None:
         """``step`` was rejected (core/coordinator/step_validation.py) for ``norm``: it is to be applied with regard to that."""
 
-    def void(self, after: int, era: int) -> None:
+    def discard_after(self, after: int, valid_from: int) -> None:
         """What is here of the steps after ``after`` was computed with rejected weights; so was what still comes from a worker of an earlier era."""
 
     def leave(self, members: Iterable[str]) -> None:
@@ -82,16 +82,16 @@ class Planner(Protocol):
 
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]: ...
 
-    def arrange(self, rest: Rest, plan: Plan, held: Held) -> Mapping[Seat, tuple[Instruction, ...]]: ...
+    def arrange(self, recovery: RecoveryPlan, plan: Plan, held: Held) -> Mapping[Seat, tuple[Instruction, ...]]: ...
 
 
-class Port(Protocol):
+class LoopPort(Protocol):
     """How the loop waits and talks.  ``clock``: seconds."""
 
-    line: Line
+    control_view: ControlView
 
     def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True) -> Iterator[Any]:
-        """Yield until ``ready()`` is not None; that is the value.  Raises as ``Line.check``; if not ``interruptible``, as ``check_end``."""
+        """Yield until ``ready()`` is not None; that is the value.  Raises as ``ControlView.check``; if not ``interruptible``, as ``check_end``."""
 
     def send(self, message: object) -> None: ...
 
@@ -101,16 +101,16 @@ class Port(Protocol):
         """Where injected faults strike during recovery."""
 
 
-class Loop:
+class TrainingLoop:
     """Of the worker at ``seat``."""
 
-    def __init__(self, port: Port, replica: Replica, planner: Planner, topology: Topology, seat: Seat, machine: StepMachine) -> None:
-        self._port, self._line = port, port.line
+    def __init__(self, port: LoopPort, replica: StepRunner, planner: Planner, topology: Topology, seat: Seat, machine: StepMachine) -> None:
+        self._port, self._control_view = port, port.control_view
         self._replica = replica
         self._planner = planner
         self._topology = topology
         self._plans: dict[tuple[frozenset[Seat], Slowness], Plan] = {}
-        self._rests: dict[int, Program] = {}  # of steps that a failure has interrupted
+        self._recovery_plans: dict[int, StepProgram] = {}  # of steps that a failure has interrupted
         self.seat = seat
         self.machine = machine
         self.plan: Plan | None = None
@@ -118,7 +118,7 @@ class Loop:
 
     def start(self) -> Iterator[Any]:
         """Wait for everybody and agree on the first plan."""
-        yield from self._port.wait("all workers to be ready", lambda: self._line.pending, interruptible=False)
+        yield from self._port.wait("all workers to be ready", lambda: self._control_view.pending, interruptible=False)
         yield from self.recover()
 
     def train(self, step: int) -> Iterator[Any]:
@@ -127,27 +127,27 @@ class Loop:
             yield from self.advance(step)
             try:
                 what = f"all contributions to the loss of step {step}"
-                return (yield from self._port.wait(what, lambda: self._line.collected(step, "loss")))
+                return (yield from self._port.wait(what, lambda: self._control_view.collected(step, "loss")))
             except Interrupted:
                 yield from self.recover()
 
     def advance(self, step: int) -> Iterator[Any]:
         """Return when ``step`` is applied here, and what peers need for it is done."""
-        while (coming := min([*self._rests, self.machine.stepped + 1])) <= step:
+        while (coming := min([*self._recovery_plans, self.machine.stepped + 1])) <= step:
             try:
                 yield from self._change_at(coming)
-                yield from self._replica.execute(self._rests.get(coming) or self._program(coming))
-                self._rests.pop(coming, None)
+                yield from self._replica.execute(self._recovery_plans.get(coming) or self._program(coming))
+                self._recovery_plans.pop(coming, None)
             except Interrupted:
                 yield from self.recover()
 
-    def _program(self, step: int) -> Program:
-        return Program(step, self._planner.lowered(self.plan, self.seat, step))
+    def _program(self, step: int) -> StepProgram:
+        return StepProgram(step, self._planner.lowered(self.plan, self.seat, step))
 
     def applied(self, step: int) -> None:
         """The replica has applied ``step``."""
         self.machine.applied(step)
-        self._port.send(Stepped(self._line.rank, self._line.number, step))
+        self._port.send(Stepped(self._control_view.rank, self._control_view.number, step))
 
     def settle(self) -> Iterator[Any]:
         """Return when all steps applied here are committed: only then may their effects be shown or saved."""
@@ -160,13 +160,13 @@ class Loop:
             except Interrupted:
                 yield from self.recover()
 
-    def meet(self, place: str, values: dict) -> Iterator[Any]:
+    def barrier(self, place: str, values: dict) -> Iterator[Any]:
         """With all live workers, outside a step; the value is the :class:`Met`.  Raises Interrupted when the membership changes before
         that has come about, and then it comes about for nobody.
         """
-        number = self._line.number
-        self._port.send(Arrived(self._line.rank, number, place, values))
-        met = yield from self._port.wait(f"all workers to be at {place}", lambda: self._line.met(place, number), interruptible=False)
+        number = self._control_view.number
+        self._port.send(BarrierReached(self._control_view.rank, number, place, values))
+        met = yield from self._port.wait(f"all workers to be at {place}", lambda: self._control_view.barrier_passed(place, number), interruptible=False)
         if not met:
             raise Interrupted(f"the membership has changed before all were at {place}")
         return met
@@ -174,25 +174,25 @@ class Loop:
     def loaded(self, step: int) -> Iterator[Any]:
         """The replica has the state of ``step`` from a checkpoint, as all have who have met before: go on from there."""
         self.machine.rewind(step)
-        self._line.rewind(step)
+        self._control_view.rewind(step)
         self._loaded = True
-        self._port.send(Loaded(self._line.rank, self._line.number))
-        yield from self._port.wait("all workers to have loaded the checkpoint", self._line.interruption, interruptible=False)
+        self._port.send(CheckpointLoaded(self._control_view.rank, self._control_view.number))
+        yield from self._port.wait("all workers to have loaded the checkpoint", self._control_view.interruption, interruptible=False)
         yield from self.recover()
 
     def resize(self, topology: Topology, batch: int, full_us: int) -> Iterator[Any]:
         """Go on with plans for ``topology``, of another number of micro-batches, as all do who have met before with all steps committed."""
         self._topology = topology
         self._plans.clear()
-        self._port.send(Resized(self._line.rank, self._line.number, topology.micro_batches, batch, full_us))
-        yield from self._port.wait("all workers to plan for another batch size", self._line.interruption, interruptible=False)
+        self._port.send(Resized(self._control_view.rank, self._control_view.number, topology.micro_batches, batch, full_us))
+        yield from self._port.wait("all workers to plan for another batch size", self._control_view.interruption, interruptible=False)
         yield from self.recover()
 
     def recover(self) -> Iterator[Any]:
         """Return when every member of the newest generation has agreed where to go on."""
         self._port.reach("recovery.start")
-        while (generation := self._line.interruption()) is not None:
-            if self._line.departed:
+        while (generation := self._control_view.interruption()) is not None:
+            if self._control_view.departed:
                 raise JobEnded(LEAVE, failed=False)
             yield from self._enter(generation)
 
@@ -206,9 +206,9 @@ class Loop:
     def _await_commit(self, step: int) -> Iterator[Any]:
         """Whoever knows of it is not interrupted: it may have nothing more to do with the others."""
         try:
-            yield from self._port.wait(f"the commit of step {step}", lambda: self._line.is_committed(step))
+            yield from self._port.wait(f"the commit of step {step}", lambda: self._control_view.is_committed(step))
         except Interrupted:
-            if not self._line.is_committed(step):
+            if not self._control_view.is_committed(step):
                 raise
 
     # --- membership changes ------------------------------------------------------------------------
@@ -216,15 +216,15 @@ class Loop:
     def _change_at(self, step: int) -> Iterator[Any]:
         """Enter a planned change, or the planned end, that holds from ``step`` on."""
         while True:
-            end, planned = self._line.end, self._line.pending
+            end, planned = self._control_view.end, self._control_view.pending
             if end is not None and end.step and step >= end.step:
                 yield from self._await_commit(step - 1)
                 raise JobEnded(end.reason, end.failed, end.code)
             if planned is None or not planned.from_step or step < planned.from_step:
                 return
-            if self._line.worker not in planned.roster.workers:
+            if self._control_view.worker not in planned.roster.workers:
                 yield from self._await_commit(step - 1)
-                if self._line.pending is planned:
+                if self._control_view.pending is planned:
                     raise JobEnded(LEAVE, failed=False)
             else:
                 yield from self._enter(planned)
@@ -236,53 +236,53 @@ class Loop:
         planned = self._port.clock()
         self._port.reach("recovery.report")
         timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
-        drawn = self._replica.drawn()  # first: from here on nothing of a lost worker's is taken any more
+        drawn = self._replica.held_draws()  # first: from here on nothing of a lost worker's is taken any more
         held = pack({*self._replica.held(), Datum("params", self.seat.stage, None, self.machine.stepped + 1)})
-        report = Report(self._line.rank, generation.number, self.machine.stepped, plan.digest, held, timings, self._loaded, plan.period_us, plan.bound_us,
-                        drawn, self._replica.era)  # fmt: skip
+        report = SurvivorReport(self._control_view.rank, generation.number, self.machine.stepped, plan.digest, held, timings, self._loaded, plan.period_us, plan.bound_us,
+                        drawn, self._replica.valid_from)  # fmt: skip
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
-        resume = yield from self._port.wait(what, lambda: self._line.resume_of(generation), interruptible=False)
+        resume = yield from self._port.wait(what, lambda: self._control_view.resume_of(generation), interruptible=False)
         if not resume:
             return
         self._port.reach("recovery.resume")
         self._take_up(plan, resume)
         self._replica.leave(generation.roster.addresses)
-        self._line.adopt(generation)
+        self._control_view.adopt(generation)
         self._loaded = False
         if self.machine.stepped > self.machine.committed:
-            self._port.send(Stepped(self._line.rank, generation.number, self.machine.stepped))
+            self._port.send(Stepped(self._control_view.rank, generation.number, self.machine.stepped))
         self.plan = plan
 
     def _take_up(self, plan: Plan, resume: Resume) -> None:
         """Work out what is left of the unfinished steps, and take the last one back where that is in the way."""
         started = self._port.clock()
         held = reported = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
-        rests = {rest.step: rest for rest in unfinished(plan, resume.committed, held, resume.void)}
-        self._rests, undo = {}, False
+        recovery_plans = {recovery.step: recovery for recovery in unfinished(plan, resume.committed, held, resume.rejected)}
+        self._recovery_plans, undo = {}, False
         if resume.norm is not None:
-            self._replica.judge(resume.committed + 1, resume.norm)
-        for rest in rests.values():
-            program = self._planner.arrange(rest, plan, held)[self.seat]
-            self._rests[rest.step] = Program(rest.step, program, rest.bare, rest.holders.get(self.seat.stage), resumed=True)
-            undo |= self.seat in rest.undo
-            held = surviving(held, rest)
-        counts = without_later(reported, resume.committed + 1) if resume.void else reported
-        self._replica.stand(Standing(plan, counts, {Seat.parse(seat): unpack_drawn(packed) for seat, packed in resume.drawn.items()}, rests))
+            self._replica.record_norm(resume.committed + 1, resume.norm)
+        for recovery in recovery_plans.values():
+            program = self._planner.arrange(recovery, plan, held)[self.seat]
+            self._recovery_plans[recovery.step] = StepProgram(recovery.step, program, recovery.boundary_only, recovery.holders.get(self.seat.stage), resumed=True)
+            undo |= self.seat in recovery.undo
+            held = surviving(held, recovery)
+        counts = without_later(reported, resume.committed + 1) if resume.rejected else reported
+        self._replica.take_state(IteratorState(plan, counts, {Seat.parse(seat): unpack_drawn(packed) for seat, packed in resume.held_draws.items()}, recovery_plans))
         self.machine.resume(resume.committed, undo)
         if undo:
             self._replica.undo(resume.committed + 1)
             self._port.reach("recovery.undone")
-        if resume.void:
-            self._replica.void(resume.committed + 1, resume.generation)
-        if self._rests:
+        if resume.rejected:
+            self._replica.discard_after(resume.committed + 1, resume.generation)
+        if self._recovery_plans:
             self._say_rest(undo, self._port.clock() - started)
 
     def _say_rest(self, undone: bool, spent_s: float) -> None:
-        first, also = min(self._rests), " and the next" * (len(self._rests) > 1)
-        compute = sum(one.op in COMPUTE for program in self._rests.values() for one in program.instructions)
+        first, also = min(self._recovery_plans), " and the next" * (len(self._recovery_plans) > 1)
+        compute = sum(one.op in COMPUTE for program in self._recovery_plans.values() for one in program.instructions)
         details = {"seat": str(self.seat), "step": first, "compute": compute, "undone": undone, "work_out_s": round(spent_s, 4)}
-        self._port.send(Note(self._line.rank, "rest", f"seat {self.seat} has {compute} instructions left to compute of step {first}{also}", details))
+        self._port.send(Note(self._control_view.rank, "recovery_plan", f"seat {self.seat} has {compute} instructions left to compute of step {first}{also}", details))
 
     def _plan_for(self, generation: Generation) -> Plan:
         case = frozenset(generation.roster.seats), generation.slowness

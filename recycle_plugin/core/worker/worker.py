@@ -18,15 +18,15 @@ from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, SENDS, Instruction, Op
-from recycle_plugin.core.vocabulary.iterator_draws import Standing
+from recycle_plugin.core.vocabulary.iterator_draws import IteratorState
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.executor import execute
-from recycle_plugin.core.worker.iterator_data import Supply
+from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
-from recycle_plugin.core.worker.training_loop import Program
+from recycle_plugin.core.worker.training_loop import StepProgram
 
 T = TypeVar("T")
 SUMMED = frozenset({"inner", "wgrad", "reduced"})  # what is in a worker's sums: of layers whose backward is not split, from I on
@@ -35,10 +35,10 @@ SUMMED = frozenset({"inner", "wgrad", "reduced"})  # what is in a worker's sums:
 class Machine(Protocol):
     """What a worker runs on.  Generators yield what a simulated machine waits for; a real one blocks and yields nothing."""
 
-    line: Line
+    control_view: ControlView
 
     def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True) -> Iterator[Any]:
-        """As core.worker.training_loop.Port's."""
+        """As core.worker.training_loop.LoopPort's."""
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
         """The same for what comes from ``source``; where that takes too long, the coordinator has to hear of it, and has it sent again."""
@@ -49,7 +49,7 @@ class Machine(Protocol):
     def send(self, message: object) -> None:
         """To the coordinator."""
 
-    def transfer(self, datum: Datum, value: Any, target: Seat, era: int) -> None:
+    def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
         """To a peer; comes out of its ``arrivals``."""
 
     def arrivals(self) -> Iterable[tuple[Datum, Any, int]]:
@@ -64,11 +64,11 @@ class Machine(Protocol):
     def now_us(self) -> int: ...
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
-        """As core.worker.executor.World's."""
+        """As core.worker.executor.InstructionRunner's."""
 
     def record(self, span: Span) -> None: ...
 
-    def running(self, program: Program) -> AbstractContextManager[Iterable[Instruction]]:
+    def running(self, program: StepProgram) -> AbstractContextManager[Iterable[Instruction]]:
         """It is meanwhile: these instructions."""
 
     def performing(self, instruction: Instruction) -> AbstractContextManager:
@@ -77,7 +77,7 @@ class Machine(Protocol):
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         """The time that it takes, where no computing does."""
 
-    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> Mapping[Datum, Any]:
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
         """What LOAD, F, I, W, B or STEP makes."""
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
@@ -109,17 +109,17 @@ class Judging:
 
 class Worker:
     """At ``store.seat``.  ``stopwatch``: whether, and by which costs, it says how fast it computes.  ``applied(step)``: to be told of each step that is
-    (core.worker.training_loop.Loop.applied)."""
+    (core.worker.training_loop.TrainingLoop.applied)."""
 
     def __init__(
-        self, machine: Machine, shape: Topology, store: StepStore, steps: StepMachine, judging: Judging, supply: Supply | None = None,
+        self, machine: Machine, shape: Topology, store: StepStore, steps: StepMachine, judging: Judging, iterator_data: IteratorData | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> None:  # fmt: skip
         self.store, self.seat = store, store.seat
-        self._machine, self._line, self._shape, self._steps, self._judging, self.supply = machine, machine.line, shape, steps, judging, supply
+        self._machine, self._control_view, self._shape, self._steps, self._judging, self.iterator_data = machine, machine.control_view, shape, steps, judging, iterator_data
         self._stopwatch = stopwatch
         self.applied: Callable[[int], None] = lambda step: None
-        self.program: Program | None = None
+        self.program: StepProgram | None = None
         self._last_forward: Instruction | None = None
 
     def resize(self, shape: Topology) -> None:
@@ -128,13 +128,13 @@ class Worker:
 
     def rewind(self, step: int) -> None:
         """The state of ``step``, which all load, takes the place of the last one.  They meet again then, and what comes later is of another era."""
-        self.store.rewind(step, self._line.number + 1)
-        if self.supply is not None:
-            self.supply.rewind()
+        self.store.rewind(step, self._control_view.number + 1)
+        if self.iterator_data is not None:
+            self.iterator_data.rewind()
 
-    # core.worker.training_loop.Replica
+    # core.worker.training_loop.StepRunner
 
-    def execute(self, program: Program) -> Iterator[Any]:
+    def execute(self, program: StepProgram) -> Iterator[Any]:
         self.program = program
         self._last_forward = next((one for one in reversed(program.instructions) if one.op is Op.F), None)
         with self._machine.running(program) as instructions:
@@ -145,48 +145,48 @@ class Worker:
                 self._say_losses(program.step)  # of forwards that the failure has cut off from their last one
             yield from execute(self.seat, instructions, self)
 
-    def _begin(self, program: Program) -> None:
+    def _begin(self, program: StepProgram) -> None:
         if self._stopwatch is not None:
             self._stopwatch.begin(program)
-        if self.supply is not None:
-            self.supply.provide(program.step, self._line)
+        if self.iterator_data is not None:
+            self.iterator_data.provide(program.step, self._control_view)
 
     @property
-    def era(self) -> int:
-        return self.store.era
+    def valid_from(self) -> int:
+        return self.store.valid_from
 
     def held(self) -> set[Datum]:
         self.forget_committed()
         return self.store.held()
 
-    def drawn(self) -> dict[str, str]:
-        if self.store.drawn:
+    def held_draws(self) -> dict[str, str]:
+        if self.store.reads_iterator:
             self._machine.hear_out()
         self._take_arrivals()
-        return self.supply.drawn() if self.supply is not None else {}
+        return self.iterator_data.held_draws() if self.iterator_data is not None else {}
 
-    def stand(self, standing: Standing) -> None:
-        if self.supply is not None:
-            self.supply.stand(standing)
+    def take_state(self, iterator_state: IteratorState) -> None:
+        if self.iterator_data is not None:
+            self.iterator_data.take_state(iterator_state)
 
     def undo(self, step: int) -> None:
         self._machine.undo(step)
         self.store.undo(step)
 
-    def judge(self, step: int, norm: Any) -> None:
+    def record_norm(self, step: int, norm: Any) -> None:
         self.store.put(self._norm(step), norm)
 
-    def void(self, after: int, era: int) -> None:
-        if any(datum.kind in SUMMED for datum in self.store.void(after, era)):
+    def discard_after(self, after: int, valid_from: int) -> None:
+        if any(datum.kind in SUMMED for datum in self.store.discard_after(after, valid_from)):
             self._machine.forget_sums(after)
 
     def leave(self, members: Iterable[str]) -> None:
         self._machine.leave(members)
 
-    # core.worker.executor.World
+    # core.worker.executor.InstructionRunner
 
     def check_generation(self) -> None:
-        self._line.check()
+        self._control_view.check()
 
     def now_us(self) -> int:
         return self._machine.now_us()
@@ -227,14 +227,14 @@ class Worker:
     # instructions
 
     def _compute(self, instruction: Instruction) -> None:
-        bare = instruction in self.program.bare
-        self.store.run(instruction, lambda one, have: self._machine.compute(one, have, bare), bare)
+        boundary_only = instruction in self.program.boundary_only
+        self.store.run(instruction, lambda one, have: self._machine.compute(one, have, boundary_only), boundary_only)
         if instruction == self._last_forward and instruction.step > 0:
             self._say_losses(instruction.step)
 
     def _send(self, instruction: Instruction) -> None:
         (datum,) = self.store.requires(instruction)
-        self._machine.transfer(datum, self.store.move(datum, -1), instruction.peer, self.store.era)
+        self._machine.transfer(datum, self.store.move(datum, -1), instruction.peer, self.store.valid_from)
         self.store.sent(datum)
 
     def _add_up(self, instruction: Instruction) -> Iterator[Any]:
@@ -248,9 +248,9 @@ class Worker:
     def _validate(self, step: int) -> Iterator[Any]:
         """Wait until all stages have their gradients, and where these are clipped, for the norm over them."""
         self._say_share(step, NORM, self._machine.share(step, self.store) if self._judging.waits else 0.0)
-        shares = yield from self._machine.wait(f"all contributions to the {NORM} of step {step}", lambda: self._line.collected(step, NORM))
+        shares = yield from self._machine.wait(f"all contributions to the {NORM} of step {step}", lambda: self._control_view.collected(step, NORM))
         if self._judging.waits:
-            self.judge(step, self._machine.norm(shares))
+            self.record_norm(step, self._machine.norm(shares))
 
     def _step(self, instruction: Instruction) -> None:
         step = instruction.step
@@ -258,7 +258,7 @@ class Worker:
             self._validate_later(step)
         self.store.run(instruction, lambda one, have: self._machine.compute(one, have, False))
         if self._stopwatch is not None:
-            self._machine.send(self._stopwatch.pace(self._line.rank, step))
+            self._machine.send(self._stopwatch.compute_time(self._control_view.rank, step))
         self.applied(step)
 
     def _validate_later(self, step: int) -> None:
@@ -266,7 +266,7 @@ class Worker:
         share = self._machine.share(step, self.store)
         self._say_share(step, SHARE, share)
         if not isfinite(share):
-            self.judge(step, share)
+            self.record_norm(step, share)
 
     # what it has and says
 
@@ -278,7 +278,7 @@ class Worker:
     def forget_committed(self) -> None:
         """Nobody will ask for anything of a committed step again."""
         self._take_arrivals()
-        self.store.commit(self._line.committed)
+        self.store.commit(self._control_view.committed)
 
     def losses(self, step: int) -> dict[str, float]:
         """By micro-batch, of those whose last stage has run here."""
@@ -286,23 +286,23 @@ class Worker:
 
     def _giver(self, datum: Datum) -> Seat:
         """From whom a batch comes that this worker has not read."""
-        return self.program.givers[datum] if datum.step < 0 else self.supply.giver(datum)
+        return self.program.givers[datum] if datum.step < 0 else self.iterator_data.giver(datum)
 
     def _has(self, datum: Datum) -> bool | None:
         self._take_arrivals()
         return True if datum in self.store else None
 
     def _take_arrivals(self) -> None:
-        for datum, value, era in self._machine.arrivals():
-            self.store.arrive(datum, value, era)
+        for datum, value, valid_from in self._machine.arrivals():
+            self.store.arrive(datum, value, valid_from)
 
     def _norm(self, step: int) -> Datum:
         return Datum("norm", self.seat.stage, None, step)
 
     def _say_share(self, step: int, name: str, share: float) -> None:
-        self._machine.send(Contribution(self._line.rank, step, name, {str(self.seat.stage): share}, self._shape.stages))
+        self._machine.send(Contribution(self._control_view.rank, step, name, {str(self.seat.stage): share}, self._shape.stages))
 
     def _say_losses(self, step: int) -> None:
         losses = self.losses(step)
         if losses:
-            self._machine.send(Contribution(self._line.rank, step, LOSS, losses, len(self._shape.batch)))
+            self._machine.send(Contribution(self._control_view.rank, step, LOSS, losses, len(self._shape.batch)))

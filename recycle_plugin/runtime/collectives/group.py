@@ -15,7 +15,7 @@ import torch.distributed as dist
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.collectives.average import BACKEND
 from recycle_plugin.runtime.collectives.callers import Callers, calling_line, named
-from recycle_plugin.runtime.collectives.in_flight import ALL, EACH, SCRIPT, SUMS, Asked, Flight, Way, Work
+from recycle_plugin.runtime.collectives.in_flight import ALL, EACH, SCRIPT, SUMS, Asked, Channel, Flight, TorchWork
 from recycle_plugin.runtime.collectives.link import (
     AllGather,
     AllReduce,
@@ -128,16 +128,16 @@ class MemberGroup(dist.ProcessGroup):
         def make(held):
             return Send(*held, self._flight.position[destination], tag)
 
-        return self._run(Asked("send", make, tensors, lambda: self._place(destination, "send to"), gives=Way(self._rank, destination, tag), writes=False))
+        return self._run(Asked("send", make, tensors, lambda: self._place(destination, "send to"), gives=Channel(self._rank, destination, tag), writes=False))
 
     def recv(self, tensors, source, tag=0):
         def make(held):
             return Receive(*held, self._flight.position[source], tag)
 
-        return self._run(Asked("recv", make, tensors, lambda: self._place(source, "receive from"), gives=Way(source, self._rank, tag)))
+        return self._run(Asked("recv", make, tensors, lambda: self._place(source, "receive from"), gives=Channel(source, self._rank, tag)))
 
     def recv_anysource(self, tensors, tag=0):
-        return self._run(Asked("recv", lambda held: Receive(*held, None, tag), tensors, gives=Way(None, self._rank, tag)))
+        return self._run(Asked("recv", lambda held: Receive(*held, None, tag), tensors, gives=Channel(None, self._rank, tag)))
 
     # --- among the live members only, whatever the logical size (runtime/stage/block_sums.py) ------------------
 
@@ -155,13 +155,13 @@ class MemberGroup(dist.ProcessGroup):
 
     # --- asking ---------------------------------------------------------------------------------------
 
-    def _run(self, asked: Asked) -> Work:
+    def _run(self, asked: Asked) -> TorchWork:
         """What the script asks for, or stock code, if it can be right where it is called (runtime/collectives/callers.py)."""
         self._callers.admit(asked.called, self._ranks)
         touch(asked.tensors, asked.given)  # a script's parameters are committed first, which may bring another membership
-        return Work(self._flight, self._flight.begin(asked, SUMS if self._callers.is_own else SCRIPT))
+        return TorchWork(self._flight, self._flight.begin(asked, SUMS if self._callers.is_own else SCRIPT))
 
-    def _whole(self, called: str, make: Callable[[Tensors], Operation], outputs: Sequence[torch.Tensor], *given: Any) -> Work:
+    def _whole(self, called: str, make: Callable[[Tensors], Operation], outputs: Sequence[torch.Tensor], *given: Any) -> TorchWork:
         """An operation that needs every logical member, and has something to do for a single one too.  In such a one positions are logical."""
         line = calling_line()
 

@@ -34,7 +34,7 @@ SCRIPT, SUMS = "", " sums"  # links
 NEWS_TIMEOUT_S = 30.0  # between a broken connection and the coordinator's word of who was lost
 
 
-class Way(NamedTuple):
+class Channel(NamedTuple):
     """From logical member ``source`` (None: from anyone) to ``target``, of messages with ``tag``."""
 
     source: int | None
@@ -61,7 +61,7 @@ class Asked:
     check: Callable[[], object] = bool
     alone: bool = False
     divide: bool = False
-    gives: str | Way = ALL
+    gives: str | Channel = ALL
     given: Sequence[Any] = ()
     writes: bool = True
 
@@ -90,7 +90,7 @@ class Call:
         return True if self.over or handle is not None and handle.poll() else None
 
 
-class Work(dist.Work):
+class TorchWork(dist.Work):
     """What torch hands to the script for a call."""
 
     def __init__(self, flight: Flight, call: Call) -> None:
@@ -194,18 +194,18 @@ class Flight:
     def _number_of(self, asked: Asked) -> int | None:
         """None: only its end says from whom it has come, and no other receive may be under way then, lest it be open which has what."""
         way = asked.gives
-        if isinstance(way, Way) and way.target == self._rank:
+        if isinstance(way, Channel) and way.target == self._rank:
             for other in self._calls:
-                if isinstance(other.asked.gives, Way) and other.asked.gives[1:] == way[1:] and None in (way.source, other.asked.gives.source):
+                if isinstance(other.asked.gives, Channel) and other.asked.gives[1:] == way[1:] and None in (way.source, other.asked.gives.source):
                     raise RecycleError(f"torch.distributed.{asked.called} with tag {way.tag} while another one is under way, one of them from any source: wait for that "
                                        "one first, so that after a loss it is known which message each was to get")  # fmt: skip
             if way.source is None:
                 return None
         return self._outcomes.take_number(self._line(asked.gives))
 
-    def _line(self, gives: str | Way) -> str:
+    def _line(self, gives: str | Channel) -> str:
         """What is counted together."""
-        return lines_of(self._name) + gives.name if isinstance(gives, Way) else self._name
+        return lines_of(self._name) + gives.name if isinstance(gives, Channel) else self._name
 
     # --- tries ----------------------------------------------------------------------------------------
 
@@ -367,9 +367,9 @@ class Flight:
                                f"member's own or of more than {LARGEST >> 20} MiB, can't be had again: go on from the last checkpoint")  # fmt: skip
         return False
 
-    def _sources(self, gives: str | Way) -> list[int]:
+    def _sources(self, gives: str | Channel) -> list[int]:
         """Who may be through with it."""
-        if not isinstance(gives, Way):
+        if not isinstance(gives, Channel):
             return self._others
         ends = {gives.source, gives.target}
         return [other for other in self._others if other in ends or gives.source is None]

@@ -27,7 +27,7 @@ UNSENT = 4 * LIMIT  # bytes that may wait for an other end that takes nothing
 
 
 @dataclass(frozen=True)
-class Broken:
+class Disconnected:
     """Why nothing comes any more.  ``unreadable``: what has come, where that was no message."""
 
     why: str
@@ -49,7 +49,7 @@ class Control(Protocol):
     there: tuple[str, int] | None
 
     @property
-    def broken(self) -> Broken | None:
+    def broken(self) -> Disconnected | None:
         """None as long as something may come.  A peer's death breaks it once all that it has said is handed out, and so does what is no message."""
 
     def send(self, message: object, timeout_s: float = 0.0) -> bool:
@@ -84,7 +84,7 @@ class _Framed:
         self._limit = limit
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._frames, self._unsent, self._mute = Frames(limit), bytearray(), False
-        self.broken: Broken | None = None
+        self.broken: Disconnected | None = None
 
     def _anew(self, hello: object) -> None:
         """Under both locks, so that nothing comes before ``hello``."""
@@ -108,7 +108,7 @@ class _Framed:
             while self.broken is None:
                 message = self._frames.take()
                 if isinstance(message, Unreadable):
-                    self._break(Broken(str(message), message))
+                    self._break(Disconnected(str(message), message))
                 elif message is not None:
                     return message
                 elif not self._fill(deadline):
@@ -116,7 +116,7 @@ class _Framed:
         return None
 
     def close(self) -> None:
-        self._break(Broken("it was closed on this side"))
+        self._break(Disconnected("it was closed on this side"))
         with self._sending, self._receiving:  # those who wait in it have been woken
             self._release()
 
@@ -137,9 +137,9 @@ class _Framed:
 
     def _overdue(self, timeout_s: float) -> bool:
         if timeout_s:
-            self._break(Broken(f"the other end has taken nothing for {timeout_s:g} s"))
+            self._break(Disconnected(f"the other end has taken nothing for {timeout_s:g} s"))
         elif len(self._unsent) > UNSENT:
-            self._break(Broken(f"the other end takes nothing, and {len(self._unsent)} bytes wait for it"))
+            self._break(Disconnected(f"the other end takes nothing, and {len(self._unsent)} bytes wait for it"))
         return False
 
     def _fill(self, deadline: float) -> bool:
@@ -151,15 +151,15 @@ class _Framed:
                 return False
             self._await(select.POLLIN, deadline)
         except OSError as error:
-            self._break(Broken(error.strerror or str(error)))
+            self._break(Disconnected(error.strerror or str(error)))
         else:
             if data:
                 self._frames.feed(data)
             else:
-                self._break(Broken("the other end is gone" + ", in the middle of a message" * self._frames.broken_off))
+                self._break(Disconnected("the other end is gone" + ", in the middle of a message" * self._frames.broken_off))
         return True
 
-    def _break(self, why: Broken) -> None:
+    def _break(self, why: Disconnected) -> None:
         if self.broken is None:
             self.broken = why
         self._shut()
@@ -364,7 +364,7 @@ class InLoop:
         self.there = control.there
 
     @property
-    def broken(self) -> Broken | None:
+    def broken(self) -> Disconnected | None:
         return self._control.broken
 
     def send(self, message: object) -> None:

@@ -16,9 +16,9 @@ from dataclasses import replace
 from typing import Callable
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, Event, Output
+from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event
 from recycle_plugin.core.messages.encoding import encode
-from recycle_plugin.core.messages.protocol import Exited, Fence, Heard, Hello, Left, Over, Placed, Ready, Terminate, Welcome
+from recycle_plugin.core.messages.protocol import Exited, Fence, Hello, Lease, Left, Over, Placed, Ready, Terminate, Welcome
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.placement import spread
@@ -235,7 +235,7 @@ class Coordinator:
         if isinstance(message, Exited):
             self._ended.add(message.rank)
         if isinstance(message, Exited) and message.rank in self._supervisors:
-            self._supervisors[message.rank].send(Heard(0, 0.0))
+            self._supervisors[message.rank].send(Lease(0, 0.0))
         if isinstance(message, Exited) and message.worker in self._workers:
             self._exits[message.worker] = message
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._closed_by_exit, message.worker)
@@ -281,7 +281,7 @@ class Coordinator:
             self._act(self._membership.receive(exited, time.time()))
         self._see_who_is_gone()
 
-    def _act(self, output: Output) -> None:
+    def _act(self, output: CoordinatorOutput) -> None:
         now = time.time()
         for whom, message in output.messages:
             self._send(whom, message)

@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from typing import Callable, Iterator
 
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, LONGEST
-from recycle_plugin.core.messages.protocol import Beat, Heard
+from recycle_plugin.core.messages.protocol import Heartbeat, Lease
 
 SCRIPT = "the training script"
 SLOWEST_S = 1.0  # between two beats
 
 
-class Heart:
+class Heartbeats:
     """Of the worker of ``rank``.  Only the process's main thread says what it is at.
 
-    ``fresh_until``: when the coordinator's promise ends, by time.monotonic; never before :meth:`start`.  ``step``: the last one that was begun.
+    ``lease_until``: when the coordinator's promise ends, by time.monotonic; never before :meth:`start`.  ``step``: the last one that was begun.
     """
 
     def __init__(self, rank: int, send: Callable[[object], None]) -> None:
@@ -34,13 +34,13 @@ class Heart:
         self._number = 0
         self._said_to_compute = False
         self._sent: dict[int, float] = {}
-        self.fresh_until = float("inf")
+        self.lease_until = float("inf")
         self._beating, self._lock = threading.Lock(), threading.Lock()
 
-    def start(self, promise_s: float) -> None:
-        """Beat from now on.  ``promise_s``: the shortest promise that the coordinator makes."""
-        self.fresh_until = time.monotonic() + promise_s
-        threading.Thread(target=self._beat_on, args=(min(SLOWEST_S, promise_s / 4),), name="recycle: heart", daemon=True).start()
+    def start(self, lease_s: float) -> None:
+        """Beat from now on.  ``lease_s``: the shortest promise that the coordinator makes."""
+        self.lease_until = time.monotonic() + lease_s
+        threading.Thread(target=self._beat_on, args=(min(SLOWEST_S, lease_s / 4),), name="recycle: heart", daemon=True).start()
 
     # --- what the worker is at ---------------------------------------------------------------------
 
@@ -70,9 +70,9 @@ class Heart:
     # --- the coordinator's word ----------------------------------------------------------------------
 
     @property
-    def is_fresh(self) -> bool:
+    def has_lease(self) -> bool:
         """Whether the coordinator's promise holds now."""
-        return time.monotonic() < self.fresh_until
+        return time.monotonic() < self.lease_until
 
     def beat(self) -> None:
         with self._beating:  # in the order of their numbers
@@ -82,14 +82,14 @@ class Heart:
             self._number += 1
             with self._lock:
                 self._sent[self._number] = time.monotonic()
-            self._send(Beat(self._rank, self._number, self._done, at, str(what() if callable(what) else what)[:LONGEST], self.step))
+            self._send(Heartbeat(self._rank, self._number, self._done, at, str(what() if callable(what) else what)[:LONGEST], self.step))
 
-    def heard(self, answer: Heard) -> None:
+    def heard(self, answer: Lease) -> None:
         """The promise counts from when the beat was sent: how long the answer was under way does not matter."""
         with self._lock:
             sent = self._sent[answer.number]
             self._sent = {number: when for number, when in self._sent.items() if number > answer.number}
-            self.fresh_until = sent + answer.for_s
+            self.lease_until = sent + answer.for_s
 
     def _beat_on(self, every_s: float) -> None:
         while True:

@@ -17,12 +17,12 @@ from dataclasses import replace
 from typing import Callable, Iterator, TypeVar
 
 from recycle_plugin.core.messages.activity import WAITS
-from recycle_plugin.core.messages.protocol import Fence, Generation, Heard, Hello, Leaving, Left, Note, OfWorker, Welcome
+from recycle_plugin.core.messages.protocol import Fence, Generation, Hello, Lease, Leaving, Left, Note, OfWorker, Welcome
 from recycle_plugin.core.vocabulary.describe import named
-from recycle_plugin.core.worker.control_view import Line
+from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import CutOff, RecycleError, WaitTimeout
 from recycle_plugin.runtime.control.connections import Control, connect
-from recycle_plugin.runtime.control.heartbeats import Heart
+from recycle_plugin.runtime.control.heartbeats import Heartbeats
 
 T = TypeVar("T")
 CONNECT_S = 60.0  # how long the coordinator may take to answer
@@ -34,7 +34,7 @@ NOT_LAUNCHED = (
 LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something has a deadline of its own
 
 
-class Session(Line):
+class Session(ControlView):
     """Over ``control`` to the coordinator, as the worker of ``rank``.  When that breaks, the job is over here: the others go on without this worker.
 
     What the line says is read under :attr:`changed`.  ``between_steps`` recovers from a membership change that the training script
@@ -63,7 +63,7 @@ class Session(Line):
         self.when_adopted: Callable[[], None] = lambda: None
         self.at_end: Callable[[], None] = lambda: None
         self.trains = False
-        self.heart = Heart(rank, self.send)
+        self.heartbeats = Heartbeats(rank, self.send)
         self.given_up: Callable[[str], None] | None = None
         self.coordinator_is_gone = False  # so nobody but this worker can tell the user
         self.forked = False
@@ -104,7 +104,7 @@ class Session(Line):
 
     def leave(self, code: int = 0, planned: bool = False) -> None:
         """Say goodbye (core.messages.protocol.Left), so that the end of this process, with exit code ``code``, is not taken for a death."""
-        self.send(Left(self.rank, code, planned, self.heart.step))
+        self.send(Left(self.rank, code, planned, self.heartbeats.step))
         with self.changed:
             self._closed = True
 
@@ -127,7 +127,7 @@ class Session(Line):
                 continue
             self._leave_if_given_up(message)
             with self.changed:
-                self.heart.heard(message) if isinstance(message, Heard) else self.take(message)
+                self.heartbeats.heard(message) if isinstance(message, Lease) else self.take(message)
                 self.changed.notify_all()
             self._leave_early()
         with self.changed:
@@ -164,7 +164,7 @@ class Session(Line):
         self._refuse_forks()
         timeout_s = timeout_s or self.wait_timeout_s
         deadline = time.monotonic() + timeout_s
-        with self.heart.at(WAITS, what), self.changed:
+        with self.heartbeats.at(WAITS, what), self.changed:
             while True:
                 self.check_end()
                 if interruptible:
@@ -172,7 +172,7 @@ class Session(Line):
                 result = ready()
                 if result is not None:
                     return result
-                now, cut_off = time.monotonic(), self.heart.fresh_until + self.regroup_timeout_s
+                now, cut_off = time.monotonic(), self.heartbeats.lease_until + self.regroup_timeout_s
                 if now >= min(deadline, cut_off):
                     name = what if isinstance(what, str) else what()
                     if cut_off < deadline:
@@ -180,11 +180,11 @@ class Session(Line):
                     raise WaitTimeout(f"waited {timeout_s:.0f} s for {name}; raise recycle.wait_timeout_s if it may take longer")
                 self.changed.wait(min(deadline, cut_off) - now)
 
-    def assure(self, what: object, interruptible: bool = True) -> None:
+    def await_lease(self, what: object, interruptible: bool = True) -> None:
         """Return once it is sure that nobody goes on without this worker: to be called before ``what``, which others would see."""
-        if not self.heart.is_fresh:
-            self.heart.beat()
-            self.wait(lambda: f"the coordinator's word before {what}", lambda: self.heart.is_fresh or None, interruptible)
+        if not self.heartbeats.has_lease:
+            self.heartbeats.beat()
+            self.wait(lambda: f"the coordinator's word before {what}", lambda: self.heartbeats.has_lease or None, interruptible)
 
     def _raise_cut_off(self, name: str) -> None:
         raise CutOff(
@@ -206,7 +206,7 @@ class Session(Line):
 
     def rewind(self, step: int) -> None:
         super().rewind(step)
-        self.heart.step = step
+        self.heartbeats.step = step
 
     def adopt(self, generation: Generation) -> None:
         with self.changed:

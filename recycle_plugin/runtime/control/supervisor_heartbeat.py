@@ -10,22 +10,22 @@ import asyncio
 from typing import Callable
 
 from recycle_plugin.core.messages.encoding import decode
-from recycle_plugin.core.messages.protocol import Pulse
+from recycle_plugin.core.messages.protocol import SupervisorHeartbeat
 
 
 class PulseListener(asyncio.DatagramProtocol):
     """``take`` gets every pulse; whatever else comes is none of ours."""
 
-    def __init__(self, take: Callable[[Pulse], None]) -> None:
+    def __init__(self, take: Callable[[SupervisorHeartbeat], None]) -> None:
         self._take = take
 
     def datagram_received(self, data: bytes, _: object) -> None:
         message = decode(data)
-        if isinstance(message, Pulse):
+        if isinstance(message, SupervisorHeartbeat):
             self._take(message)
 
 
-async def listen(address: tuple[str, int], take: Callable[[Pulse], None]) -> asyncio.DatagramTransport:
+async def listen(address: tuple[str, int], take: Callable[[SupervisorHeartbeat], None]) -> asyncio.DatagramTransport:
     """Until it is closed.  OSError when the port is taken."""
     return (await asyncio.get_running_loop().create_datagram_endpoint(lambda: PulseListener(take), local_addr=address))[0]
 

@@ -21,7 +21,7 @@ class Mover(Protocol):
 
     address: str
 
-    def send(self, address: str, datum: Datum, tensors: Copy, era: int) -> None:
+    def send(self, address: str, datum: Datum, tensors: Copy, valid_from: int) -> None:
         """Send ``tensors``, which are in host memory or on their way there (runtime/worker/tiers.py), and may not be changed in place afterwards.  It never blocks, so
         that programs need no matching order of sends and receives; what is for a peer that can't be reached is dropped.  A copy that fails, or is not
         over in time, is an error of this worker's, which its next call raises."""

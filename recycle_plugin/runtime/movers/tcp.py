@@ -51,7 +51,7 @@ class Header:
     """Before the bytes of a datum's tensors: the dtype of each, and its shape."""
 
     datum: Datum
-    era: int
+    valid_from: int
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -82,11 +82,11 @@ class Transport:
         self._accepting = threading.Thread(target=self._accept, name="recycle: transport", daemon=True)
         self._accepting.start()
 
-    def send(self, address: str, datum: Datum, tensors: Copy, era: int) -> None:
+    def send(self, address: str, datum: Datum, tensors: Copy, valid_from: int) -> None:
         self._check()
         if address not in self._outboxes:
             self._outboxes[address] = Outbox(address, self.address, self._broke, self._emptied, self._failed)
-        self._outboxes[address].send(Message(datum, era, tensors, self._session.wait_timeout_s))
+        self._outboxes[address].send(Message(datum, valid_from, tensors, self._session.wait_timeout_s))
 
     def arrivals(self) -> Iterator[tuple[Datum, Tensors, int]]:
         self._check()
@@ -213,7 +213,7 @@ class Transport:
             while True:
                 header = _receive_header(connection, Header)
                 tensors = tuple(self._receive_tensor(connection, dtype, shape) for dtype, shape in header.tensors)
-                self._deliver(sender, header.datum, header.era, tensors)
+                self._deliver(sender, header.datum, header.valid_from, tensors)
         except Nonsense as nonsense:
             self._say_nonsense(peer, nonsense)
         except (OSError, EOFError):
@@ -237,10 +237,10 @@ class Transport:
         _fill(connection, target)
         return tensor
 
-    def _deliver(self, sender: str, datum: Datum, era: int, tensors: Tensors) -> None:
+    def _deliver(self, sender: str, datum: Datum, valid_from: int, tensors: Tensors) -> None:
         with self._session.changed:
             if self._heard is None or sender in self._heard:
-                self._arrived.append((datum, tensors, era))
+                self._arrived.append((datum, tensors, valid_from))
                 self._session.changed.notify_all()
 
     def _emptied(self) -> None:
@@ -252,7 +252,7 @@ class Message(NamedTuple):
     """``tensors`` may be on their way still; they get there within ``timeout_s``."""
 
     datum: Datum
-    era: int
+    valid_from: int
     tensors: Copy
     timeout_s: float
 
@@ -260,7 +260,7 @@ class Message(NamedTuple):
         """What is written to the socket."""
         tensors = self.tensors.wait(self.timeout_s)
         shapes = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
-        return [memoryview(LANGUAGE.encode(Header(self.datum, self.era, shapes))), *(_bytes(tensor) for tensor in tensors if tensor.numel())]
+        return [memoryview(LANGUAGE.encode(Header(self.datum, self.valid_from, shapes))), *(_bytes(tensor) for tensor in tensors if tensor.numel())]
 
 
 class Outbox:

@@ -55,7 +55,7 @@ HOST_S = 150.0  # how long the host may take to end, once all others have gone
 PIECE = 1 << 16
 
 
-class Line:
+class Pipe:
     """One end."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -86,15 +86,15 @@ class Guard:
         self._watched: dict[int, tuple[socket.socket | BinaryIO, Callable[[], None]]] = {}  # by descriptor
         self._poll = select.poll()
         self._supervisor_pid = self._host_pid = 0  # 0: it does not run
-        self._supervisor: Line | None = None
-        self._hosted: Line | None = None
+        self._supervisor: Pipe | None = None
+        self._hosted: Pipe | None = None
         self._ready = host is None
         self._closing: float | None = None  # since when the host has nobody to wait for
         self._folder: str | None = None
         self._rank: int | None = None
         self._worker: int | None = None  # its process
         self._code: int | None = None  # that it has ended with
-        self._forked: Line | None = None  # from where it was forked, if it was
+        self._forked: Pipe | None = None  # from where it was forked, if it was
         self._signal: str | None = None
         self._killed: list[float] = []  # when supervisors were
         self._result: int | None = None
@@ -133,7 +133,7 @@ class Guard:
 
     # --- children ----------------------------------------------------------------------------------
 
-    def _fork(self, child: Child, hear: Callable[[], None]) -> tuple[int, Line]:
+    def _fork(self, child: Child, hear: Callable[[], None]) -> tuple[int, Pipe]:
         near, far = socket.socketpair()
         pid = os.fork()
         if pid == 0:
@@ -141,7 +141,7 @@ class Guard:
             _become(child, far, [own for own, _ in self._watched.values()], "recycle-host" if child is self._host else "recycle-super")
         far.close()
         self._watch(near, hear)
-        return pid, Line(near)
+        return pid, Pipe(near)
 
     def _begin(self) -> None:
         self._supervisor_pid, self._supervisor = self._fork(self._supervise, self._hear_supervisor)
@@ -263,7 +263,7 @@ class Guard:
         while not answer.endswith(b"\n") and (more := connection.recv(1)):  # and nothing of the next line
             answer += more
         pid = forked_pid(module, answer)
-        self._forked = Line(connection)
+        self._forked = Pipe(connection)
         self._watch(connection, self._hear_server)
         return pid
 

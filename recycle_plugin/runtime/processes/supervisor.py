@@ -23,7 +23,7 @@ from typing import Callable, Coroutine
 
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.messages.encoding import encode
-from recycle_plugin.core.messages.protocol import Exited, Fence, Heard, Hello, Over, Placed, Pulse, Terminate, Unguarded, Welcome
+from recycle_plugin.core.messages.protocol import Exited, Fence, Hello, Lease, Over, Placed, SupervisorHeartbeat, Terminate, Unguarded, Welcome
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import CutOff
@@ -33,7 +33,7 @@ from recycle_plugin.runtime.control import supervisor_heartbeat as pulse
 from recycle_plugin.runtime.control.connections import InLoop, InProcess
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.processes import signal_senders as senders
-from recycle_plugin.runtime.processes.guard import Line
+from recycle_plugin.runtime.processes.guard import Pipe
 from recycle_plugin.runtime.processes.spawn import Process, spawn
 from recycle_plugin.runtime.processes.worker_keeper import Guarded, Place
 
@@ -194,7 +194,7 @@ class Supervisor:
             while self._worker is not None and not self._over.done():
                 state, cpu_s = life_of(self._worker.pid)
                 on_disk_s += PULSE_S * (state == "D")
-                message = Pulse(self._rank, state == "T", None if cpu_s is None else cpu_s + on_disk_s)
+                message = SupervisorHeartbeat(self._rank, state == "T", None if cpu_s is None else cpu_s + on_disk_s)
                 self._tell(message)
                 if datagrams is not None:
                     datagrams.sendto(encode(message))
@@ -216,7 +216,7 @@ class Supervisor:
             message = await self._control.receive(LISTEN_S)
             if isinstance(message, Fence) and message.worker == WorkerId(self._rank):
                 self._fence()
-            if isinstance(message, Heard):
+            if isinstance(message, Lease):
                 self._answered.set()
             if isinstance(message, Over) and not self._over.done():
                 self._over.set_result(message.code)
@@ -365,7 +365,7 @@ def supervise(command: list[str], environment: dict[str, str], placement: Callab
 def host(environment: dict[str, str], line: socket.socket) -> int:
     """Rank 0's host, at the end of its guard's ``line``: until the supervisor there has gone, and then until the others have; the job's exit code."""
     address, ranks = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"])), int(environment["WORLD_SIZE"])
-    guard = Line(line)
+    guard = Pipe(line)
 
     def told(event: Event) -> None:
         if event.kind == "start":

@@ -27,9 +27,9 @@ class Operations:
         self._table: Mapping[Op, Operation] = {Op.LOAD: self._load, **dict.fromkeys(COMPUTE, stage.compute), Op.STEP: self._step}
         self._sums: Mapping[Op, Callable[[int, Seat | None], Any]] = {Op.REDUCE: self._reduce, Op.TIE: self._tie}
 
-    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> Mapping[Datum, Any]:
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
         """What LOAD, F, I, W, B or STEP makes, once the device is done with it."""
-        made = self._table[instruction.op](instruction, have, bare)
+        made = self._table[instruction.op](instruction, have, boundary_only)
         self._stage.device.event(instruction).wait(self._session.wait_timeout_s)
         return made
 
@@ -53,7 +53,7 @@ class Operations:
         """No gradient of the steps after ``after`` counts."""
         self._stepping.forget_sums()
 
-    def _load(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+    def _load(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         step, one = instruction.step, instruction.micro_batch
         (data,) = provides(instruction)
         drawn = have.requires(instruction)  # of an iterator's data, or an evaluation's
@@ -65,7 +65,7 @@ class Operations:
     def _tie(self, step: int, holder: Seat | None) -> dict[int, torch.Tensor]:
         return self._stepping.tie(step)
 
-    def _step(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+    def _step(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         self._stepping.apply(instruction.step)
         self._applied(instruction.step)
         return dict.fromkeys(provides(instruction))

@@ -31,7 +31,7 @@ class _Kept(NamedTuple):
         return self.tensor is since.tensor and (self.version, self.content) != (since.version, since.content)
 
 
-class State:
+class ModuleState:
     """What a module has at this moment: parameters and buffers, other tensors among its attributes, and numbers and generators."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -41,16 +41,16 @@ class State:
         self._tensors = {name: _Kept(value, None, _content(value)) for name, value in attributes if torch.is_tensor(value)}
         self._others = dict(_others(attributes))
 
-    def changed_in_place(self, since: State) -> str | None:
+    def changed_in_place(self, since: ModuleState) -> str | None:
         """The first of the parameters and buffers that was, whatever has been put in the place of others."""
         return next((name for name, kept in self._owned.items() if name in since._owned and kept.changed_in_place(since._owned[name])), None)
 
-    def changed(self, since: State, exact: bool) -> str | None:
+    def changed(self, since: ModuleState, exact: bool) -> str | None:
         """The first of its tensors that is not what it was."""
         here, there = {**self._owned, **self._tensors}, {**since._owned, **since._tensors}
         return self.changed_in_place(since) or next((name for name, kept in here.items() if not _as_before(kept, there.get(name), exact)), None)
 
-    def counted(self, since: State) -> str | None:
+    def counted(self, since: ModuleState) -> str | None:
         """The first number, or generator of random numbers, that has changed."""
         return next((name for name, value in self._others.items() if since._others.get(name, value) != value), None)
 
@@ -91,21 +91,21 @@ class Rehearsal:
     ``advice``: where it doesn't."""
 
     def __init__(
-        self, module: torch.nn.Module, before: State, exact: bool, warn: Callable[[str], None], what: str = "forward", advice: str = ADVICE
+        self, module: torch.nn.Module, before: ModuleState, exact: bool, warn: Callable[[str], None], what: str = "forward", advice: str = ADVICE
     ) -> None:  # fmt: skip
         self._module, self._before, self._exact, self._warn = module, before, exact, warn
         self._what, self._advice = what, advice
 
     def once(self, made: Tensors) -> None:
         """The first time has given ``made``."""
-        self._between = State(self._module)
+        self._between = ModuleState(self._module)
         _refuse(self._between.changed_in_place(self._before), self._what, self._advice)
         self._storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in made}  # kept, so that their memory is not given out again
         self._first = [tensor.detach().clone() for tensor in made]
 
     def twice(self, made: Tensors) -> bool:
         """The second.  Whether both are in the same memory.  Raises RecycleError where it is not the same, or may not be run again for another reason."""
-        now = State(self._module)
+        now = ModuleState(self._module)
         _refuse(now.changed(self._between, self._exact), self._what, self._advice)
         counted = now.counted(self._between)
         if len(made) != len(self._first) or not all(_alike(*pair, self._exact) for pair in zip(made, self._first)):
@@ -122,9 +122,9 @@ class Rehearsal:
         return any(tensor.untyped_storage().data_ptr() in self._storages for tensor in made if tensor.numel())
 
 
-def check_unchanged(module: torch.nn.Module, before: State, what: str, advice: str = ADVICE) -> None:
+def check_unchanged(module: torch.nn.Module, before: ModuleState, what: str, advice: str = ADVICE) -> None:
     """Raises RecycleError where the first ``what`` (forward, backward) has changed the state of ``module``."""
-    _refuse(State(module).changed_in_place(before), what, advice)
+    _refuse(ModuleState(module).changed_in_place(before), what, advice)
 
 
 def _refuse(changed: str | None, what: str, advice: str) -> None:

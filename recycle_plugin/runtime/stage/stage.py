@@ -29,7 +29,7 @@ from recycle_plugin.runtime.stage.block_sums import BlockSums, Gradients, in_pla
 from recycle_plugin.runtime.stage.boundary import Tensors, batch_part, differentiable, gradients, incoming, outgoing, packed, with_gradients
 from recycle_plugin.runtime.stage.inner_gradients import InnerGradients, engine_runs
 from recycle_plugin.runtime.stage.masters import Masters
-from recycle_plugin.runtime.stage.repeatable import Rehearsal, State, check_unchanged
+from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, check_unchanged
 from recycle_plugin.runtime.stage.split_backward import DeferredWeights, PendingWeights, resting_hooks
 from recycle_plugin.runtime.worker.ports import StageModel
 
@@ -37,7 +37,7 @@ Key = tuple[int, MicroBatch]  # step, micro-batch
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedBatch:
     """Of a micro-batch, what the first stage computes with, and what the last one compares with."""
 
     data: Any = None
@@ -62,10 +62,10 @@ class Inner:
 
 
 @dataclass(frozen=True)
-class Given:
+class ForwardInputs:
     """What a forward computes with."""
 
-    loaded: Loaded
+    loaded: LoadedBatch
     inputs: Tensors  # leaves of the graph
 
 
@@ -105,12 +105,12 @@ class Stage:
     def device(self) -> Device:
         return self._model.device
 
-    def load(self, batch: tuple[Any, Any]) -> Loaded:
+    def load(self, batch: tuple[Any, Any]) -> LoadedBatch:
         """The inputs (first stage) and labels (last stage) of a micro-batch."""
         model = self._model
-        return Loaded(batch_part(batch[0], model.device) if model.first else None, batch_part(batch[1], model.device) if model.last else None)
+        return LoadedBatch(batch_part(batch[0], model.device) if model.first else None, batch_part(batch[1], model.device) if model.last else None)
 
-    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         """What F, I, W or B makes."""
         stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
 
@@ -119,7 +119,7 @@ class Stage:
 
         match instruction.op:
             case Op.F:
-                made, stash, loss = self.forward((step, one), have.get(datum("data"), Loaded()), have.get(datum("act", stage - 1), ()))
+                made, stash, loss = self.forward((step, one), have.get(datum("data"), LoadedBatch()), have.get(datum("act", stage - 1), ()))
                 return {datum("act"): made, datum("stash"): stash} | ({} if loss is None else {datum("loss"): loss})
             case Op.W:
                 self.backward_weight((step, one), have[datum("inner")])
@@ -127,16 +127,16 @@ class Stage:
         stash, grads = have[datum("stash")], have.get(datum("grad", stage + 1))
         if instruction.op is Op.B:
             return {datum("grad"): self.backward((step, one), stash, grads), datum("wgrad"): None}
-        if bare:
+        if boundary_only:
             return {datum("grad"): self.backward_input_bare((step, one), stash, grads)}
         made, inner = self.backward_input((step, one), stash, grads)
         return {datum("grad"): made, datum("inner"): inner}
 
-    def forward(self, key: Key, loaded: Loaded, received: Tensors) -> tuple[Tensors, Stash, torch.Tensor | None]:
+    def forward(self, key: Key, loaded: LoadedBatch, received: Tensors) -> tuple[Tensors, Stash, torch.Tensor | None]:
         """What goes to the next stage, what the backward needs, and on the last stage the loss."""
         model = self._model
         moved = model.device.from_host(received, "what goes into a forward", shared=True).wait(COPY_S)
-        given = Given(loaded, tuple(tensor.requires_grad_(differentiable(tensor)) for tensor in moved))
+        given = ForwardInputs(loaded, tuple(tensor.requires_grad_(differentiable(tensor)) for tensor in moved))
         outputs, loss = self._watched_forward(key, given) if "forward" not in self._watched and key[0] > 0 else self._computed(key, given)
         if model.last:
             return (), Stash(given.inputs, (), loss / model.scale * self.loss_scale), loss.detach()
@@ -144,7 +144,7 @@ class Stage:
         made = packed(outputs, self._own_memory(key[0], stash.outputs))
         return tuple(tensor.detach() for tensor in made), stash, None
 
-    def _computed(self, key: Key, given: Given) -> tuple[Any, torch.Tensor | None]:
+    def _computed(self, key: Key, given: ForwardInputs) -> tuple[Any, torch.Tensor | None]:
         """Outputs and loss; once more where the forward has differentiated what is in no graph while layers are split, which they are no more then."""
         unfit = self._deferred.hooked() if self._deferred is not None else ()
         while True:
@@ -166,7 +166,7 @@ class Stage:
             if not unfit:
                 return made
 
-    def _compute(self, key: Key, given: Given, inner: InnerGradients) -> tuple[Any, torch.Tensor | None]:
+    def _compute(self, key: Key, given: ForwardInputs, inner: InnerGradients) -> tuple[Any, torch.Tensor | None]:
         model, (step, micro_batch) = self._model, key
         # an evaluation has a negative step; a bare forward has a graph too: layers may want one, and without it torch may choose other kernels
         split = nullcontext() if self._deferred is None else self._deferred.forward()
@@ -267,10 +267,10 @@ class Stage:
         elif self._trains is None:
             self._trains = False if any(parameter.requires_grad for parameter in self._parameters) else None
 
-    def _watched_forward(self, key: Key, given: Given) -> tuple[Any, torch.Tensor | None]:
+    def _watched_forward(self, key: Key, given: ForwardInputs) -> tuple[Any, torch.Tensor | None]:
         """The first one in training."""
         self._watched.add("forward")
-        module, before = self._model.module, State(self._model.module)
+        module, before = self._model.module, ModuleState(self._model.module)
         if self._model.keyed:
             rehearsal = Rehearsal(module, before, self._blocks is not None, self._warn)
             rehearsal.once(_made(*self._computed(key, given)))
@@ -287,7 +287,7 @@ class Stage:
         if half in self._watched:
             yield
             return
-        before = State(self._model.module)
+        before = ModuleState(self._model.module)
         yield
         self._watched.add(half)
         check_unchanged(self._model.module, before, "backward")
@@ -303,7 +303,7 @@ class Stage:
         shared = (self._reuses_memory or member.untyped_storage().data_ptr() in self._memory[1] for member in members)
         return tuple(member.clone() if shares else member for member, shares in zip(members, shared))
 
-    def _data(self, given: Given) -> Any:
+    def _data(self, given: ForwardInputs) -> Any:
         """Copies: a layer may change them."""
         data = batch_part(given.loaded.data, self._model.device)
         if self._model.reentrant():

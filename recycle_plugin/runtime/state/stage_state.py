@@ -39,7 +39,7 @@ class Elsewhere(Enum):
 ELSEWHERE = Elsewhere.TENSOR
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """Of a tensor.  ``on_host``: in host memory, where its parameter may be on an accelerator."""
 
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Version(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """``tensors()``: by name, which begins with the part's and a slash, as they are now, to be written in place; ``make(name, form)``: room for one that is
     missing.  ``get()``: a copy of what goes by value, which can be pickled; ``set`` takes one over.
 
@@ -73,7 +73,7 @@ class Part:
     tensors: Callable[[], Mapping[str, torch.Tensor]] = dict
     get: Callable[[], Any] | None = None
     set: Callable[[Any], None] | None = None
-    make: Callable[[str, Form], None] | None = None
+    make: Callable[[str, TensorForm], None] | None = None
     follow: Callable[[], None] | None = None
     own: bool = False
 
@@ -87,7 +87,7 @@ class Head:
 
     version: Version
     small: Mapping[str, Any]
-    layout: Mapping[str, Form]
+    layout: Mapping[str, TensorForm]
     chunk_bytes: int
     digest: str
 
@@ -114,7 +114,7 @@ class StageState:
     """Of ``worker``, by whatever name others know it.  ``applied()``: the last step that is; ``optimizer``, and all other ``parts``, in the order in which they are
     to be set."""
 
-    def __init__(self, worker: str, applied: Callable[[], int], optimizer: OptimizerState, parts: Iterable[Part], chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, worker: str, applied: Callable[[], int], optimizer: OptimizerState, parts: Iterable[StatePart], chunk_bytes: int = CHUNK_BYTES) -> None:
         if chunk_bytes % LARGEST_NUMBER:
             raise ValueError(f"chunk_bytes is {chunk_bytes}, which cuts numbers in two: give a multiple of {LARGEST_NUMBER}")
         self._worker, self._applied, self._rewritten = worker, applied, 0
@@ -150,7 +150,7 @@ class StageState:
                 found.update(part.tensors())
         return found
 
-    def make(self, name: str, form: Form) -> None:
+    def make(self, name: str, form: TensorForm) -> None:
         """Room for a tensor that is not there yet.  RecycleError where it does not belong here."""
         part = self._parts.get(name.partition("/")[0])
         if part is None or part.make is None:
@@ -265,7 +265,7 @@ class Filling:
         self._state.rewritten()
 
 
-def _check_alike(here: Mapping[str, Form], there: Mapping[str, Form]) -> None:
+def _check_alike(here: Mapping[str, TensorForm], there: Mapping[str, TensorForm]) -> None:
     for name in sorted(here):
         mine, theirs = here[name], there.get(name)
         if theirs is None or (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
@@ -281,7 +281,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer, called: Mapping[torch.Tensor, str]) -> None:
         self.optimizer, self._called = optimizer, called
-        self.part = Part("optimizer", self._tensors, self._get, self._set, self._make)
+        self.part = StatePart("optimizer", self._tensors, self._get, self._set, self._make)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """By name, in the order of the groups."""
@@ -332,7 +332,7 @@ class OptimizerState:
         for group, saved in zip(self.optimizer.param_groups, value["groups"], strict=True):
             _restore(group, {**saved, "params": ELSEWHERE})
 
-    def _make(self, name: str, form: Form) -> None:
+    def _make(self, name: str, form: TensorForm) -> None:
         called, _, kind = name.removeprefix("optimizer/").rpartition("/")
         parameter = self.parameters().get(called)
         if parameter is None:
@@ -341,9 +341,9 @@ class OptimizerState:
         self.optimizer.state[parameter][kind] = torch.empty_like(like, dtype=form.dtype, device=HOST if form.on_host else None, requires_grad=False)
 
 
-def of_parameters(name: str, parameters: Mapping[str, torch.nn.Parameter], follow: Callable[[], None] | None = None) -> Part:
+def of_parameters(name: str, parameters: Mapping[str, torch.nn.Parameter], follow: Callable[[], None] | None = None) -> StatePart:
     named = {f"{name}/{called}": parameter for called, parameter in parameters.items()}
-    return Part(name, lambda: named, follow=follow)
+    return StatePart(name, lambda: named, follow=follow)
 
 
 # --- a tensor's bytes -----------------------------------------------------------------------------------
@@ -366,15 +366,15 @@ def write(tensor: torch.Tensor, offset: int, data: bytes) -> None:
         tensor.copy_(whole)
 
 
-def form_of(tensor: torch.Tensor) -> Form:
-    return Form(tensor.dtype, tuple(tensor.shape), on_host(tensor))
+def form_of(tensor: torch.Tensor) -> TensorForm:
+    return TensorForm(tensor.dtype, tuple(tensor.shape), on_host(tensor))
 
 
-def _written(form: Form) -> str:
+def _written(form: TensorForm) -> str:
     return f"{str(form.dtype).removeprefix('torch.')}{list(form.shape)}"
 
 
-def _head_digest(step: int, small: Mapping[str, Any], layout: Mapping[str, Form]) -> str:
+def _head_digest(step: int, small: Mapping[str, Any], layout: Mapping[str, TensorForm]) -> str:
     return hashlib.sha256(_text([step, small, {name: _written(form) for name, form in layout.items()}]).encode()).hexdigest()
 
 

@@ -16,13 +16,13 @@ from typing import Callable
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE
-from recycle_plugin.core.messages.protocol import Arrived, Met
+from recycle_plugin.core.messages.protocol import BarrierPassed, BarrierReached
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.core.worker.checkpoint_interval import Cost, Meter, Rhythm
+from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval, Cost, Meter
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.worker.blocking_loop import Loop
+from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.checkpoint_files import Saving, unwatched
 
 Write = Callable[[], None]
@@ -51,10 +51,10 @@ class Background:
     tag; ``recover()``: after a membership change between steps."""
 
     def __init__(
-        self, session: Session, loop: Loop, saving: Saving, rhythm: Rhythm, folder: Path, keep: int,
+        self, session: Session, loop: BlockingLoop, saving: Saving, interval: CheckpointInterval, folder: Path, keep: int,
         copy: Callable[[str], Write], recover: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._session, self._loop, self._saving, self._rhythm = session, loop, saving, rhythm
+        self._session, self._loop, self._saving, self._interval = session, loop, saving, interval
         self._folder, self._keep = folder, keep
         self._copy, self._recover = copy, recover
         self._meter = Meter()
@@ -71,7 +71,7 @@ class Background:
         if self._members != self._live():
             self._members = self._live()
             self._meter.forget()
-        if self._begun is None and step >= self._rhythm.due:
+        if self._begun is None and step >= self._interval.due:
             self._begin(step)
 
     def conclude(self) -> None:
@@ -79,7 +79,7 @@ class Background:
         begun = self._begun
         if begun is None:
             return
-        with self._session.heart.at(ELSEWHERE, "a checkpoint"):
+        with self._session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             begun.thread.join()
         self._meter.tick(time.monotonic())
         self._arrive(begun)
@@ -93,19 +93,19 @@ class Background:
 
     def loaded(self, step: int) -> None:
         """Everybody goes on from the checkpoint of ``step``."""
-        self._rhythm.loaded(step)
+        self._interval.loaded(step)
 
     def _begin(self, step: int) -> None:
         session, tag = self._session, f"automatic_step{step - 1}"
         self._loop.settle()
         try:
-            with session.heart.at(ELSEWHERE, "a checkpoint"), unwatched(session):
+            with session.heartbeats.at(ELSEWHERE, "a checkpoint"), unwatched(session):
                 if self._writing is not None:  # of one that was dropped
                     self._writing.join()
-                session.assure("a checkpoint")
+                session.await_lease("a checkpoint")
                 begun = _Begun(step, tag, self._saving.unfinished(tag, session.number), self._live())
                 write = self._copy(begun.unfinished)
-            self._loop.meet(f"checkpoint {tag}", {})  # all have a copy of the same step, or nobody writes
+            self._loop.barrier(f"checkpoint {tag}", {})  # all have a copy of the same step, or nobody writes
         except Interrupted:
             self._recover()
             self._drop()
@@ -136,20 +136,20 @@ class Background:
         session = self._session
         if begun.arrived != session.number:
             begun.arrived, begun.cost = session.number, begun.cost or self._meter.end()
-            session.send(Arrived(session.rank, session.number, begun.place, {str(session.rank): [*begun.cost, begun.error]}))
+            session.send(BarrierReached(session.rank, session.number, begun.place, {str(session.rank): [*begun.cost, begun.error]}))
 
-    def _end(self, begun: _Begun, met: Met) -> None:
+    def _end(self, begun: _Begun, met: BarrierPassed) -> None:
         self._begun = None
         costs = [Cost(seconds, step_s) for seconds, step_s, _ in met.values.values()]
         error = next((error for *_, error in met.values.values() if error), "")
         first = self._session.is_first and begun.members <= self._live()  # or else the first one may have done it before it was lost
         if error:
-            self._rhythm.failed(begun.step, met.from_step)
+            self._interval.failed(begun.step, met.from_step)
             if first:
                 self._saving.discard(self._folder)
                 self._say_failed(begun, error)
             return
-        self._rhythm.made(begun.step, costs, met.from_step)
+        self._interval.made(begun.step, costs, met.from_step)
         self._made.append(begun.tag)
         if first and (error := self._publish(begun, max(costs))):
             self._made.remove(begun.tag)
@@ -157,13 +157,13 @@ class Background:
         del self._made[: -self._keep]
 
     def _say_failed(self, begun: _Begun, error: str) -> None:
-        self._session.note("warning", f"no checkpoint of step {begun.step - 1}: {error}; the next one is tried before step {self._rhythm.due}")
+        self._session.note("warning", f"no checkpoint of step {begun.step - 1}: {error}; the next one is tried before step {self._interval.due}")
 
     def _publish(self, begun: _Begun, cost: Cost) -> str:
         """As Saving.publish."""
         said = (f"checkpoint of step {begun.step - 1}, which has cost {cost.seconds:.3f} s with steps of {cost.step_s:.3f} s, "
-                f"the next one before step {self._rhythm.due},")
-        details = {"cost_s": round(cost.seconds, 4), "step_s": round(cost.step_s, 4), "every": self._rhythm.every}
+                f"the next one before step {self._interval.due},")
+        details = {"cost_s": round(cost.seconds, 4), "step_s": round(cost.step_s, 4), "every": self._interval.every}
         if error := self._saving.publish(self._folder, begun.tag, begun.unfinished, True, said, **details):
             return error
         for tag in self._made[: -self._keep]:
@@ -176,4 +176,4 @@ class Background:
     def _drop(self) -> None:
         self._begun = None
         self._meter.forget()
-        self._rhythm.dropped(self._session.since)
+        self._interval.dropped(self._session.since)

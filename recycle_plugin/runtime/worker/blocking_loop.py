@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any, Callable, Iterator, Sequence
 
 from recycle_plugin import planner
-from recycle_plugin.core.messages.protocol import Met
+from recycle_plugin.core.messages.protocol import BarrierPassed
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
-from recycle_plugin.core.vocabulary.recovery_plan import Held, Rest
+from recycle_plugin.core.vocabulary.recovery_plan import Held, RecoveryPlan
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.core.worker import training_loop as core
-from recycle_plugin.core.worker.checkpoint_saving import Files, save
+from recycle_plugin.core.worker.checkpoint_saving import CheckpointFiles, save
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.planner.forwards import forwards
@@ -25,7 +25,7 @@ from recycle_plugin.runtime.worker.plan_prefetcher import Ahead
 from recycle_plugin.runtime.worker.throughput_notes import Distance
 
 
-class Loop:
+class BlockingLoop:
     """Of ``worker``, on ``world``: every method returns when it is done."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Loop:
         self._session, self._recover = session, recover
         self._planner = _Planner(costs, policy, session, max_slowdown)
         self._planner.resize(topology.full())
-        self._loop = core.Loop(world, worker, self._planner, topology, worker.seat, machine)
+        self._loop = core.TrainingLoop(world, worker, self._planner, topology, worker.seat, machine)
         worker.applied = self._loop.applied
         self._evaluations = Evaluations(world, worker, self._loop, forwards, self._recover_between)
         self.machine = machine
@@ -66,7 +66,7 @@ class Loop:
         """As core.worker.evaluation.Evaluations.run."""
         return _drain(self._evaluations.run(batches, count))
 
-    def save(self, place: str, files: Files) -> str:
+    def save(self, place: str, files: CheckpointFiles) -> str:
         """As core.worker.checkpoint_saving.save."""
         return _drain(save(self._loop, self._session, place, files, self._recover_between))
 
@@ -74,8 +74,8 @@ class Loop:
     def plan(self) -> Plan:
         return self._loop.plan
 
-    def meet(self, place: str, values: dict) -> Met:
-        return _drain(self._loop.meet(place, values))
+    def barrier(self, place: str, values: dict) -> BarrierPassed:
+        return _drain(self._loop.barrier(place, values))
 
     def loaded(self, step: int) -> None:
         _drain(self._loop.loaded(step))
@@ -122,8 +122,8 @@ class _Planner:
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
         return planner.lowered(plan, seat, step)
 
-    def arrange(self, rest: Rest, plan: Plan, held: Held) -> planner.recovery_order.Programs:
-        return planner.arrange(rest, plan, self._costs, held)
+    def arrange(self, recovery: RecoveryPlan, plan: Plan, held: Held) -> planner.recovery_order.Programs:
+        return planner.arrange(recovery, plan, self._costs, held)
 
 
 def _drain(execution: Iterator[Any]) -> Any:

@@ -6,15 +6,15 @@ import copy
 from functools import partial
 from typing import Any, Callable
 
-from recycle_plugin.core.worker.iterator_data import Supply
+from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.runtime.stage.stage import Stage
-from recycle_plugin.runtime.state.stage_state import OptimizerState, Part, StageState, of_parameters
+from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, StatePart, of_parameters
 from recycle_plugin.runtime.worker.ports import Framework
 from recycle_plugin.runtime.worker.scaling import LossScale
 
 
-def stage_state(framework: Framework, stage: Stage, scale: LossScale, supply: Supply | None) -> StageState:
-    """``supply``: where the worker stands in its data; without one it reads no iterator."""
+def stage_state(framework: Framework, stage: Stage, scale: LossScale, iterator_data: IteratorData | None) -> StageState:
+    """``iterator_data``: where the worker stands in its data; without one it reads no iterator."""
     masters, places = framework.masters, framework.places
     named = dict(framework.model.module.named_parameters())
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -22,19 +22,19 @@ def stage_state(framework: Framework, stage: Stage, scale: LossScale, supply: Su
     parts = [
         of_parameters("weights", trained, masters and masters.round_off),
         *framework.state,
-        Part("loss_scale", get=scale.state, set=partial(_scale, stage, scale)),
-        Part("places", get=places.changes, set=places.take),
+        StatePart("loss_scale", get=scale.state, set=partial(_scale, stage, scale)),
+        StatePart("places", get=places.changes, set=places.take),
     ]
     if masters is not None:
         stepped = {name: masters.of(parameter) for name, parameter in trained.items()}
         parts.append(of_parameters("masters", stepped))
         called |= {master: name for name, master in stepped.items()}
-    if supply is not None:
-        parts.append(Part("iterator", get=supply.batches_read, set=supply.skip_to, own=True))
+    if iterator_data is not None:
+        parts.append(StatePart("iterator", get=iterator_data.batches_read, set=iterator_data.skip_to, own=True))
     return StageState(str(framework.seat), lambda: framework.optimizer.steps, OptimizerState(framework.optimizer.wrapped, called), parts)
 
 
-def scheduler_part(current: Callable[[], Any]) -> Part:
+def scheduler_part(current: Callable[[], Any]) -> StatePart:
     """Of the learning-rate scheduler that is ``current()``, which may be None."""
 
     def get() -> Any:
@@ -44,7 +44,7 @@ def scheduler_part(current: Callable[[], Any]) -> Part:
         if current() is not None:
             current().load_state_dict(state)
 
-    return Part("scheduler", get=get, set=put)
+    return StatePart("scheduler", get=get, set=put)
 
 
 def _scale(stage: Stage, scale: LossScale, state: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
-from recycle_plugin.runtime.worker.blocking_loop import Loop
+from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.ports import Reach
 
 UNFINISHED = ".incomplete-"
@@ -26,7 +26,7 @@ STALE_S = 3600.0  # after which nobody writes to what another job has left: each
 class Saving:
     """Of a job's checkpoints, by the worker of ``session``.  ``reach(point)`` is where injected faults strike."""
 
-    def __init__(self, session: Session, loop: Loop, reach: Reach) -> None:
+    def __init__(self, session: Session, loop: BlockingLoop, reach: Reach) -> None:
         self._session, self._loop, self._reach = session, loop, reach
 
     def save(self, folder: Path, tag: str, latest: bool, write: Callable[[str], None], said: str) -> None:
@@ -40,8 +40,8 @@ class Saving:
     def write(self, unfinished: str, write: Callable[[str], None]) -> str:
         """Why that can't be, "" where it is done."""
         session = self._session
-        session.assure("a checkpoint")
-        with session.heart.at(ELSEWHERE, "a checkpoint"), unwatched(session):
+        session.await_lease("a checkpoint")
+        with session.heartbeats.at(ELSEWHERE, "a checkpoint"), unwatched(session):
             self._reach("checkpoint.start")
             try:
                 write(unfinished)
@@ -59,8 +59,8 @@ class Saving:
     def publish(self, folder: Path, tag: str, unfinished: str, latest: bool, said: str, **details: object) -> str:
         """All files are there.  Why it can't have its name, "" where it has."""
         session = self._session
-        with session.heart.at(ELSEWHERE, "a checkpoint"):
-            session.assure("a checkpoint", interruptible=False)
+        with session.heartbeats.at(ELSEWHERE, "a checkpoint"):
+            session.await_lease("a checkpoint", interruptible=False)
             self._reach("checkpoint.publish")
             try:
                 ready = folders.prepared(folder / "latest", tag) if latest else None
@@ -78,7 +78,7 @@ class Saving:
 
     def discard(self, folder: Path) -> None:
         """Nobody writes there any more, and what is not whole is not wanted."""
-        with self._session.heart.at(ELSEWHERE, "a checkpoint"):
+        with self._session.heartbeats.at(ELSEWHERE, "a checkpoint"):
             self._tidy(folder)
 
     def _tidy(self, folder: Path) -> None:
@@ -93,7 +93,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class _Folder:
-    """As core.worker.checkpoint_saving.Files."""
+    """As core.worker.checkpoint_saving.CheckpointFiles."""
 
     saving: Saving
     folder: Path

@@ -6,12 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Callable
 
-from recycle_plugin.core.worker.checkpoint_interval import Rhythm
+from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.errors import NotSaved
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.state.stage_state import StageState
 from recycle_plugin.runtime.worker.background import Background
-from recycle_plugin.runtime.worker.blocking_loop import Loop
+from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.checkpoint_files import Saving
 from recycle_plugin.runtime.worker.ports import Checkpoints, Reach
 from recycle_plugin.settings.schema import Settings
@@ -21,7 +21,7 @@ class JobCheckpoints:
     """Of ``state``, in ``files``.  ``reach(point)`` is where injected faults strike; ``recover()``: after a membership change between steps."""
 
     def __init__(
-        self, session: Session, settings: Settings, loop: Loop, reach: Reach, files: Checkpoints, state: StageState, run_dir: str, recover: Callable[[], None]
+        self, session: Session, settings: Settings, loop: BlockingLoop, reach: Reach, files: Checkpoints, state: StageState, run_dir: str, recover: Callable[[], None]
     ) -> None:  # fmt: skip
         self._session, self._files, self._state, self._reach = session, files, state, reach
         self._saving = Saving(session, loop, reach)
@@ -30,8 +30,8 @@ class JobCheckpoints:
         self._unsaved = ""  # why the script's last one is not there, until it has gone on without
         self._background: Background | None = None
         if settings.checkpoint is not None:
-            rhythm = Rhythm(settings.checkpoint.overhead, loop.machine.stepped)
-            self._background = Background(session, loop, self._saving, rhythm, self.folder, settings.checkpoint.keep, partial(self._copy, self.folder), recover)
+            interval = CheckpointInterval(settings.checkpoint.overhead, loop.machine.stepped)
+            self._background = Background(session, loop, self._saving, interval, self.folder, settings.checkpoint.keep, partial(self._copy, self.folder), recover)
 
     def save(self, folder: Path, tag: str, latest: bool, files: Checkpoints | None, step: int) -> None:
         """As Trainer.save, of ``step``."""

@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.iterator_draws import Draw
-from recycle_plugin.core.worker.data_cursor import Places
+from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors, described, packed
@@ -23,7 +23,7 @@ class DatasetSource:
     DeepSpeed gives replica r every DP-th sample, unshuffled, and starts again at the end.  Steps count from 1.
     """
 
-    def __init__(self, dataset: Dataset, replicas: int, places: Places, micro_batch_size: int, drop_last: bool, collate: Callable | None) -> None:
+    def __init__(self, dataset: Dataset, replicas: int, places: DataCursor, micro_batch_size: int, drop_last: bool, collate: Callable | None) -> None:
         self._dataset = dataset
         self._replicas, self._places = replicas, places
         self._size = micro_batch_size
@@ -45,14 +45,14 @@ class DatasetSource:
 
 
 class ScriptsIterator:
-    """As core.worker.iterator_data.Iterator: batches are kept as the transport carries them.  ``next_batch(what)`` gives one; ``what`` names it in errors."""
+    """As core.worker.iterator_data.DataIterator: batches are kept as the transport carries them.  ``next_batch(what)`` gives one; ``what`` names it in errors."""
 
     def __init__(self, session: Session, next_batch: Callable[[str], Any]) -> None:
         self._session, self._next_batch = session, next_batch
 
     def read(self, step: int, position: int, draw: Draw | None) -> Tensors | None:
         what = f"step {step}, at its micro-batch {position}"
-        with self._session.heart.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data of {what}"):
+        with self._session.heartbeats.at(ELSEWHERE, "the data iterator"), self._session.at_work(f"the data of {what}"):
             batch = self._next_batch(what)
         return None if draw is None else packed(batch, draw)
 

@@ -7,7 +7,7 @@ from typing import Any, Callable
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.iterator_draws import Batches
-from recycle_plugin.core.worker.iterator_data import Supply
+from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.movers.batches import Tensors
@@ -27,14 +27,14 @@ class Feed:
     ) -> None:  # fmt: skip
         self._session, self._store = session, store
         self.reads = reads
-        self.supply = Supply(store, ScriptsIterator(session, next_batch), hand_on, self._say_dealt) if reads else None
+        self.iterator_data = IteratorData(store, ScriptsIterator(session, next_batch), hand_on, self._say_dealt) if reads else None
         self.source: Source | None = None
         self.settled = False
 
     def begin(self) -> None:
         """Before each step."""
-        self._store.drawn = self.source is None
-        if self._store.drawn and self.reads and not self.settled and self._session.is_first:
+        self._store.reads_iterator = self.source is None
+        if self._store.reads_iterator and self.reads and not self.settled and self._session.is_first:
             self._session.note(
                 "data", "data comes from plain iterators: a step that a loss interrupts is finished with its own data, after that the survivors' iterators "
                 "give the lost replica's share; engine.set_data_source() would keep every step's data, and needs no replica with both ends alive",

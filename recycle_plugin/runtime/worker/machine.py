@@ -19,7 +19,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import SENDS, STAGE_WIDE, Instruction, Op
 from recycle_plugin.core.vocabulary.span import Span
 from recycle_plugin.core.worker.step_store import StepStore
-from recycle_plugin.core.worker.training_loop import Program
+from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.control.session import Session
 from recycle_plugin.runtime.device import There, fetch
@@ -36,7 +36,7 @@ class TorchMachine:
     def __init__(
         self, session: Session, mover: Mover, operations: Operations, faults: FaultScript, record: Callable[[Span], None] = lambda span: None
     ) -> None:
-        self.line = self._session = session
+        self.control_view = self._session = session
         self._mover, self.operations, self._faults = mover, operations, faults
         self._takers: set[str] = set()  # of batches that were drawn here
         self.send, self.arrivals, self.leave, self.clock = session.send, mover.arrivals, mover.leave, time.time
@@ -64,12 +64,12 @@ class TorchMachine:
         return session.wait(lambda: f"{awaited(datum, source)}, once more", ready)
         yield
 
-    def transfer(self, datum: Datum, value: Any, target: Seat, era: int) -> None:
+    def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
         address = self._session.roster.holder(target).address
         if datum.kind == "drawn":
             self._takers.add(address)
             value = There(value)  # what is packed (runtime/movers/batches.py) is on the host
-        self._mover.send(address, datum, value, era)
+        self._mover.send(address, datum, value, valid_from)
 
     def hear_out(self) -> None:
         if self._session.interruption() is not None and not self._mover.hear_out(self._session.pending.roster.addresses):
@@ -88,10 +88,10 @@ class TorchMachine:
         return time.time_ns() // 1000  # one clock for all processes of a host, so that traces line up
 
     @contextmanager
-    def running(self, program: Program) -> Iterator[Iterable[Instruction]]:
+    def running(self, program: StepProgram) -> Iterator[Iterable[Instruction]]:
         """A membership change interrupts it, and is not dealt with in a collective."""
         between, self._session.between_steps = self._session.between_steps, None
-        self._session.heart.step = max(self._session.heart.step, program.step)
+        self._session.heartbeats.step = max(self._session.heartbeats.step, program.step)
         try:
             yield program.instructions
             self.reach(f"step.end@{program.step}")
@@ -102,11 +102,11 @@ class TorchMachine:
     def performing(self, instruction: Instruction) -> Iterator[None]:
         if instruction.op in OUTWARD:
             self._wait_taken()
-            self._session.assure(instruction)
+            self._session.await_lease(instruction)
         at = ELSEWHERE if instruction.op is Op.LOAD else COMPUTES
-        with self._session.heart.at(at, instruction), self._session.at_work(instruction):
+        with self._session.heartbeats.at(at, instruction), self._session.at_work(instruction):
             yield
-        self._session.heart.finished()
+        self._session.heartbeats.finished()
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
         return iter(())

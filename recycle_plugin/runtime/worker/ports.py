@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.core.worker.data_cursor import Places
+from recycle_plugin.core.worker.data_cursor import DataCursor
 from recycle_plugin.runtime.device import Device
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.tied import TiedWeight
-from recycle_plugin.runtime.state.stage_state import Part, StageState
+from recycle_plugin.runtime.state.stage_state import StageState, StatePart
 
 Parameters = list[torch.nn.Parameter]
 Reach = Callable[[str], None]
@@ -137,13 +137,13 @@ class Framework:
     optimizer: Optimizer
     buckets: Buckets
     checkpoints: Checkpoints
-    places: Places
+    places: DataCursor
     micro_batch_size: int
     batch: Callable[[], int]
     next_batch: Callable[[str], tuple[Any, Any]]
     forward: Callable[[int, int], AbstractContextManager]
     clipping: float = 0.0
-    state: Sequence[Part] = ()
+    state: Sequence[StatePart] = ()
     masters: Masters | None = None
     tied: Sequence[TiedWeight] = ()
     norm: Norm | None = None

@@ -19,7 +19,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.device import Device
 from recycle_plugin.runtime.stage.block_sums import in_place_of
-from recycle_plugin.runtime.stage.repeatable import Rehearsal, State, check_unchanged
+from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, check_unchanged
 from recycle_plugin.runtime.worker.ports import Compute, StageModel
 
 Computed = tuple[list[torch.Tensor | None], torch.Tensor]  # the gradient of each parameter, and the loss
@@ -47,7 +47,7 @@ class ScriptedStage:
     def load(self, batch: Any) -> None:
         """The script has its data."""
 
-    def compute(self, instruction: Instruction, have: StepStore, bare: bool) -> dict[Datum, Any]:
+    def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         """What F or B makes."""
         stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
         act, stash, loss, grad, wgrad = (Datum(kind, stage, one, step) for kind in ("act", "stash", "loss", "grad", "wgrad"))
@@ -62,7 +62,7 @@ class ScriptedStage:
 
     def _first(self, step: int, one: MicroBatch) -> Computed:
         """Made twice: another worker may have to compute the same (repeatable.py)."""
-        self._rehearsed, before = True, State(self._module)
+        self._rehearsed, before = True, ModuleState(self._module)
         if not self._keyed:
             computed = self._computed(step, one)
             check_unchanged(self._module, before, CALLED, ADVICE)

@@ -32,7 +32,7 @@ class Distance:
         longest = self._period_us / (1 - self._max_slowdown)
         found = planner.margin(view, costs, self._policy, int(longest))
         if self._view is view and found.losses:  # else the coordinator ends the job
-            self._session.note("margin", self._text(found), stage=found.stage, losses=found.losses)
+            self._session.note("throughput_margin", self._text(found), stage=found.stage, losses=found.losses)
 
     def _text(self, found: planner.Margin) -> str:
         losses = "one more loss" if found.losses == 1 else f"{found.losses} more losses"

@@ -17,13 +17,13 @@ import torch
 
 from recycle_plugin import planner
 from recycle_plugin.core.messages.activity import ELSEWHERE
-from recycle_plugin.core.messages.job_spec import Job
-from recycle_plugin.core.messages.protocol import TRY_AGAIN, Fingerprint, Met, Ready
+from recycle_plugin.core.messages.job_spec import JobSpec
+from recycle_plugin.core.messages.protocol import TRY_AGAIN, BarrierPassed, Fingerprint, Ready
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
-from recycle_plugin.core.vocabulary.deadlines import promise_s
+from recycle_plugin.core.vocabulary.deadlines import lease_s
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
@@ -32,7 +32,7 @@ from recycle_plugin.core.worker.control_view import JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.core.worker.step_store import Retention, StepStore
 from recycle_plugin.core.worker.stopwatch import Stopwatch
-from recycle_plugin.core.worker.training_loop import Program
+from recycle_plugin.core.worker.training_loop import StepProgram
 from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.observability.trace import TraceFile
@@ -49,7 +49,7 @@ from recycle_plugin.runtime.stage.stage import Stage
 from recycle_plugin.runtime.state.fingerprint import fingerprint
 from recycle_plugin.runtime.state.surroundings import AsStarted, Surroundings
 from recycle_plugin.runtime.state.touch import FirstTouch
-from recycle_plugin.runtime.worker.blocking_loop import Loop
+from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.changed_state import stage_state
 from recycle_plugin.runtime.worker.checkpoints import JobCheckpoints
 from recycle_plugin.runtime.worker.feed import Feed
@@ -89,7 +89,7 @@ class Trainer:
         self._store = StepStore(self.seat, self.topology.stages, bool(self.topology.tie(self.seat.stage)), *kept)
         self.feed = Feed(session, self._store, model.first or model.last, framework.next_batch, self._hand_on)
         scale = LossScale(framework.scaler)
-        self.state = stage_state(framework, self._stage, scale, self.feed.supply)
+        self.state = stage_state(framework, self._stage, scale, self.feed.iterator_data)
         self._stepping = self._make_stepping(blocks, scale)
         operations = Operations(session, self._stage, self._stepping, self.feed.batch, self._applied)
         self.run_dir = settings.run_dir or f"runs/{session.job_id}"
@@ -99,7 +99,7 @@ class Trainer:
         self._touch = FirstTouch(self._changed, lambda: self.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
         self._surroundings = Surroundings(model.module, model.device.kind, lambda: framework.optimizer.wrapped.param_groups)
-        self._loop: Loop | None = None
+        self._loop: BlockingLoop | None = None
         self._worker: Worker | None = None
         self._checkpoints: JobCheckpoints | None = None
         self._from_checkpoint = False  # from a checkpoint, before training
@@ -180,7 +180,7 @@ class Trainer:
         self._stepping.clip()
 
     @property
-    def program(self) -> Program | None:
+    def program(self) -> StepProgram | None:
         """What this worker runs, or has run last; None before the first step."""
         return None if self._worker is None else self._worker.program
 
@@ -198,14 +198,14 @@ class Trainer:
         planner.warm()  # so that no failure has to wait for a compiler
         session, settings, shape = self._session, self._settings, self.topology
         machine = StepMachine(self.step)
-        self._store.rewind(machine.stepped, era=0)
+        self._store.rewind(machine.stepped, valid_from=0)
         waits = settings.waits_for_norm(self._framework.clipping)
         costs, policy = settings.cost_model(shape, self._framework.micro_batch_size), settings.policy(waits, shape.stages)
         judging = Judging(waits, settings.clip == "validate")
-        worker = Worker(self._world, shape, self._store, machine, judging, self.feed.supply, Stopwatch(costs))
-        loop = Loop(session, worker, self._world, shape, costs, policy, machine, self._between_steps, settings.max_slowdown)
+        worker = Worker(self._world, shape, self._store, machine, judging, self.feed.iterator_data, Stopwatch(costs))
+        loop = BlockingLoop(session, worker, self._world, shape, costs, policy, machine, self._between_steps, settings.max_slowdown)
         member = Member(session.rank, self.seat, self._transport.address, session.host, session.incarnation)
-        session.heart.start(promise_s(settings.deadlines))
+        session.heartbeats.start(lease_s(settings.deadlines))
         session.send(Ready(member, machine.stepped, self._job(costs, policy)))
         loop.start()
         if self._from_checkpoint:
@@ -215,9 +215,9 @@ class Trainer:
         self._checkpoints = JobCheckpoints(session, settings, loop, reach, files, self.state, self.run_dir, self._between_steps)
         session.between_steps = self._between_steps
 
-    def _job(self, costs: CostModel, policy: Policy) -> Job:
+    def _job(self, costs: CostModel, policy: Policy) -> JobSpec:
         settings, shape, framework = self._settings, self.topology, self._framework
-        return Job(
+        return JobSpec(
             shape.replicas, shape.stages, shape.micro_batches, shape.ties, self.run_dir, costs, policy, batch=framework.batch(), norm=str(settings.norm),
             clipping=framework.clipping, arithmetic=framework.model.device.arithmetic() if settings.exact else None, metrics=settings.endpoint, **{name: getattr(settings, name) for name in IN_RECORD},
         )  # fmt: skip
@@ -250,7 +250,7 @@ class Trainer:
             self._loop.catch_up()
 
     def _hand_on(self, datum: Datum, batch: Tensors, taker: Seat) -> None:
-        self._world.transfer(datum, batch, taker, self._store.era)
+        self._world.transfer(datum, batch, taker, self._store.valid_from)
 
     def _changed(self) -> Iterator[torch.Tensor]:
         """What a step changes, and buffers, which what is left of a step reads."""
@@ -278,18 +278,18 @@ class Trainer:
     def _say_fingerprint(self, step: int) -> None:
         """For the others to compare it with theirs."""
         session = self._session
-        with session.heart.at(ELSEWHERE, "the hash of its state"):
+        with session.heartbeats.at(ELSEWHERE, "the hash of its state"):
             copies = {weight.name: fingerprint(weight.parameter) for weight in self._framework.tied}
             session.send(Fingerprint(session.rank, step, self.state.digest(), copies))
 
     # --- between steps -------------------------------------------------------------------------------
 
-    def meet(self, place: str, values: dict[str, Any] | None = None) -> Met:
+    def barrier(self, place: str, values: dict[str, Any] | None = None) -> BarrierPassed:
         """Return when all live workers have come to ``place`` with all their steps committed."""
         while True:
             self.settle()
             try:
-                return self._loop.meet(place, values or {})
+                return self._loop.barrier(place, values or {})
             except Interrupted:
                 self._between_steps()
 
@@ -298,7 +298,7 @@ class Trainer:
         if self._loop is None:
             return
         self._checkpoints.conclude()
-        asked = self.meet(place, {str(self._session.rank): value}).values
+        asked = self.barrier(place, {str(self._session.rank): value}).values
         if len(values := sorted(set(asked.values()))) > 1:
             raise RecycleError(f"{place} was called with {', '.join(map(str, values))}: call it with the same number on every worker")
 
@@ -328,7 +328,7 @@ class Trainer:
         """A script is about to load a checkpoint, at ``place``: where training has begun, everybody does so at the same step, and all steps so far are committed."""
         if self._loop is not None:
             self._checkpoints.conclude()
-            self.meet(place)
+            self.barrier(place)
             self._worker.forget_committed()
             self._world.reach("load.start")
 

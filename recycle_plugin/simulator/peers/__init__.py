@@ -12,13 +12,13 @@ from recycle_plugin.simulator.peers.elastic_batching import ElasticBatching
 from recycle_plugin.simulator.peers.elastic_horovod import ElasticHorovod
 from recycle_plugin.simulator.peers.fault_scaled import FaultScaled
 from recycle_plugin.simulator.peers.oobleck import Oobleck
-from recycle_plugin.simulator.peers.peer_job import Job
+from recycle_plugin.simulator.peers.peer_job import PeerJob
 from recycle_plugin.simulator.peers.peer_machine import Transitions
-from recycle_plugin.simulator.peers.policy import Change, Policy, Run, Transition, changes_of, label, regular_losses, replay
+from recycle_plugin.simulator.peers.policy import PeerPolicy, PeerTransition, Run, WorkersChange, changes_of, label, regular_losses, replay
 from recycle_plugin.simulator.peers.recycle import Recycle
 from recycle_plugin.simulator.peers.restart_from_checkpoint import RestartFromCheckpoint
 
 __all__ = [
-    "Bamboo", "Change", "CheckFreq", "ElasticBatching", "ElasticHorovod", "FaultScaled", "Job", "Oobleck", "Policy",
-    "Recycle", "RestartFromCheckpoint", "Run", "Transition", "Transitions", "changes_of", "label", "regular_losses", "replay",
+    "Bamboo", "CheckFreq", "ElasticBatching", "ElasticHorovod", "FaultScaled", "Oobleck", "PeerJob", "PeerPolicy",
+    "PeerTransition", "Recycle", "RestartFromCheckpoint", "Run", "Transitions", "WorkersChange", "changes_of", "label", "regular_losses", "replay",
 ]  # fmt: skip

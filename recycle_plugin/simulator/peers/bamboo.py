@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.simulator.peers.peer_job import Job
-from recycle_plugin.simulator.peers.policy import Change, Transition
+from recycle_plugin.simulator.peers.peer_job import PeerJob
+from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange
 
 FAULT_FREE_IN_RECYCLE = 0.651
 MERGED = 1.5
@@ -51,7 +51,7 @@ class Bamboo:
     validated: str = "fault-free rate as published; degraded within 6% of ReCycle's figure at 17 to 23 GPUs, 11 to 14% too fast below"
 
     @classmethod
-    def of_job(cls, job: Job, rate: float = FAULT_FREE_IN_RECYCLE, name: str = "Bamboo") -> Bamboo:
+    def of_job(cls, job: PeerJob, rate: float = FAULT_FREE_IN_RECYCLE, name: str = "Bamboo") -> Bamboo:
         """Validated for GPT-3 350M on 24 GPUs alone: only there published fractions are known to us."""
         shape, known = job.topology, job.name == KNOWN and job.workers == 24 and rate == FAULT_FREE_IN_RECYCLE
         return cls(
@@ -68,7 +68,7 @@ class Bamboo:
         slower = MERGED if state.overloaded else 1.0
         return self.fault_free * self.rate * self._pipelines(state.live + state.overloaded) / self.replicas / slower
 
-    def change(self, state: Nodes, change: Change, trained_s: float) -> tuple[Nodes, Transition]:
+    def change(self, state: Nodes, change: WorkersChange, trained_s: float) -> tuple[Nodes, PeerTransition]:
         live, overloaded, fatal = state.live, state.overloaded, False
         for draw in change.lost:
             fatal |= draw * live < 2 * overloaded
@@ -77,8 +77,8 @@ class Bamboo:
         more = live // self.stages > state.live // self.stages
         if fatal or more or live and 2 * overloaded / live > OVERLOADED:
             step = self.step_s if change.lost else 0.0
-            return Nodes(live), Transition(RENDEZVOUS_S, trained_s % step if step else 0.0, "fatal, rendezvous" if fatal else "rendezvous")
-        return Nodes(live, overloaded), Transition(0.0, 0.0, "successor takes over" if change.lost else "stands by")
+            return Nodes(live), PeerTransition(RENDEZVOUS_S, trained_s % step if step else 0.0, "fatal, rendezvous" if fatal else "rendezvous")
+        return Nodes(live, overloaded), PeerTransition(0.0, 0.0, "successor takes over" if change.lost else "stands by")
 
     def _pipelines(self, nodes: int) -> float:
         """In units of a whole pipeline's rate."""
@@ -88,7 +88,7 @@ class Bamboo:
         return whole + (1 / MERGED if 2 * rest >= self.stages else 0.0)
 
 
-def fits_memory(job: Job, bytes_per_parameter: float = 16.0) -> bool:
+def fits_memory(job: PeerJob, bytes_per_parameter: float = 16.0) -> bool:
     """Twice the stage's state, and 1F1B's activations of the own stage."""
     stages = job.topology.stages
     activations = max((stages - stage) * size for stage, size in enumerate(job.costs.activation_bytes))

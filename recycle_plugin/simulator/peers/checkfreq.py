@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
+from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange, count_after
 from recycle_plugin.simulator.peers.restart_from_checkpoint import RestartFromCheckpoint
 
 
@@ -23,7 +23,7 @@ class CheckFreq(RestartFromCheckpoint):
         whole = min(state // self.job.topology.stages, self.job.topology.replicas)
         return self._whole(whole) * (1 - self.snapshot_s / self.every_s)
 
-    def change(self, state: int, change: Change, trained_s: float) -> tuple[int, Transition]:
+    def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
         lost_s = min(trained_s, trained_s % self.every_s + self.save_s)  # the newest snapshot may still be on its way
         return count_after(state, change), self._restart(change, lost_s)
 

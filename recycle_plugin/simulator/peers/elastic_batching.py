@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.simulator.peers.peer_job import Job
+from recycle_plugin.simulator.peers.peer_job import PeerJob
 from recycle_plugin.simulator.peers.peer_machine import Transitions
-from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
+from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange, count_after
 
 
 @dataclass(frozen=True)
 class ElasticBatching:
-    job: Job
+    job: PeerJob
     costs: Transitions = Transitions()
     name: str = "elastic batching"
     source: str = "live pipelines / DP; transitions assumed as our own regrouping"
@@ -28,6 +28,6 @@ class ElasticBatching:
         whole = min(state // self.job.topology.stages, self.job.topology.replicas)
         return self.job.fault_free * whole / self.job.topology.replicas
 
-    def change(self, state: int, change: Change, trained_s: float) -> tuple[int, Transition]:
+    def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
         lost_s = trained_s % (self.job.fault_free_us / 1e6) if change.lost else 0.0
-        return count_after(state, change), Transition(self.costs.own_s, lost_s, "regroup")
+        return count_after(state, change), PeerTransition(self.costs.own_s, lost_s, "regroup")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
+from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange, count_after
 from recycle_plugin.simulator.peers.restart_from_checkpoint import RestartFromCheckpoint
 
 
@@ -24,9 +24,9 @@ class ElasticHorovod(RestartFromCheckpoint):
         whole = min(state // self.job.topology.stages, self.job.topology.replicas)
         return self._whole(whole) * (1 - self.commit_s / self.every_s)
 
-    def change(self, state: int, change: Change, trained_s: float) -> tuple[int, Transition]:
+    def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
         lost_s = trained_s % self.every_s if change.lost else 0.0
-        return count_after(state, change), Transition(self.costs.reset_s + self.sync_s, lost_s, "reset and sync")
+        return count_after(state, change), PeerTransition(self.costs.reset_s + self.sync_s, lost_s, "reset and sync")
 
     @cached_property
     def commit_s(self) -> float:

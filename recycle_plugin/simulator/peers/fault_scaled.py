@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
+from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange, count_after
 
 
 @dataclass(frozen=True)
@@ -23,5 +23,5 @@ class FaultScaled:
     def speed(self, state: int) -> float:
         return self.fault_free * state / self.workers
 
-    def change(self, state: int, change: Change, trained_s: float) -> tuple[int, Transition]:
-        return count_after(state, change), Transition(0.0, 0.0, "free")
+    def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
+        return count_after(state, change), PeerTransition(0.0, 0.0, "free")

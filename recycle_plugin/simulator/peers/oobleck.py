@@ -18,9 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Iterator, Mapping, Sequence
 
-from recycle_plugin.core.vocabulary.profile import STATE_BYTES, Part
-from recycle_plugin.simulator.peers.peer_job import Job
-from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
+from recycle_plugin.core.vocabulary.profile import STATE_BYTES, LayerProfile
+from recycle_plugin.simulator.peers.peer_job import PeerJob
+from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange, count_after
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Template:
         return sum(self.stages) + (micro_batches - 1) * self.stages[self.slowest] + 2 * (self.nodes - 1) * hop_us
 
 
-def template(layers: Sequence[Part], nodes: int) -> Template:
+def template(layers: Sequence[LayerProfile], nodes: int) -> Template:
     """One stage a node, cut for the least template time, prefix by prefix (each keeps its best cut, as its own search does)."""
     best: dict[int, Template] = {0: Template((), ())}
     for stage in range(nodes):
@@ -106,7 +106,7 @@ class Instantiation:
     step_us: float
 
 
-def least_nodes(job: Job) -> int:
+def least_nodes(job: PeerJob) -> int:
     """n0: the shallowest pipeline whose stages fit the accelerator under 1F1B."""
     for nodes in range(1, len(job.parts) + 1):
         cut, begin, fits = template(job.parts, nodes).cut, 0, True
@@ -120,7 +120,7 @@ def least_nodes(job: Job) -> int:
     raise ValueError(f"{job.name} fits no pipeline of {job.profile.device}")
 
 
-def instantiate(job: Job, nodes: int, templates: Mapping[int, Template], faults: int, best: bool) -> Instantiation | None:
+def instantiate(job: PeerJob, nodes: int, templates: Mapping[int, Template], faults: int, best: bool) -> Instantiation | None:
     """What Oobleck runs on ``nodes`` nodes, or None where no multiset is possible."""
     batch = job.topology.replicas * job.topology.micro_batches
     closing = max(one + two for one, two in zip(job.costs.reduce, job.costs.step))
@@ -152,7 +152,7 @@ class Oobleck:
 
     @classmethod
     def of_job(
-        cls, job: Job, pause_s: float, fewest: int, faults: int = 1, best: bool = False, name: str = "Oobleck", least: int = 0
+        cls, job: PeerJob, pause_s: float, fewest: int, faults: int = 1, best: bool = False, name: str = "Oobleck", least: int = 0
     ) -> Oobleck:
         """Plans for every number of nodes from ``fewest`` to the job's own; templates from n0 up to N - f n0 nodes.
 
@@ -173,7 +173,7 @@ class Oobleck:
     def speed(self, state: int) -> float:
         return self.speeds.get(state, 0.0)
 
-    def change(self, state: int, change: Change, trained_s: float) -> tuple[int, Transition]:
+    def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
         speed = self.speed(state)
         lost_s = trained_s % (self.batch / speed) if speed else 0.0
-        return count_after(state, change), Transition(self.pause_s, lost_s, "rebuild groups, broadcast layers")
+        return count_after(state, change), PeerTransition(self.pause_s, lost_s, "rebuild groups, broadcast layers")

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.profile import Part, Profile
+from recycle_plugin.core.vocabulary.profile import LayerProfile, Profile
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import plan
 
@@ -15,7 +15,7 @@ STOCK = Policy(split_backward=False, stagger_optimizer=False, reroute=False)
 
 
 @dataclass(frozen=True)
-class Job:
+class PeerJob:
     """``topology``: of the fault-free job, with its micro-batches per replica; samples are sequences.
 
     ``memory_limit``: bytes of one accelerator; GCP's a2-highgpu machines have the A100 of 40 GB.
@@ -40,7 +40,7 @@ class Job:
         return self.profile.costs(self.topology.stages, self.topology.replicas)
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LayerProfile, ...]:
         """All layers in their order, embedding and head included."""
         return (self.profile.first, *[self.profile.layer] * self.profile.layers, self.profile.last)
 

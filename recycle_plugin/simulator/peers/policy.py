@@ -1,6 +1,6 @@
 """What every fault-tolerant system looks like to a trace: speeds between changes, and what a change costs.
 
-A :class:`Policy` says how fast it trains in a state and what a change of the cluster does to that state.
+A :class:`PeerPolicy` says how fast it trains in a state and what a change of the cluster does to that state.
 :func:`replay` adds the samples up.  Which worker a loss hits is one number in [0, 1) per loss, drawn
 once for all policies: each picks that part of its own list of live workers, so all meet the same luck.
 """
@@ -16,7 +16,7 @@ UNVALIDATED = "unvalidated"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WorkersChange:
     """At ``at_s`` workers are lost, one for each draw in ``lost`` (each in [0, 1)), or ``joined`` ones come back."""
 
     at_s: float
@@ -25,7 +25,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Transition:
+class PeerTransition:
     """What a change costs: nothing is trained for ``pause_s``, and the last ``lost_s`` before it were in vain."""
 
     pause_s: float
@@ -33,7 +33,7 @@ class Transition:
     text: str
 
 
-class Policy(Protocol):
+class PeerPolicy(Protocol):
     """``source``: where the model's rules come from.  ``validated``: against which published figures, or "" for none."""
 
     name: str
@@ -46,12 +46,12 @@ class Policy(Protocol):
     def speed(self, state: Any) -> float:
         """Samples per second in ``state``; 0 where it cannot train."""
 
-    def change(self, state: Any, change: Change, trained_s: float) -> tuple[Any, Transition]:
+    def change(self, state: Any, change: WorkersChange, trained_s: float) -> tuple[Any, PeerTransition]:
         """The next state, and the way there.  ``trained_s``: seconds trained since the last transition's end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PeerSegment:
     """From one change to the next, in seconds.  ``samples`` that stay trained; ``opening``: the transition into it."""
 
     start_s: float
@@ -69,7 +69,7 @@ class Run:
     """What a policy made of a trace."""
 
     policy: str
-    segments: tuple[Segment, ...]
+    segments: tuple[PeerSegment, ...]
 
     @property
     def samples(self) -> float:
@@ -94,12 +94,12 @@ class Run:
         return sum(segment.lost_s for segment in self.segments)
 
 
-def label(policy: Policy) -> str:
+def label(policy: PeerPolicy) -> str:
     """The name as it appears in output: whoever has no check against published figures is called so."""
     return policy.name if policy.validated else f"{policy.name} ({UNVALIDATED})"
 
 
-def replay(policy: Policy, changes: Sequence[Change], workers: int, end_s: float) -> Run:
+def replay(policy: PeerPolicy, changes: Sequence[WorkersChange], workers: int, end_s: float) -> Run:
     """Run ``policy`` through ``changes`` (in order of time) from 0 to ``end_s``.
 
     A change that comes while the last one is still being dealt with starts its own pause; the rest of
@@ -115,29 +115,29 @@ def replay(policy: Policy, changes: Sequence[Change], workers: int, end_s: float
             state, transition = policy.change(state, change, trained_s)
             lost_s, text, ready_s = min(trained_s, transition.lost_s), transition.text, until_s + transition.pause_s
         paused_s = until_s - start_s - trained_s
-        segments.append(Segment(start_s, until_s, workers, speed, paused_s, lost_s, (trained_s - lost_s) * speed, opening))
+        segments.append(PeerSegment(start_s, until_s, workers, speed, paused_s, lost_s, (trained_s - lost_s) * speed, opening))
         if change is not None:
             workers, start_s, opening = workers - len(change.lost) + change.joined, until_s, text
     return Run(label(policy), tuple(segments))
 
 
-def changes_of(points: Iterable[tuple[float, int]], seed: int = 0) -> list[Change]:
+def changes_of(points: Iterable[tuple[float, int]], seed: int = 0) -> list[WorkersChange]:
     """A trace of (hour, workers) as changes; ``seed`` says whom the losses hit."""
     draw, found, before = random.Random(seed), [], None
     for hour, workers in points:
         if before is not None and workers != before:
             lost = tuple(draw.random() for _ in range(before - workers))
-            found.append(Change(hour * HOUR_S, lost, max(0, workers - before)))
+            found.append(WorkersChange(hour * HOUR_S, lost, max(0, workers - before)))
         before = workers
     return found
 
 
-def regular_losses(every_s: float, losses: int, seed: int = 0) -> list[Change]:
+def regular_losses(every_s: float, losses: int, seed: int = 0) -> list[WorkersChange]:
     """One worker lost every ``every_s`` seconds, and none that comes back."""
     draw = random.Random(seed)
-    return [Change(every_s * number, (draw.random(),)) for number in range(1, losses + 1)]
+    return [WorkersChange(every_s * number, (draw.random(),)) for number in range(1, losses + 1)]
 
 
-def count_after(workers: int, change: Change) -> int:
+def count_after(workers: int, change: WorkersChange) -> int:
     """For policies to which only the number of workers matters."""
     return workers - len(change.lost) + change.joined

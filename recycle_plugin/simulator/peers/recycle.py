@@ -16,14 +16,14 @@ from recycle_plugin.core.vocabulary.plan import Policy as Techniques
 from recycle_plugin.core.vocabulary.topology import ClusterView
 from recycle_plugin.planner import PlanError, PlanStore, normalise
 from recycle_plugin.simulator.history import lost_share
-from recycle_plugin.simulator.peers.peer_job import Job
+from recycle_plugin.simulator.peers.peer_job import PeerJob
 from recycle_plugin.simulator.peers.peer_machine import Transitions
-from recycle_plugin.simulator.peers.policy import Change, Transition
+from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange
 
 MEMORY_SHARE = 0.9  # of the accelerator that state and activations may fill
 
 
-def techniques(job: Job, factor: float | None = None) -> Techniques:
+def techniques(job: PeerJob, factor: float | None = None) -> Techniques:
     """Split backward, staggered optimizer, rerouting, and room for ``factor`` x PP micro-batches; None: for what the device holds.
 
     Raises ValueError where the accelerator doesn't hold that many.
@@ -39,7 +39,7 @@ def techniques(job: Job, factor: float | None = None) -> Techniques:
 class Recycle:
     """``horizon_s``: the time until the next change that a move has to pay for itself in."""
 
-    job: Job
+    job: PeerJob
     techniques: Techniques
     costs: Transitions = Transitions()
     moves: bool = True
@@ -61,7 +61,7 @@ class Recycle:
     def speed(self, state: ClusterView) -> float:
         return 0.0 if state.empty_stages() else 1e6 * self.job.batch / self.period_us(state)
 
-    def change(self, state: ClusterView, change: Change, trained_s: float) -> tuple[ClusterView, Transition]:
+    def change(self, state: ClusterView, change: WorkersChange, trained_s: float) -> tuple[ClusterView, PeerTransition]:
         view = state
         for draw in change.lost:
             live = sorted(view.live)
@@ -71,11 +71,11 @@ class Recycle:
             view = joined(view)
         if view.empty_stages():
             empty = ", ".join(map(str, view.empty_stages()))
-            return view, Transition(self.costs.restart_s, trained_s, f"stage {empty} lost: no live worker holds it")
+            return view, PeerTransition(self.costs.restart_s, trained_s, f"stage {empty} lost: no live worker holds it")
         view, copy_s, text = self._normalised(view)
         gone = lost | (state.live - view.live)  # what a worker that moves had done stays behind
         lost_s = trained_s % (self.period_us(state) / 1e6) * lost_share(state, gone) if lost and not state.empty_stages() else 0.0
-        return view, Transition(self.costs.own_s + copy_s, lost_s, "regroup" + text)
+        return view, PeerTransition(self.costs.own_s + copy_s, lost_s, "regroup" + text)
 
     def _normalised(self, view: ClusterView) -> tuple[ClusterView, float, str]:
         if not (self.moves and view.lost):
@@ -99,7 +99,7 @@ def joined(view: ClusterView) -> ClusterView:
     return ClusterView(view.topology, view.live | {Seat(*seat)})
 
 
-def spread(job: Job, losses: int, policy: Techniques) -> ClusterView:
+def spread(job: PeerJob, losses: int, policy: Techniques) -> ClusterView:
     """The best pattern of ``losses`` losses that normalisation could reach: one by one where it costs least."""
     view = job.topology.full()
     store = PlanStore(job.costs, policy)

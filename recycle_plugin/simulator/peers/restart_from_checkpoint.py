@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from recycle_plugin.simulator.peers.peer_job import Job
+from recycle_plugin.simulator.peers.peer_job import PeerJob
 from recycle_plugin.simulator.peers.peer_machine import Transitions
-from recycle_plugin.simulator.peers.policy import Change, Transition, count_after
+from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange, count_after
 
 
 @dataclass(frozen=True)
 class RestartFromCheckpoint:
     """Saves stop training while they are written, every sqrt(2 save mean_between) seconds (Young); the global batch is kept."""
 
-    job: Job
+    job: PeerJob
     costs: Transitions = Transitions()
     name: str = "restart from checkpoint"
     source: str = "common practice; restart, storage and interval assumed (peers/machine.py)"
@@ -30,14 +30,14 @@ class RestartFromCheckpoint:
         whole = min(state // self.job.topology.stages, self.job.topology.replicas)
         return self._whole(whole) * self.every_s / (self.every_s + self.save_s)
 
-    def change(self, state: int, change: Change, trained_s: float) -> tuple[int, Transition]:
+    def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
         lost_s = trained_s % (self.every_s + self.save_s) if change.lost else 0.0
         return count_after(state, change), self._restart(change, lost_s)
 
-    def _restart(self, change: Change, lost_s: float) -> Transition:
+    def _restart(self, change: WorkersChange, lost_s: float) -> PeerTransition:
         if change.lost:
-            return Transition(self.costs.restart_s + self.save_s, lost_s, "restart and load")
-        return Transition(self.costs.restart_s + 2 * self.save_s, 0.0, "save, restart and load")
+            return PeerTransition(self.costs.restart_s + self.save_s, lost_s, "restart and load")
+        return PeerTransition(self.costs.restart_s + 2 * self.save_s, 0.0, "save, restart and load")
 
     @cached_property
     def every_s(self) -> float:

@@ -159,7 +159,7 @@ class Plugin:
         if number < self.count - 1 and self._again():
             other = self._anybody(number)
             self._feed(other, micro_batch)
-            self._keep(self._made.activations, (number, micro_batch), self.seats[other].stage.forward(key, bare=True))
+            self._keep(self._made.activations, (number, micro_batch), self.seats[other].stage.forward(key, boundary_only=True))
         made = self._told_forward(worker, micro_batch)
         if number < self.count - 1:
             self._keep(self._made.activations, (number, micro_batch), made)

@@ -6,7 +6,7 @@ from typing import Any, Hashable, Mapping
 
 import torch
 
-from recycle_plugin.runtime.state.stage_state import Form, StageState, form_of
+from recycle_plugin.runtime.state.stage_state import StageState, TensorForm, form_of
 
 
 class Copies:
@@ -25,7 +25,7 @@ class Copies:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._buffers
 
-    def forms(self) -> dict[Hashable, Form]:
+    def forms(self) -> dict[Hashable, TensorForm]:
         return {key: form_of(buffer) for key, buffer in self._buffers.items()}
 
     def take(self, sources: Mapping[Hashable, torch.Tensor]) -> None:

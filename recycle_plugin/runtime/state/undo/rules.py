@@ -37,7 +37,7 @@ class Step:
         return float(self.group["lr"]) * float(self.group["weight_decay"])
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     moments: tuple[str, ...]  # state tensors that are inverted; others are put back from copies
     needs: tuple[str, ...]  # what a stepped parameter's state must hold
 
@@ -119,17 +119,17 @@ class Lamb(Adam):
         _invert_moments(step, step.gradient)
 
 
-RULES: dict[str, Callable[[torch.optim.Optimizer], Rule]] = {
+RULES: dict[str, Callable[[torch.optim.Optimizer], UpdateRule]] = {
     "torch.optim.sgd.SGD": lambda optimizer: Sgd(),
     "torch.optim.adam.Adam": lambda optimizer: Adam(None),
     "torch.optim.adamw.AdamW": lambda optimizer: Adam(decoupled=True),
     "deepspeed.ops.adam.fused_adam.FusedAdam": lambda optimizer: FusedAdam(bool(optimizer.adam_w_mode)),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": lambda optimizer: Adam(bool(optimizer.adam_w_mode)),
 }
-DECLARED: dict[str, Callable[[], Rule]] = {"sgd": Sgd, "adam": lambda: Adam(False), "adamw": lambda: Adam(True), "lamb": Lamb}
+DECLARED: dict[str, Callable[[], UpdateRule]] = {"sgd": Sgd, "adam": lambda: Adam(False), "adamw": lambda: Adam(True), "lamb": Lamb}
 
 
-def of(optimizer: torch.optim.Optimizer) -> Rule:
+def of(optimizer: torch.optim.Optimizer) -> UpdateRule:
     """The rule of exactly this class; a subclass may compute something else.
 
     A class can say itself that it computes what torch's SGD, Adam or AdamW does, with their names in state

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import Output
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.protocol import End, Exited, Fence, Fingerprint, Generation, Resume, Stepped
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from tests.support.membership import agree, said, started
 
 
-def stepped(membership: Membership, step: int, digests: str) -> list[Output]:
+def stepped(membership: Membership, step: int, digests: str) -> list[CoordinatorOutput]:
     """Each rank says its digest (``-``: none) and that it has applied ``step``."""
     outs = []
     for rank, digest in enumerate(digests):
@@ -23,7 +23,7 @@ def stepped(membership: Membership, step: int, digests: str) -> list[Output]:
     return outs
 
 
-def all_said(outs: list[Output], kind: type) -> list:
+def all_said(outs: list[CoordinatorOutput], kind: type) -> list:
     return [one for out in outs for one in said(out, kind)]
 
 
@@ -97,7 +97,7 @@ def test_the_message_survives_the_wire():
 # --- copies of a weight that stages share ---------------------------------------------------------------
 
 
-def said_of_tied(membership: Membership, step: int, digests: str, copies: str) -> list[Output]:
+def said_of_tied(membership: Membership, step: int, digests: str, copies: str) -> list[CoordinatorOutput]:
     """Each rank's state, and its copy of the one weight that both stages have."""
     outs = []
     for rank, (digest, copy) in enumerate(zip(digests, copies)):

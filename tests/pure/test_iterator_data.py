@@ -8,11 +8,11 @@ from recycle_plugin.core.messages.protocol import Committed
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
-from recycle_plugin.core.vocabulary.iterator_draws import Draw, Standing, unpack
+from recycle_plugin.core.vocabulary.iterator_draws import Draw, IteratorState, unpack
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.core.worker.control_view import Line
-from recycle_plugin.core.worker.iterator_data import Supply
+from recycle_plugin.core.worker.control_view import ControlView
+from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.planner import plan
 
@@ -37,60 +37,60 @@ class Numbers:
 def end():
     """Replica 0's first stage: its supply, its store, its iterator, and what it hands on and says."""
     store, iterator, handed, said = StepStore(Seat(0, 0), SHAPE.stages), Numbers(), [], []
-    supply = Supply(store, iterator, lambda *given: handed.append(given), lambda *given: said.append(given))
-    supply.stand(Standing(plan(SHAPE.full(), CostModel.uniform(2), Policy()), {}, {}, {}))
-    store.drawn = True
-    return supply, store, iterator, handed, said
+    iterator_data = IteratorData(store, iterator, lambda *given: handed.append(given), lambda *given: said.append(given))
+    iterator_data.take_state(IteratorState(plan(SHAPE.full(), CostModel.uniform(2), Policy()), {}, {}, {}))
+    store.reads_iterator = True
+    return iterator_data, store, iterator, handed, said
 
 
 def test_what_is_drawn_is_in_the_store_and_a_peer_has_a_copy(end):
-    supply, store, iterator, handed, said = end
-    supply.provide(1, Line(0))
+    iterator_data, store, iterator, handed, said = end
+    iterator_data.provide(1, ControlView(0))
     assert store.of("drawn", 1) == {MicroBatch(0, index): Draw(0, index) for index in range(3)}
     assert [(datum.micro_batch, taker) for datum, _, taker in handed] == [(MicroBatch(0, index), Seat(1, 0)) for index in range(3)] and not said
-    assert {step: dict(found) for step, found in unpack(supply.drawn()).items()} == {1: store.of("drawn", 1)}
+    assert {step: dict(found) for step, found in unpack(iterator_data.held_draws()).items()} == {1: store.of("drawn", 1)}
     store.commit(1)
-    assert supply.drawn() == {}
+    assert iterator_data.held_draws() == {}
 
 
 def test_a_committed_step_and_one_with_another_source_draw_nothing(end):
-    supply, store, iterator, *_ = end
-    line = Line(0)
+    iterator_data, store, iterator, *_ = end
+    line = ControlView(0)
     line.take(Committed(2, {}))
-    supply.provide(2, line)
-    store.drawn = False
-    supply.provide(3, line)
+    iterator_data.provide(2, line)
+    store.reads_iterator = False
+    iterator_data.provide(3, line)
     assert iterator.read_of == []
 
 
 def test_batches_are_counted_over_steps_and_checkpoints(end):
-    supply, store, iterator, *_ = end
+    iterator_data, store, iterator, *_ = end
     for step in (1, 2):
-        supply.provide(step, Line(0))
-        supply.provide(step, Line(0))  # what is here is not drawn again
-    assert supply.batches_read() == len(iterator.read_of) == 6
-    supply.rewind()
-    store.rewind(0, era=1)
-    supply.provide(1, Line(0))
-    assert supply.batches_read() == len(iterator.read_of) == 9
+        iterator_data.provide(step, ControlView(0))
+        iterator_data.provide(step, ControlView(0))  # what is here is not drawn again
+    assert iterator_data.batches_read() == len(iterator.read_of) == 6
+    iterator_data.rewind()
+    store.rewind(0, valid_from=1)
+    iterator_data.provide(1, ControlView(0))
+    assert iterator_data.batches_read() == len(iterator.read_of) == 9
 
 
 def test_an_iterator_that_begins_anew_goes_on_where_another_stood(end):
-    supply, _, iterator, *_ = end
-    supply.skip_to(4)
-    supply.provide(3, Line(0))
-    assert len(iterator.read_of) == 7 == supply.batches_read() and iterator.read_of[4:] == [(3, 0), (3, 1), (3, 2)]
-    supply.skip_to(7)
+    iterator_data, _, iterator, *_ = end
+    iterator_data.skip_to(4)
+    iterator_data.provide(3, ControlView(0))
+    assert len(iterator.read_of) == 7 == iterator_data.batches_read() and iterator.read_of[4:] == [(3, 0), (3, 1), (3, 2)]
+    iterator_data.skip_to(7)
     assert len(iterator.read_of) == 7
 
 
 def test_it_does_not_go_back(end):
-    supply, *_ = end
-    supply.provide(1, Line(0))
+    iterator_data, *_ = end
+    iterator_data.provide(1, ControlView(0))
     with pytest.raises(ValueError, match="the data iterator of seat 0.0 has given 3 batches, and is to stand behind 2: it can't be read again"):
-        supply.skip_to(2)
+        iterator_data.skip_to(2)
 
 
 def test_who_gives_what_this_worker_does_not_draw(end):
-    supply, store, *_ = end
-    assert supply.giver(Datum("drawn", 0, MicroBatch(1, 2), 1)) == Seat(1, 0)
+    iterator_data, store, *_ = end
+    assert iterator_data.giver(Datum("drawn", 0, MicroBatch(1, 2), 1)) == Seat(1, 0)

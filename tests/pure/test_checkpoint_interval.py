@@ -7,71 +7,71 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
-from recycle_plugin.core.worker.checkpoint_interval import COSTS, DOUBTED, FIRST, Cost, Meter, Rhythm
+from recycle_plugin.core.worker.checkpoint_interval import COSTS, DOUBTED, FIRST, CheckpointInterval, Cost, Meter
 
 seconds = st.floats(0, 100)
 step_times = st.floats(0.001, 10)
 
 
 def test_the_first_one_comes_when_it_is_known_how_long_steps_take():
-    assert Rhythm(0.035, stepped=7).due == 7 + FIRST + 1
+    assert CheckpointInterval(0.035, stepped=7).due == 7 + FIRST + 1
 
 
 @given(seconds, step_times, st.floats(0.001, 0.999))
 def test_the_share_is_kept_and_no_step_more_than_that_takes(cost, step_s, overhead):
-    rhythm = Rhythm(overhead, 0)
-    rhythm.made(1, [Cost(cost, step_s)], 0)
-    assert rhythm.every <= DOUBTED * FIRST
-    rhythm.made(11, [Cost(cost, step_s)], 0)
-    assert rhythm.due == 11 + rhythm.every
-    assert cost <= overhead * step_s * rhythm.every * (1 + 1e-9)
-    assert rhythm.every == 1 or cost > overhead * step_s * (rhythm.every - 1) * (1 - 1e-9)
+    interval = CheckpointInterval(overhead, 0)
+    interval.made(1, [Cost(cost, step_s)], 0)
+    assert interval.every <= DOUBTED * FIRST
+    interval.made(11, [Cost(cost, step_s)], 0)
+    assert interval.due == 11 + interval.every
+    assert cost <= overhead * step_s * interval.every * (1 + 1e-9)
+    assert interval.every == 1 or cost > overhead * step_s * (interval.every - 1) * (1 - 1e-9)
 
 
 def test_the_slowest_worker_counts_and_one_bad_moment_does_not():
-    rhythm = Rhythm(0.1, 0)
+    interval = CheckpointInterval(0.1, 0)
     for _ in range(COSTS - 1):
-        rhythm.made(1, [Cost(0.1, 0.1), Cost(0.5, 0.1), Cost(0.0, 0.1)], 0)
-        assert rhythm.every == 50
-    rhythm.made(1, [Cost(90.0, 0.1)], 0)
-    assert 50 < rhythm.every < 100
-    rhythm = Rhythm(0.1, 0)
-    rhythm.made(1, [Cost(90.0, 0.1)], 0)  # the first one, of all
-    assert rhythm.every == DOUBTED * FIRST
-    rhythm.made(1, [Cost(0.5, 0.1)], 0)
-    assert 50 < rhythm.every <= 500
+        interval.made(1, [Cost(0.1, 0.1), Cost(0.5, 0.1), Cost(0.0, 0.1)], 0)
+        assert interval.every == 50
+    interval.made(1, [Cost(90.0, 0.1)], 0)
+    assert 50 < interval.every < 100
+    interval = CheckpointInterval(0.1, 0)
+    interval.made(1, [Cost(90.0, 0.1)], 0)  # the first one, of all
+    assert interval.every == DOUBTED * FIRST
+    interval.made(1, [Cost(0.5, 0.1)], 0)
+    assert 50 < interval.every <= 500
 
 
 @given(st.lists(st.floats(0.0, 2.0), min_size=2, max_size=COSTS))
 def test_what_is_expected_is_no_less_than_the_mean_of_what_is_believed(costs):
-    rhythm = Rhythm(0.1, 0)
+    interval = CheckpointInterval(0.1, 0)
     for cost in costs:
-        rhythm.made(1, [Cost(1.0 + cost, 1.0)], 0)
-    assert rhythm.every >= (1.0 + sum(costs) / len(costs)) / 0.1 * (1 - 1e-9)
+        interval.made(1, [Cost(1.0 + cost, 1.0)], 0)
+    assert interval.every >= (1.0 + sum(costs) / len(costs)) / 0.1 * (1 - 1e-9)
 
 
 def test_never_before_a_step_that_somebody_may_have_started():
-    rhythm = Rhythm(0.5, 0)
-    rhythm.made(11, [Cost(0.1, 0.1)], 40)
-    assert (rhythm.every, rhythm.due) == (2, 40)
+    interval = CheckpointInterval(0.5, 0)
+    interval.made(11, [Cost(0.1, 0.1)], 40)
+    assert (interval.every, interval.due) == (2, 40)
 
 
 def test_one_that_could_not_be_written_is_tried_again_after_as_many_steps_and_says_nothing_of_what_one_costs():
-    rhythm = Rhythm(0.1, 0)
-    rhythm.failed(FIRST + 1, 0)
-    assert (rhythm.every, rhythm.due) == (FIRST, 2 * FIRST + 1)
-    rhythm.made(2 * FIRST + 1, [Cost(2.0, 1.0)], 0)
-    rhythm.failed(41, 70)
-    assert (rhythm.every, rhythm.due) == (20, 70)
+    interval = CheckpointInterval(0.1, 0)
+    interval.failed(FIRST + 1, 0)
+    assert (interval.every, interval.due) == (FIRST, 2 * FIRST + 1)
+    interval.made(2 * FIRST + 1, [Cost(2.0, 1.0)], 0)
+    interval.failed(41, 70)
+    assert (interval.every, interval.due) == (20, 70)
 
 
 def test_one_that_was_dropped_is_made_up_for_at_once_and_a_loaded_one_begins_the_interval_anew():
-    rhythm = Rhythm(0.1, 0)
-    rhythm.made(11, [Cost(0.5, 0.1)], 0)
-    rhythm.dropped(30)
-    assert rhythm.due == unstarted(30)
-    rhythm.loaded(4)
-    assert rhythm.due == 4 + 50 + 1
+    interval = CheckpointInterval(0.1, 0)
+    interval.made(11, [Cost(0.5, 0.1)], 0)
+    interval.dropped(30)
+    assert interval.due == unstarted(30)
+    interval.loaded(4)
+    assert interval.due == 4 + 50 + 1
 
 
 def test_what_steps_take_longer_than_usual_is_the_cost():

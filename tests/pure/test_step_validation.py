@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recycle_plugin.core.coordinator.output import Output
-from recycle_plugin.core.coordinator.step_validation import Verdicts, over
+from recycle_plugin.core.coordinator.output import CoordinatorOutput
+from recycle_plugin.core.coordinator.step_validation import StepValidation, over
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.protocol import Collected, Committed, Contribution, End, Exited, Generation, Report, Resume
+from recycle_plugin.core.messages.protocol import Collected, Committed, Contribution, End, Exited, Generation, Resume, SurvivorReport
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.recovery_plan import uninformed
@@ -23,11 +23,11 @@ LIMIT = 2.0
 
 @given(st.lists(st.floats(0, 1e30), min_size=1, max_size=5), st.floats(1e-3, 1e15))
 def test_a_step_is_rejected_where_waiting_for_its_norm_would_have_clipped_it(shares, limit):
-    verdicts = Verdicts(len(shares), limit)
-    found = [verdicts.add(1, {str(stage): share}) for stage, share in enumerate(shares)]
+    validation = StepValidation(len(shares), limit)
+    found = [validation.add(1, {str(stage): share}) for stage, share in enumerate(shares)]
     norm = math.sqrt(math.fsum(shares))
     assert found[:-1] == [None] * (len(shares) - 1) and found[-1] == (norm if min(1.0, limit / (norm + 1e-6)) < 1 else None)
-    assert (verdicts.judged, verdicts.rejected) == (1, found[-1] is not None)
+    assert (validation.judged, validation.rejected) == (1, found[-1] is not None)
 
 
 @pytest.mark.parametrize("norm", (math.inf, math.nan))
@@ -37,11 +37,11 @@ def test_what_is_not_finite_is_over_every_limit(norm):
 
 def test_the_first_norm_stays():
     """A stage whose sum is made again after a failure may find another last digit."""
-    verdicts = Verdicts(1, LIMIT)
-    assert verdicts.add(1, {"0": 9.0}) == 3.0 and verdicts.add(1, {"0": 9.1}) is None
-    assert verdicts.rejection(1) == 3.0 and verdicts.judged == 1
-    verdicts.committed(1)
-    assert verdicts.rejection(1) is None
+    validation = StepValidation(1, LIMIT)
+    assert validation.add(1, {"0": 9.0}) == 3.0 and validation.add(1, {"0": 9.1}) is None
+    assert validation.rejection(1) == 3.0 and validation.judged == 1
+    validation.committed(1)
+    assert validation.rejection(1) is None
 
 
 # --- what the coordinator makes of it -----------------------------------------------------------------
@@ -51,16 +51,16 @@ def validating(**more: object):
     return started(clipping=LIMIT, clip="validate", **more)
 
 
-def share(membership, rank: int, number: int, value: float) -> Output:
+def share(membership, rank: int, number: int, value: float) -> CoordinatorOutput:
     return membership.receive(Contribution(rank, number, SHARE, {str(rank // 2): value}, 2), 0.0)
 
 
-def reported(membership, stepped: dict[int, int], informed: dict[int, int]) -> Output:
+def reported(membership, stepped: dict[int, int], informed: dict[int, int]) -> CoordinatorOutput:
     """All of ``stepped`` report: the steps they have applied, and the last one whose norm they know."""
     for rank, count in stepped.items():
         stage = rank // 2
         held = {Datum("params", stage, None, count + 1)} | {Datum("norm", stage, None, number) for number in range(1, informed.get(rank, 0) + 1)}
-        out = membership.receive(Report(rank, membership.generation, count, "plan", pack(held)), 0.0)
+        out = membership.receive(SurvivorReport(rank, membership.generation, count, "plan", pack(held)), 0.0)
     return out
 
 
@@ -80,18 +80,18 @@ def test_a_rejected_step_is_heard_of_by_everybody_and_not_committed_before_it_is
     assert "gradient norm is 3 (1 of 1 steps so far)" in out.events[0].text
     assert step(membership, 1, 1) == []
     (resume,) = said(reported(membership, dict.fromkeys(range(4), 1), {}), Resume)
-    assert (resume.committed, resume.norm, resume.void) == (0, 3.0, True)
+    assert (resume.committed, resume.norm, resume.rejected) == (0, 3.0, True)
     assert step(membership, 1, 1) == [Committed(1)]
 
 
-@pytest.mark.parametrize("informed, committed, void", (({}, 0, True), ({0: 1, 1: 1, 3: 1}, 1, False), ({0: 1, 1: 1}, 0, True)))
-def test_a_failure_after_a_rejection_asks_who_has_heard_of_it(informed, committed, void):
+@pytest.mark.parametrize("informed, committed, rejected", (({}, 0, True), ({0: 1, 1: 1, 3: 1}, 1, False), ({0: 1, 1: 1}, 0, True)))
+def test_a_failure_after_a_rejection_asks_who_has_heard_of_it(informed, committed, rejected):
     membership = validating()
     share(membership, 0, 1, 5.0)
     share(membership, 2, 1, 4.0)
     assert said(membership.receive(Exited(2, -9, 0.0), 0.0), Generation)
     (resume,) = said(reported(membership, {0: 1, 1: 1, 3: 1}, informed), Resume)
-    assert (resume.committed, resume.void) == (committed, void)
+    assert (resume.committed, resume.rejected) == (committed, rejected)
     assert resume.norm == (None if committed else 3.0)
 
 
@@ -129,8 +129,8 @@ def test_who_is_uninformed():
 
 
 def test_a_share_that_is_said_again_and_is_not_finite_any_more_rejects_a_step_that_was_to_stay():
-    verdicts = Verdicts(2, limit=10.0, skips=True)
-    assert verdicts.add(4, {"0": 9.0}) is None and verdicts.add(4, {"1": 16.0}) is None
-    assert verdicts.add(4, {"0": 9.5}) is None and verdicts.rejection(4) is None and verdicts.rejected == 0
-    assert verdicts.add(4, {"0": math.inf}) == math.inf == verdicts.rejection(4)
-    assert verdicts.add(4, {"0": math.inf}) is None and (verdicts.judged, verdicts.rejected) == (1, 1)
+    validation = StepValidation(2, limit=10.0, skips=True)
+    assert validation.add(4, {"0": 9.0}) is None and validation.add(4, {"1": 16.0}) is None
+    assert validation.add(4, {"0": 9.5}) is None and validation.rejection(4) is None and validation.rejected == 0
+    assert validation.add(4, {"0": math.inf}) == math.inf == validation.rejection(4)
+    assert validation.add(4, {"0": math.inf}) is None and (validation.judged, validation.rejected) == (1, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recycle_plugin.core.messages.protocol import Committed, Report
+from recycle_plugin.core.messages.protocol import Committed, SurvivorReport
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.faults import FaultScript
@@ -14,7 +14,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.worker import Judging, Worker
 from recycle_plugin.errors import WaitTimeout
-from recycle_plugin.runtime.worker.blocking_loop import Loop
+from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.machine import TorchMachine
 
 from .conftest import generation
@@ -27,13 +27,13 @@ class Nothing:
         return None
 
 
-def loop_of(session) -> Loop:
+def loop_of(session) -> BlockingLoop:
     """Of a worker that has applied step 1."""
     steps, shape = StepMachine(0), Topology(2, 1, 1)
     steps.applied(1)
     machine = TorchMachine(session, Nothing(), Nothing(), FaultScript((), Seat(0, 0)))
     worker = Worker(machine, shape, StepStore(Seat(0, 0), 1), steps, Judging())
-    return Loop(session, worker, machine, shape, CostModel((1000,), (1000,), (1000,)), Policy(), steps, lambda: None)
+    return BlockingLoop(session, worker, machine, shape, CostModel((1000,), (1000,), (1000,)), Policy(), steps, lambda: None)
 
 
 def test_settling_has_a_deadline_that_names_the_step(coordinator):
@@ -52,4 +52,4 @@ def test_what_is_committed_stays_whoever_is_lost_since(coordinator):
     session.wait("the change", session.interruption, interruptible=False)
     assert loop.settled
     loop.settle()
-    assert loop.machine.committed == 1 and not any(isinstance(message, Report) for message in coordinator.heard)
+    assert loop.machine.committed == 1 and not any(isinstance(message, SurvivorReport) for message in coordinator.heard)

@@ -18,11 +18,11 @@ from recycle_plugin.core.vocabulary.faults import Fault
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.core.vocabulary.recovery_plan import Torn, remainder, unfinished
+from recycle_plugin.core.vocabulary.recovery_plan import Torn, plan_recovery, unfinished
 from recycle_plugin.core.vocabulary.topology import Topology
 from recycle_plugin.planner import arrange, lowered, plan
 from recycle_plugin.simulator.machine import by_name
-from recycle_plugin.simulator.simulated_job import Job
+from recycle_plugin.simulator.simulated_job import SimulatedJob
 from tests.pure.jobs import costs, jobs, policies
 
 SHAPE = Topology(3, 4, 6)
@@ -50,13 +50,13 @@ def test_where_nothing_has_survived_the_whole_step_is_left(job) -> None:
     view, costs, policy = job
     planned = plan(view, costs, policy)
     assert unfinished(planned, STEP - 1, start(planned)) == ()
-    rest = remainder(planned, STEP, start(planned))
-    assert not rest.undo and not rest.holders and not rest.bare
+    recovery = plan_recovery(planned, STEP, start(planned))
+    assert not recovery.undo and not recovery.holders and not recovery.boundary_only
     split = lambda one: {one} if one.op is not Op.B or not policy.split_backward else {Instruction(op, one.stage, one.micro_batch, STEP) for op in (Op.I, Op.W)}  # noqa: E731
     for seat, program in planned.programs.items():
         expected = {part for one in program if one.op in COMPUTE for part in split(one.at(STEP))}
-        assert set(rest.compute[seat]) == expected
-        assert [one.op for one in rest.closing[seat]] == [one.op for one in program if one.op not in COMPUTE]
+        assert set(recovery.compute[seat]) == expected
+        assert [one.op for one in recovery.closing[seat]] == [one.op for one in program if one.op not in COMPUTE]
 
 
 @given(jobs(), st.data())
@@ -70,8 +70,8 @@ def test_every_program_of_a_rest_finds_what_it_needs(job, drawn) -> None:
     wanted = {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()}
     blocks = policy.blocks(view.topology)
     counted = _run(programs, held, view.topology, wanted, defaultdict(int), blocks)
-    rest = remainder(planned, STEP, held)
-    _run({seat: list(program) for seat, program in arrange(rest, planned, costs, held).items()}, held, view.topology, None, counted, blocks)
+    recovery = plan_recovery(planned, STEP, held)
+    _run({seat: list(program) for seat, program in arrange(recovery, planned, costs, held).items()}, held, view.topology, None, counted, blocks)
     assert all(Datum("params", seat.stage, None, STEP + 1) in have for seat, have in held.items())
     assert set(counted.values()) == {1} and len(counted) == stages * len(view.topology.batch)
 
@@ -102,10 +102,10 @@ def test_blocks_stay_whole_whoever_dies(job, drawn) -> None:
         held = {seat: held[seat] for seat in view.live}
         if unfinished(planned, STEP - 1, held) == () and any(Datum("params", seat.stage, None, STEP + 1) in held[seat] for seat in held):
             return  # applied by all who are left
-        rest = remainder(planned, STEP, held)
-        for seat in rest.undo:
+        recovery = plan_recovery(planned, STEP, held)
+        for seat in recovery.undo:
             held[seat] ^= {Datum("params", seat.stage, None, step) for step in (STEP, STEP + 1)}
-        programs = {seat: list(program) for seat, program in arrange(rest, planned, model, held).items()}
+        programs = {seat: list(program) for seat, program in arrange(recovery, planned, model, held).items()}
     counted = defaultdict(int, {(datum.stage, datum.micro_batch): 1 for have in held.values() for datum in have if datum.kind == "wgrad"})
     whole = {seat.stage for seat, have in held.items() if Datum("reduced", seat.stage, None, STEP) in have}
     _run(programs, held, view.topology, None, counted, blocks)
@@ -118,7 +118,7 @@ def test_a_weight_gradient_that_is_ready_waits_for_those_before_it_in_its_block(
     planned = plan(Topology(2, 2, 12).full(), CostModel.uniform(2), Policy(block=None))
     held, home = start(planned), Seat(0, 1)
     held[home] |= {Datum("stash", 1, MicroBatch(0, 0), STEP)} | {Datum(kind, 1, MicroBatch(0, index), STEP) for index in range(1, 12) for kind in ("inner", "grad")}
-    program = arrange(remainder(planned, STEP, held), planned, CostModel.uniform(2), held)[home]
+    program = arrange(plan_recovery(planned, STEP, held), planned, CostModel.uniform(2), held)[home]
     assert [one.micro_batch for one in program if one.op is Op.W] == [MicroBatch(0, index) for index in range(12)]
 
 
@@ -130,7 +130,7 @@ def test_a_block_that_is_not_added_in_order_by_one_worker_is_refused(wrong) -> N
         held[Seat(replica, 2)].add(Datum("wgrad", 2, MicroBatch(home, index), STEP))
     held[Seat(0, 2)].add(Datum("wgrad", 2, MicroBatch(0, 0), STEP))
     with pytest.raises(Torn, match=r"micro-batch 0\.2 on stage 2, step 7, is in the sum of seat [01]\.2, and what its block adds before it is not"):
-        remainder(planned, STEP, held)
+        plan_recovery(planned, STEP, held)
 
 
 def _run(programs, held, shape, wanted, counted, blocks):
@@ -177,7 +177,7 @@ def test_the_same_gradient_in_two_sums_is_refused() -> None:
     for seat in (Seat(0, 2), Seat(1, 2)):
         held[seat].add(Datum("wgrad", 2, MicroBatch(0, 3), STEP))
     with pytest.raises(Torn, match=r"micro-batch 0\.3 on stage 2, step 7, is in the sums of seats 0\.2, 1\.2"):
-        remainder(planned, STEP, held)
+        plan_recovery(planned, STEP, held)
 
 
 @pytest.mark.parametrize("block", (1, 2))
@@ -190,21 +190,21 @@ def test_who_has_most_of_a_block_goes_on_with_it(block, most, least) -> None:
     held[most].add(Datum("inner", 2, one, STEP))
     if block == 2:
         held[most].add(Datum("wgrad", 2, MicroBatch(0, 0), STEP))
-    rest = remainder(planned, STEP, held)
-    assert {seat: [str(work) for work in works if work.micro_batch == one and work.op is Op.W] for seat, works in rest.compute.items() if seat in (most, least)} == {
+    recovery = plan_recovery(planned, STEP, held)
+    assert {seat: [str(work) for work in works if work.micro_batch == one and work.op is Op.W] for seat, works in recovery.compute.items() if seat in (most, least)} == {
         most: ["2W0.1@7"], least: []
     }  # fmt: skip
-    assert not any(work.op is Op.I and work.stage == 2 and work.micro_batch == one for work in rest.compute[least])
+    assert not any(work.op is Op.I and work.stage == 2 and work.micro_batch == one for work in recovery.compute[least])
 
 
 def test_a_stage_rolls_forward_from_who_holds_its_sum() -> None:
     planned = plan(SHAPE.full().without(Seat(0, 1)), COSTS, Policy())
     held = {seat: {Datum("reduced", seat.stage, None, STEP), Datum("params", seat.stage, None, STEP + 1)} for seat in planned.programs}
     held[Seat(1, 1)] = {Datum("params", 1, None, STEP)}
-    rest = remainder(planned, STEP, held)
-    assert rest.holders == {1: Seat(2, 1)} and not rest.undo
-    assert not any(rest.compute.values()) and [one.op for one in rest.closing[Seat(1, 1)]] == [Op.REDUCE, Op.STEP]
-    assert [one.op for one in rest.closing[Seat(2, 1)]] == [Op.REDUCE]
+    recovery = plan_recovery(planned, STEP, held)
+    assert recovery.holders == {1: Seat(2, 1)} and not recovery.undo
+    assert not any(recovery.compute.values()) and [one.op for one in recovery.closing[Seat(1, 1)]] == [Op.REDUCE, Op.STEP]
+    assert [one.op for one in recovery.closing[Seat(2, 1)]] == [Op.REDUCE]
 
 
 HASHED = """
@@ -228,7 +228,7 @@ def test_every_process_works_out_the_same_rest() -> None:
 
 def test_what_the_lost_worker_had_done_is_run_again_and_nothing_else() -> None:
     """One loss at any instruction of a step: its peers repeat its finished work, from what its neighbours have kept."""
-    job = Job(SHAPE.full(), CostModel.uniform(4, 10, 10, 10, 2, 5, 5), Policy(activation_cap=8), by_name("free"))
+    job = SimulatedJob(SHAPE.full(), CostModel.uniform(4, 10, 10, 10, 2, 5, 5), Policy(activation_cap=8), by_name("free"))
     victim = Seat(1, 2)
     shares = []
     for one in lowered(plan(job.view, job.costs, job.policy), victim, 1)[::5]:

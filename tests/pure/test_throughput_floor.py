@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, Output
+from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.protocol import TRY_AGAIN, End, Exited, Left, Over, Ready, Report, Terminate
-from recycle_plugin.core.worker.control_view import JobEnded, Line
+from recycle_plugin.core.messages.protocol import TRY_AGAIN, End, Exited, Left, Over, Ready, SurvivorReport, Terminate
+from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from tests.support.membership import job, member, resumed, said, step
 
 
-def report(membership: Membership, generation: int, ranks: list[int], period_us: int, stepped: int = 0) -> Output:
+def report(membership: Membership, generation: int, ranks: list[int], period_us: int, stepped: int = 0) -> CoordinatorOutput:
     for rank in ranks:
-        out = membership.receive(Report(rank, generation, stepped, "plan", {"params": f"of rank {rank}"}, period_us=period_us), 0.0)
+        out = membership.receive(SurvivorReport(rank, generation, stepped, "plan", {"params": f"of rank {rank}"}, period_us=period_us), 0.0)
     return out
 
 
@@ -27,7 +27,7 @@ def begun(**more: object) -> Membership:
     return membership
 
 
-def after_a_loss(period_us: int, **more: object) -> tuple[Membership, Output]:
+def after_a_loss(period_us: int, **more: object) -> tuple[Membership, CoordinatorOutput]:
     membership = begun(**more)
     step(membership, 0, 1)
     membership.receive(Exited(2, -9, 0.0), 0.0)
@@ -39,7 +39,7 @@ def test_too_slow_is_the_end_of_a_step_that_nobody_can_have_started():
     (end,) = said(out, End)
     assert (end.step, end.failed, end.code) == (4, False, TRY_AGAIN) and "50% of the fault-free plan's" in end.reason
     assert resumed(out) == [(1, 1)], "the interrupted step is finished first"
-    (event,) = [event for event in out.events if event.kind == "escalate"]
+    (event,) = [event for event in out.events if event.kind == "throughput_floor"]
     assert event.details == {"throughput": 0.4998, "step": 3, "code": 75} and "checkpoint of step 3 and exit code 75" in event.text
     assert decode(encode(end)) == end
 
@@ -65,7 +65,7 @@ def test_the_first_reason_to_end_counts():
     (end,) = said(membership.receive(Terminate(0, "SIGTERM"), 0.0), End)
     membership.receive(Exited(2, -9, 0.0), 0.0)
     out = report(membership, 1, [0, 1, 3], 9000)
-    assert end.code == 0 and not said(out, End) and not any(event.kind == "escalate" for event in out.events)
+    assert end.code == 0 and not said(out, End) and not any(event.kind == "throughput_floor" for event in out.events)
 
 
 def test_a_stage_that_dies_out_on_the_way_is_a_failure():
@@ -76,7 +76,7 @@ def test_a_stage_that_dies_out_on_the_way_is_a_failure():
 
 
 def test_an_end_carries_its_code_to_the_script():
-    line = Line(0)
+    line = ControlView(0)
     line.take(End(0, "lost", True))
     with pytest.raises(JobEnded) as caught:
         line.check()

@@ -13,9 +13,9 @@ from typing import Callable, Iterator
 import pytest
 
 from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LIMIT, MAGIC, encode
-from recycle_plugin.core.messages.protocol import Beat, Heard, Hello, Note, Over, Placed
+from recycle_plugin.core.messages.protocol import Heartbeat, Hello, Lease, Note, Over, Placed
 from recycle_plugin.runtime.control import connections as control
-from recycle_plugin.runtime.control.connections import Broken, Control, InLoop, InProcess, SocketControl, connect
+from recycle_plugin.runtime.control.connections import Control, Disconnected, InLoop, InProcess, SocketControl, connect
 
 PATIENCE_S = 60.0
 HELLO = Hello(1, "worker", 2, "h")
@@ -79,8 +79,8 @@ def files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def beats(count: int, rank: int = 0) -> list[Beat]:
-    return [Beat(rank, number, 0, "waits", "") for number in range(count)]
+def beats(count: int, rank: int = 0) -> list[Heartbeat]:
+    return [Heartbeat(rank, number, 0, "waits", "") for number in range(count)]
 
 
 def hear(end: Control, count: int) -> list[object]:
@@ -100,7 +100,7 @@ def in_thread(work: Callable[[], object]) -> Callable[[], object]:
     return lambda: results.get(timeout=PATIENCE_S)
 
 
-def gone(end: Control) -> Broken:
+def gone(end: Control) -> Disconnected:
     """Nothing more comes, and why."""
     assert end.receive(PATIENCE_S) is None and end.broken is not None
     return end.broken
@@ -128,12 +128,12 @@ def test_a_message_as_large_as_they_may_be(ends):
 
 
 def test_a_message_comes_in_pieces(ends):
-    frame = encode(Beat(0, 1, 2, "waits", ""))
+    frame = encode(Heartbeat(0, 1, 2, "waits", ""))
     for place in range(len(frame)):
         assert ends.near.receive() is None and ends.near.broken is None
         ends.raw(frame[place : place + 1])
         assert readable(ends.near, PATIENCE_S)
-    assert ends.near.receive() == Beat(0, 1, 2, "waits", "")
+    assert ends.near.receive() == Heartbeat(0, 1, 2, "waits", "")
 
 
 def test_several_messages_come_in_one_piece(ends):
@@ -185,7 +185,7 @@ def test_a_death_in_the_middle_of_a_message(ends):
     ends.raw(encode(Over(1)) + encode(Over(2))[:-1])
     ends.far.close()
     assert ends.near.receive(PATIENCE_S) == Over(1)
-    assert gone(ends.near) == Broken("the other end is gone, in the middle of a message")
+    assert gone(ends.near) == Disconnected("the other end is gone, in the middle of a message")
 
 
 def test_a_broken_connection_takes_what_is_said_and_raises_nothing(ends):
@@ -199,7 +199,7 @@ def test_a_broken_connection_takes_what_is_said_and_raises_nothing(ends):
 def test_a_close_wakes_who_receives(ends):
     heard = in_thread(lambda: ends.near.receive(PATIENCE_S))
     ends.near.close()
-    assert heard() is None and ends.near.broken == Broken("it was closed on this side")
+    assert heard() is None and ends.near.broken == Disconnected("it was closed on this side")
     assert gone(ends.far).why == "the other end is gone"
 
 
@@ -212,7 +212,7 @@ def test_a_close_wakes_who_sends(ends):
     ended = in_thread(speak)
     assert readable(ends.far, PATIENCE_S)
     ends.near.close()
-    assert ended() is None and ends.near.broken == Broken("it was closed on this side")
+    assert ended() is None and ends.near.broken == Disconnected("it was closed on this side")
 
 
 def test_the_other_ends_close_wakes_who_receives_and_who_sends(ends):
@@ -301,8 +301,8 @@ def test_in_a_loop_who_waits_is_woken_by_a_message_a_deadline_and_the_end(ends):
         near, far = InLoop(ends.near), InLoop(ends.far)
         waiting = asyncio.create_task(near.receive(PATIENCE_S))
         await asyncio.sleep(0)
-        far.send(Heard(1, 2.0))
-        assert await waiting == Heard(1, 2.0)
+        far.send(Lease(1, 2.0))
+        assert await waiting == Lease(1, 2.0)
         assert await near.receive(0.05) is None and near.broken is None
         waiting = asyncio.create_task(near.receive(PATIENCE_S))
         await asyncio.sleep(0)
@@ -319,7 +319,7 @@ def test_in_a_loop_a_close_wakes_who_waits(ends):
         waiting = asyncio.create_task(near.receive(PATIENCE_S))
         await asyncio.sleep(0)
         near.close()
-        assert await waiting is None and near.broken == Broken("it was closed on this side")
+        assert await waiting is None and near.broken == Disconnected("it was closed on this side")
 
     asyncio.run(asyncio.wait_for(play(), PATIENCE_S))
 
@@ -359,7 +359,7 @@ def test_in_a_loop_it_is_made_again_while_others_go_on(ends):
 @pytest.mark.parametrize("ends", ["sockets"], indirect=True)
 def test_an_end_that_takes_nothing_is_given_up_after_a_deadline(ends):
     assert not ends.near.send(LARGE, 0.05)
-    assert ends.near.broken == Broken("the other end has taken nothing for 0.05 s")
+    assert ends.near.broken == Disconnected("the other end has taken nothing for 0.05 s")
 
 
 @pytest.mark.parametrize("ends", ["sockets"], indirect=True)

@@ -5,36 +5,36 @@ from __future__ import annotations
 import pytest
 
 from recycle_plugin.core.messages.protocol import (
-    Arrived,
+    BarrierPassed,
+    BarrierReached,
+    CheckpointLoaded,
     Committed,
     End,
     Exited,
     Generation,
     Leaving,
     Left,
-    Loaded,
-    Met,
     Over,
-    Report,
     Resized,
     Resume,
+    SurvivorReport,
     Terminate,
 )
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
-from recycle_plugin.core.worker.control_view import JobEnded, Line
+from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from recycle_plugin.core.worker.executor import Interrupted
 from tests.support.membership import agree, resumed, said, started, step
 
 
-def arrive(membership, generation: int, ranks, place: str = "here") -> list[Met]:
-    return [met for rank in ranks for met in said(membership.receive(Arrived(rank, generation, place, {str(rank): rank}), 0.0), Met)]
+def arrive(membership, generation: int, ranks, place: str = "here") -> list[BarrierPassed]:
+    return [met for rank in ranks for met in said(membership.receive(BarrierReached(rank, generation, place, {str(rank): rank}), 0.0), BarrierPassed)]
 
 
 def test_all_meet_when_the_last_one_arrives_and_know_what_each_has_brought():
     membership = started()
     step(membership, 0, 1)
     assert arrive(membership, 0, [2, 0, 1]) == []
-    assert arrive(membership, 0, [3]) == [Met("here", {"0": 0, "1": 1, "2": 2, "3": 3}, 4)]
+    assert arrive(membership, 0, [3]) == [BarrierPassed("here", {"0": 0, "1": 1, "2": 2, "3": 3}, 4)]
     assert arrive(membership, 0, [0, 1, 2]) == []  # the next one at the same place needs all again
 
 
@@ -72,7 +72,7 @@ def test_who_comes_to_save_when_a_stage_is_lost_at_a_planned_end_does_not_wait_f
         step(membership, 0, number)
     for rank in (2, 3):
         assert not said(membership.receive(Exited(rank, -9, 0.0), 0.0), End), "they may have nothing more to do"
-    out = membership.receive(Arrived(0, membership.generation, "the last save", {}), 0.0)
+    out = membership.receive(BarrierReached(0, membership.generation, "the last save", {}), 0.0)
     assert [each.reason for each in said(out, End)] == ["stage 1 has no live worker left. No checkpoint was saved"]
 
 
@@ -94,12 +94,12 @@ def test_a_death_before_all_have_arrived_makes_everybody_arrive_once_more():
 
 @pytest.mark.parametrize("order", ("met", "generation"))
 def test_a_worker_hears_of_the_meeting_or_of_the_change_whichever_came_first(order):
-    line, met, generation = Line(0), Met("here", {}, 4), Generation(1, (), 0, "loss", 0.0)
-    assert line.met("here", 0) is None
+    line, met, generation = ControlView(0), BarrierPassed("here", {}, 4), Generation(1, (), 0, "loss", 0.0)
+    assert line.barrier_passed("here", 0) is None
     for message in (met, generation) if order == "met" else (generation,):
         line.take(message)
-    assert line.met("here", 0) == (met if order == "met" else False)
-    assert line.met("here", 0) is False
+    assert line.barrier_passed("here", 0) == (met if order == "met" else False)
+    assert line.barrier_passed("here", 0) is False
     with pytest.raises(Interrupted):
         line.check()
 
@@ -110,10 +110,10 @@ def test_everybody_goes_on_from_a_checkpoint_earlier_or_later(loaded):
     for number in (1, 2, 3):
         step(membership, 0, number)
     for rank in (0, 1, 2):
-        assert membership.receive(Loaded(rank, 0), 0.0).messages == []
-    (generation,) = said(membership.receive(Loaded(3, 0), 0.0), Generation)
+        assert membership.receive(CheckpointLoaded(rank, 0), 0.0).messages == []
+    (generation,) = said(membership.receive(CheckpointLoaded(3, 0), 0.0), Generation)
     for rank in range(4):
-        out = membership.receive(Report(rank, 1, loaded, "plan", {"params": f"of rank {rank}"}, {}, True), 0.0)
+        out = membership.receive(SurvivorReport(rank, 1, loaded, "plan", {"params": f"of rank {rank}"}, {}, True), 0.0)
     assert resumed(out) == [(generation.number, loaded)] and not said(out, Committed)
     assert step(membership, 1, loaded + 1) == [Committed(loaded + 1)]
 
@@ -121,10 +121,10 @@ def test_everybody_goes_on_from_a_checkpoint_earlier_or_later(loaded):
 def test_a_death_while_loading_changes_nothing_of_that():
     membership = started()
     step(membership, 0, 1)
-    membership.receive(Loaded(0, 0), 0.0)
+    membership.receive(CheckpointLoaded(0, 0), 0.0)
     membership.receive(Exited(2, -9, 0.0), 0.0)
     for rank in (0, 1, 3):
-        out = membership.receive(Report(rank, 1, 7, "plan", {"params": f"of rank {rank}"}, {}, True), 0.0)
+        out = membership.receive(SurvivorReport(rank, 1, 7, "plan", {"params": f"of rank {rank}"}, {}, True), 0.0)
     assert resumed(out) == [(1, 7)]
     assert step(membership, 1, 8, [0, 1, 3]) == [Committed(8)]
 
@@ -133,10 +133,10 @@ def test_a_death_while_loading_changes_nothing_of_that():
 def test_different_checkpoints_end_the_job(others):
     membership = started()
     for rank in range(4):
-        membership.receive(Loaded(rank, 0), 0.0)
+        membership.receive(CheckpointLoaded(rank, 0), 0.0)
     for rank in range(4):
         stepped, loaded = others if rank == 3 else (7, True)
-        out = membership.receive(Report(rank, 1, stepped, "plan", {}, {}, loaded), 0.0)
+        out = membership.receive(SurvivorReport(rank, 1, stepped, "plan", {}, {}, loaded), 0.0)
     (end,) = said(out, End)
     assert end.failed and "checkpoints of different steps" in end.reason and not said(out, Resume)
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_cannot_be_loaded_in_the_middle_of_a_step():
 
 
 def test_a_rewound_line_knows_nothing_of_later_steps():
-    line = Line(0)
+    line = ControlView(0)
     line.take(Committed(5))
     line.rewind(2)
     assert line.is_committed(2) and not line.is_committed(3)
@@ -187,7 +187,7 @@ def test_all_plan_for_another_batch_size_before_anybody_goes_on():
     (event,) = [event for out in outs for event in out.events if event.kind == "batch"]
     assert event.details == {"step": 2, "batch": 20, "micro_batches": 5}
     for rank in range(4):
-        out = membership.receive(Report(rank, 1, 1, "plan", {"params": f"of rank {rank}"}, {}, False, 154), 0.0)
+        out = membership.receive(SurvivorReport(rank, 1, 1, "plan", {"params": f"of rank {rank}"}, {}, False, 154), 0.0)
     assert resumed(out) == [(1, 1)] and step(membership, 1, 2) == [Committed(2)]
 
 
@@ -198,6 +198,6 @@ def test_a_death_meanwhile_leaves_the_new_size_to_the_others():
     membership.receive(Exited(2, -9, 0.0), 0.0)
     for rank in (0, 1, 3):
         assert not said(membership.receive(Resized(rank, 0, 5, 20, 77), 0.0), Generation)
-        out = membership.receive(Report(rank, 1, 1, "plan", {"params": f"of rank {rank}"}, {}, False, 154), 0.0)
+        out = membership.receive(SurvivorReport(rank, 1, 1, "plan", {"params": f"of rank {rank}"}, {}, False, 154), 0.0)
     assert resumed(out) == [(1, 1)] and membership.course.attendance.view(membership.roster).topology.micro_batches == 5
-    assert membership.course._escalation.throughput(154) == 0.5
+    assert membership.course._throughput_floor.throughput(154) == 0.5

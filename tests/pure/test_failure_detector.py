@@ -9,26 +9,26 @@ from dataclasses import dataclass, field
 import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.output import SUPERVISORS, Event, Output
+from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput, Event
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
 from recycle_plugin.core.messages.encoding import decode, encode
 from recycle_plugin.core.messages.protocol import (
-    Beat,
+    CheckpointLoaded,
     Committed,
     Crashed,
     End,
     Exited,
     Fence,
     Generation,
-    Heard,
+    Heartbeat,
+    Lease,
     Leaving,
     Left,
-    Loaded,
     Over,
-    Pulse,
-    Report,
     Resume,
     Stepped,
+    SupervisorHeartbeat,
+    SurvivorReport,
     Terminate,
 )
 from recycle_plugin.core.vocabulary.deadlines import LATE_S, TICK_S
@@ -51,7 +51,7 @@ class Played:
     gone: set[int] = field(default_factory=set)  # hosts that nothing comes from
     busy: set[int] = field(default_factory=set)  # processes that use a core
     cpu_s: float = 0.0  # that they have used
-    outs: list[Output] = field(default_factory=list)
+    outs: list[CoordinatorOutput] = field(default_factory=list)
 
     def live_for(self, seconds: float, instructions: tuple[int, ...] = ()) -> None:
         """Let time pass; ``instructions``: ranks that finish one with each tick."""
@@ -65,11 +65,11 @@ class Played:
     def signs(self, rank: int) -> None:
         if rank in self.gone:
             return
-        self.membership.receive(Pulse(rank, rank in self.stopped, self.cpu_s if rank in self.busy else 0.0), self.now)
+        self.membership.receive(SupervisorHeartbeat(rank, rank in self.stopped, self.cpu_s if rank in self.busy else 0.0), self.now)
         if self.at[rank] is not None and rank not in self.stopped:
-            self.membership.receive(Beat(rank, 1, self.done[rank], *self.at[rank]), self.now)
+            self.membership.receive(Heartbeat(rank, 1, self.done[rank], *self.at[rank]), self.now)
 
-    def tick(self, seconds: float) -> Output:
+    def tick(self, seconds: float) -> CoordinatorOutput:
         self.now += seconds
         self.cpu_s += seconds
         self.outs.append(self.membership.tick(self.now))
@@ -210,8 +210,8 @@ def test_whatever_is_shorter_than_its_deadline_is_nothing(seed):
         for rank in range(4):
             if doing[rank] == "done":
                 doing[rank] = rng.choice(list(LONGEST_S)[rank == 0:])  # somebody always does something, or else they all stand still
-                until[rank] = played.membership.course.attendance.watch.clock + rng.uniform(0, LONGEST_S[doing[rank]] - LATE_S - 2 * TICK_S)
-            elif played.membership.course.attendance.watch.clock >= until[rank]:
+                until[rank] = played.membership.course.attendance.failure_detector.clock + rng.uniform(0, LONGEST_S[doing[rank]] - LATE_S - 2 * TICK_S)
+            elif played.membership.course.attendance.failure_detector.clock >= until[rank]:
                 doing[rank] = "done"  # one sign of that
                 played.done[rank] += 1
             played.at[rank] = (doing[rank], f"what {rank} is at") if doing[rank] in (COMPUTES, ELSEWHERE) else (WAITS, "")
@@ -279,8 +279,8 @@ def test_the_promise_to_a_worker_ends_before_it_is_given_up_for_silence(heartbea
     for number in range(1, 4):
         for rank in range(4):
             played.membership.receive(Stepped(rank, 0, number), played.now + 10.0 * number)
-    (heard,) = said(played.membership.receive(Beat(3, 7, 0, WAITS, ""), played.now), Heard)
-    assert heard == Heard(7, min(30.0, heartbeat_s - LATE_S - TICK_S))
+    (heard,) = said(played.membership.receive(Heartbeat(3, 7, 0, WAITS, ""), played.now), Lease)
+    assert heard == Lease(7, min(30.0, heartbeat_s - LATE_S - TICK_S))
     for number in range(4, 14):
         for rank in range(4):
             played.membership.receive(Stepped(rank, 0, number), played.now + 30.0 + 0.1 * number)
@@ -299,7 +299,7 @@ def test_a_worker_that_wakes_up_is_not_heard():
     played.stopped = {2}
     played.live_for(DEADLINE_S + 1)
     agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
-    for late in (Beat(2, 1, 0, COMPUTES, "1F0.1@2"), Stepped(2, 1, 2), Report(2, 1, 9, "plan"), Leaving(2, "SIGTERM")):
+    for late in (Heartbeat(2, 1, 0, COMPUTES, "1F0.1@2"), Stepped(2, 1, 2), SurvivorReport(2, 1, 9, "plan"), Leaving(2, "SIGTERM")):
         assert played.membership.receive(late, played.now).messages == []
     out = played.membership.receive(Exited(2, -9, played.now), played.now)
     assert [event.kind for event in out.events] == ["confirmed"] and not out.messages
@@ -324,7 +324,7 @@ def test_who_goes_after_a_failed_end_is_no_loss():
     assert not [event for event in out.events if event.kind == "lost"] and not out.messages
 
 
-@pytest.mark.parametrize("message", [Beat(1, 2, 3, WAITS, "x"), Pulse(1, True), Heard(3, 5.0), Fence(2, "why")])
+@pytest.mark.parametrize("message", [Heartbeat(1, 2, 3, WAITS, "x"), SupervisorHeartbeat(1, True), Lease(3, 5.0), Fence(2, "why")])
 def test_the_messages_survive_the_wire(message):
     assert decode(encode(message)) == message
 
@@ -379,7 +379,7 @@ def test_the_smaller_side_commits_nothing_and_ends_with_a_line():
         played.outs.append(played.membership.connection_lost(WorkerId(rank), played.now))
     assert not any(said(played.membership.receive(Stepped(0, number, 2), played.now), Committed) for number in range(4))
     for rank in range(4):  # also where the report of a lost one was still under way
-        assert not said(played.membership.receive(Report(rank, played.membership.generation, 1, "plan"), played.now), Resume)
+        assert not said(played.membership.receive(SurvivorReport(rank, played.membership.generation, 1, "plan"), played.now), Resume)
     played.live_for(DEADLINE_S - 0.5)
     assert not ends(played)
     played.live_for(1.0)
@@ -431,7 +431,7 @@ def test_random_histories_never_go_on_with_less_than_half(seed):
                     assert 2 * (4 - len(lost)) >= 4 - len(dead)
                 if isinstance(message, Generation) and rng.random() < 0.8:
                     members = rng.sample(message.members, len(message.members))
-                    pending += [membership.receive(Report(m.rank, message.number, membership.committed, "plan"), played.now) for m in members]
+                    pending += [membership.receive(SurvivorReport(m.rank, message.number, membership.committed, "plan"), played.now) for m in members]
                 if isinstance(message, End):
                     return
 
@@ -469,8 +469,8 @@ def test_where_nobody_can_tell_what_it_uses_it_may_be_computing():
     played.at[2] = (COMPUTES, "1F0.1@2")
     for _ in range(round((BUSY_S - 0.5) / TICK_S)):
         for rank in range(4):
-            played.membership.receive(Pulse(rank, False), played.now)
-            played.membership.receive(Beat(rank, 1, 0, *played.at[rank]), played.now)
+            played.membership.receive(SupervisorHeartbeat(rank, False), played.now)
+            played.membership.receive(Heartbeat(rank, 1, 0, *played.at[rank]), played.now)
         played.tick(TICK_S)
     assert played.events == [] and played.doubts() == [("suspected", "0.1")]
 
@@ -507,9 +507,9 @@ def test_after_an_earlier_checkpoint_its_steps_are_computed_again():
     for number in range(1, 6):
         step(played.membership, 0, number)
     for rank in range(4):
-        played.membership.receive(Loaded(rank, 0), played.now)
+        played.membership.receive(CheckpointLoaded(rank, 0), played.now)
     for rank in range(4):
-        played.membership.receive(Report(rank, 1, 1, "plan", loaded=True), played.now)
+        played.membership.receive(SurvivorReport(rank, 1, 1, "plan", loaded=True), played.now)
     played.at[2] = (COMPUTES, "1F0.1@2")
     played.live_for(DEADLINE_S + 0.5)
     assert played.given_up() == ["it computes 1F0.1@2"]
@@ -562,7 +562,7 @@ def test_where_everybody_waits_all_meet_again_once_and_then_the_job_ends_with_th
     assert played.said == []
     played.live_for(1.0)
     assert [len(each) for each in generations(played)] == [4] and not ends(played)
-    (waits,) = (event for event in played.events if event.kind == "waits")
+    (waits,) = (event for event in played.events if event.kind == "wait_graph")
     assert waits.details["edges"] == [
         {"who": ["0.0"], "at": WAITS, "what": "grad 0.1@2 from seat 0.1", "whom": ["0.1"], "for_s": pytest.approx(10.0, abs=0.5)},
         {"who": ["1.0", "1.1"], "at": WAITS, "what": "the commit of step 2", "whom": ["0.0", "0.1"], "for_s": pytest.approx(10.0, abs=0.5)},
@@ -606,7 +606,7 @@ def test_a_collective_waits_for_members_of_its_group_only(what, missing):
     all_wait(played)
     played.at[0] = (WAITS, what)
     played.live_for(2 * DEADLINE_S + 0.5)
-    (waits,) = (event for event in played.events if event.kind == "waits")
+    (waits,) = (event for event in played.events if event.kind == "wait_graph")
     assert f"which {missing} not come to" in waits.text.split("; seat")[0], waits.text
 
 
@@ -653,7 +653,7 @@ def test_a_wait_after_a_silence_is_a_new_one():
 def test_a_script_that_ends_earlier_than_the_others_ends_the_job(order):
     played = Played()
     played.first_step()
-    going_on, through = Beat(1, 1, 9, WAITS, "anything", 2), Left(0, 0, False, 1)
+    going_on, through = Heartbeat(1, 1, 9, WAITS, "anything", 2), Left(0, 0, False, 1)
     for message in (going_on, through) if order == "said before" else (through, going_on):
         played.outs.append(played.membership.receive(message, played.now))
     (end,) = ends(played)
@@ -667,7 +667,7 @@ def test_scripts_that_end_alike_end_well_in_any_order():
     played = Played()
     played.first_step()
     for rank in (3, 0, 2, 1):
-        played.membership.receive(Beat(rank, 1, 9, ELSEWHERE, "the training script", 1), played.now)
+        played.membership.receive(Heartbeat(rank, 1, 9, ELSEWHERE, "the training script", 1), played.now)
     for rank in (3, 0, 2, 1):
         played.outs.append(played.membership.receive(Left(rank, 0, False, 1), played.now))
     assert not ends(played) and played.events[-1].kind == "finished"
@@ -693,5 +693,5 @@ def test_who_leaves_as_planned_ends_no_script():
     played.membership.receive(Leaving(0, "SIGTERM"), played.now)
     agree(played.membership, 1, dict.fromkeys(range(4), 1))
     played.outs.append(played.membership.receive(Left(0, 0, True, 1), played.now))
-    played.membership.receive(Beat(1, 1, 9, WAITS, "anything", 2), played.now)
+    played.membership.receive(Heartbeat(1, 1, 9, WAITS, "anything", 2), played.now)
     assert not ends(played)

@@ -9,13 +9,13 @@ import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.job_spec import Job
+from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import End, Ready
 from recycle_plugin.core.messages.typed import read
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.plan import Policy
-from recycle_plugin.observability.run_history import History
+from recycle_plugin.observability.run_history import RunHistory
 from tests.support.membership import job, member, said
 
 RICH = job(
@@ -30,9 +30,9 @@ def over_json(record: dict) -> dict:
 
 @pytest.mark.parametrize("given", (job(), RICH), ids=("plain", "rich"))
 def test_it_survives_the_wire_and_the_log(given):
-    assert read(Job, over_json(asdict(given)), "job") == given
+    assert read(JobSpec, over_json(asdict(given)), "job") == given
     assert decode(encode(Ready(member(1), 4, given))) == Ready(member(1), 4, given)
-    run = History(({"event": "start", "job": over_json(asdict(given))},))
+    run = RunHistory(({"event": "start", "job": over_json(asdict(given))},))
     assert (run.policy, run.costs, run.shape) == (given.policy, given.costs, given.shape)
 
 
@@ -51,20 +51,20 @@ def test_it_survives_the_wire_and_the_log(given):
     ],
 )
 def test_what_is_wrong_is_named(change, said):
-    assert str(read(Job, over_json(asdict(job())) | change, "job")) == said
+    assert str(read(JobSpec, over_json(asdict(job())) | change, "job")) == said
 
 
 def test_of_an_older_file_what_has_a_default_may_be_missing():
     record = over_json(asdict(job()))
     del record["clip"], record["costs"]["tie"]
-    assert read(Job, record, "job") == job()
+    assert read(JobSpec, record, "job") == job()
     del record["replicas"]
-    assert str(read(Job, record, "job")) == "job.replicas is missing"
+    assert str(read(JobSpec, record, "job")) == "job.replicas is missing"
 
 
 def test_a_log_that_does_not_say_what_it_should_is_refused():
     with pytest.raises(ValueError, match="job.costs.forward is 1, and it has to be a list"):
-        assert History(({"event": "start", "job": {"costs": {"forward": 1}}},)).costs
+        assert RunHistory(({"event": "start", "job": {"costs": {"forward": 1}}},)).costs
 
 
 def test_workers_that_want_different_things_are_told_which_and_who():

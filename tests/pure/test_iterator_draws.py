@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
-from recycle_plugin.core.vocabulary.iterator_draws import Draw, Gone, Standing, pack, share, sources, unpack
+from recycle_plugin.core.vocabulary.iterator_draws import Draw, Gone, IteratorState, pack, share, sources, unpack
 from recycle_plugin.core.vocabulary.plan import Plan, Policy
 from recycle_plugin.core.vocabulary.recovery_plan import Torn
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
@@ -53,18 +53,18 @@ class Ends:
     def meet(self) -> None:
         """Everybody hears what everybody has."""
         held = {seat: frozenset((Datum("params", seat.stage, None, self.step), *(Datum("act", 0, one, self.step) for one in self.traces[seat]))) for seat in self.view.live}
-        self.standing = Standing(planned(self.view), held, {seat: {self.step: dict(self.kept[seat])} for seat in self.ends if self.kept[seat]}, {})
+        self.iterator_state = IteratorState(planned(self.view), held, {seat: {self.step: dict(self.kept[seat])} for seat in self.ends if self.kept[seat]}, {})
 
     def provide(self, seat: Seat, sends: int | None = None) -> None:
         """``sends``: how many copies leave it before it dies."""
-        shared = share(self.standing, self.step)
+        shared = share(self.iterator_state, self.step)
         for draw, micro_batch in shared.of(seat):
             if micro_batch not in self.kept[seat]:
                 while (count := sum(step == self.step for step, _ in self.reads[seat])) <= draw.position:
                     self.reads[seat].append((self.step, count))
                 self.kept[seat][micro_batch] = draw
-        for handout in [each for each in shared.handouts if each.giver == seat][:sends]:
-            self.kept[handout.taker][handout.micro_batch] = self.kept[seat][handout.micro_batch]
+        for transfer in [each for each in shared.transfers if each.giver == seat][:sends]:
+            self.kept[transfer.taker][transfer.micro_batch] = self.kept[seat][transfer.micro_batch]
 
     def compute(self, micro_batch: MicroBatch, at: Seat) -> None:
         """The worker at ``at`` gets an activation of a micro-batch that was loaded and copied."""
@@ -144,7 +144,7 @@ def lose_some(ends: Ends, only_one: bool, drawn: st.DataObject) -> None:
 
 def _copied(ends: Ends, one: MicroBatch, runner: Seat, ready: list[Seat]) -> bool:
     """Whether the runner has it, and whoever had to hand it out has done so."""
-    givers = {handout.giver for handout in share(ends.standing, ends.step).handouts if handout.micro_batch == one and handout.taker.stage == 0}
+    givers = {transfer.giver for transfer in share(ends.iterator_state, ends.step).transfers if transfer.micro_batch == one and transfer.taker.stage == 0}
     return one in ends.kept[runner] and givers <= set(ready)
 
 
@@ -153,7 +153,7 @@ SQUARE = Topology(2, 2, 2)
 
 def test_a_lost_replicas_share_is_dealt_evenly_behind_the_sources_own() -> None:
     view = Topology(4, 2, 3).full().without(Seat(1, 1))
-    found = share(Standing(planned(view), {}, {}, {}), 9)
+    found = share(IteratorState(planned(view), {}, {}, {}), 9)
     assert found.dealt == {MicroBatch(1, 0): Draw(0, 3), MicroBatch(1, 1): Draw(2, 3), MicroBatch(1, 2): Draw(3, 3)}
     assert [str(draw) for draw, _ in found.of(Seat(2, 0))] == ["2.0", "2.1", "2.2", "2.3"]
 
@@ -163,20 +163,20 @@ def test_what_was_computed_with_data_that_nobody_has_ends_the_job() -> None:
     held = {Seat(0, 1): frozenset({Datum("act", 0, MicroBatch(0, 1), 5)})}
     labels = {Seat(0, 1): {5: {MicroBatch(0, 0): Draw(0, 0), MicroBatch(0, 1): Draw(0, 1)}}}
     with pytest.raises(Gone, match=r"step 5: everybody who kept the data of micro-batch 0\.1 is lost"):
-        share(Standing(planned(view), held, {}, {}), 5)
+        share(IteratorState(planned(view), held, {}, {}), 5)
     with pytest.raises(Gone, match=r"step 5: everybody who kept the inputs of micro-batch 0\.1 is lost"):
-        share(Standing(planned(view), held, labels, {}), 5)
-    unseen = share(Standing(planned(view), {}, labels, {}), 5)
+        share(IteratorState(planned(view), held, labels, {}), 5)
+    unseen = share(IteratorState(planned(view), {}, labels, {}), 5)
     assert unseen.draws[MicroBatch(0, 1)] == Draw(0, 1), "the other end's draw will do where nobody has computed with the lost one"
 
 
 def test_without_a_source_the_job_ends() -> None:
     view = SQUARE.full().without(Seat(0, 0), Seat(1, 1))
     with pytest.raises(Gone, match="no replica has both its first and its last stage left"):
-        share(Standing(planned(view), {}, {}, {}), 5)
+        share(IteratorState(planned(view), {}, {}, {}), 5)
 
 
 def test_two_draws_for_one_micro_batch_are_a_contradiction() -> None:
     drawn = {Seat(0, 0): {5: {MicroBatch(0, 0): Draw(0, 0)}}, Seat(1, 0): {5: {MicroBatch(0, 0): Draw(1, 2)}}}
     with pytest.raises(Torn, match=r"seat 1\.0 has draw 1\.2 for micro-batch 0\.0 of step 5, and another worker draw 0\.0"):
-        share(Standing(planned(SQUARE.full()), {}, drawn, {}), 5)
+        share(IteratorState(planned(SQUARE.full()), {}, drawn, {}), 5)

@@ -160,7 +160,7 @@ def test_a_moment_without_descriptors_makes_nobody_deaf_and_is_said_once(pair, c
             peer.sendall(LANGUAGE.encode(Sender("tcp://peer:1")) + LANGUAGE.encode(Header(act(0), 7, ())))
             (note,) = coordinator.hear(Note)
             assert not receiver.hears()
-        assert [era for _, _, era in receiver._session.wait("the peer's datum", lambda: list(receiver.arrivals()) or None)] == [7]
+        assert [valid_from for _, _, valid_from in receiver._session.wait("the peer's datum", lambda: list(receiver.arrivals()) or None)] == [7]
     assert receiver.hears() and coordinator.hear(Note) == [note]
     assert note.text == "at worker 1 a connection could not be accepted (Too many open files); it is tried again every 0.5 s, and this is said once"
 

@@ -19,10 +19,10 @@ pytest.importorskip("deepspeed")
 
 from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer  # noqa: E402
 from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockOptimizer, counters_part, loss_scaler  # noqa: E402
-from recycle_plugin.core.worker.data_cursor import Places  # noqa: E402
+from recycle_plugin.core.worker.data_cursor import DataCursor  # noqa: E402
 from recycle_plugin.errors import RecycleError  # noqa: E402
 from recycle_plugin.runtime.stage.masters import Masters  # noqa: E402
-from recycle_plugin.runtime.state.stage_state import Chunk, Filling, Form, OptimizerState, Part, StageState, of_parameters  # noqa: E402
+from recycle_plugin.runtime.state.stage_state import Chunk, Filling, OptimizerState, StageState, StatePart, TensorForm, of_parameters  # noqa: E402
 from recycle_plugin.runtime.state.undo import KINDS  # noqa: E402
 from recycle_plugin.runtime.worker.changed_state import scheduler_part, stage_state  # noqa: E402
 from recycle_plugin.runtime.worker.scaling import LossScale  # noqa: E402
@@ -55,7 +55,7 @@ class Worker:
         masters = Masters(one for one in self.module.parameters() if one.requires_grad) if bf16 else None
         self.trained = masters.parameters if bf16 else [one for one in self.module.parameters() if one.requires_grad]
         self.stock = MasterOptimizer(optimizer, masters, lambda: None) if bf16 else optimizer
-        self.scale, self.places = LossScale(loss_scaler(SCALING)), Places(2)
+        self.scale, self.places = LossScale(loss_scaler(SCALING)), DataCursor(2)
         self.stage = SimpleNamespace(loss_scale=self.scale.value)
         self.engine = SimpleNamespace(masters=masters, basic_optimizer=optimizer, **dict.fromkeys(COUNTERS, 0))
         self.engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -386,7 +386,7 @@ def test_the_order_is_that_of_the_names_however_it_was_made():
         for name in names:
             state = {"step": torch.tensor(1.0), "exp_avg": values[name] + 1, "exp_avg_sq": values[name] + 2}
             optimizer.state[parameters[name]] = dict(list(state.items())[::order])
-        counts = Part("counters", get=lambda: dict([("x", 1), ("y", 2)][::order]), set=lambda counts: None)
+        counts = StatePart("counters", get=lambda: dict([("x", 1), ("y", 2)][::order]), set=lambda counts: None)
         parts = [of_parameters("weights", parameters), counts][::order]
         return StageState("0.0", lambda: 3, OptimizerState(optimizer, {parameter: name for name, parameter in parameters.items()}), parts, chunk_bytes=16)
 
@@ -449,11 +449,11 @@ def test_parameters_beside_the_models_are_the_optimizers():
 def test_room_is_made_where_the_parameter_is_or_in_host_memory():
     parameter = torch.nn.Parameter(torch.ones(2, 3, device="meta"))
     state = of_list([parameter], torch.optim.Adam([parameter]))
-    for kind, form in {"exp_avg": Form(torch.float32, (2, 3), False), "step": Form(torch.float32, (), True), "rows": Form(torch.int64, (2,), False)}.items():
+    for kind, form in {"exp_avg": TensorForm(torch.float32, (2, 3), False), "step": TensorForm(torch.float32, (), True), "rows": TensorForm(torch.int64, (2,), False)}.items():
         state.make(f"optimizer/0/{kind}", form)
     made = state.optimizer.optimizer.state[parameter]
     assert {kind: (one.device.type, one.dtype, tuple(one.shape)) for kind, one in made.items()} == {
         "exp_avg": ("meta", torch.float32, (2, 3)), "step": ("cpu", torch.float32, ()), "rows": ("meta", torch.int64, (2,)),
     }  # fmt: skip
     with pytest.raises(RecycleError, match="optimizer/5/exp_avg: the optimizer has no parameter 5 here"):
-        state.make("optimizer/5/exp_avg", Form(torch.float32, (2, 3), False))
+        state.make("optimizer/5/exp_avg", TensorForm(torch.float32, (2, 3), False))

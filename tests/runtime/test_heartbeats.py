@@ -9,7 +9,7 @@ import time
 import pytest
 
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, WAITS
-from recycle_plugin.core.messages.protocol import Beat, Committed, Fence, Heard
+from recycle_plugin.core.messages.protocol import Committed, Fence, Heartbeat, Lease
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import CutOff
 from recycle_plugin.runtime.control.heartbeats import SCRIPT
@@ -17,7 +17,7 @@ from recycle_plugin.runtime.control.heartbeats import SCRIPT
 from .conftest import generation
 
 
-def beats(coordinator, count: int) -> list[Beat]:
+def beats(coordinator, count: int) -> list[Heartbeat]:
     """The first ``count`` beats, which have to come."""
     with coordinator.news:
         assert coordinator.news.wait_for(lambda: len(coordinator.heard) >= count, 10)
@@ -25,13 +25,13 @@ def beats(coordinator, count: int) -> list[Beat]:
 
 
 def test_a_beat_says_what_the_worker_is_at(coordinator):
-    heart = coordinator.session(3).heart
-    heart.beat()
-    with heart.at(ELSEWHERE, "a checkpoint"):
-        heart.beat()
-    heart.finished()
-    with heart.at(WAITS, "whatever"):
-        heart.beat()
+    heartbeats = coordinator.session(3).heartbeats
+    heartbeats.beat()
+    with heartbeats.at(ELSEWHERE, "a checkpoint"):
+        heartbeats.beat()
+    heartbeats.finished()
+    with heartbeats.at(WAITS, "whatever"):
+        heartbeats.beat()
     said = beats(coordinator, 3)
     assert [(beat.rank, beat.number, beat.done) for beat in said] == [(3, 1, 0), (3, 2, 0), (3, 3, 1)]
     assert [(beat.at, beat.what) for beat in said] == [(ELSEWHERE, SCRIPT), (ELSEWHERE, "a checkpoint"), (WAITS, "whatever")]
@@ -39,49 +39,49 @@ def test_a_beat_says_what_the_worker_is_at(coordinator):
 
 def test_who_was_said_to_compute_says_at_once_when_that_is_over(coordinator):
     """Then nothing that holds the interpreter up is taken for a stuck instruction."""
-    heart = coordinator.session(0).heart
-    with heart.at(COMPUTES, "0F0.0@1"):
-        heart.beat()
-        with heart.at(WAITS, ""):
+    heartbeats = coordinator.session(0).heartbeats
+    with heartbeats.at(COMPUTES, "0F0.0@1"):
+        heartbeats.beat()
+        with heartbeats.at(WAITS, ""):
             pass
-    with heart.at(COMPUTES, "0F0.1@1"):
+    with heartbeats.at(COMPUTES, "0F0.1@1"):
         pass
-    heart.beat()
+    heartbeats.beat()
     assert [(beat.at, beat.what) for beat in beats(coordinator, 3)] == [(COMPUTES, "0F0.0@1"), (WAITS, ""), (ELSEWHERE, SCRIPT)]
 
 
 def test_a_worker_whose_promise_has_run_out_asks_before_it_acts(coordinator):
     session = coordinator.session(0)
-    session.assure("0REDUCE@4")  # nothing was promised yet, and nobody can have been given up
-    session.heart.fresh_until = time.monotonic()
-    answering = threading.Thread(target=lambda: coordinator.tell(Heard(beats(coordinator, 1)[0].number, 60.0)))
+    session.await_lease("0REDUCE@4")  # nothing was promised yet, and nobody can have been given up
+    session.heartbeats.lease_until = time.monotonic()
+    answering = threading.Thread(target=lambda: coordinator.tell(Lease(beats(coordinator, 1)[0].number, 60.0)))
     answering.start()
-    session.assure("0REDUCE@4")
+    session.await_lease("0REDUCE@4")
     answering.join(10)
-    assert session.heart.is_fresh and len(coordinator.heard) == 1
+    assert session.heartbeats.has_lease and len(coordinator.heard) == 1
 
 
 def test_a_worker_that_gets_no_answer_stops_before_it_acts(coordinator):
     session = coordinator.session(0)
-    session.heart.fresh_until, session.regroup_timeout_s = time.monotonic(), 0.05
+    session.heartbeats.lease_until, session.regroup_timeout_s = time.monotonic(), 0.05
     with pytest.raises(CutOff, match="heard nothing of the coordinator .* the coordinator's word before 0REDUCE@4"):
-        session.assure("0REDUCE@4")
-    assert [type(message) for message in beats(coordinator, 1)] == [Beat]
+        session.await_lease("0REDUCE@4")
+    assert [type(message) for message in beats(coordinator, 1)] == [Heartbeat]
 
 
 def test_waiting_for_a_peer_ends_as_well_when_the_coordinator_is_silent(coordinator):
     session = coordinator.session(0, wait_timeout_s=60.0)
-    session.heart.fresh_until, session.regroup_timeout_s = time.monotonic(), 0.05
+    session.heartbeats.lease_until, session.regroup_timeout_s = time.monotonic(), 0.05
     with pytest.raises(CutOff, match="stops waiting for the commit of step 4"):
         session.wait_committed(4)
 
 
 def test_a_membership_change_is_heard_while_the_word_is_waited_for(coordinator):
     session = coordinator.session(0)
-    session.heart.fresh_until = time.monotonic()
+    session.heartbeats.lease_until = time.monotonic()
     coordinator.tell(generation(1, [0]))
     with pytest.raises(Interrupted):
-        session.assure("0REDUCE@4")
+        session.await_lease("0REDUCE@4")
 
 
 @pytest.mark.parametrize(("message", "reason"), [(Fence(1, "it is stopped"), "it is stopped"), (generation(2, [0]), "test")])

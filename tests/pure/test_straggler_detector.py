@@ -7,9 +7,9 @@ import random
 import pytest
 
 from recycle_plugin.core.coordinator.membership import Membership
-from recycle_plugin.core.coordinator.straggler_detector import WIDTH, Paces
+from recycle_plugin.core.coordinator.straggler_detector import WIDTH, StragglerDetector
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.protocol import Committed, Exited, Generation, Leaving, Pace, Stepped
+from recycle_plugin.core.messages.protocol import Committed, ComputeTime, Exited, Generation, Leaving, Stepped
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Roster
 from tests.support.membership import agree, member, said, started
@@ -18,41 +18,41 @@ ROSTER = Roster(tuple(member(rank, replicas=3) for rank in range(3)))
 PERIOD_US = 1000
 
 
-def walked(paces: Paces, step: int, times: tuple[float, ...], work: tuple[int, ...] = (4, 4, 4)) -> dict[Seat, int]:
+def walked(paces: StragglerDetector, step: int, times: tuple[float, ...], work: tuple[int, ...] = (4, 4, 4)) -> dict[Seat, int]:
     """What is new after the three workers have done ``step``, each ``times`` as slow as planned, with ``work`` instructions."""
     for rank, (slow, count) in enumerate(zip(times, work)):
-        paces.add(Pace(rank, step, round(count * slow * PERIOD_US), count * PERIOD_US))
+        paces.add(ComputeTime(rank, step, round(count * slow * PERIOD_US), count * PERIOD_US))
     paces.committed(step, Roster(ROSTER.members[: len(times)]))
     return paces.news()
 
 
 def test_three_steps_in_a_row_make_a_worker_slow_and_three_others_end_that():
-    paces = Paces()
+    paces = StragglerDetector()
     slow, even = (1.0, 2.0, 1.0), (1.0, 1.0, 1.0)
     found = [walked(paces, step, times) for step, times in enumerate([slow, slow, slow, slow, even, even, even, even], 1)]
     assert found == [{}, {}, {Seat(1, 0): 200}, {}, {}, {}, {Seat(1, 0): 100}, {}] and paces.percent == {}
 
 
 def test_a_worker_that_is_hardly_slow_any_more_is_not():
-    paces = Paces()
+    paces = StragglerDetector()
     found = [walked(paces, step, (1.0, 3.0 if step < 5 else 1.2, 1.0)) for step in range(1, 20)]
     assert [one for one in found if one] == [{Seat(1, 0): 300}, {Seat(1, 0): 100}]
 
 
 def test_of_two_the_slower_is_slow():
-    paces = Paces()
+    paces = StragglerDetector()
     assert [walked(paces, step, (3.0, 1.5)) for step in (1, 2, 3)][-1] == {Seat(0, 0): 200}
 
 
 def test_less_work_is_not_speed():
     """What the worker is left with after it was found slow takes it less time, and it stays slow."""
-    paces = Paces()
+    paces = StragglerDetector()
     found = [walked(paces, step, (1.0, 2.0, 1.0), (4, 4, 4) if step < 6 else (5, 2, 5)) for step in range(1, 20)]
     assert [one for one in found if one] == [{Seat(1, 0): 200}]
 
 
 def test_two_slow_steps_and_a_good_one_are_nothing():
-    paces = Paces()
+    paces = StragglerDetector()
     assert not any(walked(paces, step, (1.0, 1.0 if step % 3 == 0 else 9.0, 1.0)) for step in range(1, 40))
 
 
@@ -60,18 +60,18 @@ def test_two_slow_steps_and_a_good_one_are_nothing():
 @pytest.mark.parametrize("seed", range(10))
 def test_noise_of_a_tenth_around_any_level_changes_nothing_after_the_first_word(level, seed):
     rng = random.Random(seed)
-    paces = Paces()
+    paces = StragglerDetector()
     found = [walked(paces, step, tuple(slow * rng.uniform(0.95, 1.05) for slow in (1.0, level, 1.0))) for step in range(1, 300)]
     assert sum(map(bool, found)) <= 1
 
 
 def test_all_as_slow_as_each_other_is_nobody():
-    paces = Paces()
+    paces = StragglerDetector()
     assert not any(walked(paces, step, (7.0, 7.0, 7.0)) for step in range(1, 10))
 
 
 def test_who_is_alone_on_a_stage_is_compared_with_nobody():
-    paces = Paces()
+    paces = StragglerDetector()
     assert not any(walked(paces, step, (7.0,)) for step in range(1, 10))
 
 
@@ -79,7 +79,7 @@ def stepped(membership: Membership, step: int, ranks: list[int], slow: int) -> l
     """Each of ``ranks`` has applied ``step``, ``slow`` at half of the others' speed."""
     found = []
     for rank in ranks:
-        membership.receive(Pace(rank, step, 2000 if rank == slow else 1000, 1000), 0.0)
+        membership.receive(ComputeTime(rank, step, 2000 if rank == slow else 1000, 1000), 0.0)
         found += membership.receive(Stepped(rank, membership.generation, step), 0.0).messages
     return found
 

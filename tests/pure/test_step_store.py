@@ -37,13 +37,13 @@ def made(one: Instruction, have: StepStore) -> dict[Datum, str]:
     return {each: f"{each} by {one}" for each in provides(one)}
 
 
-def run(here: StepStore, *ops: Op, micro_batch: MicroBatch = ONE, step: int = STEP, bare: bool = False) -> None:
+def run(here: StepStore, *ops: Op, micro_batch: MicroBatch = ONE, step: int = STEP, boundary_only: bool = False) -> None:
     """What comes from other stages comes right before it is needed."""
     for op in ops:
         one = instruction(op, micro_batch, step)
         for needed in here.missing(one):
-            here.arrive(needed, "from a peer", here.era)
-        here.run(one, made, bare)
+            here.arrive(needed, "from a peer", here.valid_from)
+        here.run(one, made, boundary_only)
 
 
 # --- the dataflow -----------------------------------------------------------------------------------
@@ -104,10 +104,10 @@ def test_a_bare_instruction_leaves_the_boundary_tensor_alone():
     here = store()
     run(here, Op.F, Op.I)
     before = here.held()
-    run(here, Op.F, bare=True)
+    run(here, Op.F, boundary_only=True)
     assert here.held() == before
     run(here, Op.F)
-    run(here, Op.I, bare=True)
+    run(here, Op.I, boundary_only=True)
     assert here.held() == before, "the pending weight gradient of the same micro-batch stays"
 
 
@@ -121,7 +121,7 @@ def test_a_step_whose_weights_are_tied_needs_the_sum_over_stages():
 def test_data_that_is_drawn_is_waited_for_as_is_what_is_evaluated():
     here = store()
     assert not list(here.missing(instruction(Op.LOAD))) and list(here.missing(instruction(Op.LOAD, step=-1))) == [datum("drawn", step=-1)]
-    here.drawn = True
+    here.reads_iterator = True
     assert list(here.missing(instruction(Op.LOAD))) == [datum("drawn")]
     here.put(datum("drawn"), "a batch")
     here.run(instruction(Op.LOAD), lambda one, have: {datum("data"): have[datum("drawn")]})
@@ -140,8 +140,8 @@ def test_a_committed_step_leaves_the_weights_behind_it_and_what_comes_late_is_no
     later = {each for each in here if each.step == STEP + 1}
     here.commit(STEP)
     assert set(here) == later and params(STEP + 1) in later
-    assert not here.arrive(datum("grad", OTHER, stage=STAGE + 1), "late", here.era) and set(here) == later
-    assert here.arrive(datum("grad", OTHER, STEP + 1, STAGE + 1), "early", here.era)
+    assert not here.arrive(datum("grad", OTHER, stage=STAGE + 1), "late", here.valid_from) and set(here) == later
+    assert here.arrive(datum("grad", OTHER, STEP + 1, STAGE + 1), "early", here.valid_from)
 
 
 def test_an_earlier_commit_said_late_changes_nothing():
@@ -203,18 +203,18 @@ def test_what_was_computed_with_rejected_weights_is_void_wherever_it_comes_from(
     here.put(datum("drawn", step=STEP + 1))
     here.arrive(datum("grad", OTHER, STEP + 1, STAGE + 1), "of rejected weights", 0)
     here.arrive(datum("act", OTHER, STEP + 1, STAGE - 1), "of the right ones", 4)
-    gone = here.void(STEP, era=4)
+    gone = here.discard_after(STEP, valid_from=4)
     assert gone == {datum("act", step=STEP + 1), datum("stash", step=STEP + 1), datum("grad", OTHER, STEP + 1, STAGE + 1)}
     assert {params(STEP + 1), datum("drawn", step=STEP + 1), datum("reduced", None), datum("act", OTHER, STEP + 1, STAGE - 1)} <= set(here)
     assert not here.arrive(datum("grad", step=STEP + 1, stage=STAGE + 1), "late", 3)
     run(here, Op.F, step=STEP + 1)
-    assert not here.void(STEP, era=4), "what was made in this era is not of an earlier one"
+    assert not here.discard_after(STEP, valid_from=4), "what was made in this era is not of an earlier one"
 
 
 def test_a_checkpoint_takes_the_place_of_everything():
     here = store()
     run(here, Op.F)
-    here.rewind(2, era=9)
+    here.rewind(2, valid_from=9)
     assert set(here) == {params(3)} and here.committed == 2
     assert not here.arrive(datum("act", step=3, stage=0), "of the first time", 8) and here.arrive(datum("act", step=3, stage=0), "again", 9)
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_takes_the_place_of_everything():
 def test_evaluations_have_steps_of_their_own_and_need_no_weights():
     here = store()
     here.arrive(datum("act", step=-2, stage=STAGE - 1), "of the second", 0)
-    here.run(instruction(Op.F, step=-2), made, bare=True)
+    here.run(instruction(Op.F, step=-2), made, boundary_only=True)
     assert datum("act", step=-2) in here and here.held() == {params()}
     here.put(datum("act", step=-3))
     here.forget_evaluation(-2)

@@ -14,11 +14,11 @@ from typing import Any, Iterator
 import pytest
 
 from recycle_plugin.core.coordinator import state_dump as module
-from recycle_plugin.core.coordinator.failure_detector import Watch
+from recycle_plugin.core.coordinator.failure_detector import FailureDetector
 from recycle_plugin.core.coordinator.state_dump import dump, load
-from recycle_plugin.core.coordinator.step_ledger import Steps
+from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.messages.encoding import encode
-from recycle_plugin.core.messages.protocol import Beat, Missing
+from recycle_plugin.core.messages.protocol import Heartbeat, Missing
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Roster, WorkerId
 from recycle_plugin.simulator import campaign, cluster
@@ -52,7 +52,7 @@ def attributes(thing: Any, seen: set) -> Iterator[tuple[str, Any]]:
     [
         None, True, 1, 1.0, -inf, "x", (), (1, (2.5, "x")), [1, [2]], set(), {3, 1, 2}, frozenset({Seat(1, 2), Seat(0, 1)}), {}, {1: "x", "1": 2, (1, "y"): [3]},
         {"tuple": [1]}, deque([1.0, 2.0], maxlen=3), Seat(1, 2), WorkerId(3, 1), FailureDomain.REPLICA, member(2), Roster((member(1), member(0))),
-        Beat(1, 2, 3, "waits", "", incarnation=4), Watch(1.0, inf, 3.0),
+        Heartbeat(1, 2, 3, "waits", "", incarnation=4), FailureDetector(1.0, inf, 3.0),
     ],
     ids=repr,
 )  # fmt: skip
@@ -73,14 +73,14 @@ def test_nothing_of_a_membership_is_forgotten():
     """Also what a class gets later: attributes are found by looking."""
     membership = started(clipping=1.0, max_slowdown=0.5)
     step(membership, 0, 1)
-    membership.receive(Beat(1, 2, 3, "computes", "1F0.0@2"), 1.0)
+    membership.receive(Heartbeat(1, 2, 3, "computes", "1F0.0@2"), 1.0)
     membership.receive(Missing(1, 0, "x", "0.0"), 1.0)
     membership.tick(1.5)
     membership.course.steps.newly_added = {WorkerId(1): deque([1, 2])}
     made = {name: json.dumps(dump(value)) for name, value in attributes(membership, set()) if not name.startswith("Roster._") and name != "Generation.roster"}
     read = {name: json.dumps(dump(value)) for name, value in attributes(again(membership), set())}
     assert made == {name: value for name, value in read.items() if name in made} and len(made) > 60
-    assert made.keys() == read.keys() and "Steps.newly_added" in made and "Escalation._max_slowdown" in made
+    assert made.keys() == read.keys() and "StepLedger.newly_added" in made and "ThroughputFloor._max_slowdown" in made
 
 
 def test_what_is_worked_out_again_is_not_written_down():
@@ -99,13 +99,13 @@ def test_what_cannot_be_written_down_is_named(value, said):
 
 def test_what_two_share_is_named():
     membership = started()
-    membership.course._meetings.also = membership.course.steps
-    with pytest.raises(TypeError, match=r"Membership\.course\._meetings\.also and Membership\.course\.steps are one object, and would be two"):
+    membership.course._barriers.also = membership.course.steps
+    with pytest.raises(TypeError, match=r"Membership\.course\._barriers\.also and Membership\.course\.steps are one object, and would be two"):
         dump(membership)
 
 
 @pytest.mark.parametrize(
-    "record", [{}, {"a": 1, "b": 2}, {"steps.Nobody": {}}, {"nowhere.Steps": {}}, {"posix.system": "true"}, {"dump.import_module": "os"}], ids=str
+    "record", [{}, {"a": 1, "b": 2}, {"coordinator.step_ledger.Nobody": {}}, {"coordinator.nowhere.StepLedger": {}}, {"posix.system": "true"}, {"coordinator.state_dump.import_module": "os"}], ids=str
 )
 def test_a_record_of_something_else_is_refused(record):
     with pytest.raises(ValueError, match="no dumped state"):
@@ -138,6 +138,6 @@ def test_a_run_is_the_same_however_often_the_state_is_read_again(seed, monkeypat
 def test_a_field_that_is_forgotten_shows(forgotten, monkeypatch):
     """A negative control of the one before."""
     found = module._attributes
-    fresh = vars(Steps())[forgotten]
+    fresh = vars(StepLedger())[forgotten]
     monkeypatch.setattr(module, "_attributes", lambda thing: ((name, fresh if name == forgotten else value) for name, value in found(thing)))
     assert any(digest(monkeypatch, seed, 0.1)[0] != digest(monkeypatch, seed, 0.0)[0] for seed in SEEDS)

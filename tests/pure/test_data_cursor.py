@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from recycle_plugin.core.worker.data_cursor import Places
+from recycle_plugin.core.worker.data_cursor import DataCursor
 
 
 def test_places_follow_from_all_earlier_steps():
-    places, sizes = Places(2), {1: 2, 2: 2, 3: 2, 4: 5, 5: 5, 6: 1, 7: 1}
+    places, sizes = DataCursor(2), {1: 2, 2: 2, 3: 2, 4: 5, 5: 5, 6: 1, 7: 1}
     places.change(4, 5)
     places.change(6, 1)
     assert [places.before(step) for step in sizes] == [sum(size for earlier, size in sizes.items() if earlier < step) for step in sizes]
@@ -14,7 +14,7 @@ def test_places_follow_from_all_earlier_steps():
 
 def test_a_change_holds_instead_of_what_was_said_of_the_same_and_later_steps():
     """A checkpoint of an earlier step is loaded; its data is that of the first time, as far as the size goes on the same."""
-    places = Places(2)
+    places = DataCursor(2)
     places.change(4, 5)
     places.change(3, 5)
     assert [places.before(step) for step in (1, 2, 3, 4, 5)] == [0, 2, 4, 9, 14]
@@ -24,11 +24,11 @@ def test_a_change_holds_instead_of_what_was_said_of_the_same_and_later_steps():
 
 
 def test_evaluations_have_negative_steps():
-    assert Places(3).before(-2) == 0
+    assert DataCursor(3).before(-2) == 0
 
 
 def test_another_worker_takes_them_over():
-    one, other = Places(2), Places(7)
+    one, other = DataCursor(2), DataCursor(7)
     one.change(4, 5)
     other.take(one.changes())
     other.change(6, 1)

@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterator
 import pytest
 
 from recycle_plugin.core.messages.contributions import LOSS, Contributions
-from recycle_plugin.core.messages.protocol import Committed, Contribution, End, Generation, Report, Resume
+from recycle_plugin.core.messages.protocol import Committed, Contribution, End, Generation, Resume, SurvivorReport
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack
@@ -16,9 +16,9 @@ from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.plan import Policy
 from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.vocabulary.topology import Topology
-from recycle_plugin.core.worker.control_view import JobEnded, Line
-from recycle_plugin.core.worker.training_loop import Loop, Program
-from recycle_plugin.simulator.simulated_worker import Planner
+from recycle_plugin.core.worker.control_view import ControlView, JobEnded
+from recycle_plugin.core.worker.training_loop import StepProgram, TrainingLoop
+from recycle_plugin.simulator.simulated_worker import SharedPlanner
 
 SHAPE, COSTS = Topology(2, 2, 2), CostModel.uniform(2)
 MEMBERS = tuple(Member(rank, seat, str(rank), "here") for rank, seat in enumerate(sorted(SHAPE.seats)))
@@ -27,17 +27,17 @@ MEMBERS = tuple(Member(rank, seat, str(rank), "here") for rank, seat in enumerat
 class Worker:
     """Rank 0's port and replica: whatever it reports holds at once, and each step that it executes is committed.  No wait may be needed."""
 
-    era = 0
+    valid_from = 0
 
     def __init__(self) -> None:
-        self.line, self.ran = Line(0), []
-        self.loop = Loop(self, self, Planner(COSTS, Policy()), SHAPE, MEMBERS[0].seat, StepMachine(0))
-        self.line.take(Generation(1, MEMBERS, 0, "start", 0.0))
+        self.control_view, self.ran = ControlView(0), []
+        self.loop = TrainingLoop(self, self, SharedPlanner(COSTS, Policy()), SHAPE, MEMBERS[0].seat, StepMachine(0))
+        self.control_view.take(Generation(1, MEMBERS, 0, "start", 0.0))
         list(self.loop.start())
 
     def send(self, message: object) -> None:
-        if isinstance(message, Report):
-            self.line.take(Resume(message.generation, message.stepped, {str(MEMBERS[0].seat): message.held}))
+        if isinstance(message, SurvivorReport):
+            self.control_view.take(Resume(message.generation, message.stepped, {str(MEMBERS[0].seat): message.held}))
 
     def wait(self, what: Any, ready: Callable[[], Any], interruptible: bool = True) -> Iterator[Any]:
         yield from ()
@@ -45,17 +45,17 @@ class Worker:
         assert value is not None, f"it would wait for {what}"
         return value
 
-    def execute(self, program: Program) -> Iterator[Any]:
+    def execute(self, program: StepProgram) -> Iterator[Any]:
         yield from ()
         self.ran.append(program)
         self.loop.applied(program.step)
-        self.line.take(Committed(program.step, {}))
+        self.control_view.take(Committed(program.step, {}))
         self.loop.machine.commit(program.step)
 
     def held(self) -> set:
         return set()
 
-    def drawn(self) -> dict:
+    def held_draws(self) -> dict:
         return {}
 
     def clock(self) -> float:
@@ -64,13 +64,13 @@ class Worker:
     def reach(self, point: str) -> None:
         pass
 
-    def stand(self, standing: Any) -> None:
-        self.standing = standing
+    def take_state(self, iterator_state: Any) -> None:
+        self.iterator_state = iterator_state
 
-    def judge(self, step: int, norm: float) -> None:
+    def record_norm(self, step: int, norm: float) -> None:
         pass
 
-    def void(self, after: int, era: int) -> None:
+    def discard_after(self, after: int, valid_from: int) -> None:
         pass
 
     def leave(self, members: Any) -> None:
@@ -87,7 +87,7 @@ def test_without_a_change_it_runs_one_step_after_the_other() -> None:
 
 def test_a_planned_end_holds_from_its_step_on() -> None:
     worker = Worker()
-    worker.line.take(End(3, "enough", False, 75))
+    worker.control_view.take(End(3, "enough", False, 75))
     with pytest.raises(JobEnded, match="enough") as ended:
         worker.train(4)
     assert [program.step for program in worker.ran] == [1, 2] and (ended.value.failed, ended.value.code) == (False, 75)
@@ -95,7 +95,7 @@ def test_a_planned_end_holds_from_its_step_on() -> None:
 
 def test_a_planned_leave_is_left_at_its_step() -> None:
     worker = Worker()
-    worker.line.take(Generation(2, MEMBERS[1:], 3, "leave", 0.0))
+    worker.control_view.take(Generation(2, MEMBERS[1:], 3, "leave", 0.0))
     with pytest.raises(JobEnded, match="planned leave"):
         worker.train(4)
     assert [program.step for program in worker.ran] == [1, 2]
@@ -105,23 +105,23 @@ def test_who_was_to_leave_while_its_script_did_something_else_has_left_whatever_
     """They go on without it from the step before which it is to leave, and lose somebody, before it comes to that step."""
     worker = Worker()
     worker.train(2)
-    worker.line.take(Generation(2, MEMBERS[1:], 3, "leave", 0.0))
-    worker.line.take(Generation(3, MEMBERS[2:], 0, "a loss", 0.0))
+    worker.control_view.take(Generation(2, MEMBERS[1:], 3, "leave", 0.0))
+    worker.control_view.take(Generation(3, MEMBERS[2:], 0, "a loss", 0.0))
     with pytest.raises(JobEnded, match="planned leave") as ended:
         list(worker.loop.recover())
     assert not ended.value.failed
 
 
 def test_a_leave_that_a_loss_puts_off_is_none_yet() -> None:
-    line = Line(0)
+    control_view = ControlView(0)
     for generation in (Generation(2, MEMBERS[1:], 3, "leave", 0.0), Generation(3, MEMBERS[:3], 0, "a loss", 0.0)):
-        line.take(generation)
-    assert not line.departed
+        control_view.take(generation)
+    assert not control_view.departed
 
 
 def test_who_stays_does_the_others_work_from_that_step_on() -> None:
     worker = Worker()
-    worker.line.take(Generation(2, tuple(member for member in MEMBERS if member.seat != Seat(1, 0)), 3, "leave", 0.0))
+    worker.control_view.take(Generation(2, tuple(member for member in MEMBERS if member.seat != Seat(1, 0)), 3, "leave", 0.0))
     assert worker.train(4) == [1, 2, 3, 4]
     assert [sum(one.op is Op.F for one in program.instructions) for program in worker.ran] == [2, 2, 4, 4]
 
@@ -133,10 +133,10 @@ def test_what_is_void_has_no_say_in_where_data_comes_from() -> None:
     held = {seat: {Datum("params", seat.stage, None, 2)} for seat in SHAPE.seats}
     held[Seat(1, 0)] |= {Datum("stash", 0, MicroBatch(1, 0), 3), Datum("act", 0, MicroBatch(1, 0), 3), Datum("wgrad", 0, MicroBatch(1, 1), 2)}
     generation = Generation(2, MEMBERS, 0, "rejection of step 2", 0.0)
-    worker.line.take(generation)
-    resume = Resume(2, 1, {str(seat): pack(have) for seat, have in held.items()}, norm=50.0, void=True)
+    worker.control_view.take(generation)
+    resume = Resume(2, 1, {str(seat): pack(have) for seat, have in held.items()}, norm=50.0, rejected=True)
     worker.loop._take_up(worker.loop.plan, resume)
-    known = {datum for have in worker.standing.held.values() for datum in have if datum.kind != "params"}
+    known = {datum for have in worker.iterator_state.held.values() for datum in have if datum.kind != "params"}
     assert known == {Datum("wgrad", 0, MicroBatch(1, 1), 2)}
 
 
@@ -149,8 +149,8 @@ def test_a_commit_takes_no_losses_of_later_steps() -> None:
 
 
 def test_an_end_that_has_failed_says_why_also_when_the_coordinator_goes() -> None:
-    line = Line(0)
-    line.take(End(0, "stage 1 has no live worker left", failed=True))
-    assert not line.lose_coordinator() and line.end.reason == "stage 1 has no live worker left"
-    line.take(End(7, "SIGTERM", failed=False))
-    assert line.lose_coordinator() and line.end.failed and "coordinator's host is gone" in line.end.reason
+    control_view = ControlView(0)
+    control_view.take(End(0, "stage 1 has no live worker left", failed=True))
+    assert not control_view.lose_coordinator() and control_view.end.reason == "stage 1 has no live worker left"
+    control_view.take(End(7, "SIGTERM", failed=False))
+    assert control_view.lose_coordinator() and control_view.end.failed and "coordinator's host is gone" in control_view.end.reason
