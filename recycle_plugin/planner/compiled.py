@@ -1,13 +1,24 @@
 """How the planner's loops are compiled: by numba, on the first call on a machine; cached on disk.  ``planner.warm`` does it ahead of a failure.
 
+What was compiled from other sources is not used: numba looks at a function's own file only, and not at what it calls there.
+
 Where nothing can be cached, since the disk is full or all that numba may write to is read-only, each process compiles for itself.
 """
 
 from __future__ import annotations
 
+import hashlib
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Callable
 
 from numba import njit
+
+
+@lru_cache
+def sources() -> str:
+    """A hash of all of the planner's files."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
 
 
 def _cached(function: Callable, **options: bool) -> Any:
@@ -15,6 +26,7 @@ def _cached(function: Callable, **options: bool) -> Any:
         made = njit(cache=True, nogil=True, **options)(function)
     except RuntimeError:  # numba's word for having no place to write to
         return njit(nogil=True, **options)(function)
+    made._cache._cache_file._version += f" {sources()}"
     made._cache.save_overload = _where_possible(made._cache.save_overload)
     return made
 
