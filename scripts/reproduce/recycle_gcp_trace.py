@@ -23,7 +23,7 @@ from recycle_plugin.simulator.peers import (
     ElasticBatching,
     ElasticHorovod,
     FaultScaled,
-    Job,
+    PeerJob,
     Oobleck,
     Recycle,
     RestartFromCheckpoint,
@@ -64,7 +64,7 @@ def main() -> None:
     averages = Table("Averages over the trace", AVERAGES)
     transitions = Table("Every transition of ours", TRANSITIONS)
     runs: dict[tuple[str, int], list[Run]] = {}
-    jobs: dict[tuple[str, int], Job] = {}
+    jobs: dict[tuple[str, int], PeerJob] = {}
     for model in config.models:
         for micro_batches in config.micro_batches:
             job = common.job_of(model, config.replicas, config.stages, micro_batches)
@@ -73,7 +73,7 @@ def main() -> None:
             runs[model["name"], micro_batches] = add_averages(averages, transitions, job, model, config)
     notes = [
         *(jobs[model["name"], config.micro_batches[0]].profile.title for model in config.models),
-        f"M: micro-batches a step of each pipeline; at what M the published points were taken is not known",
+        "M: micro-batches a step of each pipeline; at what M the published points were taken is not known",
         "refined: after another search of refine_s seconds where the plan that is made at once misses the goal; the trace uses the latter",
         "bound: of any schedule of this routing and memory; cut anew: planner.options' prediction",
         "Oobleck (simulated): its best instantiation, without transitions",
@@ -92,7 +92,7 @@ def main() -> None:
     print("\n".join(verdict(steady, averages)))
 
 
-def add_steady(table: Table, job: Job, model: Mapping[str, Any], config: SimpleNamespace) -> None:
+def add_steady(table: Table, job: PeerJob, model: Mapping[str, Any], config: SimpleNamespace) -> None:
     policy = common.techniques(job, config.cap_factor)
     own = Recycle(job, policy)
     oobleck = Oobleck.of_job(job, 0.0, min(published.GPUS), best=True)
@@ -129,7 +129,7 @@ def remark(ours: float, load: float, bound: float, known: Mapping[str, float | N
     return "; ".join(said)
 
 
-def policies(job: Job, model: Mapping[str, Any], config: SimpleNamespace) -> list[Any]:
+def policies(job: PeerJob, model: Mapping[str, Any], config: SimpleNamespace) -> list[Any]:
     cap, fewest = common.techniques(job, config.cap_factor), min(published.GPUS)
     pauses = (("Oobleck, its own pause", model["artifact_pause_s"]), (IMPLIED, model["implied_pause_s"]))
     oobleck = Oobleck.of_job(job, 0.0, fewest)
@@ -145,7 +145,7 @@ def policies(job: Job, model: Mapping[str, Any], config: SimpleNamespace) -> lis
     ]  # fmt: skip
 
 
-def add_averages(table: Table, transitions: Table, job: Job, model: Mapping[str, Any], config: SimpleNamespace) -> list[Run]:
+def add_averages(table: Table, transitions: Table, job: PeerJob, model: Mapping[str, Any], config: SimpleNamespace) -> list[Run]:
     changes, end_s = changes_of(published.TRACE, config.seed), 3600 * published.TRACE_ENDS_H
     found, goals = [], goals_by_gpus(job, config)
     ends = [*(hour for hour, _ in published.TRACE[1:]), published.TRACE_ENDS_H]
@@ -191,7 +191,7 @@ def memory_table(config: SimpleNamespace) -> Table:
     return table
 
 
-def worst_of_goal(job: Job, factor: float | None) -> float | None:
+def worst_of_goal(job: PeerJob, factor: float | None) -> float | None:
     try:
         own = Recycle(job, techniques(job, factor))
     except ValueError:
@@ -200,7 +200,7 @@ def worst_of_goal(job: Job, factor: float | None) -> float | None:
     return min(own.speed(view) / job.fault_free / min(1.0, job.fault_free_us / common.load_bound_us(job, view)) for view in views)
 
 
-def goals_by_gpus(job: Job, config: SimpleNamespace) -> dict[int, float]:
+def goals_by_gpus(job: PeerJob, config: SimpleNamespace) -> dict[int, float]:
     """min(1, load bound) by number of GPUs, losses spread evenly."""
     policy = common.techniques(job, config.cap_factor)
     return {gpus: min(1.0, job.fault_free_us / common.load_bound_us(job, spread(job, job.workers - gpus, policy))) for gpus in published.GPUS}
@@ -240,7 +240,7 @@ def draw_steady(axes: Any, model: Mapping[str, Any], config: SimpleNamespace, st
     axes.legend(fontsize=8.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def draw_trace(axes: Any, job: Job, runs: list[Run], model: Mapping[str, Any], micro_batches: int) -> None:
+def draw_trace(axes: Any, job: PeerJob, runs: list[Run], model: Mapping[str, Any], micro_batches: int) -> None:
     healthy = published.FAULT_FREE[model["published"]]
     common.frame(axes, f"over the trace, ours at M={micro_batches}; averages hold every transition", "", common.FRACTION)
     for run, name, colour, alpha in zip(drawn_runs(runs), ("ours", "Oobleck, simulated"), RUN_COLOURS, (1.0, 0.45)):

@@ -21,7 +21,7 @@ from recycle_plugin.simulator.peers import (
     ElasticBatching,
     ElasticHorovod,
     FaultScaled,
-    Job,
+    PeerJob,
     Oobleck,
     Recycle,
     RestartFromCheckpoint,
@@ -52,7 +52,7 @@ def main() -> None:
     draw(folder / "mtbf.png", table, config)
 
 
-def policies(job: Job, model: Mapping[str, Any], config: SimpleNamespace, every_s: float, oobleck: Mapping[bool, Mapping[int, float]]) -> list[Any]:
+def policies(job: PeerJob, model: Mapping[str, Any], config: SimpleNamespace, every_s: float, oobleck: Mapping[bool, Mapping[int, float]]) -> list[Any]:
     cap = common.techniques(job, config.cap_factor)
     pause = model["artifact_pause_s"]
     return [
@@ -65,7 +65,7 @@ def policies(job: Job, model: Mapping[str, Any], config: SimpleNamespace, every_
     ]  # fmt: skip
 
 
-def add(table: Table, job: Job, model: Mapping[str, Any], config: SimpleNamespace) -> None:
+def add(table: Table, job: PeerJob, model: Mapping[str, Any], config: SimpleNamespace) -> None:
     fewest = job.workers - config.losses
     speeds = {best: Oobleck.of_job(job, 0.0, fewest, best=best).speeds for best in (False, True)}
     found: dict[str, list[float]] = {}
