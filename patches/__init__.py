@@ -67,13 +67,16 @@ class Patch:
         module, _, path = self.target.partition(":")
         *outer, name = path.split(".")
         try:
-            # import_module, not attributes: deepspeed.comm.torch is a module, yet an attribute of deepspeed.comm is torch
+            # import_module, not attributes: deepspeed.comm.torch is a module, yet an attribute of deepspeed.comm is
+            # torch
             owner = importlib.import_module(module)
             for part in outer:
                 owner = getattr(owner, part)
             vars(owner)[name]
         except (ImportError, AttributeError, KeyError) as error:
-            raise PatchMismatch(f"{self.target}: expected in {self.package} {self.versions}, found nothing ({error!r})") from error
+            raise PatchMismatch(
+                f"{self.target}: expected in {self.package} {self.versions}, found nothing ({error!r})"
+            ) from error
         return owner, name
 
     def _check_version(self) -> None:

@@ -15,7 +15,9 @@ import torch
 from recycle_plugin.patches import Patch
 
 
-def _get_tensor(self: Any, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Any = None) -> torch.Tensor:
+def _get_tensor(
+    self: Any, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Any = None
+) -> torch.Tensor:
     """``GlobalMemoryBuffer.get_tensor`` on the CPU: a view of a buffer that grows, values undefined."""
     length = reduce(mul, tensor_shape, 1)
     buffer = self.buffer.get((name, dtype))

@@ -22,18 +22,19 @@ __version__ = "0.1.0"
 
 
 def mean(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """The mean of ``tensor`` over the live members of ``group`` (None: all ranks), element by element, as a new tensor on every one of them.
+    """The mean of ``tensor`` over the live members of ``group`` (None: all ranks), element by element, as a new tensor
+    on every one of them.
 
-    To be called between steps, by all live members, in place of ``all_reduce(tensor)`` and a division by ``get_world_size()``, which stays
-    as it was when members are lost.  Each live member counts once, whatever it has taken over of a lost one's; the loss that
-    ``train_batch`` returns is whole without this.
+    To be called between steps, by all live members, in place of ``all_reduce(tensor)`` and a division by
+    ``get_world_size()``, which stays as it was when members are lost.  Each live member counts once, whatever it has
+    taken over of a lost one's; the loss that ``train_batch`` returns is whole without this.
 
-    ``tensor``: of the same shape, any, and the same dtype, floating-point or complex, on all members; half precision is added up in fp32.  The result
-    has its shape, dtype and device, and no gradient.  Works in any job of torch.distributed, with the plugin or without; where no
-    process group was made there is one member.
+    ``tensor``: of the same shape, any, and the same dtype, floating-point or complex, on all members; half precision is
+    added up in fp32.  The result has its shape, dtype and device, and no gradient.  Works in any job of
+    torch.distributed, with the plugin or without; where no process group was made there is one member.
 
-    Raises TypeError for whole numbers and bools, ValueError where this rank is not in ``group``, and RecycleError inside
-    a layer, a loss function, or whatever else a training step runs.
+    Raises TypeError for whole numbers and bools, ValueError where this rank is not in ``group``, and RecycleError
+    inside a layer, a loss function, or whatever else a training step runs.
     """
     from recycle_plugin.runtime.collectives.average import mean
 

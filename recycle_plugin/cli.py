@@ -19,20 +19,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads, head for instance, has seen enough
         sys.stdout = open(os.devnull, "w")
         return 0
-    except (ValueError, OSError, RecycleError) as error:  # what users can mend: settings, overrides, paths; SettingsError is a ValueError
+    except (
+        ValueError,
+        OSError,
+        RecycleError,
+    ) as error:  # what users can mend: settings, overrides, paths; SettingsError is a ValueError
         print(f"recycle: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="recycle", description="fault-tolerant pipeline-parallel training without spares")
+    parser = argparse.ArgumentParser(
+        prog="recycle", description="fault-tolerant pipeline-parallel training without spares"
+    )
     parser.add_argument("--version", action="version", version=f"recycle_plugin {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    demo = commands.add_parser("demo", help="train a small GPT on this machine, kill workers, compare with the run without")
+    demo = commands.add_parser(
+        "demo", help="train a small GPT on this machine, kill workers, compare with the run without"
+    )
     demo.add_argument("--out", metavar="DIR", default=None, help="run folder (default: runs/demo)")
     demo.add_argument("--scenario", metavar="NAME", default="worker", help="what fails (default: worker)")
-    demo.add_argument("--steps", metavar="N", type=int, default=30, help="optimizer steps of each of the two runs (default: 30)")
+    demo.add_argument(
+        "--steps", metavar="N", type=int, default=30, help="optimizer steps of each of the two runs (default: 30)"
+    )
     demo.set_defaults(run=_demo)
 
     from recycle_plugin.commands import campaign, docs, doctor, plan, profile, report, simulate, status

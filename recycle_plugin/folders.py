@@ -1,4 +1,6 @@
-"""Folders that stand under their name whole or not at all, whoever dies while they are written; and why something can't be written, in words."""
+"""Folders that stand under their name whole or not at all, whoever dies while they are written; and why something can't
+be written, in words.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def put_in_place(made: Path, final: Path) -> None:
-    """``made``, whose files are complete, gets the name ``final`` in one step; what stood there before has the other's name then.
+    """``made``, whose files are complete, gets the name ``final`` in one step; what stood there before has the other's
+    name then.
 
     On file systems that can't exchange two names there is a moment at which nothing is called ``final``.
     """
@@ -60,7 +63,10 @@ def make(folder: Path) -> None:
 
 
 def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None = None) -> None:
-    """What ``into(output)`` writes is in the file ``path``, on the disk.  Raises NotSaved, whatever goes wrong in it, of ``called`` where that is what it is for."""
+    """What ``into(output)`` writes is in the file ``path``, on the disk.
+
+    Raises NotSaved, whatever goes wrong in it, of ``called`` where that is what it is for.
+    """
     output = None
     try:
         with path.open("wb") as file:
@@ -73,7 +79,9 @@ def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None
 
 
 class CheckedFile:
-    """As much of ``file`` as ``torch.save`` needs, which has words of its own for a disk that refuses to take more: ``refused`` has the system's."""
+    """As much of ``file`` as ``torch.save`` needs, which has words of its own for a disk that refuses to take more:
+    ``refused`` has the system's.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -103,9 +111,12 @@ def refusal(path: Path | str, error: Exception) -> str:
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSALS = {
-    errno.ENOSPC: "disk full", errno.EDQUOT: "disk quota used up", errno.EROFS: "disk read-only", errno.EACCES: "permission denied",
+    errno.ENOSPC: "disk full",
+    errno.EDQUOT: "disk quota used up",
+    errno.EROFS: "disk read-only",
+    errno.EACCES: "permission denied",
     errno.EIO: "disk broken (input/output error)",
-}  # fmt: skip
+}
 
 
 def _room(path: Path) -> str:
@@ -152,4 +163,7 @@ def sync(path: Path) -> None:
 def _exchange(one: Path, other: Path) -> bool:
     """Whether the two now have each other's name."""
     exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    return exchange is not None and exchange(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+    return (
+        exchange is not None
+        and exchange(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0
+    )

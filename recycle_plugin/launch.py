@@ -1,10 +1,12 @@
 """Starts a job, on one host by itself or as one process of DeepSpeed's launcher or of srun.
 
-``python -m recycle_plugin.launch --workers N [--port PORT] [--no-fork] your_script.py …``: all of a job on this host, without DeepSpeed
-(runtime/processes/one_host.py).  ``--no-fork``: workers import everything themselves, instead of being forked from a process that has.
+``python -m recycle_plugin.launch --workers N [--port PORT] [--no-fork] your_script.py …``: all of a job on this host,
+without DeepSpeed (runtime/processes/one_host.py).  ``--no-fork``: workers import everything themselves, instead of
+being forked from a process that has.
 
-``deepspeed … --module recycle_plugin.launch your_script.py …``: the launcher's per-rank process; or srun's task, ``python -m recycle_plugin.launch``.
-DeepSpeed's launcher puts ``--local_rank=N`` before the script's name; it goes behind it here.
+``deepspeed … --module recycle_plugin.launch your_script.py …``: the launcher's per-rank process; or srun's task,
+``python -m recycle_plugin.launch``. DeepSpeed's launcher puts ``--local_rank=N`` before the script's name; it goes
+behind it here.
 """
 
 from __future__ import annotations
@@ -40,16 +42,24 @@ def _is_rank(argument: str) -> bool:
 
 
 def placement(command: list[str]) -> str:
-    """``recycle.placement`` of the config file that the command line names: ranks are given out before the script makes its config.
+    """``recycle.placement`` of the config file that the command line names: ranks are given out before the script makes
+    its config.
 
     What is wrong in the section is said by the workers, who read all of it.
     """
-    given = [argument.partition("=")[2] or following for argument, following in zip(command, [*command[1:], ""]) if argument.split("=")[0] == CONFIG]
+    given = [
+        argument.partition("=")[2] or following
+        for argument, following in zip(command, [*command[1:], ""])
+        if argument.split("=")[0] == CONFIG
+    ]
     try:
         text = Path(given[-1]).read_text()
         if '"placement"' not in text:
             return DEFAULT
-        from recycle_plugin.settings.schema import SECTION, Settings  # takes longer to import than all else that a supervisor needs
+        from recycle_plugin.settings.schema import (
+            SECTION,
+            Settings,
+        )  # takes longer to import than all else that a supervisor needs
 
         settings = Settings.from_section(json.loads(text).get(SECTION))
         return settings.placement if settings.enabled else DEFAULT
@@ -78,7 +88,10 @@ class OneHost:
             if option == "--no-fork" and not joined:
                 fork = False
             elif option not in given:
-                raise BadCommand(f"{option} is no option of the launcher: write those of your script behind it, and before it --workers, --port or --no-fork")
+                raise BadCommand(
+                    f"{option} is no option of the launcher: write those of your script behind it, and before it "
+                    "--workers, --port or --no-fork"
+                )
             else:
                 given[option] = value if joined else rest.pop(0) if rest else ""
         if given["--workers"] is None:
@@ -89,7 +102,10 @@ class OneHost:
         if not Path(rest[0]).exists():
             raise BadCommand(f"there is no {rest[0]}: write the path of your training script, {HERE}")
         if not (Path(rest[0]).is_file() or Path(rest[0], "__main__.py").is_file()):
-            raise BadCommand(f"{rest[0]} is no file that each worker can read, nor a folder with a __main__.py: write the path of your training script, {HERE}")
+            raise BadCommand(
+                f"{rest[0]} is no file that each worker can read, nor a folder with a __main__.py: write the path of "
+                f"your training script, {HERE}"
+            )
         return cls(workers, rest, port, fork)
 
 
@@ -106,7 +122,9 @@ def _port(text: str) -> int:
     try:
         socket.create_server(("", int(text))).close()
     except OSError as error:
-        raise BadCommand(f"port {text} cannot be used ({os.strerror(error.errno)}): write another --port, {advice}") from None
+        raise BadCommand(
+            f"port {text} cannot be used ({os.strerror(error.errno)}): write another --port, {advice}"
+        ) from None
     return int(text)
 
 
@@ -117,7 +135,11 @@ def launch_here(arguments: list[str]) -> int:
 
     asked = OneHost.asked_for(arguments)
     imports = IMPORTED if asked.fork else None
-    return one_host.main(one_host.Launcher(asked.command, asked.workers, asked.port or free_port(), placement(asked.command), os.environ, imports))
+    return one_host.main(
+        one_host.Launcher(
+            asked.command, asked.workers, asked.port or free_port(), placement(asked.command), os.environ, imports
+        )
+    )
 
 
 def run(arguments: list[str]) -> int | str:
@@ -137,7 +159,9 @@ def run(arguments: list[str]) -> int | str:
 
 
 def guard(command: list[str]) -> int | str:
-    """One rank's place, held until its worker and the job have ended (runtime/processes/guard.py): whatever takes memory is imported in this process's children."""
+    """One rank's place, held until its worker and the job have ended (runtime/processes/guard.py): whatever takes
+    memory is imported in this process's children.
+    """
     from recycle_plugin.runtime.processes.descriptors import TooFewDescriptors, provide
     from recycle_plugin.runtime.processes.guard import Guard
     from recycle_plugin.runtime.processes.slurm import NoPlace, described

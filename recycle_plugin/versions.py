@@ -1,7 +1,8 @@
 """The releases that the plugin is written for.  setup.cfg tells pip the same; a test compares the two.
 
-DeepSpeed: releases before 0.19.3 divide the gradients of all stages but the last by ``gradient_accumulation_steps`` once more at
-every stage that they pass (since 0.18), so that training would go on with other numbers where the plugin is switched on or off.
+DeepSpeed: releases before 0.19.3 divide the gradients of all stages but the last by ``gradient_accumulation_steps``
+once more at every stage that they pass (since 0.18), so that training would go on with other numbers where the plugin
+is switched on or off.
 """
 
 from __future__ import annotations

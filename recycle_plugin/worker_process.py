@@ -32,7 +32,10 @@ from recycle_plugin.runtime.processes.spawn import die_with_parent
 from recycle_plugin.settings.schema import SettingsError
 
 GIVEN_UP = 3  # exit code
-FOREIGN = {os.path.realpath(path) for path in (os.path.dirname(__file__), *map(sysconfig.get_paths().get, ("stdlib", "purelib", "platlib")))}
+FOREIGN = {
+    os.path.realpath(path)
+    for path in (os.path.dirname(__file__), *map(sysconfig.get_paths().get, ("stdlib", "purelib", "platlib")))
+}
 LINE, TRACE = 300, 20_000  # characters of an error that its line, and its traceback, have at most
 
 
@@ -101,11 +104,15 @@ def run_script(command: list[str]) -> int:
 
 
 def crash(rank: int, error: Exception) -> Crashed:
-    """What the coordinator is to tell of a script that has ended with ``error``: where, which is the last line of anybody's but libraries and this package."""
+    """What the coordinator is to tell of a script that has ended with ``error``: where, which is the last line of
+    anybody's but libraries and this package.
+    """
     frames = error.__traceback__
     while frames is not None and _foreign(frames.tb_frame.f_code.co_filename):  # what has run the script
         frames = frames.tb_next
-    places = [f" at {each.filename}:{each.lineno}" for each in traceback.extract_tb(frames) if not _foreign(each.filename)]
+    places = [
+        f" at {each.filename}:{each.lineno}" for each in traceback.extract_tb(frames) if not _foreign(each.filename)
+    ]
     text = str(error).strip()
     first = text.partition("\n")[0][:LINE]
     line = f"{type(error).__name__}: {first}" if text else type(error).__name__
@@ -119,7 +126,9 @@ def _foreign(file: str) -> bool:
 
 
 def _end_early(session: Session) -> None:
-    """The job has failed before its first step: go, whatever the script waits for (torch's store waits for minutes, deaf to signals)."""
+    """The job has failed before its first step: go, whatever the script waits for (torch's store waits for minutes,
+    deaf to signals).
+    """
     if session.incarnation:  # nobody reads the job's own lines beside a process that was not part of it
         _say(f"recycle: error: {session.end.reason}")
     session.leave()
@@ -128,7 +137,9 @@ def _end_early(session: Session) -> None:
 
 
 def _end_given_up(session: Session, reason: str) -> None:
-    """Whatever the main thread is at, it must not do any more of it: no checkpoint that the others do not know, no message."""
+    """Whatever the main thread is at, it must not do any more of it: no checkpoint that the others do not know, no
+    message.
+    """
     _say(f"recycle: {session} was given up ({reason}), and the others go on without it: it ends")
     os._exit(GIVEN_UP)
 

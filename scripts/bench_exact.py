@@ -1,10 +1,11 @@
 #!/usr/bin/env python
-"""What exact mode's sum takes: the blocks' gradients added in a fixed order, beside DeepSpeed's way, one all-reduce, over Gloo on this host.
+"""What exact mode's sum takes: the blocks' gradients added in a fixed order, beside DeepSpeed's way, one all-reduce,
+over Gloo on this host.
 
     scripts/bench_exact.py [--workers 2 3 4] [--blocks 1 2] [--millions 4] [--rounds 15] [--json FILE]
 
-Both are run in turn by the same processes, on buffers of --millions fp32 numbers; --blocks: how many each worker has.  Medians over
---rounds, of the slowest worker of each round.
+Both are run in turn by the same processes, on buffers of --millions fp32 numbers; --blocks: how many each worker has.
+Medians over --rounds, of the slowest worker of each round.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Group:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 3, 4], help="live workers of the stage (default 2 3 4)")
+    parser.add_argument(
+        "--workers", type=int, nargs="+", default=[2, 3, 4], help="live workers of the stage (default 2 3 4)"
+    )
     parser.add_argument("--blocks", type=int, nargs="+", default=[1, 2], help="blocks of each worker (default 1 2)")
     parser.add_argument("--millions", type=float, default=4.0, help="numbers in a gradient (default 4)")
     parser.add_argument("--rounds", type=int, default=15, help="of each way (default 15)")
@@ -52,11 +55,18 @@ def main() -> int:
     found = parser.parse_args()
     if min(*found.workers, *found.blocks, found.rounds, found.millions * 1e6) < 1 or min(found.workers) < 2:
         parser.error("--workers: at least 2; --blocks, --rounds and numbers: at least 1")
-    rows = [measured(workers, blocks, int(found.millions * 1e6), found.rounds) for workers in found.workers for blocks in found.blocks]
+    rows = [
+        measured(workers, blocks, int(found.millions * 1e6), found.rounds)
+        for workers in found.workers
+        for blocks in found.blocks
+    ]
     print(f"{found.millions:g} million numbers, {found.rounds} rounds, ms")
     print("workers  blocks  all-reduce  fixed order  ratio")
     for row in rows:
-        print(f"{row['workers']:7}  {row['blocks']:6}  {row['all_reduce_ms']:10.1f}  {row['fixed_order_ms']:11.1f}  {row['ratio']:5.2f}")
+        print(
+            f"{row['workers']:7}  {row['blocks']:6}  {row['all_reduce_ms']:10.1f}  {row['fixed_order_ms']:11.1f}  "
+            f"{row['ratio']:5.2f}"
+        )
     if found.json is not None:
         found.json.write_text(json.dumps(rows, indent=1))
     return 0
@@ -67,7 +77,14 @@ def measured(workers: int, blocks: int, length: int, rounds: int) -> dict:
     multiprocessing.spawn(run, (store.port, workers, blocks, length, rounds), workers)
     told = [json.loads(store.get(f"times{rank}")) for rank in range(workers)]
     plain, fixed = (median(map(max, zip(*(each[way] for each in told)))) for way in ("all_reduce", "fixed_order"))
-    return {"workers": workers, "blocks": blocks, "length": length, "all_reduce_ms": 1e3 * plain, "fixed_order_ms": 1e3 * fixed, "ratio": fixed / plain}
+    return {
+        "workers": workers,
+        "blocks": blocks,
+        "length": length,
+        "all_reduce_ms": 1e3 * plain,
+        "fixed_order_ms": 1e3 * fixed,
+        "ratio": fixed / plain,
+    }
 
 
 def run(rank: int, port: int, workers: int, blocks: int, length: int, rounds: int) -> None:

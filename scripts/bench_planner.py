@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """The planner's figures: the running example, the grid, CP-SAT optima, random failures at scale, and times.
 
-    scripts/bench_planner.py [example] [grid] [exact] [blame] [bounds] [large] [speed] [--budget S] [--stride N] [--json FILE]
+    scripts/bench_planner.py [example] [grid] [exact] [blame] [bounds] [large] [speed] [--budget S] [--stride N] [--json
+    FILE]
 
 Without names everything is run.  ``plan`` is what every worker finds by itself in a failure (a fixed number
 of trials); ``refined`` is after up to ``--budget`` seconds of search per case that missed its bound.  Times are
@@ -29,9 +30,19 @@ FRESH = "import time; t = time.process_time(); from recycle_plugin import planne
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=f"any of {', '.join(PARTS)}")
-    parser.add_argument("--budget", type=float, default=1.0, metavar="S", help="seconds of search per case after its plan (default 1)")
-    parser.add_argument("--exact-budget", type=float, default=30.0, metavar="S", help="seconds of CP-SAT per case (default 30)")
-    parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th case of the grid, drawn with a fixed seed (default 1)")
+    parser.add_argument(
+        "--budget", type=float, default=1.0, metavar="S", help="seconds of search per case after its plan (default 1)"
+    )
+    parser.add_argument(
+        "--exact-budget", type=float, default=30.0, metavar="S", help="seconds of CP-SAT per case (default 30)"
+    )
+    parser.add_argument(
+        "--stride",
+        type=int,
+        default=1,
+        metavar="N",
+        help="every N-th case of the grid, drawn with a fixed seed (default 1)",
+    )
     parser.add_argument("--cases", type=int, default=60, help="cases of `exact` (default 60)")
     parser.add_argument("--small", type=int, default=2000, help="cases of `bounds` (default 2000)")
     parser.add_argument("--costs", choices=("unit", "unequal", "both"), default="both", help="cost models of the grid")
@@ -64,7 +75,9 @@ def _text(value: object) -> str:
 
 
 def example(found: argparse.Namespace) -> list[dict]:
-    return table("Running example: PP=4 DP=3 M=6, F=I=W=1, worker 1.2 lost; span and period in slots", benchmark.example())
+    return table(
+        "Running example: PP=4 DP=3 M=6, F=I=W=1, worker 1.2 lost; span and period in slots", benchmark.example()
+    )
 
 
 def grid(found: argparse.Namespace) -> dict:
@@ -76,7 +89,11 @@ def grid(found: argparse.Namespace) -> dict:
         rows = [benchmark.case(*one, name, found.budget) for one in cases[:: found.stride]]
         spent = time.process_time() - started
         results[name] = rows
-        table(f"Grid, {name} costs: {len(rows)} of {len(cases)} cases, budget {found.budget} s a case, {spent:.0f} s in all", benchmark.summary(rows))
+        table(
+            f"Grid, {name} costs: {len(rows)} of {len(cases)} cases, budget {found.budget} s a case, {spent:.0f} s in "
+            "all",
+            benchmark.summary(rows),
+        )
         table(f"Goals, {name} costs", benchmark.goals(rows, name))
         worst = sorted(rows, key=lambda row: -row["refined_gap"])[:8]
         table(f"Largest gaps, {name} costs", [{key: row[key] for key in benchmark.SHOWN} for row in worst])
@@ -85,8 +102,14 @@ def grid(found: argparse.Namespace) -> dict:
 
 def exact(found: argparse.Namespace) -> list[dict]:
     rows = benchmark.against_exact(found.cases, found.budget, found.exact_budget)
-    table(f"Against CP-SAT, {found.exact_budget} s a case; gaps in percent of the best known optimum", benchmark.exact_summary(rows))
-    table("Cases that CP-SAT improved or could not close", [row for row in rows if row["refined"] > row["optimum"] or not row["closed"]])
+    table(
+        f"Against CP-SAT, {found.exact_budget} s a case; gaps in percent of the best known optimum",
+        benchmark.exact_summary(rows),
+    )
+    table(
+        "Cases that CP-SAT improved or could not close",
+        [row for row in rows if row["refined"] > row["optimum"] or not row["closed"]],
+    )
     return rows
 
 
@@ -94,7 +117,10 @@ def blame(found: argparse.Namespace) -> dict:
     results = {}
     for name in ("unit", "unequal"):
         results[name] = benchmark.blame(name, found.budget, found.exact_budget)
-        table(f"Gaps above 1%, {name} costs: is bound or plan to blame? CP-SAT, {found.exact_budget} s a case", results[name])
+        table(
+            f"Gaps above 1%, {name} costs: is bound or plan to blame? CP-SAT, {found.exact_budget} s a case",
+            results[name],
+        )
     return results
 
 
@@ -109,7 +135,9 @@ def large(found: argparse.Namespace) -> list[dict]:
 
 
 def speed(found: argparse.Namespace) -> list[dict]:
-    first = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    first = subprocess.run(
+        [sys.executable, "-c", FRESH], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+    )
     imported, warmed = map(float, first.stdout.split())
     print(f"\nFresh process: importing the planner {imported:.2f} s, warm() {warmed:.2f} s of CPU")
     return table("From membership to verified and hashed plan, one core, warm; milliseconds", benchmark.speed())

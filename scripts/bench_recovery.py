@@ -6,9 +6,10 @@ scripts/bench_recovery.py --topology 2x2 --step 0.3 --kills 4   # replicas x sta
 scripts/bench_recovery.py --topology 3x4 --step 0.6 --singly    # each kill in a job of its own, with nobody missing yet
 scripts/bench_recovery.py --model gpt_tiny --topology 2x2       # real compute instead of sleeping layers
 
-Survivors keep what they have, so what is run again is what the lost worker had done: for single kills at random instants
-half of its share of the step's compute is to be expected, 12.5% with 2x2, 4.2% with 3x4.  "again %" is that share, "done %" what the
-lost worker had done, and "restart %" what would have been run again, had the interrupted step started anew.
+Survivors keep what they have, so what is run again is what the lost worker had done: for single kills at random
+instants half of its share of the step's compute is to be expected, 12.5% with 2x2, 4.2% with 3x4.  "again %" is that
+share, "done %" what the lost worker had done, and "restart %" what would have been run again, had the interrupted step
+started anew.
 
 Targets: the median of the cost without the redone part of the step at most 0.3 s with 2x2, 0.5 s with 4x2.
 """
@@ -49,7 +50,16 @@ def main(arguments: list[str]) -> int:
             folder = found.out / f"{name}-{step_s:g}s"
             costs = measure(shape, overrides(shape, found.model, step_s), found, random.Random(found.seed), folder)
             target = TARGET_S.get(len(shape.seats))
-            results.append({"topology": name, "model": found.model, "step_s": step_s, "seed": found.seed, "target_s": target, **summary(costs)})
+            results.append(
+                {
+                    "topology": name,
+                    "model": found.model,
+                    "step_s": step_s,
+                    "seed": found.seed,
+                    "target_s": target,
+                    **summary(costs),
+                }
+            )
             print(table(results[-1], costs), flush=True)
             missed |= target is not None and results[-1]["median"]["stall_s"] > target
     (found.out / "recovery.json").write_text(json.dumps(results, indent=1))
@@ -60,7 +70,9 @@ def main(arguments: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--topology", nargs="+", default=["2x2", "4x2"], metavar="RxS", help="replicas x stages")
-    made.add_argument("--step", nargs="+", type=float, default=[0.3, 3.0], metavar="S", help="seconds of a fault-free step, emulated")
+    made.add_argument(
+        "--step", nargs="+", type=float, default=[0.3, 3.0], metavar="S", help="seconds of a fault-free step, emulated"
+    )
     made.add_argument("--model", default="emulated", choices=["emulated", "gpt_tiny"])
     made.add_argument("--kills", type=int, default=10, help="kills for each topology and step time")
     made.add_argument("--singly", action="store_true", help="one kill for each job")
@@ -69,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def measure(shape: Topology, job: list[str], found: argparse.Namespace, dice: random.Random, folder: Path) -> list[RecoveryCost]:
+def measure(
+    shape: Topology, job: list[str], found: argparse.Namespace, dice: random.Random, folder: Path
+) -> list[RecoveryCost]:
     """Jobs one after the other, each killed as often as it survives, or once, until there are enough kills."""
     costs: list[RecoveryCost] = []
     while (left := found.kills - len(costs)) > 0:
@@ -79,17 +93,33 @@ def measure(shape: Topology, job: list[str], found: argparse.Namespace, dice: ra
 
 
 def overrides(shape: Topology, model: str, step_s: float) -> list[str]:
-    """A job that goes on until it is ended.  F = I = W, so that a step with its last stage's wait is about ``step_s``."""
+    """A job that goes on until it is ended.
+
+    F = I = W, so that a step with its last stage's wait is about ``step_s``.
+    """
     each_ms = 1000 * step_s / (3 * shape.micro_batches + shape.stages - 1)
-    times = [f"{prefix}.{name}_ms={each_ms:g}" for prefix in ("model", "++recycle.costs") for name in ("forward", "input", "weight")]
+    times = [
+        f"{prefix}.{name}_ms={each_ms:g}"
+        for prefix in ("model", "++recycle.costs")
+        for name in ("forward", "input", "weight")
+    ]
     emulated = ["optimizer=sgd", *times] if model == "emulated" else []
     return [
-        f"model={model}", *emulated, f"topology.stages={shape.stages}", f"topology.replicas={shape.replicas}",
-        f"topology.micro_batches={shape.micro_batches}", "steps=100000", "report_every=0", "recycle.enabled=true", "recycle.trace=true",
-    ]  # fmt: skip
+        f"model={model}",
+        *emulated,
+        f"topology.stages={shape.stages}",
+        f"topology.replicas={shape.replicas}",
+        f"topology.micro_batches={shape.micro_batches}",
+        "steps=100000",
+        "report_every=0",
+        "recycle.enabled=true",
+        "recycle.trace=true",
+    ]
 
 
-def kill_one_by_one(shape: Topology, job: list[str], most: int, dice: random.Random, folder: Path) -> list[RecoveryCost]:
+def kill_one_by_one(
+    shape: Topology, job: list[str], most: int, dice: random.Random, folder: Path
+) -> list[RecoveryCost]:
     """One job: kill, let it settle, kill again, as long as every stage keeps a worker."""
     live, kills = set(shape.seats), []
     with TrainingRun(folder, len(shape.seats), job) as run:
@@ -126,11 +156,20 @@ def summary(costs: list[RecoveryCost]) -> dict:
 
 def table(result: dict, costs: list[RecoveryCost]) -> str:
     """A row per kill and the medians; milliseconds."""
-    lines = [f"\n{result['topology']}, {result['model']}, step {result['median']['before_s']:.3f} s, {len(costs)} kills, milliseconds"]
-    lines.append(f"{'seat':>8} {'phase':>6} {'ahead':>6} " + " ".join(f"{name.removesuffix('_s'):>9}" for name in SHOWN) + "  again %  done % restart %")
+    lines = [
+        f"\n{result['topology']}, {result['model']}, step {result['median']['before_s']:.3f} s, {len(costs)} kills, "
+        "milliseconds"
+    ]
+    lines.append(
+        f"{'seat':>8} {'phase':>6} {'ahead':>6} "
+        + " ".join(f"{name.removesuffix('_s'):>9}" for name in SHOWN)
+        + "  again %  done % restart %"
+    )
 
     def row(values: Mapping[str, float]) -> str:
-        return " ".join(f"{1000 * values[name]:9.1f}" for name in SHOWN) + "".join(f" {100 * values[name]:{width}.1f}" for name, width in SHARES)
+        return " ".join(f"{1000 * values[name]:9.1f}" for name in SHOWN) + "".join(
+            f" {100 * values[name]:{width}.1f}" for name, width in SHARES
+        )
 
     for cost in costs:
         lines.append(f"{cost.seat:>8} {cost.phase:6.2f} {cost.ahead:6d} {row(asdict(cost))}")
@@ -138,7 +177,10 @@ def table(result: dict, costs: list[RecoveryCost]) -> str:
         lines.append(f"{name:>8} {'':6} {'':6} {row(result[name])}")
     if result["target_s"] is not None:
         met = "met" if result["median"]["stall_s"] <= result["target_s"] else "NOT MET"
-        lines.append(f"stall (cost without the redone part): median {result['median']['stall_s']:.3f} s, target {result['target_s']:g} s: {met}")
+        lines.append(
+            f"stall (cost without the redone part): median {result['median']['stall_s']:.3f} s, target "
+            f"{result['target_s']:g} s: {met}"
+        )
     return "\n".join(lines)
 
 

@@ -37,7 +37,9 @@ MEAN, MOST = 0.03, 0.06
 
 @dataclass(frozen=True)
 class Case:
-    """A topology; ``layers`` over its stages, each with F, I and W of so many times --layer-ms; ``lost``: who is killed."""
+    """A topology; ``layers`` over its stages, each with F, I and W of so many times --layer-ms; ``lost``: who is
+    killed.
+    """
 
     name: str
     replicas: int
@@ -81,8 +83,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("part", choices=sorted(PARTS))
     made.add_argument("--only", nargs="+", choices=[case.name for case in CASES], default=None, metavar="NAME")
     made.add_argument("--steps", type=int, default=8, help="measured steps before and after the loss (default: 8)")
-    made.add_argument("--layer-ms", type=float, default=80.0, help="F of an emulated layer (default: 80; the shorter, the more a busy machine shows)")
-    made.add_argument("--constants", type=Path, help="machine constants of an earlier predicted.json instead of a calibration")
+    made.add_argument(
+        "--layer-ms",
+        type=float,
+        default=80.0,
+        help="F of an emulated layer (default: 80; the shorter, the more a busy machine shows)",
+    )
+    made.add_argument(
+        "--constants", type=Path, help="machine constants of an earlier predicted.json instead of a calibration"
+    )
     made.add_argument("--predict-only", action="store_true", help="stop before the measured runs")
     made.add_argument("--replicas", type=int, default=48, help="scale: replicas of 32 stages (default: 48)")
     made.add_argument("--out", type=Path, default=Path("runs/bench_simulator"), metavar="DIR")
@@ -95,24 +104,53 @@ def parser() -> argparse.ArgumentParser:
 def accuracy(found: argparse.Namespace) -> dict:
     cases = [case for case in CASES if found.only is None or case.name in found.only]
     constants = earlier(found.constants) if found.constants else calibrated(found)
-    print(f"machine constants, from 2x2 [us]: {asdict(constants)}; load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
+    print(
+        f"machine constants, from 2x2 [us]: {asdict(constants)}; load average {os.getloadavg()[0]:.1f} on "
+        f"{os.cpu_count()} cores",
+        flush=True,
+    )
     plans = {case.name: both_plans(case, found.layer_ms, constants) for case in cases}
     predicted = {
-        case.name: {which: predict(plan, costs_of(case, found.layer_ms, constants)).period_us / 1e6 for which, plan in plans[case.name].items()}
+        case.name: {
+            which: predict(plan, costs_of(case, found.layer_ms, constants)).period_us / 1e6
+            for which, plan in plans[case.name].items()
+        }
         for case in cases
     }
     path = found.out / "predicted.json"
-    path.write_text(json.dumps({"at": time.time(), "layer_ms": found.layer_ms, "constants": asdict(constants), "step_s": predicted}, indent=1))
+    path.write_text(
+        json.dumps(
+            {"at": time.time(), "layer_ms": found.layer_ms, "constants": asdict(constants), "step_s": predicted},
+            indent=1,
+        )
+    )
     print(f"predicted, before any measured run, in {path}", flush=True)
     rows: list[dict] = []
     for case in cases if not found.predict_only else ():
         load = os.getloadavg()[0]
-        measured, digests = one_loss(found.out / case.name, len(case.shape.seats), overrides(case, found.layer_ms, constants), case.lost, found.steps)
+        measured, digests = one_loss(
+            found.out / case.name,
+            len(case.shape.seats),
+            overrides(case, found.layer_ms, constants),
+            case.lost,
+            found.steps,
+        )
         for which, seconds in measured.items():
             error = median(seconds) / predicted[case.name][which] - 1
             same = digests[which] == plans[case.name][which].digest
-            rows.append({"case": case.name, "which": which, "predicted_s": predicted[case.name][which], "measured_s": median(seconds),
-                         "least_s": min(seconds), "most_s": max(seconds), "error": error, "same_plan": same, "load": load})  # fmt: skip
+            rows.append(
+                {
+                    "case": case.name,
+                    "which": which,
+                    "predicted_s": predicted[case.name][which],
+                    "measured_s": median(seconds),
+                    "least_s": min(seconds),
+                    "most_s": max(seconds),
+                    "error": error,
+                    "same_plan": same,
+                    "load": load,
+                }
+            )
             print(line(rows[-1]), flush=True)
     return verdict(rows, constants)
 
@@ -120,30 +158,49 @@ def accuracy(found: argparse.Namespace) -> dict:
 def verdict(rows: list[dict], constants: Constants) -> dict:
     errors = [abs(row["error"]) for row in rows] or [0.0]
     met = bool(rows) and mean(errors) <= MEAN and max(errors) <= MOST and all(row["same_plan"] for row in rows)
-    print(f"\n{'case':>12} {'':>10} {'predicted':>10} {'measured':>10} {'least':>8} {'most':>8} {'error':>7} {'load':>5}")
+    print(
+        f"\n{'case':>12} {'':>10} {'predicted':>10} {'measured':>10} {'least':>8} {'most':>8} {'error':>7} {'load':>5}"
+    )
     print("\n".join(map(line, rows)))
-    print(f"mean error {mean(errors):.1%} (target {MEAN:.0%}), max {max(errors):.1%} (target {MOST:.0%}), {len(rows)} measurements: "
-          f"{'met' if met else 'NOT MET'}")  # fmt: skip
-    return {"constants": asdict(constants), "rows": rows, "mean_error": mean(errors), "max_error": max(errors), "met": met}
+    print(
+        f"mean error {mean(errors):.1%} (target {MEAN:.0%}), max {max(errors):.1%} (target {MOST:.0%}), {len(rows)} "
+        "measurements: "
+        f"{'met' if met else 'NOT MET'}"
+    )
+    return {
+        "constants": asdict(constants),
+        "rows": rows,
+        "mean_error": mean(errors),
+        "max_error": max(errors),
+        "met": met,
+    }
 
 
 def line(row: dict) -> str:
     other = "" if row["same_plan"] else "  ANOTHER PLAN RAN"
-    return (f"{row['case']:>12} {row['which']:>10} {row['predicted_s']:10.4f} {row['measured_s']:10.4f} {row['least_s']:8.4f} {row['most_s']:8.4f} "
-            f"{row['error']:+7.1%} {row['load']:5.1f}{other}")  # fmt: skip
+    return (
+        f"{row['case']:>12} {row['which']:>10} {row['predicted_s']:10.4f} {row['measured_s']:10.4f} "
+        f"{row['least_s']:8.4f} {row['most_s']:8.4f} "
+        f"{row['error']:+7.1%} {row['load']:5.1f}{other}"
+    )
 
 
 def costs_of(case: Case, layer_ms: float, constants: Constants) -> CostModel:
     """What the planner is told: stated times of all layers of a stage, and the machine's constants."""
     rows = [tuple(round(1000 * layer_ms * share * count) for count in case.counts) for share in case.shares]
     stages = case.stages
-    return CostModel(*rows, constants.communication, (constants.reduce,) * stages, (constants.step,) * stages, constants.dispatch)
+    return CostModel(
+        *rows, constants.communication, (constants.reduce,) * stages, (constants.step,) * stages, constants.dispatch
+    )
 
 
 def both_plans(case: Case, layer_ms: float, constants: Constants) -> dict[str, Plan]:
     costs = costs_of(case, layer_ms, constants)
     full = case.shape.full()
-    return {"fault_free": planner.plan(full, costs, Policy()), "degraded": planner.plan(full.without(case.lost), costs, Policy())}
+    return {
+        "fault_free": planner.plan(full, costs, Policy()),
+        "degraded": planner.plan(full.without(case.lost), costs, Policy()),
+    }
 
 
 def overrides(case: Case, layer_ms: float, constants: Constants | None) -> list[str]:
@@ -184,15 +241,30 @@ def scale(found: argparse.Namespace) -> dict:
     planned, plan_s = timed(lambda: planner.plan(shape.full(), costs, Policy()))
     spans, step_s = timed(lambda: simulate(planned, costs))
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    print(f"{len(shape.seats)} workers x 64 micro-batches x 1 step: {len(spans)} instructions in {step_s:.1f} s (plan {plan_s:.2f} s), {memory:.2f} GB")
+    print(
+        f"{len(shape.seats)} workers x 64 micro-batches x 1 step: {len(spans)} instructions in {step_s:.1f} s (plan "
+        f"{plan_s:.2f} s), {memory:.2f} GB"
+    )
     profile = analytic.preset("gpt3_6_7b-ckpt")
     changes, end = traces.read("gcp", 24)
     trainer = SimulatedTrainer(Topology(6, 4, 24), profile.costs(4, 6), Policy(activation_cap=8), LOCAL)
     history, trace_s = timed(lambda: trainer.run(changes, end))
-    print(f"{end / 3600:.2f} hours of training, {len(history.transitions)} transitions, {history.steps} steps, {history.memberships} memberships: {trace_s:.1f} s")
+    print(
+        f"{end / 3600:.2f} hours of training, {len(history.transitions)} transitions, {history.steps} steps, "
+        f"{history.memberships} memberships: {trace_s:.1f} s"
+    )
     met = step_s < 60 and trace_s < 60
-    return {"workers": len(shape.seats), "instructions": len(spans), "plan_s": plan_s, "simulate_s": step_s, "memory_gb": memory,
-            "trace_hours": end / 3600, "memberships": history.memberships, "trace_s": trace_s, "met": met}  # fmt: skip
+    return {
+        "workers": len(shape.seats),
+        "instructions": len(spans),
+        "plan_s": plan_s,
+        "simulate_s": step_s,
+        "memory_gb": memory,
+        "trace_hours": end / 3600,
+        "memberships": history.memberships,
+        "trace_s": trace_s,
+        "met": met,
+    }
 
 
 def timed(work):

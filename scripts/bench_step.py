@@ -1,14 +1,16 @@
 #!/usr/bin/env python
 """What the plugin costs while nothing fails, what its schedule gains, and whether its predictions hold.
 
-scripts/bench_step.py overhead     # gpt_tiny, 2x2, real compute: step time, and memory, against the stock engine's; --bf16: both in bf16
-scripts/bench_step.py change --checkout DIR   # the same job, five times, against the plugin as another checkout has it, installed there
-scripts/bench_step.py checkpoint   # the same job, with recycle.checkpoint against without
-scripts/bench_step.py throughput   # emulated F = I = W, PP=4 x DP=2, 8 micro-batches: throughput against stock 1F1B's
-scripts/bench_step.py prediction   # emulated, PP=4 x DP=3, 6 micro-batches: before and after one loss, against the plan
+scripts/bench_step.py overhead     # gpt_tiny, 2x2, real compute: step time, and memory, against the stock engine's;
+--bf16: both in bf16 scripts/bench_step.py change --checkout DIR   # the same job, five times, against the plugin as
+another checkout has it, installed there scripts/bench_step.py checkpoint   # the same job, with recycle.checkpoint
+against without scripts/bench_step.py throughput   # emulated F = I = W, PP=4 x DP=2, 8 micro-batches: throughput
+against stock 1F1B's scripts/bench_step.py prediction   # emulated, PP=4 x DP=3, 6 micro-batches: before and after one
+loss, against the plan
 
-Targets: ratio of step times at most 1.05, with checkpoints 1.035, and after a change 1.02; throughput at least 1.15 times, with no more micro-batches held than
-1F1B holds at its first stage; predictions within 5%.  Every part writes JSON to --out.
+Targets: ratio of step times at most 1.05, with checkpoints 1.035, and after a change 1.02; throughput at least 1.15
+times, with no more micro-batches held than 1F1B holds at its first stage; predictions within 5%.  Every part writes
+JSON to --out.
 """
 
 from __future__ import annotations
@@ -55,11 +57,23 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("part", choices=sorted(PARTS))
     made.add_argument("--steps", type=int, default=None, help="steps of each run (default: 300, 300, 15 or 20)")
     made.add_argument("--rounds", type=int, default=None, help="runs of each kind (default: 1, 5, 2 or 1)")
-    made.add_argument("--checkout", type=Path, metavar="DIR", help="of change: the other one, with a .venv of its own (scripts/test makes it)")
+    made.add_argument(
+        "--checkout",
+        type=Path,
+        metavar="DIR",
+        help="of change: the other one, with a .venv of its own (scripts/test makes it)",
+    )
     made.add_argument("--layer-ms", type=float, default=None, help="F, I and W of an emulated layer (default: 30)")
-    made.add_argument("--bf16", action="store_true", help="of overhead: both engines in bf16, stock's with sums in fp32 too")
+    made.add_argument(
+        "--bf16", action="store_true", help="of overhead: both engines in bf16, stock's with sums in fp32 too"
+    )
     made.add_argument("--out", type=Path, default=Path("runs/bench_step"), metavar="DIR")
-    made.add_argument("overrides", nargs="*", metavar="key=value", help="further Hydra overrides for the plugin's runs; for stock's too where they are not of recycle")
+    made.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="further Hydra overrides for the plugin's runs; for stock's too where they are not of recycle",
+    )
     return made
 
 
@@ -100,44 +114,68 @@ def overhead(found: argparse.Namespace) -> dict:
 def change(found: argparse.Namespace) -> dict:
     """Round by round; the verdict is on the median of the rounds' ratios of medians."""
     if found.checkout is None or not (found.checkout / ".venv" / "bin" / "deepspeed").exists():
-        raise SystemExit("change: give --checkout a checkout of this project in which scripts/test or scripts/demo has installed .venv")
+        raise SystemExit(
+            "change: give --checkout a checkout of this project in which scripts/test or scripts/demo has installed "
+            ".venv"
+        )
     own, job = job_of(found)
     overrides = ["recycle.enabled=true", *own]
     kinds = {"before": Kind(overrides, checkout=found.checkout.resolve()), "plugin": Kind(overrides)}
     rounds = []
     for number in range(found.rounds or 5):
         rounds.append(compared(side_by_side(found.out / f"change{number}", job, kinds)[0], CHANGED))
-    ratios = sorted(each[kind]["ratio"] for each in rounds for kind in ["quiet" if "quiet" in each else "any"] if kind in each)
+    ratios = sorted(
+        each[kind]["ratio"] for each in rounds for kind in ["quiet" if "quiet" in each else "any"] if kind in each
+    )
     met = bool(ratios) and median(ratios) <= CHANGED
-    print(f"ratios of {len(ratios)} rounds: {', '.join(f'{ratio:.3f}' for ratio in ratios)}; median {median(ratios or [float('nan')]):.3f}, "
-          f"target at most {CHANGED}: {verdict(met)}")
+    print(
+        f"ratios of {len(ratios)} rounds: {', '.join(f'{ratio:.3f}' for ratio in ratios)}; median "
+        f"{median(ratios or [float('nan')]):.3f}, "
+        f"target at most {CHANGED}: {verdict(met)}"
+    )
     return {"rounds": rounds, "ratios": ratios, "target": CHANGED, "met": met}
 
 
 def job_of(found: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The overrides that are the plugin's, and those of both."""
     own = [each for each in found.overrides if each.lstrip("+").startswith("recycle")]
-    return own, ["model=gpt_tiny", "topology=pp2_dp2", f"steps={found.steps or 300}", "report_every=1", *(each for each in found.overrides if each not in own)]
+    return own, [
+        "model=gpt_tiny",
+        "topology=pp2_dp2",
+        f"steps={found.steps or 300}",
+        "report_every=1",
+        *(each for each in found.overrides if each not in own),
+    ]
 
 
-def side_by_side(folder: Path, job: list[str], kinds: Mapping[str, Kind]) -> tuple[dict[str, list[tuple[float, float]]], dict[str, int]]:
-    """Of each kind: its steps (seconds, cores that others used meanwhile), and the memory of all its processes, in bytes."""
+def side_by_side(
+    folder: Path, job: list[str], kinds: Mapping[str, Kind]
+) -> tuple[dict[str, list[tuple[float, float]]], dict[str, int]]:
+    """Of each kind: its steps (seconds, cores that others used meanwhile), and the memory of all its processes, in
+    bytes.
+    """
     steps, memory, runs = {}, {}, {}
     with ExitStack() as stack:
         for kind, (overrides, plugin, checkout) in kinds.items():
-            runs[kind] = stack.enter_context(TrainingRun(Path(f"{folder}-{kind}"), 4, [*job, *overrides], plugin=plugin, checkout=checkout))
+            runs[kind] = stack.enter_context(
+                TrainingRun(Path(f"{folder}-{kind}"), 4, [*job, *overrides], plugin=plugin, checkout=checkout)
+            )
             runs[kind].wait_for(lambda: printed(runs[kind]) >= STARTED, f"step {STARTED}", DEADLINE_S)
             runs[kind].pause()
             memory[kind] = runs[kind].memory_bytes()
         turns = take_turns(runs)
         for kind, run in runs.items():
             records = run.finish(DEADLINE_S).records.values()
-            steps[kind] = [(s, turn.others) for turn in turns[kind] for r in records for s in r["step_s"][turn.first : turn.last]]
+            steps[kind] = [
+                (s, turn.others) for turn in turns[kind] for r in records for s in r["step_s"][turn.first : turn.last]
+            ]
     return steps, memory
 
 
 def compared(steps: dict[str, list[tuple[float, float]]], target: float) -> dict:
-    """From (seconds, cores that others used) of the steps of ``plugin`` and of another kind; the verdict is on the quiet ones where there are any."""
+    """From (seconds, cores that others used) of the steps of ``plugin`` and of another kind; the verdict is on the
+    quiet ones where there are any.
+    """
     other = next(iter(steps))
     result: dict = {"target": target, "met": False}
     for name, limit in (("any", float("inf")), ("quiet", QUIET_CORES)):
@@ -146,36 +184,77 @@ def compared(steps: dict[str, list[tuple[float, float]]], target: float) -> dict
             print(f"{name:>6}: too few steps with others using at most {limit} cores")
             continue
         ratio = median(kept["plugin"]) / median(kept[other])
-        result |= {name: {kind: statistics(values) for kind, values in kept.items()} | {"ratio": ratio}, "met": ratio <= target}
-        print(f"{name:>6}: {other} {spread(kept[other])}\n        plugin {spread(kept['plugin'])}\n        ratio of medians {ratio:.3f}", flush=True)
+        result |= {
+            name: {kind: statistics(values) for kind, values in kept.items()} | {"ratio": ratio},
+            "met": ratio <= target,
+        }
+        print(
+            f"{name:>6}: {other} {spread(kept[other])}\n        plugin {spread(kept['plugin'])}\n        ratio of "
+            f"medians {ratio:.3f}",
+            flush=True,
+        )
     print(f"target at most {target}: {verdict(result['met'])}")
     return result
 
 
 def checkpoint(found: argparse.Namespace) -> dict:
-    """With checkpoints in the background and without, at the same time: how many steps each has committed while both ran.
+    """With checkpoints in the background and without, at the same time: how many steps each has committed while both
+    ran.
 
     They take no turns: a checkpoint would count a pause as its own cost.
     """
-    job = ["model=gpt_tiny", "topology=pp2_dp2", "steps=1000000", "report_every=0", "recycle.enabled=true", *found.overrides]
+    job = [
+        "model=gpt_tiny",
+        "topology=pp2_dp2",
+        "steps=1000000",
+        "report_every=0",
+        "recycle.enabled=true",
+        *found.overrides,
+    ]
     kinds, last = {"without": [], "with": ["++recycle.checkpoint.overhead=0.035"]}, STARTED + (found.steps or 300)
     with ExitStack() as stack:
-        runs = {kind: stack.enter_context(TrainingRun(found.out / f"checkpoint-{kind}", 4, [*job, *more])) for kind, more in kinds.items()}
+        runs = {
+            kind: stack.enter_context(TrainingRun(found.out / f"checkpoint-{kind}", 4, [*job, *more]))
+            for kind, more in kinds.items()
+        }
         for run in runs.values():
             run.wait_for(lambda: run.committed() >= last, f"step {last}", DEADLINE_S, poll_s=1.0)
         events = {kind: run.events() for kind, run in runs.items()}
-    times = {kind: {event["step"]: event["time"] for event in told if event["event"] == "committed"} for kind, told in events.items()}
+    times = {
+        kind: {event["step"]: event["time"] for event in told if event["event"] == "committed"}
+        for kind, told in events.items()
+    }
     begin, end = max(each[STARTED] for each in times.values()), min(max(each.values()) for each in times.values())
     steps = {kind: sum(begin <= at <= end for at in each.values()) for kind, each in times.items()}
-    own = [{name: event[name] for name in ("cost_s", "step_s", "every")} for event in events["with"] if event["event"] == "checkpoint"]
+    own = [
+        {name: event[name] for name in ("cost_s", "step_s", "every")}
+        for event in events["with"]
+        if event["event"] == "checkpoint"
+    ]
     ratio = steps["without"] / steps["with"]
     for each in own:
-        print(f"a checkpoint has cost {each['cost_s']:.3f} s with steps of {each['step_s']:.3f} s, the next one {each['every']} steps later")
+        print(
+            f"a checkpoint has cost {each['cost_s']:.3f} s with steps of {each['step_s']:.3f} s, the next one "
+            f"{each['every']} steps later"
+        )
     cost_s = sum(each["cost_s"] for each in own)
-    print(f"all together {cost_s:.3f} s, by the job's own account {cost_s / (end - begin - cost_s):.1%} of the other time")
+    print(
+        f"all together {cost_s:.3f} s, by the job's own account {cost_s / (end - begin - cost_s):.1%} of the other time"
+    )
     met = ratio <= SAVING and bool(own)
-    print(f"in {end - begin:.0f} s {steps['without']} steps without and {steps['with']} with checkpoints: ratio of step times {ratio:.3f}, target at most {SAVING}: {verdict(met)}")
-    return {"seconds": end - begin, "steps": steps, "ratio": ratio, "own_share": cost_s / (end - begin - cost_s), "target": SAVING, "checkpoints": own, "met": met}
+    print(
+        f"in {end - begin:.0f} s {steps['without']} steps without and {steps['with']} with checkpoints: ratio of step "
+        f"times {ratio:.3f}, target at most {SAVING}: {verdict(met)}"
+    )
+    return {
+        "seconds": end - begin,
+        "steps": steps,
+        "ratio": ratio,
+        "own_share": cost_s / (end - begin - cost_s),
+        "target": SAVING,
+        "checkpoints": own,
+        "met": met,
+    }
 
 
 def take_turns(runs: Mapping[str, TrainingRun]) -> dict[str, list[Turn]]:
@@ -230,15 +309,23 @@ def settled(outcome: RunOutcome, skipped: int = WARM_UP) -> list[float]:
 
 
 def throughput(found: argparse.Namespace) -> dict:
-    """Stock 1F1B, the plugin with everything off (1F1B on our runtime), and the plugin; one after the other, in rounds."""
+    """Stock 1F1B, the plugin with everything off (1F1B on our runtime), and the plugin; one after the other, in
+    rounds.
+    """
     shape, layer_ms = Topology(replicas=2, stages=4, micro_batches=8), found.layer_ms or 30.0
     job = [*emulated(shape, layer_ms), f"steps={found.steps or 15}"]
-    kinds = {"stock": [], "1f1b": ["recycle.enabled=true", *WITHOUT], "plugin": ["recycle.enabled=true", f"recycle.activation_cap={shape.stages}", *found.overrides]}
+    kinds = {
+        "stock": [],
+        "1f1b": ["recycle.enabled=true", *WITHOUT],
+        "plugin": ["recycle.enabled=true", f"recycle.activation_cap={shape.stages}", *found.overrides],
+    }
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     held: dict[str, int] = {}
     for number in range(found.rounds or 2):
         for kind, more in kinds.items():
-            with TrainingRun(found.out / f"throughput-{kind}{number}", len(shape.seats), [*job, *more], plugin=kind != "stock") as run:
+            with TrainingRun(
+                found.out / f"throughput-{kind}{number}", len(shape.seats), [*job, *more], plugin=kind != "stock"
+            ) as run:
                 outcome = run.finish(DEADLINE_S)
             seconds[kind] += settled(outcome)
             held[kind] = max((event["held"] for event in outcome.of("peak")), default=shape.stages)
@@ -247,22 +334,33 @@ def throughput(found: argparse.Namespace) -> dict:
     met = gain >= GAIN and held["plugin"] <= shape.stages
     print(f"throughput {gain:.3f} times stock 1F1B's, target at least {GAIN}: {verdict(met)}")
     return {
-        "layer_ms": layer_ms, "step_s": {kind: statistics(values) for kind, values in seconds.items()}, "held": held,
-        "gain": gain, "target": GAIN, "met": met,
-    }  # fmt: skip
+        "layer_ms": layer_ms,
+        "step_s": {kind: statistics(values) for kind, values in seconds.items()},
+        "held": held,
+        "gain": gain,
+        "target": GAIN,
+        "met": met,
+    }
 
 
 def emulated(shape: Topology, layer_ms: float, constants: Constants | None = None) -> list[str]:
-    """One layer a stage with F = I = W = ``layer_ms``; the planner is told that, and ``constants`` if they are known."""
+    """One layer a stage with F = I = W = ``layer_ms``; the planner is told that, and ``constants`` if they are
+    known.
+    """
     names = ("forward", "input", "weight")
     costs = {f"{name}_ms": layer_ms for name in names}
     if constants is not None:
         costs |= {f"{name}_ms": microseconds / 1000 for name, microseconds in asdict(constants).items()}
     return [
-        "model=emulated", "optimizer=sgd", f"topology.stages={shape.stages}", f"topology.replicas={shape.replicas}",
-        f"topology.micro_batches={shape.micro_batches}", "report_every=0", *(f"model.{name}_ms={layer_ms:g}" for name in names),
+        "model=emulated",
+        "optimizer=sgd",
+        f"topology.stages={shape.stages}",
+        f"topology.replicas={shape.replicas}",
+        f"topology.micro_batches={shape.micro_batches}",
+        "report_every=0",
+        *(f"model.{name}_ms={layer_ms:g}" for name in names),
         *(f"++recycle.costs.{name}={value:g}" for name, value in costs.items()),
-    ]  # fmt: skip
+    ]
 
 
 # --- emulated stage times: predictions -----------------------------------------------------------------------
@@ -271,29 +369,68 @@ def emulated(shape: Topology, layer_ms: float, constants: Constants | None = Non
 def prediction(found: argparse.Namespace) -> dict:
     """Calibrate on 2x2, predict 3x4 with and without a lost worker, write that down, and only then run it."""
     layer_ms, lost = found.layer_ms or 30.0, Seat(0, 1)
-    square, shape, steps = Topology(replicas=2, stages=2, micro_batches=4), Topology(replicas=3, stages=4, micro_batches=6), found.steps or 20
-    constants = calibration(found.out / "calibration", len(square.seats), [*emulated(square, layer_ms), f"steps={steps}"], round(1000 * layer_ms))
-    costs = replace(CostModel.uniform(shape.stages, *(round(1000 * layer_ms),) * 3, constants.communication, constants.reduce, constants.step),
-                    dispatch=constants.dispatch)
-    plans = {"fault_free": planner.plan(shape.full(), costs, Policy()), "degraded": planner.plan(shape.full().without(lost), costs, Policy())}
+    square, shape, steps = (
+        Topology(replicas=2, stages=2, micro_batches=4),
+        Topology(replicas=3, stages=4, micro_batches=6),
+        found.steps or 20,
+    )
+    constants = calibration(
+        found.out / "calibration",
+        len(square.seats),
+        [*emulated(square, layer_ms), f"steps={steps}"],
+        round(1000 * layer_ms),
+    )
+    costs = replace(
+        CostModel.uniform(
+            shape.stages, *(round(1000 * layer_ms),) * 3, constants.communication, constants.reduce, constants.step
+        ),
+        dispatch=constants.dispatch,
+    )
+    plans = {
+        "fault_free": planner.plan(shape.full(), costs, Policy()),
+        "degraded": planner.plan(shape.full().without(lost), costs, Policy()),
+    }
     predicted = {name: predict(plan, costs).period_us / 1e6 for name, plan in plans.items()}
     path = found.out / "predicted.json"
-    path.write_text(json.dumps({"at": time.time(), "layer_ms": layer_ms, "constants": asdict(constants), "lost": str(lost), "step_s": predicted,
-                                "digests": {name: plan.digest for name, plan in plans.items()}}, indent=1))
-    print(f"constants of this machine, from 2x2 [us]: {asdict(constants)}\npredicted before the run, in {path}: {predicted}", flush=True)
+    path.write_text(
+        json.dumps(
+            {
+                "at": time.time(),
+                "layer_ms": layer_ms,
+                "constants": asdict(constants),
+                "lost": str(lost),
+                "step_s": predicted,
+                "digests": {name: plan.digest for name, plan in plans.items()},
+            },
+            indent=1,
+        )
+    )
+    print(
+        f"constants of this machine, from 2x2 [us]: {asdict(constants)}\npredicted before the run, in {path}: "
+        f"{predicted}",
+        flush=True,
+    )
     job = [*emulated(shape, layer_ms, constants), *found.overrides]
     measured, digests = one_loss(found.out / "prediction", len(shape.seats), job, lost, steps)
     errors = {name: median(measured[name]) / predicted[name] - 1 for name in predicted}
     for name in predicted:
         rate = shape.replicas * shape.micro_batches / median(measured[name])
-        print(f"{name:>10}: predicted {predicted[name]:.4f} s, measured {spread(measured[name])}, {rate:.2f} micro-batches/s, error {errors[name]:+.1%}")
+        print(
+            f"{name:>10}: predicted {predicted[name]:.4f} s, measured {spread(measured[name])}, {rate:.2f} "
+            f"micro-batches/s, error {errors[name]:+.1%}"
+        )
     same = {name: plans[name].digest == digests[name] for name in plans}
     met = all(abs(error) <= ERROR for error in errors.values()) and all(same.values())
     print(f"the plans that were predicted are those that ran: {same}; within {ERROR:.0%}: {verdict(met)}")
     return {
-        "layer_ms": layer_ms, "constants": asdict(constants), "predicted_s": predicted, "measured_s": {n: statistics(v) for n, v in measured.items()},
-        "errors": errors, "same_plan": same, "met": met,
-    }  # fmt: skip
+        "layer_ms": layer_ms,
+        "constants": asdict(constants),
+        "predicted_s": predicted,
+        "measured_s": {n: statistics(v) for n, v in measured.items()},
+        "errors": errors,
+        "same_plan": same,
+        "met": met,
+    }
 
 
 # --- words and numbers ---------------------------------------------------------------------------------------
@@ -313,7 +450,13 @@ def verdict(met: bool) -> str:
     return "met" if met else "NOT MET"
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict]] = {"overhead": overhead, "change": change, "checkpoint": checkpoint, "throughput": throughput, "prediction": prediction}
+PARTS: dict[str, Callable[[argparse.Namespace], dict]] = {
+    "overhead": overhead,
+    "change": change,
+    "checkpoint": checkpoint,
+    "throughput": throughput,
+    "prediction": prediction,
+}
 
 if __name__ == "__main__":
     script(main)

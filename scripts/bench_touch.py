@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""What it costs that a script's calls of torch are looked at between steps: microseconds of this thread's time, least of several runs.
+"""What it costs that a script's calls of torch are looked at between steps: microseconds of this thread's time, least
+of several runs.
 
 scripts/bench_touch.py [--tensors 300]
 """
@@ -30,7 +31,9 @@ def least_us(function: Callable[[], object], calls: int = CALLS) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensors", type=int, default=300, help="that a step changes: 3 a parameter with Adam (default 300)")
+    parser.add_argument(
+        "--tensors", type=int, default=300, help="that a step changes: 3 a parameter with Adam (default 300)"
+    )
     tensors = [torch.zeros(8, 8) for _ in range(parser.parse_args().tensors)]
     committed = [False]
 

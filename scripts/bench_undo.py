@@ -47,7 +47,13 @@ WARM_UP = 2
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("optimizers", nargs="*", metavar="optimizer", help=f"any of {', '.join(OPTIMIZERS)}")
-    parser.add_argument("--parameters", type=float, default=6.3, metavar="MILLIONS", help="size of the model, in whole layers (default 6.3: two)")
+    parser.add_argument(
+        "--parameters",
+        type=float,
+        default=6.3,
+        metavar="MILLIONS",
+        help="size of the model, in whole layers (default 6.3: two)",
+    )
     parser.add_argument("--rounds", type=int, default=15, help="steps that are timed (default 15)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here as well")
     found = parser.parse_args()
@@ -61,15 +67,30 @@ def main() -> int:
     errors = [error(name, kind, spike) for name, kind in pairs for spike in (False, True)]
     print_table("errors, 1 layer", errors)
     if found.json:
-        found.json.write_text(json.dumps({"layers": layers, "width": WIDTH, "costs": costs, "errors": errors}, indent=1) + "\n")
+        found.json.write_text(
+            json.dumps({"layers": layers, "width": WIDTH, "costs": costs, "errors": errors}, indent=1) + "\n"
+        )
     return 0
 
 
 def subject(name: str, kind: str, layers: int) -> Subject:
     """After a few ordinary steps."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(3 * WIDTH, WIDTH), (WIDTH, WIDTH), (4 * WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (3 * WIDTH,), (WIDTH,), (4 * WIDTH,), (WIDTH,)] * layers
-    made = Subject(OPTIMIZERS[name], kind, [torch.nn.Parameter(WEIGHT * torch.randn(shape, generator=generator)) for shape in shapes])
+    shapes = [
+        (3 * WIDTH, WIDTH),
+        (WIDTH, WIDTH),
+        (4 * WIDTH, WIDTH),
+        (WIDTH, 4 * WIDTH),
+        (3 * WIDTH,),
+        (WIDTH,),
+        (4 * WIDTH,),
+        (WIDTH,),
+    ] * layers
+    made = Subject(
+        OPTIMIZERS[name],
+        kind,
+        [torch.nn.Parameter(WEIGHT * torch.randn(shape, generator=generator)) for shape in shapes],
+    )
     made.scheduler.gamma = 1.0
     for seed in range(EARLIER):
         made.step(made.random(seed, GRADIENT))
@@ -81,17 +102,32 @@ def subject(name: str, kind: str, layers: int) -> Subject:
 
 def cost(name: str, kind: str, layers: int, rounds: int) -> dict:
     """One step is done and taken back again and again."""
-    row = {"optimizer": name, "undo": kind, "bytes a parameter": None, "before_step": None, "restore": None, "step ms": None}
+    row = {
+        "optimizer": name,
+        "undo": kind,
+        "bytes a parameter": None,
+        "before_step": None,
+        "restore": None,
+        "step ms": None,
+    }
     try:
         used = subject(name, kind, layers)
     except RecycleError:
         return row | {"bytes a parameter": "refused"}
     for parameter, gradient in zip(used.parameters, used.random(99, GRADIENT)):
         parameter.grad = gradient
-    times = [[seconds(call) for call in (used.undo.before_step, used.optimizer.step, used.undo.restore)] for _ in range(WARM_UP + rounds)]
+    times = [
+        [seconds(call) for call in (used.undo.before_step, used.optimizer.step, used.undo.restore)]
+        for _ in range(WARM_UP + rounds)
+    ]
     before, step, restore = (median(column) for column in zip(*times[WARM_UP:]))
     held = used.undo.held_bytes / sum(parameter.numel() for parameter in used.parameters)
-    return row | {"bytes a parameter": held, "before_step": before / step, "restore": restore / step, "step ms": 1000 * step}
+    return row | {
+        "bytes a parameter": held,
+        "before_step": before / step,
+        "restore": restore / step,
+        "step ms": 1000 * step,
+    }
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -115,7 +151,12 @@ def error(name: str, kind: str, spike: bool) -> dict:
     first = tried.state()
     tried.undo.restore()
     back = tried.state()
-    row |= {"p": largest(back, kept), "p bit-equal": equal(back, kept), "m": largest(back, kept, "exp_avg", "momentum_buffer"), "v": largest(back, kept, "exp_avg_sq")}
+    row |= {
+        "p": largest(back, kept),
+        "p bit-equal": equal(back, kept),
+        "m": largest(back, kept, "exp_avg", "momentum_buffer"),
+        "v": largest(back, kept, "exp_avg_sq"),
+    }
     tried.step(gradients)
     row["p redone"] = largest(tried.state(), first)
     tried.undo.restore()

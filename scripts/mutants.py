@@ -1,11 +1,12 @@
 """Mechanical mistakes in a module's functions: what scripts/mutate.py makes, one at a time.
 
-A mutant replaces one node of a function's syntax tree: a condition is dropped, a comparison swapped, a call skipped, a number is
-off by one, or a piece of state is not set.  Left alone is what no test could or should see: texts, annotations, defaults, what
-is raised, asserted or only said, and what is set in ``__init__``, which nothing works without.
+A mutant replaces one node of a function's syntax tree: a condition is dropped, a comparison swapped, a call skipped, a
+number is off by one, or a piece of state is not set.  Left alone is what no test could or should see: texts,
+annotations, defaults, what is raised, asserted or only said, and what is set in ``__init__``, which nothing works
+without.
 
-A mutant is named by module, function, kind and the text of its statement before and after, never by its line; so is its place in
-a sample.  The same seed gives the same mutants, whatever else is added to the code.
+A mutant is named by module, function, kind and the text of its statement before and after, never by its line; so is its
+place in a sample.  The same seed gives the same mutants, whatever else is added to the code.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from functools import cached_property
 from types import CodeType, FunctionType
 from typing import Any, Iterable, Iterator
 
-DROPPED, SWAPPED, SKIPPED, OFF, UNSET = "condition dropped", "comparison swapped", "call skipped", "off by one", "state not set"
+DROPPED, SWAPPED, SKIPPED, OFF, UNSET = (
+    "condition dropped",
+    "comparison swapped",
+    "call skipped",
+    "off by one",
+    "state not set",
+)
 KINDS = (DROPPED, SWAPPED, SKIPPED, OFF, UNSET)
 SWAPS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -49,7 +56,11 @@ class Mutant:
         return self.hashed("")[:12]
 
     def hashed(self, seed: object) -> str:
-        return hashlib.sha256("\0".join(map(str, (seed, self.module, self.function, self.kind, self.before, self.after, self.nth))).encode()).hexdigest()
+        return hashlib.sha256(
+            "\0".join(
+                map(str, (seed, self.module, self.function, self.kind, self.before, self.after, self.nth))
+            ).encode()
+        ).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,9 @@ class Change:
 
     def apply(self) -> ast.AST:
         """Returns what stood there."""
-        place, key = (vars(self.parent), self.field) if self.index is None else (getattr(self.parent, self.field), self.index)
+        place, key = (
+            (vars(self.parent), self.field) if self.index is None else (getattr(self.parent, self.field), self.index)
+        )
         old, place[key] = place[key], self.new
         return old
 
@@ -96,7 +109,9 @@ def mutants(source: str, module: str) -> list[Mutant]:
 
 
 def sample(found: Iterable[Mutant], seed: int) -> list[Mutant]:
-    """All of them in the order in which they are tried: any number of the first ones is a fair sample, and contains the shorter ones."""
+    """All of them in the order in which they are tried: any number of the first ones is a fair sample, and contains the
+    shorter ones.
+    """
     drawn = sorted(found, key=lambda mutant: mutant.hashed(seed))
     ahead, seen = drawn[:FIRST], {mutant.module for mutant in drawn[:FIRST]}
     for mutant in drawn[FIRST:]:
@@ -124,7 +139,11 @@ def install(source: str, mutant: Mutant, file: str) -> None:
     for function in _functions(sys.modules[mutant.module], mutant.function):
         old = function.__code__
         for code in codes:
-            if (code.co_name, code.co_firstlineno, code.co_freevars) == (old.co_name, old.co_firstlineno, old.co_freevars):
+            if (code.co_name, code.co_firstlineno, code.co_freevars) == (
+                old.co_name,
+                old.co_firstlineno,
+                old.co_freevars,
+            ):
                 function.__code__ = code
                 return
     raise LookupError(f"{mutant.module} has no function {mutant.function} to be changed")
@@ -150,7 +169,9 @@ def functions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.Func
             yield from functions(node.body, f"{prefix}{node.name}.")
 
 
-def _within(function: str, node: ast.AST, statement: ast.AST, parent: ast.AST, field: str, index: int | None) -> Iterator[Change]:
+def _within(
+    function: str, node: ast.AST, statement: ast.AST, parent: ast.AST, field: str, index: int | None
+) -> Iterator[Change]:
     if isinstance(node, (ast.JoinedStr, ast.Raise, ast.Assert, ast.pattern)) or _only_said(node):
         return
     for kind, new in _instead(node, parent, field, function):
@@ -160,7 +181,14 @@ def _within(function: str, node: ast.AST, statement: ast.AST, parent: ast.AST, f
             continue
         for number, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(child, ast.AST):
-                yield from _within(function, child, child if isinstance(child, (ast.stmt, ast.match_case)) else statement, node, name, number)
+                yield from _within(
+                    function,
+                    child,
+                    child if isinstance(child, (ast.stmt, ast.match_case)) else statement,
+                    node,
+                    name,
+                    number,
+                )
 
 
 def _only_said(node: ast.AST) -> bool:
@@ -186,7 +214,12 @@ def _instead(node: ast.AST, parent: ast.AST, field: str, function: str) -> Itera
         yield DROPPED, ast.Constant(False)
     if isinstance(node, ast.Compare):
         for index, op in enumerate(node.ops):
-            yield SWAPPED, ast.Compare(node.left, [*node.ops[:index], SWAPS[type(op)](), *node.ops[index + 1 :]], node.comparators)
+            yield (
+                SWAPPED,
+                ast.Compare(
+                    node.left, [*node.ops[:index], SWAPS[type(op)](), *node.ops[index + 1 :]], node.comparators
+                ),
+            )
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in OTHER:
         yield SWAPPED, ast.Call(ast.Name(OTHER[node.func.id], ast.Load()), node.args, node.keywords)
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and not ast.unparse(node).startswith("super()"):
@@ -199,13 +232,21 @@ def _instead(node: ast.AST, parent: ast.AST, field: str, function: str) -> Itera
             yield OFF, ast.Constant(node.value - 1)
     if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)) and not function.endswith("__init__"):
         targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
-        if isinstance(node, ast.AugAssign) or any(isinstance(part, (ast.Attribute, ast.Subscript)) for each in targets for part in getattr(each, "elts", [each])):
+        if isinstance(node, ast.AugAssign) or any(
+            isinstance(part, (ast.Attribute, ast.Subscript))
+            for each in targets
+            for part in getattr(each, "elts", [each])
+        ):
             yield UNSET, ast.Pass()
 
 
 def header(statement: ast.AST) -> str:
     """Its text without the statements in it."""
-    kept = {name: getattr(statement, name) for name in ("body", "orelse", "handlers", "finalbody", "cases") if hasattr(statement, name)}
+    kept = {
+        name: getattr(statement, name)
+        for name in ("body", "orelse", "handlers", "finalbody", "cases")
+        if hasattr(statement, name)
+    }
     try:
         for name in kept:
             setattr(statement, name, [ast.Pass()] if name == "body" else [])

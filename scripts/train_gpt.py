@@ -25,7 +25,10 @@ def main() -> None:
 
 def run(job: TrainingJob) -> dict:
     """Train, write this rank's files, and return its record."""
-    outputs = {name: Path(job.run_dir) / name / f"rank{RANK}{suffix}" for name, suffix in (("losses", ".json"), ("parameters", ".pt"))}
+    outputs = {
+        name: Path(job.run_dir) / name / f"rank{RANK}{suffix}"
+        for name, suffix in (("losses", ".json"), ("parameters", ".pt"))
+    }
     for path in outputs.values():  # an earlier run's file must not stand for a rank that dies in this one
         path.unlink(missing_ok=True)
     record, engine = train(job)
@@ -63,7 +66,9 @@ def train(job: TrainingJob):
 
 
 def gpt(job: TrainingJob):
-    """(layers, loss, data): a GPT of megatron-core layers on byte-level text, or on tokens that Megatron's tools have made."""
+    """(layers, loss, data): a GPT of megatron-core layers on byte-level text, or on tokens that Megatron's tools have
+    made.
+    """
     import torch
 
     from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss

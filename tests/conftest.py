@@ -12,29 +12,83 @@ if TYPE_CHECKING:
     from tests.support.cluster import ForkServer
 
 KILL_SEED = "RECYCLE_TEST_KILL_SEED"
-# Of all processes that tests start: torch asks the name server for the name of each address that a store's client connects to, and waits 5 s where no answer comes; or
-# else it warns each time that nobody tells.
+# Of all processes that tests start: torch asks the name server for the name of each address that a store's client
+# connects to, and waits 5 s where no answer comes; or else it warns each time that nobody tells.
 os.environ |= {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-kills", action="store_true", help="the full matrix of kills, 20 kills at random times, and all cases of tests of which else some run")
-    parser.addoption("--kill-seed", type=int, metavar="S", help="chooses which kills run with DeepSpeed, under its launcher, and which of many cases (default: another one each time)")
-    parser.addoption("--real-seeds", type=int, default=1, metavar="N", help="real jobs with failures close together (default 1)")
-    parser.addoption("--healthy-steps", type=int, default=40, metavar="N", help="steps of a job in which everybody is healthy, and uneven (default 40)")
-    parser.addoption("--soak", type=float, default=0, metavar="MINUTES", help="go on losing workers for that long (default: one job)")
-    parser.addoption("--models", type=int, default=100, metavar="N", help="random models, plugin against stock autograd (default 100)")
+    parser.addoption(
+        "--all-kills",
+        action="store_true",
+        help="the full matrix of kills, 20 kills at random times, and all cases of tests of which else some run",
+    )
+    parser.addoption(
+        "--kill-seed",
+        type=int,
+        metavar="S",
+        help="chooses which kills run with DeepSpeed, under its launcher, and which of many cases (default: another "
+        "one each time)",
+    )
+    parser.addoption(
+        "--real-seeds", type=int, default=1, metavar="N", help="real jobs with failures close together (default 1)"
+    )
+    parser.addoption(
+        "--healthy-steps",
+        type=int,
+        default=40,
+        metavar="N",
+        help="steps of a job in which everybody is healthy, and uneven (default 40)",
+    )
+    parser.addoption(
+        "--soak", type=float, default=0, metavar="MINUTES", help="go on losing workers for that long (default: one job)"
+    )
+    parser.addoption(
+        "--models",
+        type=int,
+        default=100,
+        metavar="N",
+        help="random models, plugin against stock autograd (default 100)",
+    )
     parser.addoption("--models-seed", type=int, default=0, metavar="S", help="... which ones (default 0)")
-    parser.addoption("--campaign-seeds", type=int, default=100, metavar="N", help="simulated jobs with failures (default 100; with fewer, more is looked for that needs all rules)")
-    parser.addoption("--frozen-jobs", type=int, default=100, metavar="N", help="of 2000 simulated jobs that were written down, so many are compared (default 100)")
-    parser.addoption("--prometheus", metavar="PATH_OR_NAME", help="Prometheus itself, which a job's metrics are tried with (Debian: apt-get install prometheus; default: not tried)")
-    parser.addoption("--freeze", action="store_true", help="write down anew what later runs are compared with: simulated jobs, and real ones (with --all-kills all of them; without -n)")
+    parser.addoption(
+        "--campaign-seeds",
+        type=int,
+        default=100,
+        metavar="N",
+        help="simulated jobs with failures (default 100; with fewer, more is looked for that needs all rules)",
+    )
+    parser.addoption(
+        "--frozen-jobs",
+        type=int,
+        default=100,
+        metavar="N",
+        help="of 2000 simulated jobs that were written down, so many are compared (default 100)",
+    )
+    parser.addoption(
+        "--prometheus",
+        metavar="PATH_OR_NAME",
+        help="Prometheus itself, which a job's metrics are tried with (Debian: apt-get install prometheus; default: "
+        "not tried)",
+    )
+    parser.addoption(
+        "--freeze",
+        action="store_true",
+        help="write down anew what later runs are compared with: simulated jobs, and real ones (with --all-kills all "
+        "of them; without -n)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "all_kills: with DeepSpeed only with --all-kills")
-    config.addinivalue_line("markers", "plain_too: by jobs in plain torch, all of them, and with DeepSpeed one of each function, which --kill-seed chooses; with deepspeed=False none, but with --all-kills")
-    config.addinivalue_line("markers", "some_of(n): n of the function's cases, which --kill-seed chooses; all of them with --all-kills")
+    config.addinivalue_line(
+        "markers",
+        "plain_too: by jobs in plain torch, all of them, and with DeepSpeed one of each function, which --kill-seed "
+        "chooses; with deepspeed=False none, but with --all-kills",
+    )
+    config.addinivalue_line(
+        "markers", "some_of(n): n of the function's cases, which --kill-seed chooses; all of them with --all-kills"
+    )
     config.addinivalue_line("markers", "real_launcher: under DeepSpeed's own launcher")
     if config.option.kill_seed is None:  # one for all workers of pytest-xdist, which inherit the environment
         config.option.kill_seed = int(os.environ.setdefault(KILL_SEED, str(random.randrange(1000))))

@@ -1,4 +1,6 @@
-"""``recycle campaign``: seeded failures of a simulated cluster that runs the production code; says which instant breaks it."""
+"""``recycle campaign``: seeded failures of a simulated cluster that runs the production code; says which instant breaks
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,41 @@ DRAWN_TICKS = 120
 
 def add(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "campaign", help="look for a failure that recovery does not survive, in virtual time",
-        description="Runs jobs in virtual time through the production code of executor, loop, worker and its store, membership, commit and lineage, "
-        "with kills, stops, stuck and slow workers, lost and late messages, partitions, leaves, several at once and in recovery, over lines of unequal length; "
-        "weights are exact numbers. Says how often which trouble met which instruction, and how often each rule of the protocol was needed. Exits with 1 where something that must hold does not, and prints the line that runs it again.",
-    )  # fmt: skip
+        "campaign",
+        help="look for a failure that recovery does not survive, in virtual time",
+        description="Runs jobs in virtual time through the production code of executor, loop, worker and its store, "
+        "membership, commit and lineage, "
+        "with kills, stops, stuck and slow workers, lost and late messages, partitions, leaves, several at once and in "
+        "recovery, over lines of unequal length; "
+        "weights are exact numbers. Says how often which trouble met which instruction, and how often each rule of the "
+        "protocol was needed. Exits with 1 where something that must hold does not, and prints the line that runs it "
+        "again.",
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--seeds", type=int, default=300, metavar="N", help="so many random jobs (default 300)")
     what.add_argument("--seed", type=int, metavar="S", help="this one, with its story")
-    what.add_argument("--every-instant", action="store_true", help="4 stages x 3 replicas, 6 micro-batches: kill each worker before and after each instruction")
+    what.add_argument(
+        "--every-instant",
+        action="store_true",
+        help="4 stages x 3 replicas, 6 micro-batches: kill each worker before and after each instruction",
+    )
     what.add_argument("--kill", metavar="FAULT", help="one of those of --every-instant, with its story")
     parser.add_argument("--first", type=int, default=0, metavar="S", help="the first seed (default 0)")
-    parser.add_argument("--stride", type=int, default=1, metavar="N", help="every N-th instant of --every-instant (default 1)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="so many processes (default: one for each core)")
-    parser.add_argument("--json", action="store_true", help="the result as JSON: seeds, faults, violations, redone_share, seconds, hits, exercised")
+    parser.add_argument(
+        "--stride", type=int, default=1, metavar="N", help="every N-th instant of --every-instant (default 1)"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="so many processes (default: one for each core)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="the result as JSON: seeds, faults, violations, redone_share, seconds, hits, exercised",
+    )
     parser.set_defaults(run=run)
 
 
@@ -33,7 +56,13 @@ def run(found: argparse.Namespace) -> int:
     from recycle_plugin import planner
     from recycle_plugin.simulator import campaign
 
-    if found.seeds < 1 or found.stride < 1 or found.jobs < 1 or found.first < 0 or (found.seed is not None and found.seed < 0):
+    if (
+        found.seeds < 1
+        or found.stride < 1
+        or found.jobs < 1
+        or found.first < 0
+        or (found.seed is not None and found.seed < 0)
+    ):
         raise ValueError("--seeds, --stride and --jobs: at least 1; --first and --seed: not negative")
     planner.warm()
     if found.seed is not None:
@@ -45,14 +74,22 @@ def run(found: argparse.Namespace) -> int:
     else:
         report = campaign.campaign(range(found.first, found.first + found.seeds), found.jobs)
     if found.json:
-        wrong = [{"replay": f"recycle campaign {one.name}", "faults": one.faults, "what": one.violations} for one in report.violations]
-        hits = {kind: {op.value: count for (of, op), count in report.hits.items() if of == kind} for kind in sorted({kind for kind, _ in report.hits})}
+        wrong = [
+            {"replay": f"recycle campaign {one.name}", "faults": one.faults, "what": one.violations}
+            for one in report.violations
+        ]
+        hits = {
+            kind: {op.value: count for (of, op), count in report.hits.items() if of == kind}
+            for kind in sorted({kind for kind, _ in report.hits})
+        }
         figures = {name: getattr(report, name) for name in ("seeds", "faults", "redone_share", "seconds")}
         exercised = {rule.value: count for rule, count in report.exercised.items()}
         print(json.dumps(figures | {"violations": wrong, "hits": hits, "exercised": exercised}, indent=1))
     else:
-        print(f"{report.seeds} jobs, {report.faults} faults, {len(report.violations)} with violations; "
-              f"{100 * report.redone_share:.1f}% of the compute of a job was run again; {report.seconds:.1f} s")  # fmt: skip
+        print(
+            f"{report.seeds} jobs, {report.faults} faults, {len(report.violations)} with violations; "
+            f"{100 * report.redone_share:.1f}% of the compute of a job was run again; {report.seconds:.1f} s"
+        )
         for one in report.violations:
             print(f"recycle campaign {one.name}  # {'; '.join(one.faults)}: {one.violations[0]}")
         print(_table(report.hits))
@@ -76,7 +113,10 @@ def _table(hits: Mapping[tuple[str, Any], int]) -> str:
 
     ops = [op for op in Op if any(of is op for _, of in hits)]
     lines = [f"{'struck at':>10} " + " ".join(f"{op.value:>6}" for op in ops)]
-    lines += [f"{kind:>10} " + " ".join(f"{hits.get((kind, op), 0):6}" for op in ops) for kind in sorted({kind for kind, _ in hits})]
+    lines += [
+        f"{kind:>10} " + " ".join(f"{hits.get((kind, op), 0):6}" for op in ops)
+        for kind in sorted({kind for kind, _ in hits})
+    ]
     return "\n".join(lines)
 
 

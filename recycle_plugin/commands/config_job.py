@@ -1,4 +1,7 @@
-"""The job that a DeepSpeed config, a shape and a hostfile describe, without torch and DeepSpeed.  Raises ValueError with one line."""
+"""The job that a DeepSpeed config, a shape and a hostfile describe, without torch and DeepSpeed.
+
+Raises ValueError with one line.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ _SLOTS = re.compile(r"(\S+)\s+slots=(\d+)")
 
 @dataclass(frozen=True)
 class ConfiguredJob:
-    """``hosts``: the seats of each, rank 0's first.  ``origin``: of ``costs``.  ``mismatch``: of the batch sizes, one line or ""."""
+    """``hosts``: the seats of each, rank 0's first.
+
+    ``origin``: of ``costs``.  ``mismatch``: of the batch sizes, one line or "".
+    """
 
     config: dict[str, Any]
     settings: Settings
@@ -104,7 +110,9 @@ def job_of(found: argparse.Namespace) -> ConfiguredJob:
     policy = settings.policy(settings.waits_for_norm(clip), found.pp)
     costs, origin, taken = costs_of(found, settings, shape, samples)
     if not any((*costs.forward, *costs.input, *costs.weight)):
-        raise ValueError(f"{found.config}: {SECTION}.costs are 0 for every micro-batch; write at least one that is more")
+        raise ValueError(
+            f"{found.config}: {SECTION}.costs are 0 for every micro-batch; write at least one that is more"
+        )
     if taken is not None and settings.activation_cap == caps.AUTO:
         policy = replace(policy, memory_bytes=caps.memory_bytes(caps.AUTO, taken, found.pp, settings.undo))
     hosts, spare = placement(found.hostfile, shape, settings.placement)
@@ -137,7 +145,11 @@ def batch(config: dict[str, Any], given: int | None, replicas: int, path: str) -
     product = samples * count * replicas
     if total in (None, product):
         return count, samples, ""
-    return count, samples, f"{TOTAL} {total} is not {samples} samples x {count} micro-batches x {replicas} replicas; set it to {product}"
+    return (
+        count,
+        samples,
+        f"{TOTAL} {total} is not {samples} samples x {count} micro-batches x {replicas} replicas; set it to {product}",
+    )
 
 
 def _whole(config: dict[str, Any], key: str, path: str) -> int | None:
@@ -154,19 +166,30 @@ def clipping(config: dict[str, Any], path: str) -> float:
     return value
 
 
-def costs_of(found: argparse.Namespace, settings: Settings, shape: Topology, samples: int) -> tuple[CostModel, str, Profile | None]:
+def costs_of(
+    found: argparse.Namespace, settings: Settings, shape: Topology, samples: int
+) -> tuple[CostModel, str, Profile | None]:
     """The cost model, where it comes from, and the profile behind it.  The command line goes before the config."""
     if found.profile is None and found.preset is None:
         costs, named = settings.cost_model(shape, samples), settings.costs.profile if settings.costs else None
         taken = read(named) if named else None
-        origin = taken.title if taken else "as in the config" if settings.costs else "equal, F = I = W = 1 ms: no profile given"
+        origin = (
+            taken.title
+            if taken
+            else "as in the config"
+            if settings.costs
+            else "equal, F = I = W = 1 ms: no profile given"
+        )
         return costs, origin, taken
     from recycle_plugin.simulator import analytic
 
     taken = profile_of(found.profile) if found.profile is not None else analytic.preset(found.preset)
     if found.profile is not None and taken.micro_batch != samples:
-        raise ValueError(f"--profile {found.profile}: measured with micro-batches of {taken.micro_batch}, and the job's have {samples}; "
-                         f"measure again with recycle profile --micro-batch {samples}")  # fmt: skip
+        raise ValueError(
+            f"--profile {found.profile}: measured with micro-batches of {taken.micro_batch}, and the job's have "
+            f"{samples}; "
+            f"measure again with recycle profile --micro-batch {samples}"
+        )
     try:
         return taken.costs(shape.stages, shape.replicas, not settings.split_backward), taken.title, taken
     except ValueError as error:
@@ -178,18 +201,25 @@ def profile_of(path: str) -> Profile:
         return read(path)
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else str(error).removeprefix(f"{path} is ")
-        raise ValueError(f"--profile {path}: {said}; give the path of a file that recycle profile --out wrote") from None
+        raise ValueError(
+            f"--profile {path}: {said}; give the path of a file that recycle profile --out wrote"
+        ) from None
 
 
 def placement(path: str | None, shape: Topology, way: str) -> tuple[dict[str, tuple[Seat, ...]], int]:
-    """The seats of each host that has any, and the number of slots left over.  ``way``: recycle.placement.  Raises ValueError."""
+    """The seats of each host that has any, and the number of slots left over.
+
+    ``way``: recycle.placement.  Raises ValueError.
+    """
     ranks = [Seat(rank % shape.replicas, rank // shape.replicas) for rank in range(len(shape.seats))]
     if path is None:
         return {ONE_HOST: tuple(ranks)}, 0
     slots = slots_of(path)
     if sum(slots.values()) < len(ranks):
-        raise ValueError(f"--hostfile {path}: {sum(slots.values())} slots for {shape.stages} stages x {shape.replicas} replicas; "
-                         f"write hosts with {len(ranks)} slots together, or lower --pp or --dp")  # fmt: skip
+        raise ValueError(
+            f"--hostfile {path}: {sum(slots.values())} slots for {shape.stages} stages x {shape.replicas} replicas; "
+            f"write hosts with {len(ranks)} slots together, or lower --pp or --dp"
+        )
     places = [host for host, count in slots.items() for _ in range(count)]
     used = places[: len(ranks)]
     hosts: dict[str, tuple[Seat, ...]] = {}
@@ -202,7 +232,9 @@ def slots_of(path: str) -> dict[str, int]:
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--hostfile {path}: {getattr(error, 'strerror', None) or 'no text'}; give the path of DeepSpeed's hostfile") from None
+        raise ValueError(
+            f"--hostfile {path}: {getattr(error, 'strerror', None) or 'no text'}; give the path of DeepSpeed's hostfile"
+        ) from None
     slots: dict[str, int] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):
@@ -211,7 +243,9 @@ def slots_of(path: str) -> dict[str, int]:
         if match is None:
             raise ValueError(f"--hostfile {path}, line {number}: {shown(line)}; write lines such as worker-1 slots=4")
         if match[1] in slots:
-            raise ValueError(f"--hostfile {path}, line {number}: {match[1]} stands there twice; write one line for each host")
+            raise ValueError(
+                f"--hostfile {path}, line {number}: {match[1]} stands there twice; write one line for each host"
+            )
         slots[match[1]] = int(match[2])
     return slots
 

@@ -1,4 +1,5 @@
-"""``recycle demo``: the main job twice under the ``deepspeed`` launcher, without and with a failure, and what that cost.
+"""``recycle demo``: the main job twice under the ``deepspeed`` launcher, without and with a failure, and what that
+cost.
 
 Everything that is reported is read from what the two runs left behind: event logs, losses and traces.
 """
@@ -49,7 +50,9 @@ class DemoScenario(NamedTuple):
 
 
 SCENARIOS = {
-    "worker": DemoScenario("one worker gets SIGKILL in the middle of a step", 4, ("topology=pp2_dp2",), ("faults=kill_one",)),
+    "worker": DemoScenario(
+        "one worker gets SIGKILL in the middle of a step", 4, ("topology=pp2_dp2",), ("faults=kill_one",)
+    ),
 }
 
 
@@ -67,10 +70,16 @@ def failures(outcome: RunOutcome) -> list[Failure]:
 
 def as_report(failure: Failure) -> dict:
     return {
-        "seat": str(failure.seat), "instruction": failure.fault.where, "when": failure.fault.when, "pid": failure.pid, "step": failure.step,
-        "detection_s": round(failure.seen_at - failure.struck_at, 4), "regroup_s": round(failure.resumed_at - failure.seen_at, 4),
-        "rest_s": round(failure.committed_at - failure.resumed_at, 4), "stall_s": round(failure.stall_s, 4),
-    }  # fmt: skip
+        "seat": str(failure.seat),
+        "instruction": failure.fault.where,
+        "when": failure.fault.when,
+        "pid": failure.pid,
+        "step": failure.step,
+        "detection_s": round(failure.seen_at - failure.struck_at, 4),
+        "regroup_s": round(failure.resumed_at - failure.seen_at, 4),
+        "rest_s": round(failure.committed_at - failure.resumed_at, 4),
+        "stall_s": round(failure.stall_s, 4),
+    }
 
 
 def survivors(outcome: RunOutcome, killed: Sequence[Failure]) -> list[dict]:
@@ -129,7 +138,9 @@ def what_is_wrong(found: Mapping, failed: RunOutcome) -> list[str]:
         if one["pid_at_end"] is None:
             wrong.append(f"the worker of seat {one['seat']} (process {one['pid']}) did not get to the end")
         elif one["pid_at_end"] != one["pid"]:
-            wrong.append(f"the worker of seat {one['seat']} was restarted: process {one['pid']} became {one['pid_at_end']}")
+            wrong.append(
+                f"the worker of seat {one['seat']} was restarted: process {one['pid']} became {one['pid_at_end']}"
+            )
     return wrong
 
 
@@ -138,18 +149,25 @@ def predicted_ratio(failed: RunHistory, spans: Sequence[Span], killed: Sequence[
 
     It holds where every worker has a core (or device) of its own: the costs stay what they were.
     """
-    costs = measured_costs([span for span in spans if WARM_UP < span.instruction.step < killed[0].step], failed.shape.stages)
+    costs = measured_costs(
+        [span for span in spans if WARM_UP < span.instruction.step < killed[0].step], failed.shape.stages
+    )
     views = failed.shape.full().without(*(failure.seat for failure in killed)), failed.shape.full()
     degraded, whole = (planner.plan(view, costs, failed.policy).period_us for view in views)
     return degraded / whole
 
 
 def measured_costs(spans: Sequence[Span], stages: int) -> CostModel:
-    """Medians over the spans, in microseconds.  REDUCE is timed at the worker that comes last: the others wait in it."""
+    """Medians over the spans, in microseconds.
+
+    REDUCE is timed at the worker that comes last: the others wait in it.
+    """
 
     def cost(op: Op, stage: int) -> int:
         taken: dict[object, int] = {}
-        for number, span in enumerate(span for span in spans if (span.instruction.op, span.instruction.stage) == (op, stage)):
+        for number, span in enumerate(
+            span for span in spans if (span.instruction.op, span.instruction.stage) == (op, stage)
+        ):
             group = span.instruction.step if op is Op.REDUCE else number
             taken[group] = min(taken.get(group, sys.maxsize), span.end_us - span.start_us)
         return round(median(taken.values())) if taken else 0
@@ -196,7 +214,9 @@ def run(out: str | None, scenario: str, steps: int) -> int:
     if scenario not in SCENARIOS:
         raise ValueError(f"--scenario {scenario}: no such scenario; there is {', '.join(SCENARIOS)}")
     if steps < FEWEST_STEPS:
-        raise ValueError(f"--steps {steps}: give at least {FEWEST_STEPS}, so that there are step times before and after the failure")
+        raise ValueError(
+            f"--steps {steps}: give at least {FEWEST_STEPS}, so that there are step times before and after the failure"
+        )
     console = Console(highlight=False, soft_wrap=True)
     try:
         with terminable():
@@ -212,7 +232,11 @@ def run(out: str | None, scenario: str, steps: int) -> int:
 def _demo(out: Path, name: str, steps: int, console: Console) -> int:
     began, scenario = time.monotonic(), SCENARIOS[name]
     cores = len(os.sched_getaffinity(0))
-    console.print(f"recycle demo: {scenario.what}; {scenario.workers} workers on {cores} cores, {steps} steps on real text, folder {out}", markup=False)
+    console.print(
+        f"recycle demo: {scenario.what}; {scenario.workers} workers on {cores} cores, {steps} steps on real text, "
+        f"folder {out}",
+        markup=False,
+    )
     overrides = ["experiment=gpt_tiny", *scenario.both, f"steps={steps}", "report_every=0"]
     said: set[str] = set()
     console.print("\nrun 1 of 2, without a failure (starting four processes takes about half a minute)", style="bold")
@@ -223,7 +247,9 @@ def _demo(out: Path, name: str, steps: int, console: Console) -> int:
     found = report(fault_free, failed, spans, steps) | {"scenario": name, "seconds": round(time.monotonic() - began, 1)}
     write(out, found, spans, failures(failed))
     console.print("\n" + summary(found, out), markup=False)
-    verdict = "passed: same losses, no survivor restarted" if found["passed"] else f"failed: {'; '.join(found['problems'])}"
+    verdict = (
+        "passed: same losses, no survivor restarted" if found["passed"] else f"failed: {'; '.join(found['problems'])}"
+    )
     console.print(f"recycle demo: {verdict}", style="bold green" if found["passed"] else "bold red", markup=False)
     return 0 if found["passed"] else 1
 
@@ -254,17 +280,38 @@ def _show(lines: Sequence[str], console: Console, said: set[str]) -> None:
 def summary(found: Mapping, out: Path) -> str:
     """Both loss curves, what the failure cost, who survived, and where everything lies."""
     killed, live = found["killed"], found["survivors"]
-    table = curves.table(*(dict(enumerate(losses, start=1)) for losses in found["losses"].values()), tuple(one["step"] for one in killed))
+    table = curves.table(
+        *(dict(enumerate(losses, start=1)) for losses in found["losses"].values()), tuple(one["step"] for one in killed)
+    )
     workers = len(live) + len(killed)
     shared = f" with a core for each worker (here {workers} share {found['cores']})" if found["cores"] < workers else ""
-    rows = [("killed", f"seat {one['seat']}, process {one['pid']}, by SIGKILL {one['when']} {one['instruction']}") for one in killed]
+    rows = [
+        ("killed", f"seat {one['seat']}, process {one['pid']}, by SIGKILL {one['when']} {one['instruction']}")
+        for one in killed
+    ]
     rows += [
-        ("stall", f"{found['stall_s']:.3f} s from SIGKILL to the next committed step: {found['detection_s']:.3f} s to notice, "
-                  f"{found['regroup_s']:.3f} s to regroup, {found['rest_s']:.3f} s to finish the step"),
-        ("step time", f"{found['step_s_before']:.3f} s before, {found['step_s_after']:.3f} s after: ratio {found['measured_ratio']:.2f}, "
-                      f"planned {found['predicted_ratio']:.2f}{shared}"),
-        ("survivors", ", ".join(f"{one['seat']} is process {one['pid_at_end']}" for one in live) + f"; {found['survivors_restarted']} restarted"),
-        ("files", f"{out}: report.json, losses.csv, gantt.png (schedule before and after), trace.json (for https://ui.perfetto.dev), {FAILED}/report.html"),
+        (
+            "stall",
+            f"{found['stall_s']:.3f} s from SIGKILL to the next committed step: {found['detection_s']:.3f} s to "
+            "notice, "
+            f"{found['regroup_s']:.3f} s to regroup, {found['rest_s']:.3f} s to finish the step",
+        ),
+        (
+            "step time",
+            f"{found['step_s_before']:.3f} s before, {found['step_s_after']:.3f} s after: ratio "
+            f"{found['measured_ratio']:.2f}, "
+            f"planned {found['predicted_ratio']:.2f}{shared}",
+        ),
+        (
+            "survivors",
+            ", ".join(f"{one['seat']} is process {one['pid_at_end']}" for one in live)
+            + f"; {found['survivors_restarted']} restarted",
+        ),
+        (
+            "files",
+            f"{out}: report.json, losses.csv, gantt.png (schedule before and after), trace.json (for "
+            f"https://ui.perfetto.dev), {FAILED}/report.html",
+        ),
         ("took", f"{found['seconds']:.0f} s"),
-    ]  # fmt: skip
+    ]
     return "\n".join([table, "", *(f"{name:<10}{text}" for name, text in rows)])

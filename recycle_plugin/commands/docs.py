@@ -16,8 +16,12 @@ _ROW = re.compile(r"^\| \[(\w+)\]\(\w+\.md\) \| (.+?) \|$", re.MULTILINE)
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = commands.add_parser("docs", help="print the documents: tutorial, operations, settings, ...", description=DESCRIPTION,
-                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    made = commands.add_parser(
+        "docs",
+        help="print the documents: tutorial, operations, settings, ...",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     made.add_argument("name", metavar="NAME", nargs="?", help="one of the list")
     made.set_defaults(run=run)
 
@@ -44,7 +48,10 @@ def document(name: str) -> str:
     known = documents()
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
-        raise ValueError(f"there is no document {name!r}: " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"))
+        raise ValueError(
+            f"there is no document {name!r}: "
+            + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+        )
     return _text(name)
 
 

@@ -40,17 +40,37 @@ ROWS = 8  # hosts in a table: --json has all
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = commands.add_parser("doctor", help="what a job survives, what each loss costs, and what to change", description=DESCRIPTION,
-                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    made = commands.add_parser(
+        "doctor",
+        help="what a job survives, what each loss costs, and what to change",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     made.add_argument("config", metavar="CONFIG", help='DeepSpeed\'s JSON, with its "recycle" section')
     made.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
     made.add_argument("--dp", type=int, required=True, metavar="D", help="replicas of the pipeline (data parallelism)")
-    made.add_argument("--micro-batches", type=int, metavar="M", help=f"micro-batches of each replica in a step (default: {COUNT})")
-    made.add_argument("--hostfile", metavar="FILE", help="DeepSpeed's: lines such as worker-1 slots=4 (default: all ranks on one host)")
+    made.add_argument(
+        "--micro-batches", type=int, metavar="M", help=f"micro-batches of each replica in a step (default: {COUNT})"
+    )
+    made.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        help="DeepSpeed's: lines such as worker-1 slots=4 (default: all ranks on one host)",
+    )
     source = made.add_mutually_exclusive_group()
-    source.add_argument("--profile", metavar="FILE", help="costs and bytes from the JSON file that recycle profile wrote (default: the config's)")
-    source.add_argument("--preset", metavar="NAME", help="costs and bytes of a named model, an analytic A100: see recycle simulate --help")
-    made.add_argument("--json", action="store_true", help='the same as data; "change" has the lines that begin with "!"')
+    source.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="costs and bytes from the JSON file that recycle profile wrote (default: the config's)",
+    )
+    source.add_argument(
+        "--preset",
+        metavar="NAME",
+        help="costs and bytes of a named model, an analytic A100: see recycle simulate --help",
+    )
+    made.add_argument(
+        "--json", action="store_true", help='the same as data; "change" has the lines that begin with "!"'
+    )
     made.set_defaults(run=run)
 
 
@@ -64,9 +84,16 @@ def run(found: argparse.Namespace) -> int:
         raise ValueError(str(error)) from None
     wrong = [line for section in sections for line in section.wrong]
     if found.json:
-        print(json.dumps({"job": described(job), **{section.key: section.data for section in sections}, "change": wrong}, indent=1))
+        print(
+            json.dumps(
+                {"job": described(job), **{section.key: section.data for section in sections}, "change": wrong},
+                indent=1,
+            )
+        )
     else:
-        print("\n".join([*head(job), *(line for section in sections for line in section.text()), "", verdict(len(wrong))]))
+        print(
+            "\n".join([*head(job), *(line for section in sections for line in section.text()), "", verdict(len(wrong))])
+        )
     return int(bool(wrong))
 
 
@@ -76,7 +103,12 @@ def head(job: ConfiguredJob) -> Iterator[str]:
 
 
 def described(job: ConfiguredJob) -> dict:
-    return {"stages": job.stages, "replicas": job.replicas, "micro_batches": job.shape.micro_batches, "costs": job.origin}
+    return {
+        "stages": job.stages,
+        "replicas": job.replicas,
+        "micro_batches": job.shape.micro_batches,
+        "costs": job.origin,
+    }
 
 
 def verdict(wrong: int) -> str:
@@ -98,7 +130,9 @@ class Section:
         yield from ("", self.title)
         for mark, lines in ("! ", self.wrong), ("  ", self.lines):
             for line in lines:
-                yield from textwrap.wrap(line, WIDTH, initial_indent=mark, subsequent_indent="    ", break_on_hyphens=False)
+                yield from textwrap.wrap(
+                    line, WIDTH, initial_indent=mark, subsequent_indent="    ", break_on_hyphens=False
+                )
         yield from ("  " + line.rstrip() for line in self.table)
 
 
@@ -118,7 +152,9 @@ def survival(job: ConfiguredJob) -> Section:
     if len(rows) == 1:
         lines.append("hosts: none, all ranks are on one" + " (no --hostfile given)" * (ONE_HOST in job.hosts))
     if job.spare_slots:
-        lines.append(f"slots: {job.spare_slots} more than workers; launch with --num_nodes or --num_gpus to leave them out")
+        lines.append(
+            f"slots: {job.spare_slots} more than workers; launch with --num_nodes or --num_gpus to leave them out"
+        )
     data = {"any_workers": each, "at_best_workers": each * job.stages, "workers": workers, "hosts": rows}
     table = tuple(_host_table(rows)) if len(rows) > 1 else ()
     return Section("survives", "What it survives", data, tuple(lines), tuple(_weak(job, risky)), table)
@@ -139,7 +175,14 @@ def _host_table(rows: list[dict]) -> Iterator[str]:
     for row in rows[:ROWS]:
         seats, ranks = row["seats"], row["ranks"]
         named = " ".join(seats) if len(seats) <= NAMED else f"{seats[0]} ... {seats[-1]}"
-        table.append((clipped(row["host"]), _numbers(ranks), named, f"ends the job: {row['ends']}" if row["ends"] else "is survived"))
+        table.append(
+            (
+                clipped(row["host"]),
+                _numbers(ranks),
+                named,
+                f"ends the job: {row['ends']}" if row["ends"] else "is survived",
+            )
+        )
     yield from aligned(table)
     if len(rows) > ROWS:
         yield f"and {len(rows) - ROWS} hosts more: --json has them all"
@@ -160,7 +203,10 @@ def _weak(job: ConfiguredJob, risky: dict[str, tuple[int, ...]]) -> Iterator[str
         yield "--dp 1: a lost worker has no peer to take its micro-batches, and the plugin refuses it; use two replicas or more"
     elif risky and (len(job.hosts) > 1 or job.settings.strict_placement):
         refuses = f"; {SECTION}.strict_placement refuses to start" if job.settings.strict_placement else ""
-        held = "; ".join(f"{clipped(host)} holds every replica of {stages_text(stages)}" for host, stages in list(risky.items())[:NAMED])
+        held = "; ".join(
+            f"{clipped(host)} holds every replica of {stages_text(stages)}"
+            for host, stages in list(risky.items())[:NAMED]
+        )
         more = f"; so do {len(risky) - NAMED} hosts more with other stages" if len(risky) > NAMED else ""
         yield f"{held}{more}{refuses}: {_mend(job)}"
 
@@ -173,7 +219,10 @@ def _mend(job: ConfiguredJob) -> str:
 def aligned(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> list[str]:
     """Columns of equal width; ``right``: those that end at the same place."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(w) if at in right else cell.ljust(w) for at, (cell, w) in enumerate(zip(row, widths))) for row in rows]
+    return [
+        "  ".join(cell.rjust(w) if at in right else cell.ljust(w) for at, (cell, w) in enumerate(zip(row, widths)))
+        for row in rows
+    ]
 
 
 # --- what each loss costs --------------------------------------------------------------------------------
@@ -194,7 +243,9 @@ def slowdown(job: ConfiguredJob) -> Section:
     if len(hosts) > ROWS:
         lines.append(f"of {len(hosts)} kinds of host the {ROWS} worst are shown: --json has all")
     table = tuple(_slowdown_table([*rows, *hosts[:ROWS]], job.settings.exact))
-    return Section("slowdown", "Predicted slowdown", {"each_stage": each, "cases": [*rows, *hosts]}, tuple(lines), table=table)
+    return Section(
+        "slowdown", "Predicted slowdown", {"each_stage": each, "cases": [*rows, *hosts]}, tuple(lines), table=table
+    )
 
 
 def _slowdown_table(rows: list[dict], exact: bool) -> list[str]:
@@ -202,7 +253,16 @@ def _slowdown_table(rows: list[dict], exact: bool) -> list[str]:
     for row in rows:
         other = row["faster"]
         faster = f"{other['name']}: {times(other['slowdown'])}" if other else ""
-        table.append((row["lost"], ms(row["period_us"]), times(row["slowdown"]), times(row["bound"]), ms(row["without_exact_us"]), faster))
+        table.append(
+            (
+                row["lost"],
+                ms(row["period_us"]),
+                times(row["slowdown"]),
+                times(row["bound"]),
+                ms(row["without_exact_us"]),
+                faster,
+            )
+        )
     shown_columns = [True] * 4 + [exact, any(row["faster"] for row in rows)]
     return aligned([tuple(compress(row, shown_columns)) for row in table], (1, 2, 3, *([4] if exact else [])))
 
@@ -210,9 +270,15 @@ def _slowdown_table(rows: list[dict], exact: bool) -> list[str]:
 def _row(job: ConfiguredJob, name: str, lost: tuple[Seat, ...], free: int) -> dict:
     period, bound = job.planned(lost)
     return {
-        "lost": name, "seats": list(map(str, lost)), "period_us": period, "bound_us": bound, "slowdown": round(period / free, 4),
-        "bound": round(bound / free, 4), "faster": _faster(job, lost, period, free), "without_exact_us": job.planned(lost, block=1)[0],
-    }  # fmt: skip
+        "lost": name,
+        "seats": list(map(str, lost)),
+        "period_us": period,
+        "bound_us": bound,
+        "slowdown": round(period / free, 4),
+        "bound": round(bound / free, 4),
+        "faster": _faster(job, lost, period, free),
+        "without_exact_us": job.planned(lost, block=1)[0],
+    }
 
 
 def _faster(job: ConfiguredJob, lost: tuple[Seat, ...], period: int, free: int) -> dict | None:
@@ -223,7 +289,11 @@ def _faster(job: ConfiguredJob, lost: tuple[Seat, ...], period: int, free: int) 
         return None
     layers = job.profile.layers if job.profile else 0
     best = planner.options(job.shape.full().without(*lost), job.costs, job.policy, layers)[0]
-    return None if best.name == "reroute" else {"name": best.name, "period_us": best.period_us, "slowdown": round(best.period_us / free, 4)}
+    return (
+        None
+        if best.name == "reroute"
+        else {"name": best.name, "period_us": best.period_us, "slowdown": round(best.period_us / free, 4)}
+    )
 
 
 def ms(microseconds: int) -> str:
@@ -245,9 +315,15 @@ def costly(job: ConfiguredJob) -> Section:
         said = "" if CLIPPING in job.config else " (DeepSpeed's default)"
         waits = f"{job.clipping:g}{said}: steps wait for the norm over all stages"
         redone = f"{job.clipping:g}{said}: no step waits for the norm; one that is over it is taken back and clipped"
-        rows.append(_switch(job, CLIPPING, waits, f'0, or {SECTION}.clip "validate"', validate=False) if settings.waits_for_norm(job.clipping) else
-                    {"setting": CLIPPING, "text": redone})  # fmt: skip
-    for name, why in ("split_backward", "weight gradients fill no bubbles"), ("stagger_optimizer", "all stages step together"):
+        rows.append(
+            _switch(job, CLIPPING, waits, f'0, or {SECTION}.clip "validate"', validate=False)
+            if settings.waits_for_norm(job.clipping)
+            else {"setting": CLIPPING, "text": redone}
+        )
+    for name, why in (
+        ("split_backward", "weight gradients fill no bubbles"),
+        ("stagger_optimizer", "all stages step together"),
+    ):
         if not getattr(settings, name):
             rows.append(_switch(job, f"{SECTION}.{name}", f"false: {why}", "true", **{name: True}))
     if job.survives:
@@ -255,10 +331,18 @@ def costly(job: ConfiguredJob) -> Section:
     rows.append({"setting": f"{SECTION}.exact", **(found := cost(job)), "text": _exact(job, found)})
     name = bf16(job.config)
     if name is not None:
-        rows.append({"setting": f"{name}.enabled", "text": f"true: {_whole('bf16', job.replicas)}; gradients are summed in fp32, over micro-batches and over workers"})
+        rows.append(
+            {
+                "setting": f"{name}.enabled",
+                "text": f"true: {_whole('bf16', job.replicas)}; gradients are summed in fp32, over micro-batches and "
+                "over workers",
+            }
+        )
     elif settings.zero is not None:
         rows.append({"setting": f"{SECTION}.zero", "text": f'"{settings.zero}": {_whole("fp32", job.replicas)}'})
-    rows.append({"setting": f"{SECTION}.undo", "bytes_a_parameter": UNDO_BYTES[settings.undo], "text": _undo(settings.undo)})
+    rows.append(
+        {"setting": f"{SECTION}.undo", "bytes_a_parameter": UNDO_BYTES[settings.undo], "text": _undo(settings.undo)}
+    )
     lines = tuple(f"{row['setting']} {row.pop('text')}" for row in rows)
     return Section("settings", "What settings cost", rows, lines)
 
@@ -275,7 +359,10 @@ def _exact(job: ConfiguredJob, found: dict) -> str:
     said += f"; {more} gradient buffers more" + (f" of {gib(size)}" if size is not None else "")
     said += f"; sums move {' and '.join(f'{ratio:g}' for ratio in now['moved'][: 1 + job.survives])} times an all-reduce's bytes"
     if found["smaller"]:
-        less = [f"{other['block']}: {ms(other['period_one_lost_us'])}, {other['blocks'][1] - 1} buffers" for other in found["smaller"]]
+        less = [
+            f"{other['block']}: {ms(other['period_one_lost_us'])}, {other['blocks'][1] - 1} buffers"
+            for other in found["smaller"]
+        ]
         said += f"; after one loss with {SECTION}.exact_block {'; '.join(less)}"
     return said
 
@@ -291,7 +378,10 @@ def _undo(way: str) -> str:
 
 
 def _switch(job: ConfiguredJob, setting: str, now: str, instead: str, **changed: Any) -> dict:
-    """A setting that takes away one of the planner's techniques.  Where memory hides what that costs, more memory shows it."""
+    """A setting that takes away one of the planner's techniques.
+
+    Where memory hides what that costs, more memory shows it.
+    """
     from recycle_plugin.planner import PlanError
 
     row = {"setting": setting, "period_us": job.planned()[0], "period_one_lost_us": job.one_lost()}
@@ -302,9 +392,17 @@ def _switch(job: ConfiguredJob, setting: str, now: str, instead: str, **changed:
         except PlanError:  # bytes that hold an activation, but not what a split backward keeps
             continue
         befores = row["period_us"], row["period_one_lost_us"]
-        gained = [f"{what} {ms(old)} -> {ms(new)}" for what, old, new in zip(("the step", "after one loss"), befores, after) if new < old]
+        gained = [
+            f"{what} {ms(old)} -> {ms(new)}"
+            for what, old, new in zip(("the step", "after one loss"), befores, after)
+            if new < old
+        ]
         if gained:
-            changes = {"activation_cap": more.get("activation_cap"), "period_us_changed": after[0], "period_one_lost_us_changed": after[1]}
+            changes = {
+                "activation_cap": more.get("activation_cap"),
+                "period_us_changed": after[0],
+                "period_one_lost_us_changed": after[1],
+            }
             return row | changes | {"text": f"{now}; {said}{', '.join(gained)}"}
     return row | {"text": f"{now}, which costs nothing here"}
 
@@ -324,7 +422,12 @@ def _cap(job: ConfiguredJob) -> dict:
     least = period(high)
     cost = "nothing" if least <= free else times(least / free)
     size = f" ({gib(max(row['each'] for row in held_bytes(job)) * high)})" if job.profile else ""
-    row = {"setting": f"{SECTION}.activation_cap", "least": high, "period_one_lost_us": now, "period_one_lost_us_changed": least}
+    row = {
+        "setting": f"{SECTION}.activation_cap",
+        "least": high,
+        "period_one_lost_us": now,
+        "period_one_lost_us_changed": least,
+    }
     held = shown(job.settings.activation_cap)
     if now <= goal:
         return row | {"text": f"{held} is enough: from {high} micro-batches{size} on one loss costs {cost}"}
@@ -353,25 +456,54 @@ def versions() -> Section:
     known = releases()
     table = aligned([(one.name, one.installed or "not installed", f"needs {one.needs}") for one in known])
     rows = [{**one._asdict(), "fits": one.fits} for one in known]
-    return Section("versions", "Versions here", rows, (), tuple(one.wrong for one in known if not one.fits), tuple(table))
+    return Section(
+        "versions", "Versions here", rows, (), tuple(one.wrong for one in known if not one.fits), tuple(table)
+    )
 
 
 # --- memory ----------------------------------------------------------------------------------------------
 
-PARTS = {"state": "state", "undo": "undo", "blocks": "blocks", "kept": "kept", "activations": "activations", "working": "running", "sum": "sum"}
+PARTS = {
+    "state": "state",
+    "undo": "undo",
+    "blocks": "blocks",
+    "kept": "kept",
+    "activations": "activations",
+    "working": "running",
+    "sum": "sum",
+}
 
 
 def memory(job: ConfiguredJob) -> Section:
     title = "Memory of a worker"
     if job.profile is None:
-        return Section("memory", title, None, ("not known without a profile: recycle profile --out FILE measures one, --profile FILE takes it",))
+        return Section(
+            "memory",
+            title,
+            None,
+            ("not known without a profile: recycle profile --out FILE measures one, --profile FILE takes it",),
+        )
     rows, device = held_bytes(job), job.profile.device_bytes
     parts = [part for part in PARTS if part != "blocks" or job.settings.exact]
-    table = [("stage", *map(PARTS.get, parts)), *((str(stage), *(gib(row[part]) for part in parts)) for stage, row in enumerate(rows))]
+    table = [
+        ("stage", *map(PARTS.get, parts)),
+        *((str(stage), *(gib(row[part]) for part in parts)) for stage, row in enumerate(rows)),
+    ]
     has = "the profile does not say how much the device has" if device is None else f"the device has {gib(device)}"
-    lines = (f"{has}; kept: boundary tensors of two steps, after one loss" + "; blocks: exact mode's sums" * job.settings.exact, "activations: at the cap; running: what an instruction needs, an estimate")
+    lines = (
+        f"{has}; kept: boundary tensors of two steps, after one loss"
+        + "; blocks: exact mode's sums" * job.settings.exact,
+        "activations: at the cap; running: what an instruction needs, an estimate",
+    )
     wrong = _too_much(rows, device) if device is not None else ()
-    return Section("memory", title, {"device": device, "stages": rows}, lines, wrong, tuple(aligned(table, tuple(range(1, len(table[0]))))))
+    return Section(
+        "memory",
+        title,
+        {"device": device, "stages": rows},
+        lines,
+        wrong,
+        tuple(aligned(table, tuple(range(1, len(table[0]))))),
+    )
 
 
 def _too_much(rows: list[dict], device: int) -> tuple[str, ...]:
@@ -379,13 +511,18 @@ def _too_much(rows: list[dict], device: int) -> tuple[str, ...]:
     over = [stage for stage, row in enumerate(rows) if row["sum"] > device]
     if not over:
         return ()
-    held = min((device - rows[stage]["sum"] + rows[stage]["activations"]) // max(1, rows[stage]["each"]) for stage in over)
+    held = min(
+        (device - rows[stage]["sum"] + rows[stage]["activations"]) // max(1, rows[stage]["each"]) for stage in over
+    )
     smaller = f", or set {SECTION}.activation_cap to {held}" if held >= 1 else ""
     return (f"{stages_text(over)}: {gib(max(row['sum'] for row in rows))} of {gib(device)}; use more stages{smaller}",)
 
 
 def held_bytes(job: ConfiguredJob) -> list[dict]:
-    """Per stage.  ``each``: of one micro-batch.  ``kept``: boundary tensors stay until their step is committed, and two may be under way."""
+    """Per stage.  ``each``: of one micro-batch.
+
+    ``kept``: boundary tensors stay until their step is committed, and two may be under way.
+    """
     profile, stages, policy = job.profile, job.stages, job.policy
     state, working = profile.state_bytes(stages), profile.working_bytes(stages)
     both, parts = profile.state_bytes(stages, job.settings.undo), profile.parts(stages)
@@ -395,11 +532,20 @@ def held_bytes(job: ConfiguredJob) -> list[dict]:
         room = policy.memory_bytes[stage] if isinstance(policy.memory_bytes, tuple) else policy.memory_bytes
         most = each * (job.busiest if room is not None else min(job.busiest, policy.cap(stage, stages)))
         made = (stage > 0) + (stage < stages - 1)
-        blocks = 4 * sum(part.parameters for part in parts[stage]) * (job.busiest_blocks(policy.block) - 1) if job.settings.exact else 0
+        blocks = (
+            4 * sum(part.parameters for part in parts[stage]) * (job.busiest_blocks(policy.block) - 1)
+            if job.settings.exact
+            else 0
+        )
         row = {
-            "each": each, "state": state[stage], "undo": both[stage] - state[stage], "blocks": blocks, "kept": 2 * made * job.busiest * profile.boundary_bytes,
-            "activations": most if room is None else min(most, room), "working": working[stage],
-        }  # fmt: skip
+            "each": each,
+            "state": state[stage],
+            "undo": both[stage] - state[stage],
+            "blocks": blocks,
+            "kept": 2 * made * job.busiest * profile.boundary_bytes,
+            "activations": most if room is None else min(most, room),
+            "working": working[stage],
+        }
         rows.append(row | {"sum": sum(row[part] for part in PARTS if part != "sum")})
     return rows
 

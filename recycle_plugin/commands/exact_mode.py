@@ -1,4 +1,6 @@
-"""What exact mode (core/vocabulary/blocks.py) costs a job: freedom to reroute, gradient buffers, and what the sums move."""
+"""What exact mode (core/vocabulary/blocks.py) costs a job: freedom to reroute, gradient buffers, and what the sums
+move.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,20 @@ NEARLY = 1.02  # as fast as without blocks, for all that matters
 
 
 def figures(job: ConfiguredJob, block: int | None) -> dict:
-    """With blocks of so many micro-batches.  ``blocks``: of the busiest worker, without a loss and after one; each but the first takes a buffer.
-    ``moved``: what a worker sends in a sum, in units of an all-reduce's bytes: its blocks once, and its part of the result."""
+    """With blocks of so many micro-batches.
+
+    ``blocks``: of the busiest worker, without a loss and after one; each but the first takes a buffer. ``moved``: what
+    a worker sends in a sum, in units of an all-reduce's bytes: its blocks once, and its part of the result.
+    """
     free, lost = job.planned(block=block)[0], job.one_lost(block=block)
     blocks = len(job.blocks(block).members()) // job.replicas, job.busiest_blocks(block)
     return {
-        "block": job.blocks(block).size, "period_us": free, "period_one_lost_us": lost, "blocks": blocks, "moved": [(count + 1) / 2 for count in blocks],
-    }  # fmt: skip
+        "block": job.blocks(block).size,
+        "period_us": free,
+        "period_one_lost_us": lost,
+        "blocks": blocks,
+        "moved": [(count + 1) / 2 for count in blocks],
+    }
 
 
 def smaller(job: ConfiguredJob, found: dict, least_us: int) -> Iterator[dict]:
@@ -27,11 +36,22 @@ def smaller(job: ConfiguredJob, found: dict, least_us: int) -> Iterator[dict]:
 
 
 def cost(job: ConfiguredJob) -> dict:
-    """``now``: with the blocks of the settings, or, where the mode is off, with those that it would have; ``without``; ``smaller``: what to change to."""
+    """``now``: with the blocks of the settings, or, where the mode is off, with those that it would have; ``without``;
+    ``smaller``: what to change to.
+    """
     without, now = figures(job, 1), figures(job, job.settings.exact_block)
-    return {"on": job.settings.exact, "now": now, "without": without, "smaller": list(smaller(job, now, without["period_one_lost_us"]))}
+    return {
+        "on": job.settings.exact,
+        "now": now,
+        "without": without,
+        "smaller": list(smaller(job, now, without["period_one_lost_us"])),
+    }
 
 
 def buffer_bytes(job: ConfiguredJob) -> int | None:
     """Of the largest stage's gradients, in fp32."""
-    return None if job.profile is None else max(4 * sum(part.parameters for part in row) for row in job.profile.parts(job.stages))
+    return (
+        None
+        if job.profile is None
+        else max(4 * sum(part.parameters for part in row) for row in job.profile.parts(job.stages))
+    )

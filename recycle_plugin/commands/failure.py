@@ -1,4 +1,6 @@
-"""``recycle simulate --fault``: a few steps with kills, instruction by instruction: drawn, traced, and what they cost."""
+"""``recycle simulate --fault``: a few steps with kills, instruction by instruction: drawn, traced, and what they
+cost.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
     struck = {seat for loss in ran.losses for seat in loss.seats}
     for fault in faults:
         if fault.seat not in struck:
-            raise ValueError(f"--fault '{fault}' never strikes before the end of steps 0 to {found.steps - 1} of this plan")
+            raise ValueError(
+                f"--fault '{fault}' never strikes before the end of steps 0 to {found.steps - 1} of this plan"
+            )
     spans = [span for span in ran.spans if span.instruction.op in COMPUTE | STAGE_WIDE]
     if found.perfetto is not None:
         from recycle_plugin.render import perfetto
@@ -40,20 +44,29 @@ def run(found: argparse.Namespace, given: JobArguments, machine: Any) -> int:
     if found.png is not None:
         draw_png(found, spans, ran)
     if found.json:
-        print(json.dumps({"unit": "us", **record(ran), **({"restart": record(restarted)} if restarted else {})}, indent=1))
+        print(
+            json.dumps({"unit": "us", **record(ran), **({"restart": record(restarted)} if restarted else {})}, indent=1)
+        )
     else:
         print("\n".join([report(spans, ran), *([comparison(ran, restarted)] if restarted else [])]))
     return 0
 
 
 def record(ran: Any) -> dict:
-    losses = [asdict(loss) | {"seats": list(map(str, loss.seats)), "redone_share": redone_share(ran, loss)} for loss in ran.losses]
+    losses = [
+        asdict(loss) | {"seats": list(map(str, loss.seats)), "redone_share": redone_share(ran, loss)}
+        for loss in ran.losses
+    ]
     return {"commits": dict(sorted(ran.commits.items())), "losses": losses}
 
 
 def redone_share(ran: Any, loss: Any) -> float:
     """What is run again, in the time that the whole interrupted step computes."""
-    once = {span.instruction: span.end_us - span.start_us for span in ran.spans if span.instruction.op in COMPUTE and span.instruction.step == loss.committed + 1}
+    once = {
+        span.instruction: span.end_us - span.start_us
+        for span in ran.spans
+        if span.instruction.op in COMPUTE and span.instruction.step == loss.committed + 1
+    }
     return loss.redone_us / sum(once.values())
 
 
@@ -61,8 +74,11 @@ def comparison(ran: Any, restarted: Any) -> str:
     """Lineage beside step restart."""
     shares = [f"{sum(redone_share(each, loss) for loss in each.losses):.1%}" for each in (ran, restarted)]
     ends = [f"{max(each.commits.values()) / 1000:g}" for each in (ran, restarted)]
-    return (f"run again, of a step's compute: {shares[0]}; {shares[1]} where an interrupted step starts anew (step restart); "
-            f"the last commit at {ends[0]} ms and {ends[1]} ms")
+    return (
+        f"run again, of a step's compute: {shares[0]}; {shares[1]} where an interrupted step starts anew (step "
+        "restart); "
+        f"the last commit at {ends[0]} ms and {ends[1]} ms"
+    )
 
 
 def report(spans: list[Span], ran: Any) -> str:
@@ -70,11 +86,16 @@ def report(spans: list[Span], ran: Any) -> str:
 
     tick = max(1, max(span.end_us for span in spans) // DRAWN_COLUMNS)
     lines = [grid.draw(spans, tick)] if len({span.seat for span in spans}) <= 64 else []
-    lines.append(f"a column is {tick / 1000:g} ms; committed, in ms: " + ", ".join(f"step {step} {at / 1000:g}" for step, at in sorted(ran.commits.items())))
+    lines.append(
+        f"a column is {tick / 1000:g} ms; committed, in ms: "
+        + ", ".join(f"step {step} {at / 1000:g}" for step, at in sorted(ran.commits.items()))
+    )
     for loss in ran.losses:
         lines.append(
-            f"lost {', '.join(map(str, loss.seats))} at {loss.died_us / 1000:g} ms, known at {loss.detected_us / 1000:g}, went on at "
-            f"{loss.resumed_us / 1000:g} behind step {loss.committed}; {loss.redone_us / 1000:g} ms run again ({redone_share(ran, loss):.1%} of the step's compute), {loss.undone} workers took a step back"
+            f"lost {', '.join(map(str, loss.seats))} at {loss.died_us / 1000:g} ms, known at "
+            f"{loss.detected_us / 1000:g}, went on at "
+            f"{loss.resumed_us / 1000:g} behind step {loss.committed}; {loss.redone_us / 1000:g} ms run again "
+            f"({redone_share(ran, loss):.1%} of the step's compute), {loss.undone} workers took a step back"
         )
     return "\n".join(lines)
 
@@ -84,7 +105,11 @@ def moments(ran: Any) -> dict[str, int]:
     found = {f"step {step} committed": at for step, at in ran.commits.items()}
     for loss in ran.losses:
         names = ", ".join(map(str, loss.seats))
-        found |= {f"{names} died": loss.died_us, f"loss of {names} known": loss.detected_us, f"going on without {names}": loss.resumed_us}
+        found |= {
+            f"{names} died": loss.died_us,
+            f"loss of {names} known": loss.detected_us,
+            f"going on without {names}": loss.resumed_us,
+        }
     return found
 
 
@@ -93,5 +118,13 @@ def draw_png(found: argparse.Namespace, spans: list[Span], ran: Any) -> None:
 
     origin = ran.losses[0].died_us if ran.losses else None
     deaths = {seat: loss.died_us for loss in ran.losses for seat in loss.seats}
-    pauses = tuple(gantt.Pause(f"{(loss.resumed_us - loss.died_us) / 1000:g} ms to notice and regroup", loss.died_us, loss.resumed_us) for loss in ran.losses)
-    gantt.draw(found.png, gantt.Panel(f"simulated: {'; '.join(found.fault)}", spans, deaths, None, origin, run_again(spans), pauses))
+    pauses = tuple(
+        gantt.Pause(
+            f"{(loss.resumed_us - loss.died_us) / 1000:g} ms to notice and regroup", loss.died_us, loss.resumed_us
+        )
+        for loss in ran.losses
+    )
+    gantt.draw(
+        found.png,
+        gantt.Panel(f"simulated: {'; '.join(found.fault)}", spans, deaths, None, origin, run_again(spans), pauses),
+    )

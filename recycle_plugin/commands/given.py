@@ -1,4 +1,7 @@
-"""Arguments that several subcommands share, from text to what the layers below take.  Raises ValueError with one line."""
+"""Arguments that several subcommands share, from text to what the layers below take.
+
+Raises ValueError with one line.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,23 @@ from recycle_plugin.settings import activation_cap as caps
 
 COSTS_HELP = (
     "F, I, W (one micro-batch), comm (a boundary tensor), across (the same between replicas), reduce, tie, step, "
-    "B (both backwards at once; I + W without), dispatch; in ticks, a value for each stage where stages differ: F=1/1/2/1"
+    "B (both backwards at once; I + W without), dispatch; in ticks, a value for each stage where stages differ: "
+    "F=1/1/2/1"
 )
 PLACEMENTS = ("alone", "replica", "stage")
 FINEST = 1000  # parts of a tick that costs may be given in
 _NAMES = {
-    "F": "forward", "I": "input", "W": "weight", "B": "backward", "comm": "communication", "across": "communication_across",
-    "reduce": "reduce", "tie": "tie", "step": "step", "dispatch": "dispatch",
-}  # fmt: skip
+    "F": "forward",
+    "I": "input",
+    "W": "weight",
+    "B": "backward",
+    "comm": "communication",
+    "across": "communication_across",
+    "reduce": "reduce",
+    "tie": "tie",
+    "step": "step",
+    "dispatch": "dispatch",
+}
 _SINGLE = ("comm", "across", "tie", "dispatch")
 
 
@@ -32,8 +44,8 @@ _SINGLE = ("comm", "across", "tie", "dispatch")
 class JobArguments:
     """A job: shape, who is alive, costs and their unit.  ``scale``: integers of ``costs`` in one ``unit``.
 
-    ``samples``: of a micro-batch; ``state_bytes``: per stage, what a copy of a worker's state moves (where costs are given
-    by hand: nothing).  ``network``: opens the lines between the workers; None: nobody shares one.
+    ``samples``: of a micro-batch; ``state_bytes``: per stage, what a copy of a worker's state moves (where costs are
+    given by hand: nothing).  ``network``: opens the lines between the workers; None: nobody shares one.
     """
 
     view: ClusterView
@@ -63,36 +75,75 @@ class JobArguments:
 def add_job(parser: argparse.ArgumentParser) -> None:
     """Shape, techniques, memory and costs."""
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline stages")
-    parser.add_argument("--dp", type=int, required=True, metavar="D", help="replicas of the pipeline (data parallelism)")
-    parser.add_argument("--micro-batches", type=int, required=True, metavar="M", help="micro-batches of each replica in a step")
-    parser.add_argument("--tied", default="", metavar="STAGES", help="stages that share weights, comma-separated: 0+3,1+2")
-    parser.add_argument("--lost", default="", metavar="SEATS", help="lost workers as replica.stage, comma-separated: 1.2,0.3")
-    parser.add_argument("--cap", default="1.0", metavar="C", help="what a worker may hold: micro-batches in units of P, 1f1b for what 1F1B holds, or, with --profile or --preset, bytes: a size such as 12GiB, or auto for what its device has left (default: 1.0)")
+    parser.add_argument(
+        "--dp", type=int, required=True, metavar="D", help="replicas of the pipeline (data parallelism)"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, required=True, metavar="M", help="micro-batches of each replica in a step"
+    )
+    parser.add_argument(
+        "--tied", default="", metavar="STAGES", help="stages that share weights, comma-separated: 0+3,1+2"
+    )
+    parser.add_argument(
+        "--lost", default="", metavar="SEATS", help="lost workers as replica.stage, comma-separated: 1.2,0.3"
+    )
+    parser.add_argument(
+        "--cap",
+        default="1.0",
+        metavar="C",
+        help="what a worker may hold: micro-batches in units of P, 1f1b for what 1F1B holds, or, with --profile or "
+        "--preset, bytes: a size such as 12GiB, or auto for what its device has left (default: 1.0)",
+    )
     parser.add_argument("--no-split", action="store_true", help="both gradients at once: no decoupled backward")
-    parser.add_argument("--no-stagger", action="store_true", help="all stages step together, none before all have their gradients: no staggered optimizer")
-    parser.add_argument("--no-reroute", action="store_true", help="leave a lost worker's micro-batches alone: a loss is an error")
-    parser.add_argument("--couple", action="store_true", help="let single backwards run coupled where that saves memory or time")
+    parser.add_argument(
+        "--no-stagger",
+        action="store_true",
+        help="all stages step together, none before all have their gradients: no staggered optimizer",
+    )
+    parser.add_argument(
+        "--no-reroute", action="store_true", help="leave a lost worker's micro-batches alone: a loss is an error"
+    )
+    parser.add_argument(
+        "--couple", action="store_true", help="let single backwards run coupled where that saves memory or time"
+    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--costs", metavar="TICKS", help=f"costs: {COSTS_HELP} (default: F=1,I=1,W=1)")
     source.add_argument("--profile", metavar="FILE", help="costs from the JSON file that recycle profile wrote")
-    source.add_argument("--preset", metavar="NAME", help="costs of a named model, an analytic A100: see recycle simulate --help")
+    source.add_argument(
+        "--preset", metavar="NAME", help="costs of a named model, an analytic A100: see recycle simulate --help"
+    )
 
 
 def job(found: argparse.Namespace, milliseconds: bool = False, placement: str = "alone") -> JobArguments:
-    """What :func:`add_job`'s arguments say.  ``milliseconds``: so long is a tick of ``--costs``; otherwise it has no length."""
+    """What :func:`add_job`'s arguments say.
+
+    ``milliseconds``: so long is a tick of ``--costs``; otherwise it has no length.
+    """
     shape = Topology(found.dp, found.pp, found.micro_batches, ties(found.tied))
     view = shape.full().without(*seats(found.lost, shape))
     if found.profile is None and found.preset is None:
         if placement != "alone":
             raise ValueError(f"--placement {placement} needs the sizes of tensors: give --profile or --preset")
         model, scale = ticks(found.costs or "F=1,I=1,W=1", found.pp, FINEST if milliseconds else 1)
-        return JobArguments(view, model, techniques(found, None), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1")
+        return JobArguments(
+            view, model, techniques(found, None), "ms" if milliseconds else "ticks", scale, found.costs or "F=I=W=1"
+        )
     from recycle_plugin.simulator import analytic, network
 
     taken = read(found.profile) if found.profile is not None else analytic.preset(found.preset)
     costs = taken.costs(shape.stages, shape.replicas, found.no_split, placement)
     lines = None if placement == "alone" else partial(network.lines, taken, placement, shape.stages)
-    return JobArguments(view, costs, techniques(found, taken), "us", 1, taken.title, taken.micro_batch, taken.state_bytes(shape.stages), lines)
+    return JobArguments(
+        view,
+        costs,
+        techniques(found, taken),
+        "us",
+        1,
+        taken.title,
+        taken.micro_batch,
+        taken.state_bytes(shape.stages),
+        lines,
+    )
 
 
 def ties(text: str) -> tuple[tuple[int, ...], ...]:
@@ -106,7 +157,9 @@ def ties(text: str) -> tuple[tuple[int, ...], ...]:
 def techniques(found: argparse.Namespace, taken: Profile | None) -> Policy:
     """What :func:`add_job`'s arguments allow the planner; ``taken``: where bytes are known from."""
     held, room = cap(found.cap, found.pp, taken)
-    return Policy(not found.no_split, not found.no_stagger, not found.no_reroute, held, memory_bytes=room, couple=found.couple)
+    return Policy(
+        not found.no_split, not found.no_stagger, not found.no_reroute, held, memory_bytes=room, couple=found.couple
+    )
 
 
 def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
@@ -114,19 +167,26 @@ def seats(text: str, shape: Topology) -> tuple[Seat, ...]:
     found = tuple(Seat.parse(part.strip()) for part in text.split(",") if part.strip())
     for seat in found:
         if seat not in shape.seats:
-            raise ValueError(f"--lost {seat}: replicas are 0 to {shape.replicas - 1}, stages 0 to {shape.stages - 1}, written replica.stage")
+            raise ValueError(
+                f"--lost {seat}: replicas are 0 to {shape.replicas - 1}, stages 0 to {shape.stages - 1}, written "
+                "replica.stage"
+            )
     if len(set(found)) < len(found):
         raise ValueError(f"--lost {text}: a seat is named twice")
     return found
 
 
 def cap(text: str, stages: int, taken: Profile | None = None) -> tuple[int | str | None, int | tuple[int, ...] | None]:
-    """``Policy``'s activation_cap and memory_bytes, one of them None: micro-batches from a multiple of ``stages``, rounded down, or bytes."""
+    """``Policy``'s activation_cap and memory_bytes, one of them None: micro-batches from a multiple of ``stages``,
+    rounded down, or bytes.
+    """
     word = caps.normal(text)
     if word == ONE_F_ONE_B:
         return ONE_F_ONE_B, None
     if word is not None and taken is None:
-        raise ValueError(f"--cap {text} counts bytes, and --costs doesn't know those of a micro-batch: give --profile or --preset")
+        raise ValueError(
+            f"--cap {text} counts bytes, and --costs doesn't know those of a micro-batch: give --profile or --preset"
+        )
     if word is not None:
         try:
             return None, caps.memory_bytes(word, taken, stages)
@@ -140,7 +200,9 @@ def cap(text: str, stages: int, taken: Profile | None = None) -> tuple[int | str
 
 
 def ticks(text: str, stages: int, scale: int = 1) -> tuple[CostModel, int]:
-    """The cost model of ``F=1,I=1,...`` and the integers in a tick: as few as make every cost whole, at least ``scale``."""
+    """The cost model of ``F=1,I=1,...`` and the integers in a tick: as few as make every cost whole, at least
+    ``scale``.
+    """
     values = dict(_entry(part, stages) for part in text.split(",") if part.strip())
     missing = [name for name in ("F", "I", "W") if name not in values]
     if missing:

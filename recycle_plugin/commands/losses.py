@@ -32,7 +32,10 @@ def _worker_losses(job: ConfiguredJob) -> Iterator[tuple[str, tuple[Seat, ...]]]
         if count <= job.stages:
             spread = sorted(ranked[:count])
             where = stages_text(spread) if count <= NAMED else f"{count} stages"
-            yield f"{count} workers, spread: {where}", tuple(Seat(replica, stage) for replica, stage in enumerate(spread))
+            yield (
+                f"{count} workers, spread: {where}",
+                tuple(Seat(replica, stage) for replica, stage in enumerate(spread)),
+            )
     yield "any whole replica", tuple(Seat(0, stage) for stage in range(job.stages))
     yield "all replicas but one", tuple(seat for seat in job.shape.seats if seat.replica)
 
@@ -64,7 +67,9 @@ def stages_text(stages: Sequence[int]) -> str:
             runs[-1].append(stage)
         else:
             runs.append([stage])
-    return f"stage{'s' * (len(stages) > 1)} " + ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"stage{'s' * (len(stages) > 1)} " + ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs
+    )
 
 
 def clipped(host: str) -> str:

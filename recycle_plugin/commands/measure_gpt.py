@@ -65,7 +65,9 @@ def measure(found: argparse.Namespace) -> Profile | None:
     job = compose([f"model={found.model}"])
     if not isinstance(job.model, GPTModel):
         raise ValueError(f"--model {found.model}: not a GPT")
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[found.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[
+        found.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    ]
     with_group = _group(device)
     try:
         across, said = _across(found, device)
@@ -77,7 +79,9 @@ def measure(found: argparse.Namespace) -> Profile | None:
             dist.destroy_process_group()
 
 
-def _profile(found: argparse.Namespace, model: GPTModel, device: torch.device, dtype: torch.dtype, across: Wire, said: str) -> Profile:
+def _profile(
+    found: argparse.Namespace, model: GPTModel, device: torch.device, dtype: torch.dtype, across: Wire, said: str
+) -> Profile:
     memory, whose = _memory_of(device)
     cases = _cases(model, found.micro_batch, device, dtype, found.checkpointing)
     parts = {name: _part(case, Clock(device), found.repeat) for name, case in cases.items()}
@@ -103,7 +107,9 @@ def _profile(found: argparse.Namespace, model: GPTModel, device: torch.device, d
     )
 
 
-def _cases(model: GPTModel, batch: int, device: torch.device, dtype: torch.dtype, checkpointing: bool) -> dict[str, Case]:
+def _cases(
+    model: GPTModel, batch: int, device: torch.device, dtype: torch.dtype, checkpointing: bool
+) -> dict[str, Case]:
     """Embedding, one layer, head with loss."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron's, on what is not installed
@@ -134,7 +140,9 @@ def _part(case: Case, clock: Clock, repeat: int) -> LayerProfile:
     backward = 1e6 * median(row[1] for row in fused[WARM_UP:])
     held, pending = _memory(case, clock.device)
     parameters = sum(parameter.numel() for parameter in case.module.parameters())
-    return LayerProfile(forward, gradient, weight, backward, 1e6 * _step(case.module, clock, repeat), parameters, held, pending)
+    return LayerProfile(
+        forward, gradient, weight, backward, 1e6 * _step(case.module, clock, repeat), parameters, held, pending
+    )
 
 
 def _once(case: Case, clock: Clock, deferred: DeferredWeights | None) -> tuple[float, float, float]:
@@ -233,7 +241,9 @@ def _across(found: argparse.Namespace, device: torch.device) -> tuple[Wire, str]
     """The link between hosts, and where its figures come from."""
     members = dist.get_world_size()
     if members == 1:
-        return Wire(found.latency, 1e3 * found.bandwidth), "link between hosts: stated by --bandwidth and --latency, not measured"
+        return Wire(
+            found.latency, 1e3 * found.bandwidth
+        ), "link between hosts: stated by --bandwidth and --latency, not measured"
     small, large = (_all_reduce(size, device, found.repeat) for size in (SMALL, LARGE))
     rate = 2 * (members - 1) / members * (LARGE - SMALL) / max(1e-3, large - small)
     latency = max(0.0, small / (2 * (members - 1)) - SMALL / members / rate)
@@ -256,5 +266,9 @@ def _memory_of(device: torch.device) -> tuple[int, str]:
 def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return f"{names[0] if names else platform.processor()}, {torch.get_num_threads()} threads"

@@ -31,12 +31,32 @@ COARSE = 60  # columns of a grid whose costs are no ticks
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = commands.add_parser("plan", help="plan one step for a shape and its lost workers", description=DESCRIPTION,
-                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    made = commands.add_parser(
+        "plan",
+        help="plan one step for a shape and its lost workers",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_job(made)
-    made.add_argument("--json", action="store_true", help="print figures as JSON instead of the grid; plan_ms: from membership to verified and hashed plan, in a warm process")
-    made.add_argument("--refine", type=float, default=0.0, metavar="SECONDS", help="search on for so long, or until the lower bound is met; for a plan that many steps will follow")
-    made.add_argument("--exact", action="store_true", help="with --refine: then as long again by constraint programming (extra: exact), for up to some 800 instructions")
+    made.add_argument(
+        "--json",
+        action="store_true",
+        help="print figures as JSON instead of the grid; plan_ms: from membership to verified and hashed plan, in a "
+        "warm process",
+    )
+    made.add_argument(
+        "--refine",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="search on for so long, or until the lower bound is met; for a plan that many steps will follow",
+    )
+    made.add_argument(
+        "--exact",
+        action="store_true",
+        help="with --refine: then as long again by constraint programming (extra: exact), for up to some 800 "
+        "instructions",
+    )
     made.add_argument("--programs", metavar="FILE", type=Path, help="write every worker's program with planned starts")
     made.add_argument("--png", metavar="FILE", type=Path, help="write the schedule as a picture (.png, .svg, .pdf)")
     made.set_defaults(run=run)
@@ -74,7 +94,9 @@ def refined(given: JobArguments, planned: Plan, seconds: float, exactly: bool) -
     from recycle_plugin import planner
 
     if seconds < 0 or (exactly and not seconds):
-        raise ValueError(f"--refine {seconds:g}: write how many seconds to search{', also for --exact' if exactly else ''}")
+        raise ValueError(
+            f"--refine {seconds:g}: write how many seconds to search{', also for --exact' if exactly else ''}"
+        )
     if not seconds:
         return planned
     try:
@@ -107,7 +129,11 @@ def cap_text(policy: Policy) -> str:
     """In micro-batches, or in bytes for each stage."""
     room = policy.memory_bytes
     if room is None:
-        return policy.activation_cap if isinstance(policy.activation_cap, str) else f"{policy.activation_cap} micro-batches"
+        return (
+            policy.activation_cap
+            if isinstance(policy.activation_cap, str)
+            else f"{policy.activation_cap} micro-batches"
+        )
     return "/".join(f"{size / (1 << 30):.3g}" for size in (room if isinstance(room, tuple) else (room,))) + " GiB"
 
 
@@ -158,7 +184,8 @@ def report(given: JobArguments, planned: Plan, figures: dict, spans: list[Span])
     lines = [
         f"period {figures['period']} {unit}, span {figures['span']}, lower bound {figures['lower_bound']}: "
         f"{planned.gap:.1%} above it; planned in {figures['plan_ms']:.1f} ms{better}",
-        f"micro-batches held at most, by stage: {' '.join(map(str, figures['peak_micro_batches']))} (cap: {cap_text(planned.policy)}); "
+        f"micro-batches held at most, by stage: {' '.join(map(str, figures['peak_micro_batches']))} (cap: "
+        f"{cap_text(planned.policy)}); "
         f"digest {figures['digest']}",
     ]
     if given.unit != "ticks":

@@ -1,4 +1,6 @@
-"""``recycle profile``: what the parts of a GPT cost on the device at hand, for ``recycle plan`` and ``recycle simulate``."""
+"""``recycle profile``: what the parts of a GPT cost on the device at hand, for ``recycle plan`` and ``recycle
+simulate``.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,54 @@ several hosts (torchrun --nnodes 2 ... -m recycle_plugin.cli profile ...), one p
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = commands.add_parser("profile", help="measure a GPT's costs on the device at hand", description=DESCRIPTION,
-                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    made.add_argument("--model", default="gpt_tiny", metavar="NAME", help="a GPT of configs/model: gpt_tiny, gpt3_medium, gpt3_3_35b, gpt3_6_7b (default: gpt_tiny)")
+    made = commands.add_parser(
+        "profile",
+        help="measure a GPT's costs on the device at hand",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "--model",
+        default="gpt_tiny",
+        metavar="NAME",
+        help="a GPT of configs/model: gpt_tiny, gpt3_medium, gpt3_3_35b, gpt3_6_7b (default: gpt_tiny)",
+    )
     made.add_argument("--micro-batch", type=int, default=1, metavar="B", help="sequences of a micro-batch (default: 1)")
     made.add_argument("--dtype", choices=["bf16", "fp32"], default=None, help="default: bf16 on CUDA, fp32 on a CPU")
     made.add_argument("--device", choices=["cpu", "cuda"], default=None, help="default: cuda where there is one")
-    made.add_argument("--checkpointing", action="store_true", help="with activation checkpointing of the transformer layers")
-    made.add_argument("--repeat", type=int, default=20, metavar="N", help="measured runs of each part, after 3 that do not count (default: 20)")
-    made.add_argument("--bandwidth", type=float, default=9.0, metavar="GB/S", help="between hosts, where it is not measured (default: 9)")
-    made.add_argument("--latency", type=float, default=30.0, metavar="US", help="between hosts, where it is not measured (default: 30)")
+    made.add_argument(
+        "--checkpointing", action="store_true", help="with activation checkpointing of the transformer layers"
+    )
+    made.add_argument(
+        "--repeat",
+        type=int,
+        default=20,
+        metavar="N",
+        help="measured runs of each part, after 3 that do not count (default: 20)",
+    )
+    made.add_argument(
+        "--bandwidth",
+        type=float,
+        default=9.0,
+        metavar="GB/S",
+        help="between hosts, where it is not measured (default: 9)",
+    )
+    made.add_argument(
+        "--latency",
+        type=float,
+        default=30.0,
+        metavar="US",
+        help="between hosts, where it is not measured (default: 30)",
+    )
     made.add_argument("--out", type=Path, default=None, metavar="FILE", help="write the profile as JSON")
     made.set_defaults(run=run)
 
 
 def run(found: argparse.Namespace) -> int:
     if found.micro_batch < 1 or found.repeat < 1 or found.bandwidth <= 0 or found.latency < 0:
-        raise ValueError("--micro-batch and --repeat have to be at least 1, --bandwidth above 0, --latency not negative")
+        raise ValueError(
+            "--micro-batch and --repeat have to be at least 1, --bandwidth above 0, --latency not negative"
+        )
     if found.out is not None and not found.out.resolve().parent.is_dir():
         raise ValueError(f"--out {found.out}: there is no folder {found.out.resolve().parent}")
     from recycle_plugin.commands import measure_gpt
@@ -57,12 +90,31 @@ def run(found: argparse.Namespace) -> int:
 
 def report(taken: Profile) -> str:
     """A row per part; milliseconds and megabytes."""
-    lines = [taken.title, f"{'':>9} {'F':>9} {'I':>9} {'W':>9} {'I + W':>9} {'fused B':>9} {'step':>9} {'held F-I':>9} {'held I-W':>9}  ms, MB"]
+    lines = [
+        taken.title,
+        f"{'':>9} {'F':>9} {'I':>9} {'W':>9} {'I + W':>9} {'fused B':>9} {'step':>9} {'held F-I':>9} {'held I-W':>9}  "
+        "ms, MB",
+    ]
     for name in ("first", "layer", "last"):
         part: LayerProfile = getattr(taken, name)
-        times = (part.forward_us, part.input_us, part.weight_us, part.input_us + part.weight_us, part.backward_us, part.step_us)
+        times = (
+            part.forward_us,
+            part.input_us,
+            part.weight_us,
+            part.input_us + part.weight_us,
+            part.backward_us,
+            part.step_us,
+        )
         sizes = (part.activation_bytes, part.pending_bytes)
-        lines.append(f"{name:>9} " + " ".join(f"{us / 1e3:9.3f}" for us in times) + " " + " ".join(f"{size / 1e6:9.2f}" for size in sizes))
-    lines.append(f"boundary tensor {taken.boundary_bytes / 1e6:.2f} MB; between hosts {taken.across.bytes_per_us / 1e3:g} GB/s, {taken.across.latency_us:g} us")
+        lines.append(
+            f"{name:>9} "
+            + " ".join(f"{us / 1e3:9.3f}" for us in times)
+            + " "
+            + " ".join(f"{size / 1e6:9.2f}" for size in sizes)
+        )
+    lines.append(
+        f"boundary tensor {taken.boundary_bytes / 1e6:.2f} MB; between hosts {taken.across.bytes_per_us / 1e3:g} GB/s, "
+        f"{taken.across.latency_us:g} us"
+    )
     lines.append(f"memory {taken.device_bytes / (1 << 30):.1f} GiB")
     return "\n".join([*lines, *taken.assumptions])

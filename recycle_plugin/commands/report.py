@@ -14,7 +14,12 @@ recycle report runs/train
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = commands.add_parser("report", help="write report.html of a run", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = commands.add_parser(
+        "report",
+        help="write report.html of a run",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     made.add_argument("folder", metavar="RUN_DIR", type=Path, help="the job's run folder")
     made.set_defaults(run=run)
 

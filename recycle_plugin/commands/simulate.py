@@ -32,22 +32,46 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = commands.add_parser("simulate", help="simulate hours of training under failures", description=DESCRIPTION,
-                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    made = commands.add_parser(
+        "simulate",
+        help="simulate hours of training under failures",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_job(made)
     failures = made.add_mutually_exclusive_group(required=True)
     failures.add_argument("--trace", metavar="FILE", help="failure trace: a file, or gcp")
     failures.add_argument("--mtbf", metavar="TIME", help="one worker lost so often, as in 30m or 6h")
-    failures.add_argument("--fault", metavar="FAULT", action="append", help="kill a worker at a named instruction; may be repeated")
+    failures.add_argument(
+        "--fault", metavar="FAULT", action="append", help="kill a worker at a named instruction; may be repeated"
+    )
     made.add_argument("--steps", type=int, default=3, help="with --fault: how many, counted from 0 (default: 3)")
     made.add_argument("--png", metavar="FILE", help="with --fault: write the steps as a picture")
     made.add_argument("--perfetto", metavar="FILE", help="with --fault: write the steps as a trace for ui.perfetto.dev")
-    made.add_argument("--restart", action="store_true", help="with --fault: print beside it what is run again where an interrupted step starts anew, and nothing of it is kept")
-    made.add_argument("--placement", default="alone", choices=PLACEMENTS, help="with a profile or preset, who shares a host and its one line: nobody (default), a replica's stages, a stage's replicas")
+    made.add_argument(
+        "--restart",
+        action="store_true",
+        help="with --fault: print beside it what is run again where an interrupted step starts anew, and nothing of it "
+        "is kept",
+    )
+    made.add_argument(
+        "--placement",
+        default="alone",
+        choices=PLACEMENTS,
+        help="with a profile or preset, who shares a host and its one line: nobody (default), a replica's stages, a "
+        "stage's replicas",
+    )
     made.add_argument("--random", action="store_true", help="with --mtbf: exponential times instead of regular ones")
     made.add_argument("--hours", type=float, metavar="H", help="how long (default: the trace's end, or 6)")
-    made.add_argument("--back", metavar="TIME", help="with --mtbf: a lost worker returns after this time (default: never)")
-    made.add_argument("--machine", metavar="NAME", help="what changes cost: local (measured on the runtime), cluster (the same and 3 s for communicators, assumed), free (nothing); default: local with --costs, else cluster")
+    made.add_argument(
+        "--back", metavar="TIME", help="with --mtbf: a lost worker returns after this time (default: never)"
+    )
+    made.add_argument(
+        "--machine",
+        metavar="NAME",
+        help="what changes cost: local (measured on the runtime), cluster (the same and 3 s for communicators, "
+        "assumed), free (nothing); default: local with --costs, else cluster",
+    )
     made.add_argument("--no-normalise", action="store_true", help="do not move workers to stages that lost more")
     made.add_argument("--seed", type=int, default=0, help="of who is lost (default: 0)")
     made.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -121,49 +145,90 @@ def simulate(given: JobArguments, costs: Any, changes: list, length_s: float, no
 
     segments = [
         {
-            "hour": s.start_s / 3600, "until": s.end_s / 3600, "live": s.live, "lost_by_stage": s.lost_by_stage, "step_s": s.pace.period_us / 1e6,
-            "samples_per_s": rate(s.pace.period_us), "of_1f1b": stock.period_us / s.pace.period_us,
-            "of_own": history.full.period_us / s.pace.period_us, "bound_of_1f1b": stock.period_us / s.pace.bound_us, "steps": s.steps,
+            "hour": s.start_s / 3600,
+            "until": s.end_s / 3600,
+            "live": s.live,
+            "lost_by_stage": s.lost_by_stage,
+            "step_s": s.pace.period_us / 1e6,
+            "samples_per_s": rate(s.pace.period_us),
+            "of_1f1b": stock.period_us / s.pace.period_us,
+            "of_own": history.full.period_us / s.pace.period_us,
+            "bound_of_1f1b": stock.period_us / s.pace.bound_us,
+            "steps": s.steps,
         }
         for s in history.segments
-    ]  # fmt: skip
+    ]
     transitions = [
-        {**asdict(t), "hour": t.at_s / 3600, "lost": list(map(str, t.lost)), "joined": list(map(str, t.joined)), "cost_s": t.cost_s}
+        {
+            **asdict(t),
+            "hour": t.at_s / 3600,
+            "lost": list(map(str, t.lost)),
+            "joined": list(map(str, t.joined)),
+            "cost_s": t.cost_s,
+        }
         for t in history.transitions
     ]
     average = samples * history.steps_per_s
     return {
-        "costs": given.origin, "topology": asdict(shape), "hours": length_s / 3600, "steps": history.steps,
-        "memberships": history.memberships, "samples_per_s": average, "fault_free_samples_per_s": rate(history.full.period_us),
-        "fault_free_1f1b_samples_per_s": rate(stock.period_us), "of_own": history.fraction, "of_1f1b": average / rate(stock.period_us),
-        "transitions_s": history.lost_s, "transitions_share": history.lost_s / length_s, "segments": segments, "transitions": transitions,
-    }  # fmt: skip
+        "costs": given.origin,
+        "topology": asdict(shape),
+        "hours": length_s / 3600,
+        "steps": history.steps,
+        "memberships": history.memberships,
+        "samples_per_s": average,
+        "fault_free_samples_per_s": rate(history.full.period_us),
+        "fault_free_1f1b_samples_per_s": rate(stock.period_us),
+        "of_own": history.fraction,
+        "of_1f1b": average / rate(stock.period_us),
+        "transitions_s": history.lost_s,
+        "transitions_share": history.lost_s / length_s,
+        "segments": segments,
+        "transitions": transitions,
+    }
 
 
 def report(given: JobArguments, result: dict) -> str:
     shape = given.view.topology
     lines = [
         f"costs: {result['costs']}",
-        f"PP={shape.stages}, DP={shape.replicas}, {shape.micro_batches} micro-batches of each replica; {result['hours']:g} hours; "
+        f"PP={shape.stages}, DP={shape.replicas}, {shape.micro_batches} micro-batches of each replica; "
+        f"{result['hours']:g} hours; "
         f"machine {result['machine']['name']}: {result['machine']['source']}",
-        f"{'hour':>6} {'workers':>8} {'lost by stage':>14} {'step s':>8} {'samples/s':>10} {'of own':>7} {'of 1F1B':>8} {'bound':>6}  what the change before it cost",
+        f"{'hour':>6} {'workers':>8} {'lost by stage':>14} {'step s':>8} {'samples/s':>10} {'of own':>7} "
+        f"{'of 1F1B':>8} {'bound':>6}  what the change before it cost",
     ]
     for number, segment in enumerate(result["segments"]):
-        before = [t for t in result["transitions"] if (result["segments"][number - 1]["hour"] if number else -1) < t["hour"] <= segment["hour"]]
+        before = [
+            t
+            for t in result["transitions"]
+            if (result["segments"][number - 1]["hour"] if number else -1) < t["hour"] <= segment["hour"]
+        ]
         lines.append(
-            f"{segment['hour']:6.2f} {segment['live']:>5}/{shape.stages * shape.replicas} {' '.join(map(str, segment['lost_by_stage'])):>14} "
-            f"{segment['step_s']:8.3f} {segment['samples_per_s']:10.2f} {segment['of_own']:7.3f} {segment['of_1f1b']:8.3f} "
+            f"{segment['hour']:6.2f} {segment['live']:>5}/{shape.stages * shape.replicas} "
+            f"{' '.join(map(str, segment['lost_by_stage'])):>14} "
+            f"{segment['step_s']:8.3f} {segment['samples_per_s']:10.2f} {segment['of_own']:7.3f} "
+            f"{segment['of_1f1b']:8.3f} "
             f"{segment['bound_of_1f1b']:6.3f}  {'; '.join(map(_change, before))}"
         )
     lines += [
-        f"average {result['samples_per_s']:.2f} samples/s, transitions included: {result['of_own']:.3f} of our fault-free "
-        f"{result['fault_free_samples_per_s']:.2f}, {result['of_1f1b']:.3f} of fault-free 1F1B's {result['fault_free_1f1b_samples_per_s']:.2f}",
-        f"{len(result['transitions'])} transitions cost {result['transitions_s']:.1f} s, {result['transitions_share']:.2%} of the time; {_shares(result)}",
+        f"average {result['samples_per_s']:.2f} samples/s, transitions included: {result['of_own']:.3f} of our "
+        "fault-free "
+        f"{result['fault_free_samples_per_s']:.2f}, {result['of_1f1b']:.3f} of fault-free 1F1B's "
+        f"{result['fault_free_1f1b_samples_per_s']:.2f}",
+        f"{len(result['transitions'])} transitions cost {result['transitions_s']:.1f} s, "
+        f"{result['transitions_share']:.2%} of the time; {_shares(result)}",
     ]
     return "\n".join(lines)
 
 
-COSTS = {"detection_s": "detection", "stop_s": "stopping", "regroup_s": "regrouping", "copy_s": "copies", "redone_s": "run again", "fill_s": "filling the pipeline"}
+COSTS = {
+    "detection_s": "detection",
+    "stop_s": "stopping",
+    "regroup_s": "regrouping",
+    "copy_s": "copies",
+    "redone_s": "run again",
+    "fill_s": "filling the pipeline",
+}
 
 
 def _change(transition: dict) -> str:

@@ -22,8 +22,12 @@ recycle status runs/train
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    made = commands.add_parser("status", help="where a running job is: steps, live workers, throughput", description=DESCRIPTION,
-                               formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    made = commands.add_parser(
+        "status",
+        help="where a running job is: steps, live workers, throughput",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     made.add_argument("folder", metavar="RUN_DIR", type=Path, help="the job's run folder")
     made.add_argument("--json", action="store_true", help="the same as data")
     made.set_defaults(run=run)
@@ -46,20 +50,33 @@ def ended_early(folder: Path) -> str:
 
 def status(history: RunHistory, now: float) -> dict:
     """As data; seconds and samples a second, null where they are not known yet.  ``now``: seconds since the epoch."""
-    commits, lost_at = history.commits, {event["seat"]: event["time"] for event in [*history.of("leaving"), *history.of("lost")]}
+    commits, lost_at = (
+        history.commits,
+        {event["seat"]: event["time"] for event in [*history.of("leaving"), *history.of("lost")]},
+    )
     step = max(commits, default=None)
     before, current = history.before_s, history.now_s
     return {
         "state": history.end["event"] if history.end else "killed" if history.was_killed else "running",
-        "end": history.end["text"] if history.end else KILLED.format(**history.coordinator) if history.was_killed else None,
+        "end": history.end["text"]
+        if history.end
+        else KILLED.format(**history.coordinator)
+        if history.was_killed
+        else None,
         "coordinator": history.coordinator,
         "silent_s": round(now - history.events[-1]["time"], 1),
         "step": step,
         "loss": history.curve.get(step),
         "workers": {"live": len(history.view.live), "of": len(history.shape.seats)},
-        "gone": [{"seat": seat, "rank": history.seats[seat], "why": why, "before_s": round(now - lost_at[seat], 1)} for seat, why in history.gone.items()],
+        "gone": [
+            {"seat": seat, "rank": history.seats[seat], "why": why, "before_s": round(now - lost_at[seat], 1)}
+            for seat, why in history.gone.items()
+        ],
         "step_s": {"now": _number(current), "before": _number(before)},
-        "samples_per_s": {"now": _number(history.rate(current, history.last)), "before": _number(history.rate(before, history.last_before))},
+        "samples_per_s": {
+            "now": _number(history.rate(current, history.last)),
+            "before": _number(history.rate(before, history.last_before)),
+        },
         "predicted_throughput": history.predicted,
         "unmanned_stages": list(history.unmanned),
         "margin": next((event["text"] for event in reversed(history.of("throughput_margin"))), None),
@@ -71,7 +88,10 @@ def status(history: RunHistory, now: float) -> dict:
 def lines(known: dict) -> Iterator[tuple[str, str]]:
     workers, speed, rate = known["workers"], known["step_s"], known["samples_per_s"]
     yield "state", known["end"] or f"running; last event {known['silent_s']:.1f} s ago"
-    yield "step", "none committed yet" if known["step"] is None else f"{known['step']}" + _if(known["loss"], ", loss {:.6f}")
+    yield (
+        "step",
+        "none committed yet" if known["step"] is None else f"{known['step']}" + _if(known["loss"], ", loss {:.6f}"),
+    )
     yield "workers", f"{workers['live']} of {workers['of']}"
     for one in known["gone"]:
         yield "gone", f"{named(one['rank'], one['seat'])}, {one['before_s']:.0f} s ago: {one['why']}"
@@ -79,7 +99,10 @@ def lines(known: dict) -> Iterator[tuple[str, str]]:
         yield "now", f"{rate['now']:.4g} samples/s, {speed['now']:.3f} s a step"
     if speed["before"] is not None and known["gone"]:
         yield "before", f"{rate['before']:.4g} samples/s, {speed['before']:.3f} s a step"
-    yield "predicted", _predicted(known["predicted_throughput"], known["unmanned_stages"]) + _if(known["margin"], "; {}")
+    yield (
+        "predicted",
+        _predicted(known["predicted_throughput"], known["unmanned_stages"]) + _if(known["margin"], "; {}"),
+    )
     yield "checkpoint", known["checkpoint"] or "none"
     if known["metrics"] and known["state"] == "running":
         yield "metrics", known["metrics"]

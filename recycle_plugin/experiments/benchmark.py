@@ -17,7 +17,10 @@ DEADLINE_S = 600.0  # of a run, and of each wait in it
 
 
 def script(main: Callable[[list[str]], int]) -> None:
-    """Run a script's ``main`` on its command line and exit: 130 when interrupted, with one line where a run failed.  SIGTERM counts as Ctrl-C."""
+    """Run a script's ``main`` on its command line and exit: 130 when interrupted, with one line where a run failed.
+
+    SIGTERM counts as Ctrl-C.
+    """
     try:
         with terminable():
             code: int | str = main(sys.argv[1:])
@@ -45,8 +48,11 @@ def calibration(folder: Path, workers: int, overrides: Sequence[str], nominal_us
     return calibrate(read_traces(folder / "trace"), nominal_us)
 
 
-def one_loss(folder: Path, workers: int, overrides: Sequence[str], lost: Seat, steps: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """A run in which ``lost`` is killed: seconds of ``steps`` steps before and after, and the digests of the plans that ran.
+def one_loss(
+    folder: Path, workers: int, overrides: Sequence[str], lost: Seat, steps: int
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """A run in which ``lost`` is killed: seconds of ``steps`` steps before and after, and the digests of the plans that
+    ran.
 
     Raises RunFailed.
     """
@@ -58,5 +64,8 @@ def one_loss(folder: Path, workers: int, overrides: Sequence[str], lost: Seat, s
         run.wait_for(lambda: run.committed() >= first + steps, f"{steps} degraded steps", DEADLINE_S)
         events = run.events()
     commits = {event["step"]: event["time"] for event in events if event["event"] == "committed"}
-    times = {"fault_free": intervals(commits, WARM_UP, WARM_UP + steps), "degraded": intervals(commits, first, first + steps)}
+    times = {
+        "fault_free": intervals(commits, WARM_UP, WARM_UP + steps),
+        "degraded": intervals(commits, first, first + steps),
+    }
     return times, {name: resume["digest"] for name, resume in zip(times, run.resumes())}

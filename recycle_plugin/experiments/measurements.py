@@ -31,15 +31,14 @@ class Kill:
 class RecoveryCost:
     """What one kill cost, in seconds.
 
-    Had nothing been lost but the worker, and none of what it had done, the kill at fraction f of a step would
-    have left (1 - f) of that step and two more at the degraded speed; ``cost_s`` is what the third commit came
-    later than that.  Its shares: ``detection_s`` until the coordinator knows, ``regroup_s`` until everybody goes
-    on (``plan_s`` of it for planning), ``redone_s`` of compute that was run a second time, and ``rest_s``, which is
-    negative where survivors had work to go on with meanwhile.  ``redone_s`` is that of the survivor that had most
-    of it: the step is longer by that at least.  ``redone_share``: what was run a second time, by all
-    of them, in the time that the whole step's compute took; ``finished_share``: what the lost worker had run of what was
-    not committed; ``restart_share``: what would have been run again, had the step started anew.  ``stall_s`` is the cost
-    without the redone part.
+    Had nothing been lost but the worker, and none of what it had done, the kill at fraction f of a step would have left
+    (1 - f) of that step and two more at the degraded speed; ``cost_s`` is what the third commit came later than that.
+    Its shares: ``detection_s`` until the coordinator knows, ``regroup_s`` until everybody goes on (``plan_s`` of it for
+    planning), ``redone_s`` of compute that was run a second time, and ``rest_s``, which is negative where survivors had
+    work to go on with meanwhile.  ``redone_s`` is that of the survivor that had most of it: the step is longer by that
+    at least.  ``redone_share``: what was run a second time, by all of them, in the time that the whole step's compute
+    took; ``finished_share``: what the lost worker had run of what was not committed; ``restart_share``: what would have
+    been run again, had the step started anew.  ``stall_s`` is the cost without the redone part.
     """
 
     seat: str
@@ -70,7 +69,9 @@ def recovery_costs(kills: Sequence[Kill], events: Sequence[Mapping], spans: Sequ
     return found
 
 
-def _cost(kill: Kill, resume: Mapping, events: Sequence[Mapping], spans: Sequence[Span], first: int, last: int | None) -> RecoveryCost:
+def _cost(
+    kill: Kill, resume: Mapping, events: Sequence[Mapping], spans: Sequence[Span], first: int, last: int | None
+) -> RecoveryCost:
     commits = {event["step"]: event["time"] for event in events if event["event"] == "committed"}
     step, lost = resume["committed"] + 1, _lost(kill, events)
     before = _interval(commits, first, step - 1)
@@ -80,15 +81,27 @@ def _cost(kill: Kill, resume: Mapping, events: Sequence[Mapping], spans: Sequenc
     cost = commits[step + REPLACED - 1] - kill.at - (REPLACED - phase) * after
     detection, regroup = lost["time"] - kill.at, resume["time"] - lost["time"]
     return RecoveryCost(
-        str(kill.seat), phase, detection, regroup, resume["timings"]["plan_s"], redone, *shares, cost - redone - detection - regroup,
-        cost, cost - redone, before, after, resume["ahead"],
-    )  # fmt: skip
+        str(kill.seat),
+        phase,
+        detection,
+        regroup,
+        resume["timings"]["plan_s"],
+        redone,
+        *shares,
+        cost - redone - detection - regroup,
+        cost,
+        cost - redone,
+        before,
+        after,
+        resume["ahead"],
+    )
 
 
 def _redone(spans: Sequence[Span], kill: Kill, step: int, resumed: float) -> tuple[float, ...]:
     """Computations of the interrupted ``step`` and the next that had been run before ``kill`` and were run after it:
-    seconds of the survivor that had most of them, and of all of them as a share of the step's compute; and that share of what the
-    lost worker, and of what everybody had run when training was ``resumed``."""
+    seconds of the survivor that had most of them, and of all of them as a share of the step's compute; and that share
+    of what the lost worker, and of what everybody had run when training was ``resumed``.
+    """
     compute = [span for span in spans if span.instruction.op in COMPUTE and span.instruction.step in (step, step + 1)]
     by_seat: dict[Seat, int] = {}
     for first, again in run_again(compute).items():
@@ -98,7 +111,12 @@ def _redone(spans: Sequence[Span], kill: Kill, step: int, resumed: float) -> tup
     whole = sum(once.values()) or 1
     done = [(span.seat, span.end_us - span.start_us) for span in compute if span.end_us <= resumed * 1e6]
     finished = sum(time for seat, time in done if seat == kill.seat)
-    return max(by_seat.values(), default=0) / 1e6, sum(by_seat.values()) / whole, finished / whole, sum(time for _, time in done) / whole
+    return (
+        max(by_seat.values(), default=0) / 1e6,
+        sum(by_seat.values()) / whole,
+        finished / whole,
+        sum(time for _, time in done) / whole,
+    )
 
 
 def _lost(kill: Kill, events: Sequence[Mapping]) -> Mapping:
@@ -119,7 +137,9 @@ def _interval(commits: Mapping[int, float], first: int, last: int) -> float:
 
 def intervals(commits: Mapping[int, float], first: int, last: int) -> list[float]:
     """Seconds between the commits of the steps ``first`` to ``last``.  Raises TooShort where there are not two."""
-    taken = [commits[step + 1] - commits[step] for step in range(first, last) if step in commits and step + 1 in commits]
+    taken = [
+        commits[step + 1] - commits[step] for step in range(first, last) if step in commits and step + 1 in commits
+    ]
     if not taken:
         raise TooShort(f"no two commits between steps {first} and {last}: let the run go on for longer")
     return taken
@@ -172,8 +192,11 @@ def _own_times(by_seat: Mapping[Seat, list[Span]]) -> Iterator[int]:
 
 def _travel_times(by_seat: Mapping[Seat, list[Span]]) -> Iterator[int]:
     """From a computation's start to that of the one that waited for its result on another worker."""
-    made = {(span.instruction.op, span.instruction.stage, span.instruction.micro_batch, span.instruction.step): span
-            for spans in by_seat.values() for span in spans}  # fmt: skip
+    made = {
+        (span.instruction.op, span.instruction.stage, span.instruction.micro_batch, span.instruction.step): span
+        for spans in by_seat.values()
+        for span in spans
+    }
     for spans in by_seat.values():
         for before, receive in pairwise(spans):
             if receive.instruction.op not in RECEIVES:
@@ -206,7 +229,9 @@ def _reductions(spans: Sequence[Span]) -> Iterator[int]:
 def _closings(by_seat: Mapping[Seat, list[Span]]) -> Iterator[int]:
     """From the end of a sum to the next step's first forward, on the first stage, which waits for no tensor."""
     for seat, spans in by_seat.items():
-        ends = {span.instruction.step: span.end_us for span in spans if span.instruction.op is Op.REDUCE and seat.stage == 0}
+        ends = {
+            span.instruction.step: span.end_us for span in spans if span.instruction.op is Op.REDUCE and seat.stage == 0
+        }
         firsts: dict[int, int] = {}
         for span in spans:
             if span.instruction.op is Op.F:

@@ -58,18 +58,31 @@ class RunOutcome(RunHistory):
 
 
 class TrainingRun:
-    """``script`` on ``workers`` local ranks with Hydra ``overrides``; ``plugin`` False: the launcher's own way.  ``checkout``: another one
-    than this, whose own .venv it runs in.
+    """``script`` on ``workers`` local ranks with Hydra ``overrides``; ``plugin`` False: the launcher's own way.
+
+    ``checkout``: another one than this, whose own .venv it runs in.
 
     Starts at once.  Leaving the ``with`` block kills whatever is left of it.
     """
 
-    def __init__(self, folder: Path, workers: int, overrides: Sequence[str], plugin: bool = True, script: Path | None = None, checkout: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        workers: int,
+        overrides: Sequence[str],
+        plugin: bool = True,
+        script: Path | None = None,
+        checkout: Path | None = None,
+    ) -> None:
         self.folder = folder.resolve()
         self._mark = uuid.uuid4().hex
         self._output = self.folder / "output.txt"
         self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in (self.folder / EVENTS, *self.folder.glob("losses/rank*.json"), *self.folder.glob("trace/*.txt")):  # traces are appended to
+        for stale in (
+            self.folder / EVENTS,
+            *self.folder.glob("losses/rank*.json"),
+            *self.folder.glob("trace/*.txt"),
+        ):  # traces are appended to
             stale.unlink(missing_ok=True)
         module = ["--module", "recycle_plugin.launch"] if plugin else []
         command = ["deepspeed", "--num_gpus", str(workers), "--master_port", str(free_port()), *module]
@@ -77,7 +90,13 @@ class TrainingRun:
         own = environment(checkout, **{MARK: self._mark})
         with self._output.open("w") as output:
             self.launcher = subprocess.Popen(
-                command, cwd=checkout, env=own, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=checkout,
+                env=own,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def __enter__(self) -> TrainingRun:
@@ -189,7 +208,9 @@ class TrainingRun:
                 pass
 
     def _pids(self) -> list[int]:
-        workers = {event["pid"] for event in self.events() if event["event"] == "worker"}  # forked ones do not show their environment
+        workers = {
+            event["pid"] for event in self.events() if event["event"] == "worker"
+        }  # forked ones do not show their environment
         return sorted(workers | {process.pid for process in processes_with(self._mark)})
 
     def _failed(self, how: str, what: str) -> RunFailed:
@@ -211,7 +232,9 @@ def terminable() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment, below those that systems hand out: nobody else gets it by chance before it is used."""
+    """A port that nobody listens on at the moment, below those that systems hand out: nobody else gets it by chance
+    before it is used.
+    """
     for port in Random().sample(range(20_000, 32_000), 100):
         try:
             with socket.create_server(("", port)):
@@ -222,7 +245,9 @@ def free_port() -> int:
 
 
 def training_script(checkout: Path | None = None) -> Path:
-    """scripts/train_gpt.py of this checkout, or of another; FileNotFoundError where the package is installed without one."""
+    """scripts/train_gpt.py of this checkout, or of another; FileNotFoundError where the package is installed without
+    one.
+    """
     path = (checkout or Path(__file__).resolve().parents[2]) / "scripts" / "train_gpt.py"
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run this from a checkout (pip install --editable)")
@@ -230,10 +255,14 @@ def training_script(checkout: Path | None = None) -> Path:
 
 
 def environment(checkout: Path | None = None, **more: str) -> dict[str, str]:
-    """CPU, one thread a worker, ``deepspeed`` of this interpreter, or of ``checkout``'s; a run prints warnings that are not ours to fix."""
+    """CPU, one thread a worker, ``deepspeed`` of this interpreter, or of ``checkout``'s; a run prints warnings that are
+    not ours to fix.
+    """
     commands = Path(sys.executable).parent if checkout is None else checkout / ".venv" / "bin"
     path = os.pathsep.join([str(commands), os.environ.get("PATH", "")])
-    return os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "PATH": path} | more
+    return (
+        os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore", "PATH": path} | more
+    )
 
 
 def await_reports(mark: str) -> None:
@@ -242,11 +271,17 @@ def await_reports(mark: str) -> None:
 
 
 def processes_with(mark: str, of: str = "") -> list[psutil.Process]:
-    """All processes of this machine that were started with ``mark`` in their environment; ``of`` this module, if one is named."""
+    """All processes of this machine that were started with ``mark`` in their environment; ``of`` this module, if one is
+    named.
+    """
     found = []
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark and (not of or of in process.cmdline()):
+            if (
+                process.status() != psutil.STATUS_ZOMBIE
+                and process.environ().get(MARK) == mark
+                and (not of or of in process.cmdline())
+            ):
                 found.append(process)
         except psutil.Error:
             continue

@@ -1,7 +1,7 @@
 """Says what the job does: a line per event for people, the same as JSON lines in the run's folder.
 
-No job ends since one of them can't be written (observability/telemetry.py).  Of what workers can't write, on disks that they may share, the first is said, and when
-all is written again.
+No job ends since one of them can't be written (observability/telemetry.py).  Of what workers can't write, on disks that
+they may share, the first is said, and when all is written again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,19 @@ from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.observability.run_history import place
 from recycle_plugin.observability.telemetry import UNWRITTEN, WRITTEN, Droppable, LineFile, console
 
-STYLES = {"lost": "bold red", "error": "bold red", "end": "bold red", "throughput_floor": "bold red", "warning": "yellow", "late": "yellow", UNWRITTEN: "yellow", WRITTEN: "green", "fault": "magenta", "resume": "bold green", "finished": "green"}
+STYLES = {
+    "lost": "bold red",
+    "error": "bold red",
+    "end": "bold red",
+    "throughput_floor": "bold red",
+    "warning": "yellow",
+    "late": "yellow",
+    UNWRITTEN: "yellow",
+    WRITTEN: "green",
+    "fault": "magenta",
+    "resume": "bold green",
+    "finished": "green",
+}
 STEPS = {"committed", "loss", "recovery_plan"}  # what the log may lack and still tell how the job went
 QUIET = {"committed", "loss", "peak", "recovery_plan", "worker"}  # in the log, but no line of their own
 
@@ -58,7 +70,10 @@ class Announcer:
         self._last_commit = 0.0
 
     def say(self, event: Event, now: float, run_dir: str = "") -> None:
-        """``now``: seconds since the epoch, when it happened.  ``run_dir``: the run's folder where there was no start, and this is to be found in one."""
+        """``now``: seconds since the epoch, when it happened.
+
+        ``run_dir``: the run's folder where there was no start, and this is to be found in one.
+        """
         if self._log is None and "killed" in event.details:
             event = Event(event.kind, f"{event.text}. Run folder: {run_dir}", event.details)
             self._open(Path(run_dir))
@@ -74,7 +89,9 @@ class Announcer:
             if trace := event.details.get("traceback"):
                 self._console.print(self._text(trace.rstrip()))
         if event.kind in ("lost", "left"):
-            self._unwritten = {path: rank for path, rank in self._unwritten.items() if rank is None or rank != event.details["rank"]}
+            self._unwritten = {
+                path: rank for path, rank in self._unwritten.items() if rank is None or rank != event.details["rank"]
+            }
 
     def close(self) -> None:
         if self._live is not None:
@@ -92,7 +109,11 @@ class Announcer:
             os.dup2(nobody.fileno(), self._console.file.fileno())
 
     def _record(self, event: Event, now: float) -> None:
-        here = {"coordinator": {"host": socket.gethostname(), "pid": os.getpid(), "stop": self._stop, "place": place()}} if event.kind == "start" else {}
+        here = (
+            {"coordinator": {"host": socket.gethostname(), "pid": os.getpid(), "stop": self._stop, "place": place()}}
+            if event.kind == "start"
+            else {}
+        )
         line = event_line(replace(event, details=event.details | here), now)
         self._early.append(line)
         if event.kind == "start":

@@ -40,17 +40,31 @@ class Exporter:
             self._server.close()
 
     def _serve(self, early: list[tuple[Event, float]], address: str, port: int) -> None:
-        from recycle_plugin.observability.metrics import Metrics  # whoever serves none, as most supervisors, need not have what does
+        from recycle_plugin.observability.metrics import (
+            Metrics,
+        )  # whoever serves none, as most supervisors, need not have what does
         from recycle_plugin.observability.metrics_server import MetricsServer
 
         metrics = Metrics()
         try:
             self._server = MetricsServer(address, port, metrics.registry)
         except OSError as error:
-            self._say(Event("warning", f"metrics: nobody can listen on {address}:{port} ({error.strerror}), and the job goes on without; "
-                            "recycle.metrics.port 0 takes one that is free", {"address": address, "port": port}))  # fmt: skip
+            self._say(
+                Event(
+                    "warning",
+                    f"metrics: nobody can listen on {address}:{port} ({error.strerror}), and the job goes on without; "
+                    "recycle.metrics.port 0 takes one that is free",
+                    {"address": address, "port": port},
+                )
+            )
             return
         self._metrics = metrics
         for event, now in early:
             metrics.take(event, now)
-        self._say(Event("metrics", f"for Prometheus at {self._server.url}", {"url": self._server.url, "port": self._server.server_port}))
+        self._say(
+            Event(
+                "metrics",
+                f"for Prometheus at {self._server.url}",
+                {"url": self._server.url, "port": self._server.server_port},
+            )
+        )

@@ -1,8 +1,9 @@
 """A job's events as numbers that Prometheus scrapes.
 
-Everything comes from the events that the log gets, so that a board and ``events.jsonl`` can't tell two stories; what a failure is, and when it began and was
-over, is said by recycle_plugin.observability.run_history, which reads the same events.  There are as many series as the job has stages, and a fixed number more: nothing that
-an event's text holds becomes a label.
+Everything comes from the events that the log gets, so that a board and ``events.jsonl`` can't tell two stories; what a
+failure is, and when it began and was over, is said by recycle_plugin.observability.run_history, which reads the same
+events.  There are as many series as the job has stages, and a fixed number more: nothing that an event's text holds
+becomes a label.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ prometheus_client.disable_created_metrics()  # a series for each counter that sa
 
 
 class Metrics:
-    """Of one job, from its ``worker`` and ``start`` events on; a scrape collects ``registry``.  ``clock``: seconds since the epoch, as events have them."""
+    """Of one job, from its ``worker`` and ``start`` events on; a scrape collects ``registry``.
+
+    ``clock``: seconds since the epoch, as events have them.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.registry = CollectorRegistry()
@@ -36,24 +40,51 @@ class Metrics:
         self._recoveries = Recoveries()
         self._training = TrainingTime(clock)
         self._batch = 0
-        self._workers = self._gauge("recycle_workers", "Workers by what has become of them; those that were lost or have left stay so.", "state")
+        self._workers = self._gauge(
+            "recycle_workers", "Workers by what has become of them; those that were lost or have left stay so.", "state"
+        )
         self._live = self._gauge("recycle_stage_live_workers", "Live workers of a stage; at 0 the job ends.", "stage")
         self._step = self._gauge("recycle_step", "The last committed step.")
         self._loss = self._gauge("recycle_loss", "The last step's mean loss over all micro-batches.")
         self._step_s = self._gauge("recycle_step_seconds", "From one commit to the next, the last time.")
-        self._samples = self._counter("recycle_samples_total", "Samples of committed steps, also of those that a checkpoint took back later.")
-        self._bubbles = self._gauge("recycle_bubble_ratio", "Share of the last step in which the live workers of a stage computed no micro-batch.", "stage")
-        self._redone = self._counter("recycle_redone_seconds_total", "Computed again after losses, in seconds of all workers together.")
-        self._failures = self._counter("recycle_failures_total", "Workers lost, by what they were given up for.", "cause")
-        self._suspicions = self._counter("recycle_suspicions_total", "Workers suspected, by what of; most go on.", "cause")
+        self._samples = self._counter(
+            "recycle_samples_total", "Samples of committed steps, also of those that a checkpoint took back later."
+        )
+        self._bubbles = self._gauge(
+            "recycle_bubble_ratio",
+            "Share of the last step in which the live workers of a stage computed no micro-batch.",
+            "stage",
+        )
+        self._redone = self._counter(
+            "recycle_redone_seconds_total", "Computed again after losses, in seconds of all workers together."
+        )
+        self._failures = self._counter(
+            "recycle_failures_total", "Workers lost, by what they were given up for.", "cause"
+        )
+        self._suspicions = self._counter(
+            "recycle_suspicions_total", "Workers suspected, by what of; most go on.", "cause"
+        )
         self._recovery = Histogram(
-            "recycle_recovery_seconds", "From a worker's failure to the next committed step, in three parts that follow each other.", ["phase"],
-            registry=self.registry, buckets=BUCKETS_S,
-        )  # fmt: skip
-        self._bound = self._gauge("recycle_plan_bound_ratio", "Predicted time of a step over the least that any plan for these workers takes: at best 1.")
-        self._predicted = self._gauge("recycle_predicted_throughput_ratio", "The planner's throughput with these workers, where 1 is that with all of them.")
+            "recycle_recovery_seconds",
+            "From a worker's failure to the next committed step, in three parts that follow each other.",
+            ["phase"],
+            registry=self.registry,
+            buckets=BUCKETS_S,
+        )
+        self._bound = self._gauge(
+            "recycle_plan_bound_ratio",
+            "Predicted time of a step over the least that any plan for these workers takes: at best 1.",
+        )
+        self._predicted = self._gauge(
+            "recycle_predicted_throughput_ratio",
+            "The planner's throughput with these workers, where 1 is that with all of them.",
+        )
         self._checkpoints = self._counter("recycle_checkpoints_total", "Checkpoints that are in place.")
-        ettr = self._gauge("recycle_ettr_ratio", "Effective training time ratio: committed work at the job's undisturbed pace, over the time since its start.")
+        ettr = self._gauge(
+            "recycle_ettr_ratio",
+            "Effective training time ratio: committed work at the job's undisturbed pace, over the time since its "
+            "start.",
+        )
         ettr.set_function(self._training.ratio)
         self._begin_counts()
 
@@ -146,14 +177,17 @@ class Metrics:
 class Recoveries:
     """Failures that are over, each once: with the next commit after it.
 
-    * *notice*: until the coordinator knows that the worker is lost.  It begins when an injected fault struck, or when a worker that was given up was last heard
-      of or began what it did not get on with; where a death or a broken connection is the first that anybody can know, it takes nothing.
+    * *notice*: until the coordinator knows that the worker is lost.  It begins when an injected fault struck, or when a
+      worker that was given up was last heard of or began what it did not get on with; where a death or a broken
+      connection is the first that anybody can know, it takes nothing.
     * *regroup*: until the survivors have agreed where to go on, and with which plan.
     * *finish*: until the interrupted step is committed, most of which it would have taken anyway.
     """
 
     def __init__(self) -> None:
-        self._known: list[dict] = []  # as the log has them: workers and faults, and all from the first loss on that is not over
+        self._known: list[
+            dict
+        ] = []  # as the log has them: workers and faults, and all from the first loss on that is not over
         self._owing: dict[str, float] = {}  # by seat: since when a suspected worker has been what it is suspected for
         self._given_up: dict[str, float] = {}  # the same of lost ones
 
@@ -186,18 +220,21 @@ class Recoveries:
 
 
 class TrainingTime:
-    """The effective training time ratio (ETTR): of the time since the job's start, the part that its committed steps are worth.
+    """The effective training time ratio (ETTR): of the time since the job's start, the part that its committed steps
+    are worth.
 
-    Elsewhere (Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2025) it is the part of the wall-clock time in which a
-    job made progress that it kept: no restarts, and no steps computed twice.  There jobs run at full speed or not at all.  Here one also goes on with fewer
-    workers, more slowly, so what it has done is counted, and not how long it was at it::
+    Elsewhere (Kokolis et al., Revisiting Reliability in Large-Scale Machine Learning Research Clusters, 2025) it is the
+    part of the wall-clock time in which a job made progress that it kept: no restarts, and no steps computed twice.
+    There jobs run at full speed or not at all.  Here one also goes on with fewer workers, more slowly, so what it has
+    done is counted, and not how long it was at it::
 
         ETTR = samples of committed steps that stand × usual seconds a sample / seconds since the start event
 
-    The usual seconds a sample are the median of this job's own steps before anybody was lost or left, without the first ones (History.before_s).  So hardware,
-    input and the schedule's bubbles are no loss; failures, slower steps after them, checkpoints that steps wait for, evaluations and the time until the first
-    step are.  Steps that a loaded checkpoint took back don't stand.  It is NaN until two steps are committed, for good where somebody was lost before; the
-    end of the job stops the clock.
+    The usual seconds a sample are the median of this job's own steps before anybody was lost or left, without the first
+    ones (History.before_s).  So hardware, input and the schedule's bubbles are no loss; failures, slower steps after
+    them, checkpoints that steps wait for, evaluations and the time until the first step are.  Steps that a loaded
+    checkpoint took back don't stand.  It is NaN until two steps are committed, for good where somebody was lost before;
+    the end of the job stops the clock.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -29,10 +29,15 @@ LISTED = 2000  # events
 
 
 def write(folder: Path) -> Path:
-    """Write the report of the last job in the run folder ``folder``.  Raises ValueError, in one line, where there is none."""
+    """Write the report of the last job in the run folder ``folder``.
+
+    Raises ValueError, in one line, where there is none.
+    """
     history = RunHistory.read(folder)
     began = _us(history.of("start")[0]["time"])
-    spans = [span for span in read_traces(folder / "trace") if span.start_us >= began]  # traces of an earlier job in the folder stay there
+    spans = [
+        span for span in read_traces(folder / "trace") if span.start_us >= began
+    ]  # traces of an earlier job in the folder stay there
     path = folder / NAME
     folders.replace(folders.prepared(path, page(f"Run {folder.resolve().name}", sections(history, spans))), path)
     return path
@@ -52,11 +57,25 @@ def summary(history: RunHistory) -> Iterator[tuple[str, str]]:
     began = history.of("start")[0]["time"]
     yield "topology", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each"
     yield "started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
-    yield "steps", f"{min(commits)} to {max(commits)}, in {max(commits.values()) - began:.1f} s" if commits else "none committed"
-    yield "workers", f"{len(history.view.live)} of {len(shape.seats)} left" + "".join(f"; {name}: {why}" for name, why in gone(history))
+    yield (
+        "steps",
+        f"{min(commits)} to {max(commits)}, in {max(commits.values()) - began:.1f} s" if commits else "none committed",
+    )
+    yield (
+        "workers",
+        f"{len(history.view.live)} of {len(shape.seats)} left"
+        + "".join(f"; {name}: {why}" for name, why in gone(history)),
+    )
     yield "throughput", throughput(history)
     yield "last checkpoint", history.checkpoint or ""
-    yield "end", history.end["text"] if history.end else KILLED.format(**history.coordinator) if history.was_killed else "none yet"
+    yield (
+        "end",
+        history.end["text"]
+        if history.end
+        else KILLED.format(**history.coordinator)
+        if history.was_killed
+        else "none yet",
+    )
 
 
 def gone(history: RunHistory) -> list[tuple[str, str]]:
@@ -68,7 +87,11 @@ def throughput(history: RunHistory) -> str:
     """Before the first failure and now, beside what the planner predicted."""
     before, now = history.before_s, history.now_s
     rates = history.rate(before, history.last_before), history.rate(now, history.last)
-    text = f"{rates[0]:.4g} samples/s, {before:.3g} s a step" if isfinite(before) else "not known: too few steps before the first failure"
+    text = (
+        f"{rates[0]:.4g} samples/s, {before:.3g} s a step"
+        if isfinite(before)
+        else "not known: too few steps before the first failure"
+    )
     if history.gone and isfinite(now):
         share = f"{rates[1] / rates[0]:.0%}, " if isfinite(before) else ""
         text += f"; at the end {rates[1]:.4g} samples/s, {now:.3g} s a step: {share}{f'predicted {history.predicted:.0%}' if history.predicted else 'and then none'}"
@@ -78,7 +101,9 @@ def throughput(history: RunHistory) -> str:
 def charts(history: RunHistory) -> list[Chart]:
     marks = [(failure.step, f"{failure.seat} lost") for failure in history.failures]
     taken = {later: history.commits[later] - history.commits[step] for step, later in pairwise(sorted(history.commits))}
-    shares = {event["step"]: 100 * event["bubble_share"] for event in history.of("committed") if "bubble_share" in event}
+    shares = {
+        event["step"]: 100 * event["bubble_share"] for event in history.of("committed") if "bubble_share" in event
+    }
     lines = {
         "samples per second": {step: history.rate(spent, step) for step, spent in taken.items()},
         "loss": history.curve,
@@ -96,7 +121,10 @@ def failures(history: RunHistory) -> Table:
         noticed = f"{failure.resumed_at - failure.seen_at:.3f} s" if failure.resumed_at else ""
         again = f"{redone[failure.step]:.1%}" if failure.step in redone else ""
         rows.append((str(failure.seat), failure.how, str(failure.step), noticed, stall, again))
-    return Table(("seat", "how", "in step", "known to regrouped", "to the next commit", "of that step's compute, run again"), rows)
+    return Table(
+        ("seat", "how", "in step", "known to regrouped", "to the next commit", "of that step's compute, run again"),
+        rows,
+    )
 
 
 def schedule(history: RunHistory, spans: Sequence[Span]) -> Iterator[bytes | str]:
@@ -104,12 +132,16 @@ def schedule(history: RunHistory, spans: Sequence[Span]) -> Iterator[bytes | str
     if len(history.shape.seats) > DRAWN_SEATS:
         yield f"{len(history.shape.seats)} workers are too many to draw; recycle plan --png draws a plan all the same."
         return
-    traced = [failure for failure in history.failures if failure.resumed_at and _around(spans, failure)][:DRAWN_FAILURES]
+    traced = [failure for failure in history.failures if failure.resumed_at and _around(spans, failure)][
+        :DRAWN_FAILURES
+    ]
     for failure in traced:
         yield f"As it ran when {failure.seat} was lost; 0 is when that happened."
         yield _png(panels(spans, failure))
     if not traced:
-        yield "As planned, with the costs in the settings" + (", before the first failure and after the last one." if history.gone else ".")
+        yield "As planned, with the costs in the settings" + (
+            ", before the first failure and after the last one." if history.gone else "."
+        )
         yield _png(planned(history))
 
 
@@ -123,15 +155,23 @@ def planned(history: RunHistory) -> list[gantt.Panel]:
     return [
         gantt.Panel(f"without {lost}" if plan.view.lost else "with everybody there", timeline(plan, history.costs))
         for plan in made
-    ]  # fmt: skip
+    ]
 
 
 def events(history: RunHistory) -> Table:
     began = history.of("start")[0]["time"]
     told = [event for event in history.events if event["event"] not in QUIET][:LISTED]
     colours = {number: STYLES.get(event["event"], "").split()[-1:] for number, event in enumerate(told)}
-    styles = {number: {"red": "bad", "green": "good"}[colour[0]] for number, colour in colours.items() if colour and colour[0] in ("red", "green")}
-    return Table(("s", "event", ""), [(f"{max(0.0, event['time'] - began):.3f}", event["event"], event["text"]) for event in told], styles)
+    styles = {
+        number: {"red": "bad", "green": "good"}[colour[0]]
+        for number, colour in colours.items()
+        if colour and colour[0] in ("red", "green")
+    }
+    return Table(
+        ("s", "event", ""),
+        [(f"{max(0.0, event['time'] - began):.3f}", event["event"], event["text"]) for event in told],
+        styles,
+    )
 
 
 # --- pictures of traces --------------------------------------------------------------------------------
@@ -144,7 +184,9 @@ def panels(spans: Sequence[Span], failure: Failure) -> list[gantt.Panel]:
     last = min(step + 2, max(ends))
     cuts = [begins[step - 2], begins[step], ends[step], ends[last]]
     windows = [_window(spans, start, end) for start, end in zip(cuts, cuts[1:])]
-    pause = gantt.Pause(f"{1000 * (failure.resumed_at - failure.struck_at):.0f} ms to notice and regroup", struck, resumed)
+    pause = gantt.Pause(
+        f"{1000 * (failure.resumed_at - failure.struck_at):.0f} ms to notice and regroup", struck, resumed
+    )
     dead = {failure.seat: struck}
     return [
         gantt.Panel(f"steps {step - 2} and {step - 1}", windows[0], origin_us=struck),
@@ -187,7 +229,9 @@ def _us(seconds: float) -> int:
 
 
 def main(folder: Path) -> int:
-    """Of the process that a job leaves behind: what goes wrong is in the job's log, since nobody reads what is printed here."""
+    """Of the process that a job leaves behind: what goes wrong is in the job's log, since nobody reads what is printed
+    here.
+    """
     signal.alarm(LONGEST_S)
     try:
         write(folder)

@@ -26,18 +26,25 @@ EVENTS = "events.jsonl"
 WARM_UP = 3  # steps at the start of a run that no median counts
 CLOCKS_S = 60.0  # how far apart the clocks of events and of processes may be
 KILLED = "killed: the coordinator's process on host {host}, {pid}, is gone, and has not said why"
-RENAMED = {"rest": "recovery_plan", "margin": "throughput_margin", "escalate": "throughput_floor", "waits": "wait_graph"}
+RENAMED = {
+    "rest": "recovery_plan",
+    "margin": "throughput_margin",
+    "escalate": "throughput_floor",
+    "waits": "wait_graph",
+}
 """Kinds of events as logs of the last release have them, and as they are called now; read for one release."""
 RECENT = 10  # steps that "now" is over
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One lost worker.  ``step`` was interrupted; times are seconds since the epoch, as the events have them, None where it did not
-    come to that.  ``fault``: what was injected, if that was it.
+    """One lost worker.
 
-    ``struck_at``: when that struck, else as ``seen_at``; ``seen_at``: the coordinator knew; ``resumed_at``: the survivors had
-    agreed where to go on; ``committed_at``: the step that they went on with was committed.
+    ``step`` was interrupted; times are seconds since the epoch, as the events have them, None where it did not come to
+    that.  ``fault``: what was injected, if that was it.
+
+    ``struck_at``: when that struck, else as ``seen_at``; ``seen_at``: the coordinator knew; ``resumed_at``: the
+    survivors had agreed where to go on; ``committed_at``: the step that they went on with was committed.
     """
 
     seat: Seat
@@ -63,7 +70,10 @@ class RunHistory:
 
     @classmethod
     def read(cls, folder: Path) -> RunHistory:
-        """Of the last job that was started in the run folder ``folder``.  Raises ValueError, in one line, where there is none."""
+        """Of the last job that was started in the run folder ``folder``.
+
+        Raises ValueError, in one line, where there is none.
+        """
         path = folder / EVENTS
         if not path.is_file():
             missing = "has no events.jsonl" if folder.is_dir() else "is no folder"
@@ -92,8 +102,12 @@ class RunHistory:
     @property
     def shape(self) -> Topology:
         """At the end, where the number of micro-batches has changed."""
-        micro_batches = next((event["micro_batches"] for event in reversed(self.of("batch"))), self.job["micro_batches"])
-        return Topology(self.job["replicas"], self.job["stages"], micro_batches, tuple(map(tuple, self.job.get("ties", ()))))
+        micro_batches = next(
+            (event["micro_batches"] for event in reversed(self.of("batch"))), self.job["micro_batches"]
+        )
+        return Topology(
+            self.job["replicas"], self.job["stages"], micro_batches, tuple(map(tuple, self.job.get("ties", ())))
+        )
 
     @property
     def policy(self) -> Policy:
@@ -156,15 +170,28 @@ class RunHistory:
         return tuple(self._failure(event) for event in self.of("lost"))
 
     def _failure(self, lost: dict) -> Failure:
-        fault = next((event for event in self.of("fault") if event["seat"] == lost["seat"] and event["struck_at"] <= lost["seen_at"]), None)
+        fault = next(
+            (
+                event
+                for event in self.of("fault")
+                if event["seat"] == lost["seat"] and event["struck_at"] <= lost["seen_at"]
+            ),
+            None,
+        )
         resumed = next((event for event in self.of("resume") if event["time"] >= lost["time"]), None)
         before = [step for step, at in self.commits.items() if at <= lost["time"]]
         step = resumed["committed"] + 1 if resumed else max(before, default=0) + 1
         return Failure(
-            Seat.parse(lost["seat"]), self.pids[lost["rank"]], lost["how"], Fault.parse(fault["fault"]) if fault else None, step,
-            fault["struck_at"] if fault else lost["seen_at"], lost["seen_at"], resumed and resumed["time"],
+            Seat.parse(lost["seat"]),
+            self.pids[lost["rank"]],
+            lost["how"],
+            Fault.parse(fault["fault"]) if fault else None,
+            step,
+            fault["struck_at"] if fault else lost["seen_at"],
+            lost["seen_at"],
+            resumed and resumed["time"],
             self.commits.get(step) if resumed else None,
-        )  # fmt: skip
+        )
 
     @property
     def last(self) -> int:
@@ -185,8 +212,14 @@ class RunHistory:
 
     @property
     def now_s(self) -> float:
-        """The same of the last steps, none of which was interrupted; nan where there are none since the last failure."""
-        begins = [self.last - RECENT + 1, self.batch_from(self.last)[0], *(failure.step + 1 for failure in self.failures)]
+        """The same of the last steps, none of which was interrupted; nan where there are none since the last
+        failure.
+        """
+        begins = [
+            self.last - RECENT + 1,
+            self.batch_from(self.last)[0],
+            *(failure.step + 1 for failure in self.failures),
+        ]
         return step_times(self.commits, max(begins), self.last)
 
     @property
@@ -210,7 +243,9 @@ class RunHistory:
 
     @property
     def coordinator(self) -> dict[str, Any]:
-        """``host`` and ``pid`` of its process, the process to ``stop`` it by, and the ``place`` where these numbers hold; empty in logs that don't have it."""
+        """``host`` and ``pid`` of its process, the process to ``stop`` it by, and the ``place`` where these numbers
+        hold; empty in logs that don't have it.
+        """
         return self.of("start")[0].get("coordinator", {})
 
     @property
@@ -219,7 +254,9 @@ class RunHistory:
         if self.end is not None or self.coordinator.get("place") != place():
             return False
         try:
-            return psutil.Process(self.coordinator["pid"]).create_time() > self.of("start")[0]["time"] + CLOCKS_S  # another process has its number
+            return (
+                psutil.Process(self.coordinator["pid"]).create_time() > self.of("start")[0]["time"] + CLOCKS_S
+            )  # another process has its number
         except psutil.NoSuchProcess:
             return True
 
@@ -258,5 +295,7 @@ def read_events(path: Path) -> list[dict]:
 
 def step_times(commits: Mapping[int, float], first: int, last: int) -> float:
     """Median seconds between commits, over the steps ``first`` to ``last``; nan where there are none."""
-    taken = [commits[step] - commits[step - 1] for step in range(first, last + 1) if step in commits and step - 1 in commits]
+    taken = [
+        commits[step] - commits[step - 1] for step in range(first, last + 1) if step in commits and step - 1 in commits
+    ]
     return median(taken) if taken else nan

@@ -1,7 +1,7 @@
 """What is written for people to read, and no training depends on: logs, traces, the lines on the console.
 
-Where it can't be written, since the disk is full for instance, it is dropped; that is said once, and it is tried again now and then.  Once it can be
-written again, that is said too, with how much is missing.
+Where it can't be written, since the disk is full for instance, it is dropped; that is said once, and it is tried again
+now and then.  Once it can be written again, that is said too, with how much is missing.
 """
 
 from __future__ import annotations
@@ -54,12 +54,22 @@ class Droppable:
         self._dropped += count
         self._again = time.monotonic() + RETRY_S
         if first:
-            self._say(UNWRITTEN, f"{refusal(self.path, error)}: {self._unit} are dropped until that is possible", path=str(self.path), dropped=0)
+            self._say(
+                UNWRITTEN,
+                f"{refusal(self.path, error)}: {self._unit} are dropped until that is possible",
+                path=str(self.path),
+                dropped=0,
+            )
 
     def _succeed(self) -> None:
         if self._failing:
             dropped, self._dropped, self._failing = self._dropped, 0, False
-            self._say(WRITTEN, f"{self.path} is written again, without {dropped} {self._unit} that were dropped", path=str(self.path), dropped=dropped)
+            self._say(
+                WRITTEN,
+                f"{self.path} is written again, without {dropped} {self._unit} that were dropped",
+                path=str(self.path),
+                dropped=dropped,
+            )
 
 
 def console() -> Path:

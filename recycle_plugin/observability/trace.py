@@ -11,7 +11,10 @@ from recycle_plugin.observability.telemetry import LineFile, Say
 
 
 class TraceFile:
-    """``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch.  ``say``: to be told of what can't be written."""
+    """``<folder>/<seat>.txt``: instruction, start and end in microseconds since the epoch.
+
+    ``say``: to be told of what can't be written.
+    """
 
     def __init__(self, folder: Path, seat: Seat, say: Say) -> None:
         self._lines = LineFile(folder / f"{seat}.txt", say)

@@ -17,6 +17,20 @@ from recycle_plugin.planner.verify import verify
 from recycle_plugin.planner.warming import warm
 
 __all__ = [
-    "Margin", "WorkerMove", "Normalisation", "Option", "PlanError", "PlanStore", "VerificationError", "arrange", "lowered", "margin", "normalise", "options",
-    "plan", "refine", "verify", "warm",
-]  # fmt: skip
+    "Margin",
+    "WorkerMove",
+    "Normalisation",
+    "Option",
+    "PlanError",
+    "PlanStore",
+    "VerificationError",
+    "arrange",
+    "lowered",
+    "margin",
+    "normalise",
+    "options",
+    "plan",
+    "refine",
+    "verify",
+    "warm",
+]

@@ -24,7 +24,9 @@ LAYERS_A_STAGE = 8  # where the number of layers isn't told
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """``period_us``: predicted, at best; ``copies``: workers that need the state of another stage; ``idle``: live workers left out."""
+    """``period_us``: predicted, at best; ``copies``: workers that need the state of another stage; ``idle``: live
+    workers left out.
+    """
 
     name: str
     period_us: int
@@ -49,10 +51,24 @@ def options(view: ClusterView, costs: CostModel, policy: Policy, layers: int = 0
     pipelines = len(view.live) // topology.stages
     even = replace(costs, slowness=())
     if view.lost and whole:
-        found.append(Option("drop the hurt replicas", _even(topology, whole, even, policy), 0, len(view.live) - whole * topology.stages))
+        found.append(
+            Option(
+                "drop the hurt replicas",
+                _even(topology, whole, even, policy),
+                0,
+                len(view.live) - whole * topology.stages,
+            )
+        )
     if view.lost and pipelines > whole and not view.empty_stages():
         moved = sum(max(0, pipelines - len(view.live_replicas(stage))) for stage in range(topology.stages))
-        found.append(Option("move workers into whole replicas", _even(topology, pipelines, even, policy), moved, len(view.live) - pipelines * topology.stages))
+        found.append(
+            Option(
+                "move workers into whole replicas",
+                _even(topology, pipelines, even, policy),
+                moved,
+                len(view.live) - pipelines * topology.stages,
+            )
+        )
     if pipelines and not view.empty_stages():
         found.append(_cut_anew(view, even, policy, layers or LAYERS_A_STAGE * topology.stages))
     return tuple(sorted(found, key=lambda option: (option.period_us, option.copies)))
@@ -71,7 +87,9 @@ def _cut_anew(view: ClusterView, costs: CostModel, policy: Policy, layers: int) 
 
     @lru_cache(maxsize=None)
     def period(depth: int, micro_batches: int) -> int:
-        return bound(prepare(Topology(1, depth, micro_batches).full(), _spread(costs, depth, layers), _roomy(policy, topology)))
+        return bound(
+            prepare(Topology(1, depth, micro_batches).full(), _spread(costs, depth, layers), _roomy(policy, topology))
+        )
 
     def most(depth: int, time_us: int) -> int:
         """Micro-batches that a pipeline of ``depth`` runs in ``time_us``."""
@@ -106,11 +124,22 @@ def _spread(costs: CostModel, depth: int, layers: int) -> CostModel:
         return (-(-sum(values) * share // layers),) * depth
 
     return CostModel(
-        each(costs.forward), each(costs.input), each(costs.weight), costs.communication, each(costs.reduce), each(costs.step), costs.dispatch,
-        each(costs.backward) if costs.backward else (), costs.communication_across,
-    )  # fmt: skip
+        each(costs.forward),
+        each(costs.input),
+        each(costs.weight),
+        costs.communication,
+        each(costs.reduce),
+        each(costs.step),
+        costs.dispatch,
+        each(costs.backward) if costs.backward else (),
+        costs.communication_across,
+    )
 
 
 def _roomy(policy: Policy, topology: Topology) -> Policy:
     """The same places on every stage of whatever depth."""
-    return replace(policy, memory_bytes=None, activation_cap=max(policy.cap(stage, topology.stages) for stage in range(topology.stages)))
+    return replace(
+        policy,
+        memory_bytes=None,
+        activation_cap=max(policy.cap(stage, topology.stages) for stage in range(topology.stages)),
+    )

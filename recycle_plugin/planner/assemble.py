@@ -24,9 +24,21 @@ def assemble(
     seats, row, ends = _rows(view, problem, solution.order, (closing >= 0).sum(axis=1))
     codes, times = np.empty(ends[-1], np.int64), np.empty(ends[-1], np.int64)
     project(
-        solution.order, solution.starts, problem.stages, problem.ranks, problem.worker, row, ends, np.array(list(map(_code, KINDS)), np.int64),
-        closing, closing_at, codes, times, np.array(problem.replicas, np.int64), problem.micro_batches,
-    )  # fmt: skip
+        solution.order,
+        solution.starts,
+        problem.stages,
+        problem.ranks,
+        problem.worker,
+        row,
+        ends,
+        np.array(list(map(_code, KINDS)), np.int64),
+        closing,
+        closing_at,
+        codes,
+        times,
+        np.array(problem.replicas, np.int64),
+        problem.micro_batches,
+    )
     edges = tuple(ends.tolist())
     return Plan(
         view,
@@ -60,7 +72,10 @@ def _rows(view: ClusterView, problem: Problem, order: Array, closing: Array) -> 
     workers = np.array([seat.stage * problem.ranks + rank_of[seat.replica] for seat in seats], np.int64)
     row = np.full(problem.workers, -1, np.int64)
     row[workers] = np.arange(len(seats))
-    lengths = np.bincount(problem.worker[order % problem.records], minlength=problem.workers)[workers] + closing[workers // problem.ranks]
+    lengths = (
+        np.bincount(problem.worker[order % problem.records], minlength=problem.workers)[workers]
+        + closing[workers // problem.ranks]
+    )
     return seats, row, np.cumsum(lengths)
 
 
@@ -70,5 +85,7 @@ def _closing(view: ClusterView, problem: Problem, policy: Policy, solution: Solu
     tie_at, step_at = met(problem.tie, lasts + problem.reduce), problem.through(lasts) - problem.step
     tied = np.array([bool(view.topology.tie(stage)) for stage in range(problem.stages)])
     order, at = policy.closing(tied=True), {Op.REDUCE: lasts, Op.TIE: tie_at}
-    codes = [np.where(tied | (op is not Op.TIE), _code(op) | np.arange(problem.stages) << STAGE_SHIFT, -1) for op in order]
+    codes = [
+        np.where(tied | (op is not Op.TIE), _code(op) | np.arange(problem.stages) << STAGE_SHIFT, -1) for op in order
+    ]
     return np.stack(codes, axis=1), np.stack([at.get(op, step_at) for op in order], axis=1)

@@ -51,11 +51,18 @@ def example() -> list[dict]:
         least = least_cap(view, costs, policy, planned.period_us) if view.lost else "-"
         rows.append(
             {
-                "schedule": name, "cap": cap or "1f1b", "period": planned.period_us, "goal": goal, "bound": planned.bound_us,
-                "peak per stage": " ".join(map(str, peaks)), "least: uniform cap": least,
-                "least: stage 2, others PP": least_on_stage(view, costs, policy, planned.period_us, 2) if view.lost else "-",
+                "schedule": name,
+                "cap": cap or "1f1b",
+                "period": planned.period_us,
+                "goal": goal,
+                "bound": planned.bound_us,
+                "peak per stage": " ".join(map(str, peaks)),
+                "least: uniform cap": least,
+                "least: stage 2, others PP": least_on_stage(view, costs, policy, planned.period_us, 2)
+                if view.lost
+                else "-",
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -75,10 +82,14 @@ def least_cap(view: ClusterView, costs: CostModel, policy: Policy, period: int, 
     return _least(view, costs, policy, period, lambda cap: cap, budget_s)
 
 
-def least_on_stage(view: ClusterView, costs: CostModel, policy: Policy, period: int, stage: int, budget_s: float = 0.5) -> int | str:
+def least_on_stage(
+    view: ClusterView, costs: CostModel, policy: Policy, period: int, stage: int, budget_s: float = 0.5
+) -> int | str:
     """The least cap of one stage, where all others hold PP micro-batches."""
     stages = view.topology.stages
-    return _least(view, costs, policy, period, lambda cap: tuple(cap if at == stage else stages for at in range(stages)), budget_s)
+    return _least(
+        view, costs, policy, period, lambda cap: tuple(cap if at == stage else stages for at in range(stages)), budget_s
+    )
 
 
 def _least(view, costs, policy, period, cap_of, budget_s: float):
@@ -114,7 +125,9 @@ def grid() -> Iterator[tuple[int, int, int, tuple[Seat, ...], float]]:
                         yield stages, replicas, micro_batches, lost, cap
 
 
-def case(stages: int, replicas: int, micro_batches: int, lost: tuple[Seat, ...], cap: float, costs_name: str, budget_s: float) -> dict:
+def case(
+    stages: int, replicas: int, micro_batches: int, lost: tuple[Seat, ...], cap: float, costs_name: str, budget_s: float
+) -> dict:
     """One cell of the grid.  Gaps in percent of the bound."""
     costs, view = COSTS[costs_name](stages), Topology(replicas, stages, micro_batches).full().without(*lost)
     started = time.process_time()
@@ -122,10 +135,18 @@ def case(stages: int, replicas: int, micro_batches: int, lost: tuple[Seat, ...],
     spent = time.process_time() - started
     refined = refine(planned, costs, budget_s) if planned.gap and budget_s else planned
     return {
-        "pp": stages, "dp": replicas, "m": micro_batches, "lost": " ".join(map(str, lost)), "cap": cap, "bound": planned.bound_us,
-        "plan": planned.period_us, "refined": refined.period_us, "plan_gap": 100 * planned.gap, "refined_gap": 100 * refined.gap,
+        "pp": stages,
+        "dp": replicas,
+        "m": micro_batches,
+        "lost": " ".join(map(str, lost)),
+        "cap": cap,
+        "bound": planned.bound_us,
+        "plan": planned.period_us,
+        "refined": refined.period_us,
+        "plan_gap": 100 * planned.gap,
+        "refined_gap": 100 * refined.gap,
         "plan_ms": 1000 * spent,
-    }  # fmt: skip
+    }
 
 
 def summary(rows: list[dict]) -> list[dict]:
@@ -138,7 +159,12 @@ def _spread(rows: list[dict], cap: float, micro_batches: int) -> dict:
     line: dict = {"cap": cap, "M": micro_batches, "cases": len(rows)}
     for name in ("plan", "refined"):
         gaps = [row[f"{name}_gap"] for row in rows]
-        line |= {f"{name} met %": share(gaps, 0), "<= 1%": share(gaps, 1), f"{name} mean %": sum(gaps) / len(gaps), f"{name} max %": max(gaps)}
+        line |= {
+            f"{name} met %": share(gaps, 0),
+            "<= 1%": share(gaps, 1),
+            f"{name} mean %": sum(gaps) / len(gaps),
+            f"{name} max %": max(gaps),
+        }
         line = {key if key != "<= 1%" else f"{name} <= 1%": value for key, value in line.items()}
     return line
 
@@ -150,6 +176,7 @@ def share(gaps: list[float], most: float) -> float:
 
 def goals(rows: list[dict], costs_name: str) -> list[dict]:
     """The issue's lines for the grid."""
+
     def gaps(name: str, cap: float, least: int) -> list[float]:
         return [row[f"{name}_gap"] for row in rows if row["cap"] == cap and row["m"] >= least] or [0.0]
 
@@ -174,12 +201,17 @@ def goals(rows: list[dict], costs_name: str) -> list[dict]:
 
 
 def small_case(random: Random, most: int) -> tuple[ClusterView, CostModel, Policy]:
-    """A random job of at most ``most`` operations with failures; unit costs, whole costs from 1 to 3, or stages within 20%."""
+    """A random job of at most ``most`` operations with failures; unit costs, whole costs from 1 to 3, or stages within
+    20%.
+    """
     while True:
         shape = Topology(random.choice((1, 2, 2, 3)), random.choice((2, 3, 4)), random.choice((2, 3, 4, 6)))
         if 3 * shape.replicas * shape.stages * shape.micro_batches <= most:
             break
-    lost = {Seat(random.randrange(shape.replicas), random.randrange(shape.stages)) for _ in range(random.choice((0, 1, 1, 2)))}
+    lost = {
+        Seat(random.randrange(shape.replicas), random.randrange(shape.stages))
+        for _ in range(random.choice((0, 1, 1, 2)))
+    }
     view = shape.full().without(*lost)
     if view.empty_stages():
         view = shape.full()
@@ -210,11 +242,19 @@ def against_exact(cases: int, budget_s: float, exact_s: float, seed: int = 1, mo
         optimum = best.period if best else refined.period
         rows.append(
             {
-                "pp": view.topology.stages, "dp": view.topology.replicas, "m": view.topology.micro_batches, "lost": " ".join(map(str, view.lost)),
-                "cap": policy.activation_cap, "bound": least, "plan": solution.period, "refined": refined.period, "optimum": optimum,
-                "proven": best.least if best else least, "closed": best.optimal if best else True,
+                "pp": view.topology.stages,
+                "dp": view.topology.replicas,
+                "m": view.topology.micro_batches,
+                "lost": " ".join(map(str, view.lost)),
+                "cap": policy.activation_cap,
+                "bound": least,
+                "plan": solution.period,
+                "refined": refined.period,
+                "optimum": optimum,
+                "proven": best.least if best else least,
+                "closed": best.optimal if best else True,
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -222,12 +262,23 @@ def exact_summary(rows: list[dict]) -> list[dict]:
     lines = []
     for name in ("plan", "refined", "bound"):
         gaps = [100 * abs(row[name] / row["optimum"] - 1) for row in rows]
-        lines.append({"of": name, "cases": len(rows), "closed": sum(row["closed"] for row in rows), "mean %": sum(gaps) / len(gaps), "max %": max(gaps)})
+        lines.append(
+            {
+                "of": name,
+                "cases": len(rows),
+                "closed": sum(row["closed"] for row in rows),
+                "mean %": sum(gaps) / len(gaps),
+                "max %": max(gaps),
+            }
+        )
     return lines
 
 
 def bounds_hold(cases: int, seed: int = 2, exact_s: float = 1.0, most: int = 36, tied: bool = False) -> dict:
-    """CP-SAT, not told our bound, looks for a schedule that is shorter.  ``tied``: the first and the last stage share weights."""
+    """CP-SAT, not told our bound, looks for a schedule that is shorter.
+
+    ``tied``: the first and the last stage share weights.
+    """
     random, found, met = Random(seed), {True: 0, False: 0, None: 0}, 0
     for _ in range(cases):
         view, costs, policy = small_case(random, most)
@@ -239,17 +290,23 @@ def bounds_hold(cases: int, seed: int = 2, exact_s: float = 1.0, most: int = 36,
         found[exists(problem, solution, least - 1, exact_s)] += 1
         met += solution.period == least
     return {
-        "cases": cases, "bound above an optimum": found[True], "proven not above": found[False], "not found out": found[None],
+        "cases": cases,
+        "bound above an optimum": found[True],
+        "proven not above": found[False],
+        "not found out": found[None],
         "bound met by the plan": met,
-    }  # fmt: skip
+    }
 
 
 def blame(costs_name: str, budget_s: float, exact_s: float, most: int = 8, operations: int = 800) -> list[dict]:
-    """Of the grid's cases with more than 1% of gap that CP-SAT can handle, what it says: a shorter schedule (the plan is to
-    blame), or a proof that there is none below what it found (the bound is)."""
+    """Of the grid's cases with more than 1% of gap that CP-SAT can handle, what it says: a shorter schedule (the plan
+    is to blame), or a proof that there is none below what it found (the bound is).
+    """
     rows = []
     jobs = [one for one in grid() if 3 * one[0] * one[1] * one[2] <= operations]
-    for stages, replicas, micro_batches, lost, cap in sorted(jobs, key=lambda one: (one[0] * one[1] * one[2], str(one))):
+    for stages, replicas, micro_batches, lost, cap in sorted(
+        jobs, key=lambda one: (one[0] * one[1] * one[2], str(one))
+    ):
         view = Topology(replicas, stages, micro_batches).full().without(*lost)
         problem = prepare(view, COSTS[costs_name](stages), Policy(activation_cap=int(cap * stages)))
         solution, least = solve(problem)
@@ -260,11 +317,20 @@ def blame(costs_name: str, budget_s: float, exact_s: float, most: int = 8, opera
         plan_blamed, bound_blamed = best.period < solution.period, best.least > least
         rows.append(
             {
-                "pp": stages, "dp": replicas, "m": micro_batches, "lost": " ".join(map(str, lost)), "cap": cap, "bound": least,
-                "refined": solution.period, "CP-SAT": best.period, "proven": best.least,
-                "to blame": {(True, True): "both", (True, False): "plan", (False, True): "bound"}.get((plan_blamed, bound_blamed), "open"),
+                "pp": stages,
+                "dp": replicas,
+                "m": micro_batches,
+                "lost": " ".join(map(str, lost)),
+                "cap": cap,
+                "bound": least,
+                "refined": solution.period,
+                "CP-SAT": best.period,
+                "proven": best.least,
+                "to blame": {(True, True): "both", (True, False): "plan", (False, True): "bound"}.get(
+                    (plan_blamed, bound_blamed), "open"
+                ),
             }
-        )  # fmt: skip
+        )
         if len(rows) == most:
             break
     return rows
@@ -276,10 +342,20 @@ def large(budget_s: float, draws: int = 3) -> list[dict]:
     for costs_name in ("unit", "unequal"):
         for draw in range(draws):
             topology = Topology(48, 32, 64)
-            view = topology.full().without(*Random(draw).sample(topology.seats, topology.replicas * topology.stages // 20))
+            view = topology.full().without(
+                *Random(draw).sample(topology.seats, topology.replicas * topology.stages // 20)
+            )
             planned = plan(view, COSTS[costs_name](32), Policy(activation_cap=48))
             refined = refine(planned, COSTS[costs_name](32), budget_s) if planned.gap else planned
-            rows.append({"costs": costs_name, "draw": draw, "bound": planned.bound_us, "plan gap %": 100 * planned.gap, "refined gap %": 100 * refined.gap})
+            rows.append(
+                {
+                    "costs": costs_name,
+                    "draw": draw,
+                    "bound": planned.bound_us,
+                    "plan gap %": 100 * planned.gap,
+                    "refined gap %": 100 * refined.gap,
+                }
+            )
     return rows
 
 
@@ -300,9 +376,22 @@ def speed(draws: int = 3) -> list[dict]:
             for draw in range(draws if shape.replicas < 90 else 1):
                 live = frozenset(set(shape.seats) - set(Random(draw).sample(shape.seats, failures)))
                 started = time.process_time()
-                planned = plan(ClusterView(Topology(shape.replicas, shape.stages, shape.micro_batches), live), COSTS[costs_name](shape.stages), Policy(activation_cap=3 * shape.stages // 2))
+                planned = plan(
+                    ClusterView(Topology(shape.replicas, shape.stages, shape.micro_batches), live),
+                    COSTS[costs_name](shape.stages),
+                    Policy(activation_cap=3 * shape.stages // 2),
+                )
                 _ = planned.digest
                 times.append(1000 * (time.process_time() - started))
                 gaps.append(100 * planned.gap)
-            rows.append({"job": name, "lost": failures, "costs": costs_name, "median ms": sorted(times)[len(times) // 2], "max ms": max(times), "max gap %": max(gaps)})
+            rows.append(
+                {
+                    "job": name,
+                    "lost": failures,
+                    "costs": costs_name,
+                    "median ms": sorted(times)[len(times) // 2],
+                    "max ms": max(times),
+                    "max gap %": max(gaps),
+                }
+            )
     return rows

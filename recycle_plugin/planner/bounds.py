@@ -11,9 +11,11 @@ round trip from the start of a micro-batch's F at p to the arrival of its gradie
   start nor given back at the end: the F that take them, and the W or B that give them back, follow
   each other on one worker.
 
-* ties: a stage of several that share weights steps when the last of them has reduced.  From the first F of stage p the last W
-  of a stage q below is at least the fill and q's own window away; of a stage q above, p's last I, the gradient's way up, and q's backward.
-* stages that step together: from one meeting of all to the next, each steps, then waits for its first activation, then has its window.
+* ties: a stage of several that share weights steps when the last of them has reduced.  From the first F of stage p the
+  last W of a stage q below is at least the fill and q's own window away; of a stage q above, p's last I, the gradient's
+  way up, and q's backward.
+* stages that step together: from one meeting of all to the next, each steps, then waits for its first activation, then
+  has its window.
 
 Without a split backward, I stands for the whole backward and W is nothing.  Where a backward may be
 either, each term takes the less.
@@ -43,7 +45,9 @@ def windows(problem: Problem) -> Array:
 
 
 class _Reached(NamedTuple):
-    """Per stage, in microseconds from its first F's start: the least to the end of its last I, and to the end of all."""
+    """Per stage, in microseconds from its first F's start: the least to the end of its last I, and to the end of
+    all.
+    """
 
     quick: StageCosts
     before: Array
@@ -67,7 +71,9 @@ def _reached(problem: Problem) -> _Reached:
 
 
 def bound(problem: Problem) -> int:
-    """The least period in microseconds: stages couple at their own reduce-and-step, or at their tie's, or all of them before they step."""
+    """The least period in microseconds: stages couple at their own reduce-and-step, or at their tie's, or all of them
+    before they step.
+    """
     reached = _reached(problem)
     if problem.synchronous:
         return _together(problem, reached)
@@ -75,7 +81,9 @@ def bound(problem: Problem) -> int:
 
 
 def _tied(problem: Problem, reached: _Reached) -> int:
-    """The least from the first F of a stage to its step, over all stages for whose sum it waits because they share weights."""
+    """The least from the first F of a stage to its step, over all stages for whose sum it waits because they share
+    weights.
+    """
     (forward, gradient, _, backward), hop, found = reached.quick, problem.communication[0], 0
     for waits in range(problem.stages):
         for other in np.flatnonzero(problem.tie == problem.tie[waits]).tolist():
@@ -135,12 +143,18 @@ def _backward(problem: Problem, split: int, weight: int, joint: int) -> tuple[in
     """Least time to the gradient, the W that may come later, and both together."""
     if not problem.split:
         return joint, 0, joint
-    return (min(split, joint), weight, min(split + weight, joint)) if problem.couple else (split, weight, split + weight)
+    return (
+        (min(split, joint), weight, min(split + weight, joint)) if problem.couple else (split, weight, split + weight)
+    )
 
 
 def _quickest(problem: Problem) -> StageCosts:
     """Costs on the fastest worker that has anything to do."""
-    working = np.where(problem.loads > 0, problem.spend, np.int64(1) << 40).reshape(4, problem.stages, problem.ranks).min(axis=2)
+    working = (
+        np.where(problem.loads > 0, problem.spend, np.int64(1) << 40)
+        .reshape(4, problem.stages, problem.ranks)
+        .min(axis=2)
+    )
     rows = [_backward(problem, *map(int, column)) for column in working[1:].T]
     gradient, weight, backward = (np.array(column, np.int64) for column in zip(*rows))
     return StageCosts(working[0], gradient, weight, backward)

@@ -1,11 +1,11 @@
 """Local search on an order, compiled: move an operation of the critical path past its neighbours on its worker.
 
-The classic neighbourhood of job shops (van Laarhoven, Aarts, Lenstra 1992; insertion moves after Dell'Amico
-and Trubian 1993): only a change on a critical path can shorten a schedule.  Here the path is that of the
-stage whose window is the widest.  Unlike the greedy rules it may leave a worker idle on purpose,
-which pays where costs are unequal.  A micro-batch that was dealt to a peer of its lost worker may also be
-handed to another peer, or swapped with one of theirs (with its block: core/vocabulary/blocks.py).  Changes that lengthen a little are accepted too, less and
-less (threshold accepting), from a generator with a seed: the same arguments give the same order anywhere.
+The classic neighbourhood of job shops (van Laarhoven, Aarts, Lenstra 1992; insertion moves after Dell'Amico and Trubian
+1993): only a change on a critical path can shorten a schedule.  Here the path is that of the stage whose window is the
+widest.  Unlike the greedy rules it may leave a worker idle on purpose, which pays where costs are unequal.  A
+micro-batch that was dealt to a peer of its lost worker may also be handed to another peer, or swapped with one of
+theirs (with its block: core/vocabulary/blocks.py).  Changes that lengthen a little are accepted too, less and less
+(threshold accepting), from a generator with a seed: the same arguments give the same order anywhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def draw(random, below):
 
 @inner
 def measure(net, state, least, firsts, lasts):
-    """(The widest window, and by how much all workers together end later than ``least`` allows); also each stage's first start and last end."""
+    """(The widest window, and by how much all workers together end later than ``least`` allows); also each stage's
+    first start and last end.
+    """
     firsts[:] = FAR
     lasts[:] = 0
     operations = state.place.size
@@ -51,10 +53,15 @@ def measure(net, state, least, firsts, lasts):
 
 @inner
 def critical(net, state, firsts, lasts, random, path):
-    """Operations on the critical path of the widest stage that start when their worker's previous one ends; returns how many."""
+    """Operations on the critical path of the widest stage that start when their worker's previous one ends; returns how
+    many.
+    """
     worst, ties, operations = 0, 0, state.place.size
     for stage in range(firsts.size):
-        window, most = lasts[stage] + net.closing[stage] - firsts[stage], lasts[worst] + net.closing[worst] - firsts[worst]
+        window, most = (
+            lasts[stage] + net.closing[stage] - firsts[stage],
+            lasts[worst] + net.closing[worst] - firsts[worst],
+        )
         if window > most:
             worst, ties = stage, 1
         elif window == most:
@@ -84,7 +91,9 @@ def critical(net, state, firsts, lasts, random, path):
 
 @inner
 def limit_later(net, state, operation):
-    """The last place at which ``operation`` still stands before all that need it, and before what may not overtake it."""
+    """The last place at which ``operation`` still stands before all that need it, and before what may not overtake
+    it.
+    """
     last = state.order.size - 1
     for nth in range(2):
         if net.follows[nth, operation] >= 0:
@@ -96,7 +105,9 @@ def limit_later(net, state, operation):
 
 @inner
 def choose(net, state, path, count, random):
-    """A random move of one of a critical pair: (operation, the one on its worker whose place it takes), -1 where that breaks a dependency."""
+    """A random move of one of a critical pair: (operation, the one on its worker whose place it takes), -1 where that
+    breaks a dependency.
+    """
     later, operations = path[draw(random, count)], state.place.size
     earlier = state.before[later]
     hops = draw(random, 4) if draw(random, 3) == 0 else 0
@@ -106,7 +117,9 @@ def choose(net, state, path, count, random):
             target = state.before[target]
             hops -= 1
         needed, ahead = net.source[later], net.ahead[later]
-        free = (needed < 0 or state.place[needed] < state.place[target]) and (ahead < 0 or state.place[ahead] < state.place[target])
+        free = (needed < 0 or state.place[needed] < state.place[target]) and (
+            ahead < 0 or state.place[ahead] < state.place[target]
+        )
         return later if free else -1, target
     target, most = later, limit_later(net, state, earlier)
     while hops and state.after[target] < operations and state.place[state.after[target]] <= most:
@@ -117,7 +130,9 @@ def choose(net, state, path, count, random):
 
 @inner
 def partners(net, state, path, count, random):
-    """A dealt record of a critical pair, and a dealt one of another worker of its stage; -1 where the draw gives none."""
+    """A dealt record of a critical pair, and a dealt one of another worker of its stage; -1 where the draw gives
+    none.
+    """
     operation, records = path[draw(random, count)], state.place.size // 4
     one, other = operation % records, net.dealt[draw(random, net.dealt.size)]
     if not net.may_deal[one]:
@@ -136,13 +151,16 @@ def tidy(state):
 
 @compiled
 def climb(net, order, who, least, rounds, heat, seed):
-    """``rounds`` moves from ``order``; leaves the best one in ``order``, and in ``who`` who runs it; returns what it measures.
+    """``rounds`` moves from ``order``; leaves the best one in ``order``, and in ``who`` who runs it; returns what it
+    measures.
 
     ``heat``: how much longer than the present one an order may be to be accepted at first, in microseconds.
     """
     workers, stages, size, random = net.stage_of.size, net.closing.size, order.size, np.array([seed * 2 + 1], np.uint64)
     state, path = opened(net, order.copy(), who.copy()), np.empty(size, np.int64)
-    scratch = Scratch(np.empty(size, np.int64), np.zeros(who.size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64))
+    scratch = Scratch(
+        np.empty(size, np.int64), np.zeros(who.size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+    )
     firsts, lasts = np.empty(stages, np.int64), np.empty(stages, np.int64)
     firsts_then, lasts_then = firsts.copy(), lasts.copy()
     widest, excess = measure(net, state, least, firsts, lasts)

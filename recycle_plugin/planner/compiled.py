@@ -1,8 +1,12 @@
-"""How the planner's loops are compiled: by numba, on the first call on a machine; cached on disk.  ``planner.warm`` does it ahead of a failure.
+"""How the planner's loops are compiled: by numba, on the first call on a machine; cached on disk.
 
-What was compiled from other sources is not used: numba looks at a function's own file only, and not at what it calls there.
+``planner.warm`` does it ahead of a failure.
 
-Where nothing can be cached, since the disk is full or all that numba may write to is read-only, each process compiles for itself.
+What was compiled from other sources is not used: numba looks at a function's own file only, and not at what it calls
+there.
+
+Where nothing can be cached, since the disk is full or all that numba may write to is read-only, each process compiles
+for itself.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ from numba import njit
 @lru_cache
 def sources() -> str:
     """A hash of all of the planner's files."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))).hexdigest()
+    return hashlib.sha256(
+        b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    ).hexdigest()
 
 
 def _cached(function: Callable, **options: bool) -> Any:

@@ -1,10 +1,11 @@
-"""Exact schedules by constraint programming: the oracle of tests and benchmarks, and the last stage of ``planner.refine``.
+"""Exact schedules by constraint programming: the oracle of tests and benchmarks, and the last stage of
+``planner.refine``.
 
-Useful up to some 800 operations.  Needs the extra ``exact`` (ortools).  The model is the problem's own statement and shares nothing with
-the scheduler but the :class:`Problem`: one start per operation, one operation at a time per worker,
-memory as a cumulative resource, weight gradients of a block in their order, and a period no shorter than each stage's window with reduce and step
-(and, of stages that share weights, from the first start of one to the step of any; where stages step together, from one meeting of all to the next).
-Routes are as given; no backward is coupled unless all are.
+Useful up to some 800 operations.  Needs the extra ``exact`` (ortools).  The model is the problem's own statement and
+shares nothing with the scheduler but the :class:`Problem`: one start per operation, one operation at a time per worker,
+memory as a cumulative resource, weight gradients of a block in their order, and a period no shorter than each stage's
+window with reduce and step (and, of stages that share weights, from the first start of one to the step of any; where
+stages step together, from one meeting of all to the next). Routes are as given; no backward is coupled unless all are.
 """
 
 from __future__ import annotations
@@ -64,7 +65,11 @@ def exact(problem: Problem, start: Solution, budget_s: float, threads: int = 1, 
     solver.parameters.num_workers = threads
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Exact(start.period, int(np.ceil(solver.best_objective_bound - 1e-6)) if status == cp_model.UNKNOWN else start.period, start)
+        return Exact(
+            start.period,
+            int(np.ceil(solver.best_objective_bound - 1e-6)) if status == cp_model.UNKNOWN else start.period,
+            start,
+        )
     return _read(problem, solver, starts, start)
 
 
@@ -93,7 +98,9 @@ def _model(model, problem: Problem, start: Solution, least: int, most: int | Non
         for record in range(records):
             operation = kind * records + record
             starts[operation] = model.new_int_var(0, horizon, "")
-            busy[worker[record]].append(model.new_fixed_size_interval_var(starts[operation], spend[kind][worker[record]], ""))
+            busy[worker[record]].append(
+                model.new_fixed_size_interval_var(starts[operation], spend[kind][worker[record]], "")
+            )
     for intervals in busy:
         model.add_no_overlap(intervals)
 
@@ -104,7 +111,11 @@ def _model(model, problem: Problem, start: Solution, least: int, most: int | Non
     for record in range(records):
         if record >= width:
             model.add(starts[record] >= end(0, record - width) + int(problem.forward_lag[record]))
-        needs = end(0, record) if record >= records - width else end(gradient, record + width) + int(problem.backward_lag[record])
+        needs = (
+            end(0, record)
+            if record >= records - width
+            else end(gradient, record + width) + int(problem.backward_lag[record])
+        )
         model.add(starts[gradient * records + record] >= needs)
         model.add(starts[gradient * records + record] >= end(0, record))
         if problem.split:
@@ -151,7 +162,9 @@ def _period(model, problem: Problem, starts, end, final: int, least: int, most: 
             model.add(period >= end(final, record) + int(problem.reduce[stage] + problem.tied[stage]))
         else:
             for other in np.flatnonzero(problem.tie == problem.tie[stage]).tolist():
-                model.add(period >= end(final, record) - first[other] + int(problem.reduce[stage] + problem.after[other]))
+                model.add(
+                    period >= end(final, record) - first[other] + int(problem.reduce[stage] + problem.after[other])
+                )
     return period
 
 
@@ -163,7 +176,13 @@ def _read(problem: Problem, solver, starts, start: Solution) -> Exact:
     def turn(operation: int) -> tuple[int, ...]:
         """Of those that start together, what takes no time goes first, and of that gradients from the last stage up."""
         kind, record = divmod(operation, problem.records)
-        return at[operation], int(problem.spend[kind, problem.worker[record]]) > 0, kind, record if kind == 0 else -(record // problem.width), record
+        return (
+            at[operation],
+            int(problem.spend[kind, problem.worker[record]]) > 0,
+            kind,
+            record if kind == 0 else -(record // problem.width),
+            record,
+        )
 
     ordered = sorted(at, key=turn)
     found = timed(problem, np.array(ordered, np.int64), int(solver.objective_value), start)

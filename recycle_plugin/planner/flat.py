@@ -142,7 +142,9 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
 
 def routing_of(problem: Problem) -> Routing:
     """Who runs what in ``problem``: what it was made from, or what a search has made of that."""
-    return Routing(problem.replicas, (problem.worker % problem.ranks).reshape(problem.stages, problem.ranks, problem.micro_batches))
+    return Routing(
+        problem.replicas, (problem.worker % problem.ranks).reshape(problem.stages, problem.ranks, problem.micro_batches)
+    )
 
 
 def _transfers(costs: CostModel) -> tuple[int, int]:

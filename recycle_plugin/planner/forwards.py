@@ -1,6 +1,7 @@
 """An evaluation (core/worker/evaluation.py) as programs: the forwards of a batch over whoever is left.
 
-The order of all forwards is by micro-batch, and each program is the part of it that its seat runs, so it can't deadlock.
+The order of all forwards is by micro-batch, and each program is the part of it that its seat runs, so it can't
+deadlock.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ def forwards(plan: Plan, seat: Seat, step: int, count: int) -> Iterator[Instruct
     mine = (Instruction(Op.F, seat.stage, one, step) for one in batch if runner(plan, seat.stage, one) == seat)
 
     def where(datum: Datum) -> BoundaryRoute:
-        return BoundaryRoute(runner(plan, datum.stage, datum.micro_batch), runner(plan, goes_to(datum, plan.stages), datum.micro_batch))
+        return BoundaryRoute(
+            runner(plan, datum.stage, datum.micro_batch), runner(plan, goes_to(datum, plan.stages), datum.micro_batch)
+        )
 
     return lower(mine, plan.stages, where)

@@ -18,10 +18,15 @@ Array = NDArray[np.int64]
 BURST, PAUSE, AHEAD, LEAD, EAGER, COUPLE, WAIT_W, WAIT_F = range(8)
 """Fields of a rule's array; ``schedule.Rule`` explains them."""
 F, I, W, B, ACTIVATION, GRADIENT, WAKE = range(7)  # noqa: E741
-"""Events: the end of an operation, the arrival of what F or I needs, a worker's beginning.  The first four are kinds of operation."""
+"""Events: the end of an operation, the arrival of what F or I needs, a worker's beginning.
+
+The first four are kinds of operation.
+"""
 FORWARDS, BACKWARDS, WEIGHTS, WEIGHTS_DONE, COMING, IDLE, HELD, LEAD_NOW, REMAINING, GATE = range(10)
-"""Rows of ``tally``, per worker: sizes of its queues (of W: all ever queued, and taken), whether it is idle, memory held, F less I
-begun, F to come, and whether F waits for several free places: 0 open, 1 its last burst has begun, 2 waiting."""
+"""Rows of ``tally``, per worker: sizes of its queues (of W: all ever queued, and taken), whether it is idle, memory
+held, F less I begun, F to come, and whether F waits for several free places: 0 open, 1 its last burst has begun, 2
+waiting.
+"""
 
 
 class SchedulingProblem(NamedTuple):
@@ -98,7 +103,9 @@ def blocked(job, tally, here, need, cap):
 
 @inner
 def finished(job, tally, queue, base, kind, record, now):
-    """Settle the memory at the end of an operation; (event, record, time) of the arrival that it causes, record -1: none."""
+    """Settle the memory at the end of an operation; (event, record, time) of the arrival that it causes, record -1:
+    none.
+    """
     here, width = job.worker[record], job.worker.size // job.stages
     stage = record // width
     tally[IDLE, here] = 1
@@ -136,7 +143,11 @@ def arrive(job, tally, queue, base, event, record, now):
 def choose(job, tally, here):
     """The kind of operation that an idle worker begins, or -1: what it has ready, its memory and the rule decide."""
     rule, stage = job.rule, here // job.ranks
-    ready_f, ready_i, ready_w = tally[FORWARDS, here], tally[BACKWARDS, here], tally[WEIGHTS, here] - tally[WEIGHTS_DONE, here]
+    ready_f, ready_i, ready_w = (
+        tally[FORWARDS, here],
+        tally[BACKWARDS, here],
+        tally[WEIGHTS, here] - tally[WEIGHTS_DONE, here],
+    )
     depth = job.stages - stage
     need, room = job.activation[stage], job.cap[stage] - tally[HELD, here]
     grows = max(0, job.pending[stage] - job.activation[stage]) if job.split else 0
@@ -209,7 +220,11 @@ def greedy(job, order):
     """Write all operations into ``order`` by their starts; returns how many there are."""
     records, workers, rule = job.worker.size, job.loads.size, job.rule
     width = records // job.stages
-    tally, queue, base = np.zeros((10, workers), np.int64), np.empty(5 * records, np.int64), np.empty((5, workers), np.int64)
+    tally, queue, base = (
+        np.zeros((10, workers), np.int64),
+        np.empty(5 * records, np.int64),
+        np.empty((5, workers), np.int64),
+    )
     for number in range(5):
         base[number] = number * records + np.cumsum(job.loads) - job.loads
     tally[REMAINING] = job.loads

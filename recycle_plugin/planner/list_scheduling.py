@@ -104,15 +104,19 @@ def further(stages: int) -> tuple[SchedulingRule, ...]:
 def best_order(problem: Problem, least: int) -> Solution:
     """The best order that the portfolio finds; stops at ``least``, the lower bound.
 
-    Where tensors take time on the way, each rule is also tried as if they didn't: a worker that is greedy while a tensor is
-    on its way begins what it has, and the tensor then waits longer than the worker would have.
+    Where tensors take time on the way, each rule is also tried as if they didn't: a worker that is greedy while a
+    tensor is on its way begins what it has, and the tensor then waits longer than the worker would have.
     """
     views = (problem, _at_once(problem)) if problem.forward_lag.any() else (problem,)
     trials = max(TRIALS_AT_LEAST, OPERATIONS_TRIED // (3 * problem.records))
     known, best = portfolio(problem.stages), None
     rules = known[: -(-trials // len(views))]
     if problem.couple:
-        rules += (known[0]._replace(couple=2), known[1]._replace(couple=2), known[0]._replace(couple=2 + problem.stages))
+        rules += (
+            known[0]._replace(couple=2),
+            known[1]._replace(couple=2),
+            known[0]._replace(couple=2 + problem.stages),
+        )
     for rule, seen in product(rules, views):
         best = better(problem, rule, least, best, seen)
         if best.period <= least:
@@ -123,10 +127,14 @@ def best_order(problem: Problem, least: int) -> Solution:
 
 def _at_once(problem: Problem) -> Problem:
     """The same without time on the way."""
-    return replace(problem, forward_lag=np.zeros_like(problem.forward_lag), backward_lag=np.zeros_like(problem.backward_lag))
+    return replace(
+        problem, forward_lag=np.zeros_like(problem.forward_lag), backward_lag=np.zeros_like(problem.backward_lag)
+    )
 
 
-def better(problem: Problem, rule: SchedulingRule, least: int, best: Solution | None, seen: Problem | None = None) -> Solution:
+def better(
+    problem: Problem, rule: SchedulingRule, least: int, best: Solution | None, seen: Problem | None = None
+) -> Solution:
     """``best``, or what ``rule`` finds if that is shorter.  ``seen``: the problem as the rule sees it."""
     wake = beginnings(problem, best) if rule.settled and best else np.zeros(problem.stages, np.int64)
     order = greedy_order(seen or problem, rule, *keys(problem, rule), wake)
@@ -138,9 +146,22 @@ def greedy_order(problem: Problem, rule: SchedulingRule, forward: Array, backwar
     order = np.empty(3 * problem.records, np.int64)
     rule = rule._replace(couple=max(1, rule.couple) if problem.couple else 0)
     job = SchedulingProblem(
-        problem.stages, problem.ranks, int(problem.split), problem.worker, problem.spend, problem.forward_lag, problem.backward_lag,
-        problem.loads, problem.memory.cap, problem.memory.activation, problem.memory.pending, forward, backward, wake, np.array(rule[:8], np.int64),
-    )  # fmt: skip
+        problem.stages,
+        problem.ranks,
+        int(problem.split),
+        problem.worker,
+        problem.spend,
+        problem.forward_lag,
+        problem.backward_lag,
+        problem.loads,
+        problem.memory.cap,
+        problem.memory.activation,
+        problem.memory.pending,
+        forward,
+        backward,
+        wake,
+        np.array(rule[:8], np.int64),
+    )
     return order[: greedy(job, order)]
 
 
@@ -149,9 +170,22 @@ def timed(problem: Problem, order: Array, least: int, best: Solution | None = No
     starts = np.empty(order.size, np.int64)
     below = NEVER if best is None else best.period
     period = evaluate(
-        order, problem.stages, problem.ranks, int(problem.synchronous), problem.worker, problem.spend, problem.forward_lag,
-        problem.backward_lag, problem.reduce, problem.tie, problem.after, problem.step, least, below, starts,
-    )  # fmt: skip
+        order,
+        problem.stages,
+        problem.ranks,
+        int(problem.synchronous),
+        problem.worker,
+        problem.spend,
+        problem.forward_lag,
+        problem.backward_lag,
+        problem.reduce,
+        problem.tie,
+        problem.after,
+        problem.step,
+        least,
+        below,
+        starts,
+    )
     if period < 0:
         assert best is not None
         return best

@@ -1,6 +1,8 @@
-"""From what is computed to what a worker executes: data loading and transport put around the computation, as the dataflow says.
+"""From what is computed to what a worker executes: data loading and transport put around the computation, as the
+dataflow says.
 
-The one lowering: of a plan's step, of what is left of a step after a failure (planner/recovery_order.py), and of an evaluation (planner/forwards.py).
+The one lowering: of a plan's step, of what is left of a step after a failure (planner/recovery_order.py), and of an
+evaluation (planner/forwards.py).
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ class BoundaryRoute(NamedTuple):
     target: Seat | None
 
 
-def lower(compute: Iterable[Instruction], stages: int, where: Callable[[Datum], BoundaryRoute]) -> Iterator[Instruction]:
-    """``compute``, F, I, W and B of one seat, with RECV and LOAD right before their consumer and SEND right after the producer.
+def lower(
+    compute: Iterable[Instruction], stages: int, where: Callable[[Datum], BoundaryRoute]
+) -> Iterator[Instruction]:
+    """``compute``, F, I, W and B of one seat, with RECV and LOAD right before their consumer and SEND right after the
+    producer.
 
     The first of ``stages`` stages loads inputs, the last one labels, a job of one stage both at once.
     ``where``: the way of an activation or a gradient that crosses stages.
@@ -42,12 +47,16 @@ def lower(compute: Iterable[Instruction], stages: int, where: Callable[[Datum], 
 
 def receive(datum: Datum, stage: int, source: Seat) -> Instruction:
     """Take a boundary tensor for ``stage`` from ``source``."""
-    return Instruction(Op.RECV_ACT if datum.kind == "act" else Op.RECV_GRAD, stage, datum.micro_batch, datum.step, source)
+    return Instruction(
+        Op.RECV_ACT if datum.kind == "act" else Op.RECV_GRAD, stage, datum.micro_batch, datum.step, source
+    )
 
 
 def send(datum: Datum, target: Seat) -> Instruction:
     """Give a boundary tensor of one's own to ``target``."""
-    return Instruction(Op.SEND_ACT if datum.kind == "act" else Op.SEND_GRAD, datum.stage, datum.micro_batch, datum.step, target)
+    return Instruction(
+        Op.SEND_ACT if datum.kind == "act" else Op.SEND_GRAD, datum.stage, datum.micro_batch, datum.step, target
+    )
 
 
 def lowered(plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:

@@ -30,12 +30,13 @@ def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
 
 
 def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0, exact_s: float = 0.0) -> Plan:
-    """A better plan for the same view and policy, or ``planned``; searches until the bound is met or ``budget_s`` seconds of CPU are spent.
+    """A better plan for the same view and policy, or ``planned``; searches until the bound is met or ``budget_s``
+    seconds of CPU are spent.
 
     May deal rerouted micro-batches out in other ways.  ``exact_s``: seconds that constraint programming
     (``planner.cp_sat``) then gets, beginning with the best found; it can prove that there is no better one for the same
-    routes.  For a plan that stays long enough to pay for the seconds, in the background or ahead of the run.  Because it
-    goes by a clock, only one process may decide to use it, and has to hand the plan to the others.  Raises PlanError
+    routes.  For a plan that stays long enough to pay for the seconds, in the background or ahead of the run.  Because
+    it goes by a clock, only one process may decide to use it, and has to hand the plan to the others.  Raises PlanError
     where ``exact_s`` is given and the exact search can't be made: without the extra ``exact``, for more than
     ``exact.MOST`` operations, or where backwards may be coupled.
     """
@@ -57,7 +58,9 @@ def prepare(view: ClusterView, costs: CostModel, policy: Policy) -> Problem:
     return flatten(view, costs, policy, route(view, policy, costs))
 
 
-def finish(view: ClusterView, costs: CostModel, policy: Policy, problem: Problem, solution: Solution, least: int) -> Plan:
+def finish(
+    view: ClusterView, costs: CostModel, policy: Policy, problem: Problem, solution: Solution, least: int
+) -> Plan:
     """The verified plan of a solution."""
     planned = assemble(view, costs, policy, problem, solution, least)
     verify(planned, costs)

@@ -37,7 +37,9 @@ def memory(costs: CostModel, policy: Policy) -> StageMemory:
         except ValueError as error:
             raise PlanError(str(error)) from None
     if not costs.activation_bytes:
-        raise PlanError("memory_bytes needs costs with activation_bytes: profile the model, or give activation_cap instead")
+        raise PlanError(
+            "memory_bytes needs costs with activation_bytes: profile the model, or give activation_cap instead"
+        )
     cap = np.broadcast_to(np.array(policy.memory_bytes, np.int64), (stages,)).copy()
     activation = np.array(costs.activation_bytes, np.int64)
     pending = np.array(costs.pending_bytes or costs.activation_bytes, np.int64)
@@ -46,19 +48,29 @@ def memory(costs: CostModel, policy: Policy) -> StageMemory:
     least = activation if policy.couple or not policy.split_backward else np.maximum(activation, pending)
     for stage in range(stages):
         if cap[stage] < least[stage]:
-            raise PlanError(f"stage {stage} may hold {cap[stage]} bytes, one micro-batch takes {least[stage]}: raise the activation cap")
+            raise PlanError(
+                f"stage {stage} may hold {cap[stage]} bytes, one micro-batch takes {least[stage]}: raise the "
+                "activation cap"
+            )
     return StageMemory(cap, activation, pending)
 
 
-def auto(device_bytes: int, state_bytes: Sequence[int], working_bytes: Sequence[int], reserve: float = 0.05) -> tuple[int, ...]:
+def auto(
+    device_bytes: int, state_bytes: Sequence[int], working_bytes: Sequence[int], reserve: float = 0.05
+) -> tuple[int, ...]:
     """``Policy.memory_bytes`` from a memory profile, per stage.
 
     ``state_bytes``: parameters, gradients, optimizer state and their undo record; ``working_bytes``: the
     most that one running instruction needs on top; ``reserve``: the share of the device that stays free
     for fragmentation.  Raises PlanError where nothing is left.
     """
-    left = tuple(int(device_bytes * (1 - reserve)) - state - working for state, working in zip(state_bytes, working_bytes, strict=True))
+    left = tuple(
+        int(device_bytes * (1 - reserve)) - state - working
+        for state, working in zip(state_bytes, working_bytes, strict=True)
+    )
     for stage, free in enumerate(left):
         if free <= 0:
-            raise PlanError(f"stage {stage}: model state and working memory leave {free} of {device_bytes} bytes for activations")
+            raise PlanError(
+                f"stage {stage}: model state and working memory leave {free} of {device_bytes} bytes for activations"
+            )
     return left

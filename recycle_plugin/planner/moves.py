@@ -21,7 +21,10 @@ FAR = 1 << 60
 
 
 class Net(NamedTuple):
-    """What stays as it is; arrays are int64.  After the operations stand the workers, each the beginning and the end of its own list."""
+    """What stays as it is; arrays are int64.
+
+    After the operations stand the workers, each the beginning and the end of its own list.
+    """
 
     source: Array  # [operation] whose result it needs, -1: none
     lag: Array  # [operation] from that result to its earliest start
@@ -54,7 +57,9 @@ class SearchState(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """``heap``: places in the order of operations to be timed; ``queued``: whether it is there; ``changed``, ``old``: starts to be restored."""
+    """``heap``: places in the order of operations to be timed; ``queued``: whether it is there; ``changed``, ``old``:
+    starts to be restored.
+    """
 
     heap: Array
     queued: Array
@@ -68,7 +73,16 @@ def opened(net, order, who):
     operations, workers = who.size, net.stage_of.size
     place, starts = np.full(operations, -1, np.int64), np.zeros(operations + workers, np.int64)
     before = np.arange(operations + workers)
-    state = SearchState(order, place, who, starts, before, before.copy(), np.zeros(operations + workers, np.int64), np.zeros(operations + workers, np.int64))
+    state = SearchState(
+        order,
+        place,
+        who,
+        starts,
+        before,
+        before.copy(),
+        np.zeros(operations + workers, np.int64),
+        np.zeros(operations + workers, np.int64),
+    )
     for here in range(workers):
         starts[operations + here] = net.release[net.stage_of[here]]
     for at in range(order.size):
@@ -102,7 +116,9 @@ def delist(state, operation):
 
 @inner
 def fits(net, state, operation, stop):
-    """Count memory and time from ``operation`` up to ``stop``, which is not counted, on one worker; whether the memory is enough."""
+    """Count memory and time from ``operation`` up to ``stop``, which is not counted, on one worker; whether the memory
+    is enough.
+    """
     enough = True
     while operation != stop:
         previous = state.before[operation]
@@ -119,7 +135,9 @@ def recount(net, state, one, other):
     enough, operations = True, state.place.size
     for worker in (one, other):
         enough &= fits(net, state, state.after[operations + worker], operations + worker)
-        state.done[operations + worker] = state.done[state.before[operations + worker]] if state.before[operations + worker] < operations else 0
+        state.done[operations + worker] = (
+            state.done[state.before[operations + worker]] if state.before[operations + worker] < operations else 0
+        )
     return enough
 
 
@@ -142,8 +160,9 @@ def dismiss(state, scratch, size):
 
 @inner
 def settle(net, state, scratch, size, firsts, limit):
-    """Start everything that is queued, and what that delays or lets begin earlier, as soon as possible; returns how many starts changed,
-    negative if some window is then sure to be wider than ``limit``: not all are timed then."""
+    """Start everything that is queued, and what that delays or lets begin earlier, as soon as possible; returns how
+    many starts changed, negative if some window is then sure to be wider than ``limit``: not all are timed then.
+    """
     changes, operations = 0, state.place.size
     while size:
         operation = state.order[pop(scratch.heap, 0, size)]
@@ -241,7 +260,9 @@ def hand(net, state, scratch, record, worker, size):
 
 @inner
 def deal(net, state, scratch, one, theirs, other, mine, firsts, limit):
-    """Let ``theirs`` run the block of ``one``, and, if it is another, ``mine`` that of ``other``; as ``settle``, -FAR where memory is short."""
+    """Let ``theirs`` run the block of ``one``, and, if it is another, ``mine`` that of ``other``; as ``settle``, -FAR
+    where memory is short.
+    """
     was = state.who[one]
     size = hand(net, state, scratch, one, theirs, 0)
     size = hand(net, state, scratch, other, mine, size) if mine != theirs else size

@@ -73,11 +73,17 @@ def normalise(view: ClusterView, costs: CostModel, policy: Policy, copy_us: Sequ
     return best
 
 
-def _next(now: Normalisation, start: ClusterView, costs: CostModel, policy: Policy, copy_us: Sequence[int]) -> Normalisation | None:
+def _next(
+    now: Normalisation, start: ClusterView, costs: CostModel, policy: Policy, copy_us: Sequence[int]
+) -> Normalisation | None:
     """The best single move more, or None where there is none to try."""
     topology, view = now.view.topology, now.view
     share = {stage: _load(view, costs, stage) for stage in range(topology.stages)}
-    hurt = max((stage for stage in share if len(view.live_replicas(stage)) < topology.replicas), key=share.__getitem__, default=None)
+    hurt = max(
+        (stage for stage in share if len(view.live_replicas(stage)) < topology.replicas),
+        key=share.__getitem__,
+        default=None,
+    )
     if hurt is None:
         return None
     options = []
@@ -88,7 +94,11 @@ def _next(now: Normalisation, start: ClusterView, costs: CostModel, policy: Poli
         after = ClusterView(topology, view.live - {move.worker} | {move.seat})
         moves = (*now.moves, move)
         if len({one.worker for one in moves} | {one.seat for one in moves}) == 2 * len(moves):  # nobody moves twice
-            options.append(Normalisation(after, moves, now.before_us, _period(after, costs, policy), _copies(start, moves, copy_us)))
+            options.append(
+                Normalisation(
+                    after, moves, now.before_us, _period(after, costs, policy), _copies(start, moves, copy_us)
+                )
+            )
     return min(options, key=lambda option: (option.after_us, option.copy_us), default=None)
 
 

@@ -15,6 +15,12 @@ class VerificationError(PlanError):
     """A plan breaks a rule.  Carries where, so that ``render.grid.draw_error`` can show it."""
 
     def __init__(self, rule: str, plan: Plan, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
-        where = f" (seat {seat}, {instruction})" if instruction is not None else f" (seat {seat})" if seat is not None else ""
+        where = (
+            f" (seat {seat}, {instruction})"
+            if instruction is not None
+            else f" (seat {seat})"
+            if seat is not None
+            else ""
+        )
         super().__init__(rule + where)
         self.plan, self.seat, self.instruction = plan, seat, instruction

@@ -27,7 +27,11 @@ def pattern(view: ClusterView, costs: CostModel) -> Pattern:
     """Who is lost (rank, stage) and who is slow (rank, stage, percent), by canonical rank."""
     rank = {replica: number for number, replica in enumerate(canonical_replicas(view, costs))}
     lost = tuple(sorted((rank[seat.replica], seat.stage) for seat in view.lost))
-    slow = ((rank[seat.replica], seat.stage, percent) for seat, percent in costs.slowness if seat in view.live and percent != 100)
+    slow = (
+        (rank[seat.replica], seat.stage, percent)
+        for seat, percent in costs.slowness
+        if seat in view.live and percent != 100
+    )
     return view.topology, lost, tuple(sorted(slow))
 
 
@@ -40,7 +44,8 @@ def next_failures(view: ClusterView, costs: CostModel, hosts: Iterable[Iterable[
     kinds: dict[tuple, list[Seat]] = {}
     for seat in sorted(view.live):
         others = tuple(
-            (stage, (seat.replica, stage) in view.live, slow.get(Seat(seat.replica, stage), 100)) for stage in range(view.topology.stages)
+            (stage, (seat.replica, stage) in view.live, slow.get(Seat(seat.replica, stage), 100))
+            for stage in range(view.topology.stages)
         )
         kinds.setdefault((seat.stage, others), []).append(seat)
     for seats in sorted(kinds.values(), key=lambda seats: (-len(seats), seats[0])):

@@ -1,11 +1,14 @@
-"""In what order a :class:`core.vocabulary.recovery_plan.RecoveryPlan` runs: list scheduling over what is left of a step.
+"""In what order a :class:`core.vocabulary.recovery_plan.RecoveryPlan` runs: list scheduling over what is left of a
+step.
 
-As for a whole step there is one global order, projected on the workers, so that it can't deadlock.  It is made once
-per failure for a part of one step, so it takes the plain rule: I before F where memory allows before W, micro-batches by
-index.  Every worker finds the same order from the same inventories.  Weight gradients of a block (core/vocabulary/blocks.py) wait for each other.
+As for a whole step there is one global order, projected on the workers, so that it can't deadlock.  It is made once per
+failure for a part of one step, so it takes the plain rule: I before F where memory allows before W, micro-batches by
+index.  Every worker finds the same order from the same inventories.  Weight gradients of a block
+(core/vocabulary/blocks.py) wait for each other.
 
 It keeps to the memory cap, which the plan's own order would not: what survivors hold comes on top of what starts anew.
-The price is time where there are many workers: 0.1 s for 32 of them, some 5 s for 1,536 (and as much again for the closure).
+The price is time where there are many workers: 0.1 s for 32 of them, some 5 s for 1,536 (and as much again for the
+closure).
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ Programs = Mapping[Seat, tuple[Instruction, ...]]
 
 
 def arrange(recovery: RecoveryPlan, plan: Plan, costs: CostModel, held: Held) -> Programs:
-    """Every live seat's program of the rest: first what it keeps for others, then what it computes, then the closing.
+    """Every live seat's program of the rest: first what it keeps for others, then what it computes, then the
+    closing.
 
-    LOAD and transport are put around it (planner/lower.py) once somebody asks for a seat's program, since each worker asks for its own only.
+    LOAD and transport are put around it (planner/lower.py) once somebody asks for a seat's program, since each worker
+    asks for its own only.
     """
     return Arranged(recovery, plan, _Order(recovery, plan, costs, held).run())
 
@@ -81,7 +86,9 @@ class _Order:
     def __init__(self, recovery: RecoveryPlan, plan: Plan, costs: CostModel, held: Held) -> None:
         self._rest, self._costs, self._memory = recovery, costs, memory(costs, plan.policy)
         self._blocks = plan.policy.blocks(plan.view.topology)
-        self._workers = {seat: _Worker(_room(self._memory, seat, held[seat], recovery.step)) for seat in recovery.compute}
+        self._workers = {
+            seat: _Worker(_room(self._memory, seat, held[seat], recovery.step)) for seat in recovery.compute
+        }
         self._events: list[tuple[int, int, Seat, Instruction, bool]] = []
         self._missing: dict[tuple[Seat, Instruction], int] = {}
         self._users: dict[Datum, tuple[Seat, Instruction]] = {}
@@ -91,7 +98,9 @@ class _Order:
         made = {datum for work in recovery.compute.values() for one in work for datum in provides(one)}
         for seat, work in sorted(recovery.compute.items()):
             for one in work:
-                self._await(seat, one, [datum for datum in (*requires(one, plan.stages), *self._in_turn(one)) if datum in made])
+                self._await(
+                    seat, one, [datum for datum in (*requires(one, plan.stages), *self._in_turn(one)) if datum in made]
+                )
 
     def run(self) -> dict[Seat, list[Instruction]]:
         while self._left:
@@ -117,7 +126,11 @@ class _Order:
         for datum in made:
             self._users[datum] = (seat, one)
         if not made:
-            kept = [move for datum in requires(one, self._costs.stages) if (move := self._rest.moves.get(datum)) and move.kept]
+            kept = [
+                move
+                for datum in requires(one, self._costs.stages)
+                if (move := self._rest.moves.get(datum)) and move.kept
+            ]
             self._push(max((self._costs.transfer(move.source, seat) for move in kept), default=0), seat, one, False)
 
     def _push(self, at: int, seat: Seat, one: Instruction, ended: bool) -> None:
@@ -141,7 +154,9 @@ class _Order:
                 user, wanted = self._users[datum]
                 self._missing[user, wanted] -= 1
                 if not self._missing[user, wanted]:
-                    self._push(self._now + (self._costs.transfer(seat, user) if user != seat else 0), user, wanted, False)
+                    self._push(
+                        self._now + (self._costs.transfer(seat, user) if user != seat else 0), user, wanted, False
+                    )
 
     def _start(self, seat: Seat) -> None:
         worker, (activation, pending) = self._workers[seat], self._holds(seat)
@@ -164,8 +179,13 @@ class _Order:
         self._push(self._now + self._costs.of(one.op, seat.stage, seat), seat, one, True)
 
     def _force(self) -> None:
-        """Nobody can go on for want of memory: what survived of the old routes and what is new don't fit. Go past the cap."""
-        seat = min((seat for seat, worker in self._workers.items() if worker.forwards), key=lambda seat: (-seat.stage, seat))
+        """Nobody can go on for want of memory: what survived of the old routes and what is new don't fit.
+
+        Go past the cap.
+        """
+        seat = min(
+            (seat for seat, worker in self._workers.items() if worker.forwards), key=lambda seat: (-seat.stage, seat)
+        )
         self._run(seat, heappop(self._workers[seat].forwards)[-1])
 
     def _holds(self, seat: Seat) -> tuple[int, int]:

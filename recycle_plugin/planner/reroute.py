@@ -120,8 +120,12 @@ def _check(view: ClusterView, policy: Policy) -> None:
     empty = view.empty_stages()
     if empty:
         raise PlanError(
-            f"stage{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))}: no live worker left, so nobody holds its parameters; "
+            f"stage{'s' if len(empty) > 1 else ''} {', '.join(map(str, empty))}: no live worker left, so nobody holds "
+            "its parameters; "
             "training can go on only from a checkpoint or a log"
         )
     if view.lost and not policy.reroute:
-        raise PlanError(f"seats {', '.join(map(str, view.lost))} are lost and reroute is off: switch `reroute` on to go on without them")
+        raise PlanError(
+            f"seats {', '.join(map(str, view.lost))} are lost and reroute is off: switch `reroute` on to go on without "
+            "them"
+        )

@@ -1,8 +1,10 @@
 """Better orders than the portfolio's: local search (``planner.climb``) and random restarts.
 
-The local search takes each stage's window for itself; where stages share weights (``Problem.tie``), what it finds is timed with that.
+The local search takes each stage's window for itself; where stages share weights (``Problem.tie``), what it finds is
+timed with that.
 
-``polish`` makes a fixed number of moves, so that every worker finds the same; ``search`` goes by a clock (its own CPU time).
+``polish`` makes a fixed number of moves, so that every worker finds the same; ``search`` goes by a clock (its own CPU
+time).
 """
 
 from __future__ import annotations
@@ -15,12 +17,24 @@ import numpy as np
 
 from recycle_plugin.planner.climb import climb
 from recycle_plugin.planner.flat import Array, Problem
-from recycle_plugin.planner.list_scheduling import SchedulingRule, Solution, beginnings, better, further, greedy_order, keys, timed
+from recycle_plugin.planner.list_scheduling import (
+    SchedulingRule,
+    Solution,
+    beginnings,
+    better,
+    further,
+    greedy_order,
+    keys,
+    timed,
+)
 from recycle_plugin.planner.moves import Net
 
 
 def net(problem: Problem, order: Array, release: Array, closing: Array, deal: bool) -> Net:
-    """What ``planner.climb`` reads.  ``order`` tells which backwards are coupled.  ``deal``: rerouted micro-batches may change their worker."""
+    """What ``planner.climb`` reads.
+
+    ``order`` tells which backwards are coupled.  ``deal``: rerouted micro-batches may change their worker.
+    """
     records, width = problem.records, problem.width
     operation = np.arange(4 * records)
     kind, record = operation // records, operation % records
@@ -33,7 +47,11 @@ def net(problem: Problem, order: Array, release: Array, closing: Array, deal: bo
     source[width:records] = np.arange(records - width)
     source[backward] = np.concatenate([gradient[width:], np.arange(records - width, records)])[record[backward]]
     source[kind == 2] = records + record[kind == 2]
-    lag = np.where(kind == 0, problem.forward_lag[record], np.where(backward & (stage < problem.stages - 1), problem.backward_lag[record], 0))
+    lag = np.where(
+        kind == 0,
+        problem.forward_lag[record],
+        np.where(backward & (stage < problem.stages - 1), problem.backward_lag[record], 0),
+    )
     follows = np.full((2, 4 * records), -1)
     follows[0, : records - width] = np.arange(width, records)
     follows[0, records - width : records] = gradient[records - width :]
@@ -47,13 +65,27 @@ def net(problem: Problem, order: Array, release: Array, closing: Array, deal: bo
     ahead, behind, mate = _in_blocks(problem)
     may_deal = (problem.worker != np.arange(records) // problem.micro_batches) & deal
     return Net(
-        source, lag, spend, change, follows, ahead, behind, problem.memory.cap[stage_of], stage_of, release, closing, int(problem.synchronous),
-        np.flatnonzero(may_deal), may_deal.astype(np.int64), mate,
-    )  # fmt: skip
+        source,
+        lag,
+        spend,
+        change,
+        follows,
+        ahead,
+        behind,
+        problem.memory.cap[stage_of],
+        stage_of,
+        release,
+        closing,
+        int(problem.synchronous),
+        np.flatnonzero(may_deal),
+        may_deal.astype(np.int64),
+        mate,
+    )
 
 
 def _in_blocks(problem: Problem) -> tuple[Array, Array, Array]:
-    """``ahead``, ``behind`` and ``mate`` of a net: weight gradients of a block keep their order, and a block has one worker.
+    """``ahead``, ``behind`` and ``mate`` of a net: weight gradients of a block keep their order, and a block has one
+    worker.
 
     Nothing else has to be held to that order: greedy's queues keep F, I and B of a block in it, and W follows its I.
     """
@@ -103,7 +135,8 @@ def fused(problem: Problem, best: Solution, least: int) -> Solution:
 def search(problem: Problem, best: Solution, least: int, budget_s: float, seed: int = 0) -> tuple[Problem, Solution]:
     """The best that ``budget_s`` seconds of one core find by restarts and local search; stops at ``least``.
 
-    The problem is the one given, or where its workers are alike perhaps one with other routes of the rerouted micro-batches.
+    The problem is the one given, or where its workers are alike perhaps one with other routes of the rerouted
+    micro-batches.
     """
     random, until, rounds = Random(seed), time.thread_time() + budget_s, max(300, OPERATIONS_A_LEG // best.order.size)
     for rule in further(problem.stages):
@@ -144,9 +177,12 @@ def _any_order(problem: Problem, best: Solution, random: Random) -> Array:
         backward=random.choice((0, 0, 1)),
     )
     noise = np.random.default_rng(random.getrandbits(30))
-    first = np.maximum.accumulate(np.where(problem.follows_in_block, 0, np.arange(problem.records)))  # of each record's block: it has the same
+    first = np.maximum.accumulate(
+        np.where(problem.follows_in_block, 0, np.arange(problem.records))
+    )  # of each record's block: it has the same
     forward, backward = (
-        key if key[0] < 0 else key * 16 + noise.integers(0, random.choice((1, 8, 24, 64)), problem.records)[first] for key in keys(problem, rule)
+        key if key[0] < 0 else key * 16 + noise.integers(0, random.choice((1, 8, 24, 64)), problem.records)[first]
+        for key in keys(problem, rule)
     )
     wake = beginnings(problem, best) if random.random() < 0.5 else np.zeros(stages, np.int64)
     return greedy_order(problem, rule, forward, backward, wake)
@@ -157,13 +193,17 @@ def climbed(
 ) -> tuple[Problem, Solution]:
     """``best``, or a shorter order found from it in ``rounds`` moves.
 
-    ``deal``: rerouted micro-batches may change their worker, which makes it another problem; only where workers are alike.
+    ``deal``: rerouted micro-batches may change their worker, which makes it another problem; only where workers are
+    alike.
     """
     if problem.synchronous:
         release, closing = problem.step, problem.reduce + problem.tied
     else:
         release, closing = beginnings(problem, best), problem.closing
-    order, who = best.order[np.argsort(best.starts, kind="stable")], problem.worker[np.arange(4 * problem.records) % problem.records]
+    order, who = (
+        best.order[np.argsort(best.starts, kind="stable")],
+        problem.worker[np.arange(4 * problem.records) % problem.records],
+    )
     climb(net(problem, order, release, closing, deal), order, who, least, rounds, heat, seed)
     worker = who[: problem.records]
     found = replace(problem, worker=worker, loads=np.bincount(worker, minlength=problem.workers)) if deal else problem

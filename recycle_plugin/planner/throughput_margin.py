@@ -13,7 +13,9 @@ from recycle_plugin.planner.make import plan
 
 
 class Margin(NamedTuple):
-    """``losses`` more workers of ``stage``, 0 where it is so now; a step then takes ``period_us``, None where the stage has nobody left."""
+    """``losses`` more workers of ``stage``, 0 where it is so now; a step then takes ``period_us``, None where the stage
+    has nobody left.
+    """
 
     losses: int
     stage: int
@@ -23,8 +25,8 @@ class Margin(NamedTuple):
 def margin(view: ClusterView, costs: CostModel, policy: Policy, longest_us: int) -> Margin:
     """Until a step takes longer than ``longest_us``.
 
-    Of each number of losses only those are planned that leave the most work to a live worker: a plan takes up to seconds in
-    very large jobs.  Raises PlanError.
+    Of each number of losses only those are planned that leave the most work to a live worker: a plan takes up to
+    seconds in very large jobs.  Raises PlanError.
     """
     live = {stage: view.live_replicas(stage) for stage in range(view.topology.stages)}
     losses = 0

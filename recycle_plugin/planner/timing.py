@@ -7,8 +7,8 @@ steps once the last of those that share them has reduced.  The least T
 of an order is found by bisection: at a given T, a stage that is too wide has its first start moved
 later, until nothing moves (T is valid) or it goes on for ever (T is too short).
 
-Where stages step together, all of them meet once a step, when the last has its gradients, and each begins the next one when it has
-stepped: T is simply the time from one meeting to the next.
+Where stages step together, all of them meet once a step, when the last has its gradients, and each begins the next one
+when it has stepped: T is simply the time from one meeting to the next.
 """
 
 from __future__ import annotations
@@ -56,13 +56,28 @@ def run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release,
 
 
 @compiled
-def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, reduce, tie, after, period, release, starts, ends, left):
+def settle(
+    order,
+    stages,
+    ranks,
+    worker,
+    spend,
+    forward_lag,
+    backward_lag,
+    reduce,
+    tie,
+    after,
+    period,
+    release,
+    starts,
+    ends,
+    left,
+):
     """The period of a template no longer than ``period``, with its ``starts``; -1 if there is none.
 
-    ``reduce``, ``tie``, ``after``: planner.flat.Problem's.
-    ``release``: no more than what the stages' first starts have to be; moved on to what they are.
-    A path visits each stage's barrier once at most, so stages + 1 rounds settle it.  ``left[0]``: rounds that may still be
-    made; where they run out there is none.
+    ``reduce``, ``tie``, ``after``: planner.flat.Problem's. ``release``: no more than what the stages' first starts have
+    to be; moved on to what they are. A path visits each stage's barrier once at most, so stages + 1 rounds settle it.
+    ``left[0]``: rounds that may still be made; where they run out there is none.
     """
     met = np.empty(stages, np.int64)
     for _ in range(stages + 2):
@@ -86,8 +101,25 @@ def settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, reduc
 
 
 @compiled
-def evaluate(order, stages, ranks, synchronous, worker, spend, forward_lag, backward_lag, reduce, tie, after, step, least, below, starts):
-    """The order's least period (to half a per mille of ``least``), with its ``starts``; -1 if it isn't less than ``below``.
+def evaluate(
+    order,
+    stages,
+    ranks,
+    synchronous,
+    worker,
+    spend,
+    forward_lag,
+    backward_lag,
+    reduce,
+    tie,
+    after,
+    step,
+    least,
+    below,
+    starts,
+):
+    """The order's least period (to half a per mille of ``least``), with its ``starts``; -1 if it isn't less than
+    ``below``.
 
     ``synchronous``, ``step``: planner.flat.Problem's.
     """
@@ -103,13 +135,45 @@ def evaluate(order, stages, ranks, synchronous, worker, spend, forward_lag, back
             period = max(period, met[tie[stage]] + after[stage] - step[stage])
         return period if period < below else -1
     left = np.array([max(8, OPERATIONS_SETTLED // max(1, order.size))])  # less than needed only for very large orders
-    best = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, reduce, tie, after, below - 1, release, starts, ends, left)
+    best = settle(
+        order,
+        stages,
+        ranks,
+        worker,
+        spend,
+        forward_lag,
+        backward_lag,
+        reduce,
+        tie,
+        after,
+        below - 1,
+        release,
+        starts,
+        ends,
+        left,
+    )
     if best <= least:
         return best
     low, probe = least - 1, least  # low: too short
     while best - low > 1 + (least >> 11) and left[0]:
         further = release.copy()
-        found = settle(order, stages, ranks, worker, spend, forward_lag, backward_lag, reduce, tie, after, probe, further, trial, ends, left)
+        found = settle(
+            order,
+            stages,
+            ranks,
+            worker,
+            spend,
+            forward_lag,
+            backward_lag,
+            reduce,
+            tie,
+            after,
+            probe,
+            further,
+            trial,
+            ends,
+            left,
+        )
         if found < 0:
             low = probe
         else:
@@ -137,12 +201,14 @@ def extent(order, starts, stages, ranks, worker, spend):
 
 
 @compiled
-def project(order, starts, stages, ranks, worker, row, ends, kinds, closing, closing_at, codes, times, names, micro_batches):
+def project(
+    order, starts, stages, ranks, worker, row, ends, kinds, closing, closing_at, codes, times, names, micro_batches
+):
     """Write each worker's program into its row of ``codes`` and planned starts into ``times``.
 
-    ``row[worker]``: its row, -1 where nobody is; rows end before ``ends``.  ``kinds``: codes of F, I, W and B of stage 0 (the stage
-    is added).  ``closing``: [stage, place] codes of a program's last instructions, -1 where there is none, and ``closing_at`` their starts.
-    ``names[rank]``: replica number.  ``codes`` as in ``core.vocabulary.program``.
+    ``row[worker]``: its row, -1 where nobody is; rows end before ``ends``.  ``kinds``: codes of F, I, W and B of stage
+    0 (the stage is added).  ``closing``: [stage, place] codes of a program's last instructions, -1 where there is none,
+    and ``closing_at`` their starts. ``names[rank]``: replica number.  ``codes`` as in ``core.vocabulary.program``.
     """
     records = worker.size
     width = records // stages

@@ -1,11 +1,13 @@
-"""Checks a plan before anybody runs it.  Separate code: it reads programs and ``requires``/``provides``, nothing of the scheduler.
+"""Checks a plan before anybody runs it.
+
+Separate code: it reads programs and ``requires``/``provides``, nothing of the scheduler.
 
 * every (micro-batch, stage) runs F < I < W, or F < B, exactly once, on the one live worker that the route names;
 * blocks of micro-batches that stay together have one worker on a stage, and their weight gradients run in order;
 * activations and pending weight gradients stay under the cap at every prefix of a program;
 * every program ends with REDUCE, TIE where its stage shares weights, VALIDATE where stages step together, STEP;
-* data edges and program order have no cycle, a REDUCE being one joint event of its stage's live workers, and a TIE one of its tie's.
-  That covers the step boundary too: nothing of a step waits for a later one, so one step runs to its end,
+* data edges and program order have no cycle, a REDUCE being one joint event of its stage's live workers, and a TIE one
+  of its tie's. That covers the step boundary too: nothing of a step waits for a later one, so one step runs to its end,
   and with it every stage has the parameters that the next step requires.
 
 The order of messages in a channel is not checked: our transport names each tensor.
@@ -62,7 +64,12 @@ def verify(plan: Plan, costs: CostModel | None = None) -> None:
 def _rows(plan: Plan) -> Rows:
     ends = np.array(plan.programs.ends, np.int64)
     seats = np.array(plan.programs.seats, np.int64).reshape(-1, 2)
-    return Rows(np.frombuffer(plan.programs.data, np.int64), ends - np.diff(ends, prepend=0), ends, *np.ascontiguousarray(seats.T))
+    return Rows(
+        np.frombuffer(plan.programs.data, np.int64),
+        ends - np.diff(ends, prepend=0),
+        ends,
+        *np.ascontiguousarray(seats.T),
+    )
 
 
 def _refuse(rule: str, plan: Plan, row: int, place: int) -> None:
@@ -72,8 +79,13 @@ def _refuse(rule: str, plan: Plan, row: int, place: int) -> None:
 
 
 def _check_end(plan: Plan, rows: Rows) -> None:
-    validate = (Op.VALIDATE,) if plan.policy.together else ()  # said here once more, so that the planner's word is checked
-    tails = [(Op.REDUCE, *([Op.TIE] if plan.view.topology.tie(stage) else []), *validate, Op.STEP) for stage in range(plan.stages)]
+    validate = (
+        (Op.VALIDATE,) if plan.policy.together else ()
+    )  # said here once more, so that the planner's word is checked
+    tails = [
+        (Op.REDUCE, *([Op.TIE] if plan.view.topology.tie(stage) else []), *validate, Op.STEP)
+        for stage in range(plan.stages)
+    ]
     compute, numbers = np.array([op in COMPUTE for op in OPS]), np.full((plan.stages, max(map(len, tails))), -1)
     for stage, tail in enumerate(tails):
         numbers[stage, : len(tail)] = [OPS.index(op) for op in tail]
@@ -82,7 +94,9 @@ def _check_end(plan: Plan, rows: Rows) -> None:
         names = ", ".join(op.name for op in tails[rows.stages[row]])
         _refuse(f"the program does not end with {names}", plan, row, rows.ends[row] - rows.begins[row] - 1)
     if rule == loops.EARLY:
-        _refuse(f"{plan.programs[plan.programs.seats[row]][place].op.name} before the end of the program", plan, row, place)
+        _refuse(
+            f"{plan.programs[plan.programs.seats[row]][place].op.name} before the end of the program", plan, row, place
+        )
     if rule == loops.STAGE:
         _refuse(f"an instruction of stage {plan.programs[plan.programs.seats[row]][place].stage}", plan, row, place)
 
@@ -97,7 +111,9 @@ def _check_once(plan: Plan, rows: Rows) -> None:
         seat = plan.programs.seats[row]
         instruction = plan.programs[seat][place]
         if rule == loops.ROUTE:
-            _refuse(f"the route gives this to {plan.route.get((seat.stage, instruction.micro_batch))}", plan, row, place)
+            _refuse(
+                f"the route gives this to {plan.route.get((seat.stage, instruction.micro_batch))}", plan, row, place
+            )
         before = [one.op for one in plan.programs[seat][:place] if one.micro_batch == instruction.micro_batch]
         _refuse(f"runs after {' '.join(map(str, before)) or 'nothing'}", plan, row, place)
     unfinished = np.flatnonzero(~done[state.reshape(-1)])
@@ -105,7 +121,9 @@ def _check_once(plan: Plan, rows: Rows) -> None:
         stage, replica, index = map(int, np.unravel_index(unfinished[0], route.shape))
         names = {number: " ".join(map(str, ran)) or "nothing" for ran, number in _states().items()}
         ran, micro_batch = names[int(state[stage, replica, index])], MicroBatch(replica, index)
-        raise VerificationError(f"of micro-batch {micro_batch} stage {stage} runs {ran}", plan, plan.route.get((stage, micro_batch)))
+        raise VerificationError(
+            f"of micro-batch {micro_batch} stage {stage} runs {ran}", plan, plan.route.get((stage, micro_batch))
+        )
 
 
 def _check_blocks(plan: Plan, rows: Rows) -> None:
@@ -117,10 +135,21 @@ def _check_blocks(plan: Plan, rows: Rows) -> None:
     if len(apart):
         stage, replica, index = map(int, apart[0])
         micro_batch, first = MicroBatch(replica, index), MicroBatch(replica, index // size * size)
-        raise VerificationError(f"micro-batches {first} and {micro_batch} of one block have different workers on stage {stage}", plan,
-                                plan.route[stage, micro_batch])  # fmt: skip
+        raise VerificationError(
+            f"micro-batches {first} and {micro_batch} of one block have different workers on stage {stage}",
+            plan,
+            plan.route[stage, micro_batch],
+        )
     adds = np.array([op in (Op.W, Op.B) for op in OPS])
-    row, place = loops.in_turn(rows.codes, rows.begins, rows.ends, rows.stages, adds, size, np.full((*route.shape[:2], topology.micro_batches), -1))
+    row, place = loops.in_turn(
+        rows.codes,
+        rows.begins,
+        rows.ends,
+        rows.stages,
+        adds,
+        size,
+        np.full((*route.shape[:2], topology.micro_batches), -1),
+    )
     if row >= 0:
         _refuse("runs after a later one of its block", plan, row, place)
 
@@ -148,11 +177,17 @@ def _check_progress(plan: Plan, rows: Rows) -> None:
     route = np.frombuffer(plan.route.data, np.int32).reshape(topology.stages, -1)
     place = rows.begins.copy()
     live = np.array([len(plan.view.live_replicas(stage)) for stage in range(topology.stages)])
-    loops.progress(rows.codes, place, rows.ends, rows.replicas, rows.stages, route, topology.micro_batches, live, tie, *tables)
+    loops.progress(
+        rows.codes, place, rows.ends, rows.replicas, rows.stages, route, topology.micro_batches, live, tie, *tables
+    )
     stuck = np.flatnonzero(place < rows.ends)
     if len(stuck):
-        waits = "; ".join(f"{plan.programs.seats[row]} waits before {decode(int(rows.codes[place[row]]))}" for row in stuck)
-        _refuse(f"the programs wait for each other: {waits}", plan, stuck[0], int(place[stuck[0]] - rows.begins[stuck[0]]))
+        waits = "; ".join(
+            f"{plan.programs.seats[row]} waits before {decode(int(rows.codes[place[row]]))}" for row in stuck
+        )
+        _refuse(
+            f"the programs wait for each other: {waits}", plan, stuck[0], int(place[stuck[0]] - rows.begins[stuck[0]])
+        )
 
 
 @lru_cache(maxsize=1)
@@ -164,7 +199,9 @@ def _states() -> dict[tuple[Op, ...], int]:
 
 @lru_cache(maxsize=1)
 def _progressions() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """``after[state, op]``: the state that running op leads to, -1 where it may not run; and which states are complete."""
+    """``after[state, op]``: the state that running op leads to, -1 where it may not run; and which states are
+    complete.
+    """
     states = _states()
     after = np.array([[states.get((*ran, op), -1) for op in OPS] for ran in states])
     return after, np.array([list(ran) in ORDERS for ran in states])

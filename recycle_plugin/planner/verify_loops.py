@@ -55,8 +55,9 @@ def once(codes, begins, ends, replicas, stages, route, after, state):
 
 @compiled
 def in_turn(codes, begins, ends, stages, adds, size, latest):
-    """Whether the ops that ``adds`` names run in ascending order within blocks of ``size``: (row, place) of one that does not, row -1 if
-    all do.  ``latest``: [stage, replica, block] index of the last one, -1 at first."""
+    """Whether the ops that ``adds`` names run in ascending order within blocks of ``size``: (row, place) of one that
+    does not, row -1 if all do.  ``latest``: [stage, replica, block] index of the last one, -1 at first.
+    """
     for row in range(ends.size):
         for at in range(begins[row], ends[row]):
             if not adds[codes[at] >> OP]:
@@ -87,7 +88,9 @@ def number_of(kind_stage, wide, stages, width, micro_batch):
 
 
 @compiled
-def progress(codes, place, ends, replicas, seat_stage, route, micro_batches, live, tie, needs, gives, wide, given, joint):
+def progress(
+    codes, place, ends, replicas, seat_stage, route, micro_batches, live, tie, needs, gives, wide, given, joint
+):
     """Advance ``place`` of every row as far as data allow; a row that ends before ``ends`` waits for ever.
 
     ``live``: [stage] workers; ``tie``: [stage] the first of the stages that it shares weights with, or its own number.

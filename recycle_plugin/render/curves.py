@@ -7,7 +7,9 @@ from typing import Mapping
 HEAD = ("step", "fault-free", "with failure", "difference")
 
 
-def table(fault_free: Mapping[int, float], failed: Mapping[int, float], killed_in: tuple[int, ...] = (), digits: int = 6) -> str:
+def table(
+    fault_free: Mapping[int, float], failed: Mapping[int, float], killed_in: tuple[int, ...] = (), digits: int = 6
+) -> str:
     """One line per step that either run has; ``killed_in``: steps to mark.  Losses in whatever unit they come.
 
     Raises ValueError where the runs have no step in common.

@@ -51,10 +51,10 @@ class Pause(NamedTuple):
 class Panel(NamedTuple):
     """One picture's worth: spans in microseconds, who died in it and when, and what it shows.
 
-    ``deaths``: when a seat was killed, on the spans' clock; one from before the first span has no cross.
-    ``unit``: microseconds and name of what the time axis counts; None: chosen from the length.
-    ``origin_us``: where the time axis has its 0; None: at the panel's first span.
-    ``again``: spans whose work was lost, drawn pale, each with the one that did it again, drawn with a frame (``run_again``).
+    ``deaths``: when a seat was killed, on the spans' clock; one from before the first span has no cross. ``unit``:
+    microseconds and name of what the time axis counts; None: chosen from the length. ``origin_us``: where the time axis
+    has its 0; None: at the panel's first span. ``again``: spans whose work was lost, drawn pale, each with the one that
+    did it again, drawn with a frame (``run_again``).
     """
 
     title: str
@@ -67,7 +67,8 @@ class Panel(NamedTuple):
 
 
 def draw(path: str | Path | BinaryIO, *panels: Panel) -> None:
-    """Write the picture to ``path`` (its ending says which: .png, .svg, .pdf; into a stream: PNG), panels one below the other.
+    """Write the picture to ``path`` (its ending says which: .png, .svg, .pdf; into a stream: PNG), panels one below the
+    other.
 
     Panels share their scale of time, so that a longer step looks longer.  Raises ValueError without spans.
     """
@@ -165,7 +166,10 @@ class _Scale(NamedTuple):
 def _title(panel: Panel, length: float, unit: str) -> str:
     new = sorted(seat for seat, when in panel.deaths.items() if when >= _begin(panel))
     lost = f", {', '.join(map(str, new))} lost" if new else ""
-    rerouted = {(one.stage, one.micro_batch, one.step) for one in (span.instruction for span in panel.spans if is_rerouted(span))}
+    rerouted = {
+        (one.stage, one.micro_batch, one.step)
+        for one in (span.instruction for span in panel.spans if is_rerouted(span))
+    }
     moved = f", {len(rerouted)} micro-batches rerouted" if rerouted else ""
     took = f"{length:.0f}" if length >= 100 else f"{length:.3g}"
     return f"{panel.title}: {took} {unit}, waiting {idle_share(panel.spans, panel.deaths):.0%} of the time{moved}{lost}"
@@ -207,7 +211,9 @@ def _draw_span(axes: Axes, span: Span, row: float, at: _Scale, lost: bool, again
 def _draw_pause(axes: Axes, pause: Pause, at: _Scale, height: float) -> None:
     start, end = at(pause.start_us), at(pause.end_us)
     axes.axvspan(start, end, color=PAUSE, linewidth=0, zorder=0.5)
-    axes.text((start + end) / 2, height + 0.2, pause.text, ha="center", va="center", fontsize=8.5, color=DEATH, zorder=6)
+    axes.text(
+        (start + end) / 2, height + 0.2, pause.text, ha="center", va="center", fontsize=8.5, color=DEATH, zorder=6
+    )
 
 
 def label(instruction: Instruction, rerouted: bool) -> str:
@@ -222,7 +228,9 @@ def _draw_death(axes: Axes, row: float, place: float, at: _Scale, cross: bool) -
     middle, right = row + ROW / 2, at.left + at.length
     axes.plot([place, right], [middle, middle], color=DEATH, linewidth=1, linestyle=(0, (1, 3)), zorder=1)
     if cross:
-        axes.plot([place], [middle], marker="X", markersize=11, color=DEATH, markeredgecolor="white", zorder=6, clip_on=False)
+        axes.plot(
+            [place], [middle], marker="X", markersize=11, color=DEATH, markeredgecolor="white", zorder=6, clip_on=False
+        )
     near = place > right - 0.15 * at.length
     axes.annotate(
         "killed" if cross else "lost",
@@ -243,10 +251,14 @@ def _frame(axes: Axes, rows: Mapping[Seat, float], height: float, at: _Scale, en
     from matplotlib.ticker import MaxNLocator
 
     right = at.left + at.length
-    axes.set_xticks([tick for tick in MaxNLocator(8, steps=[1, 2, 5, 10]).tick_values(at.left, right) if at.left <= tick <= end])
+    axes.set_xticks(
+        [tick for tick in MaxNLocator(8, steps=[1, 2, 5, 10]).tick_values(at.left, right) if at.left <= tick <= end]
+    )
     axes.set_xlim(at.left, right)
     axes.set_ylim(height + 0.1, -0.2)
-    axes.set_yticks([row + ROW / 2 for row in rows.values()], [f"replica {seat.replica} · stage {seat.stage}" for seat in rows])
+    axes.set_yticks(
+        [row + ROW / 2 for row in rows.values()], [f"replica {seat.replica} · stage {seat.stage}" for seat in rows]
+    )
     axes.tick_params(labelsize=9, colors=INK, length=0)
     axes.tick_params(axis="y", pad=9)  # room for a cross at the left edge
     axes.grid(axis="x", color="#d5dbe1", linewidth=0.5, zorder=0)
@@ -263,7 +275,9 @@ def _legend(figure, panels: Sequence[Panel]) -> None:
     for panel in panels:
         for span in panel.spans:
             used[span.instruction.op] += span.end_us - span.start_us
-    entries: list = [Patch(facecolor=look.colour, edgecolor="white", label=look.name) for op, look in LOOKS.items() if used[op]]
+    entries: list = [
+        Patch(facecolor=look.colour, edgecolor="white", label=look.name) for op, look in LOOKS.items() if used[op]
+    ]
     if any(is_rerouted(span) for panel in panels for span in panel.spans):
         entries.append(Patch(facecolor="white", edgecolor=MARK, hatch="////", label="rerouted (replica.index)"))
     if any(panel.again for panel in panels):

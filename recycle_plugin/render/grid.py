@@ -18,7 +18,9 @@ HERE = "<-- HERE"
 
 
 def cell(seat: Seat, instruction: Instruction) -> str:
-    """``F3`` for an own micro-batch, ``F1.3`` for one of another replica, and of what ends a step the first letter: ``R``, ``T``, ``V``, ``S``."""
+    """``F3`` for an own micro-batch, ``F1.3`` for one of another replica, and of what ends a step the first letter:
+    ``R``, ``T``, ``V``, ``S``.
+    """
     if instruction.op in STAGE_WIDE:
         return instruction.op.value[0]
     micro_batch = instruction.micro_batch
@@ -49,7 +51,10 @@ def draw(spans: Iterable[Span], tick_us: int = 1, mark: tuple[Seat, Instruction]
 
 def draw_programs(programs: Mapping[Seat, Iterable[Instruction]], mark: tuple[Seat, Instruction] | None = None) -> str:
     """Programs in their own order, without time: for plans whose times mean nothing."""
-    rows = {seat: {place: _marked(seat, one, mark) for place, one in enumerate(program)} for seat, program in sorted(programs.items())}
+    rows = {
+        seat: {place: _marked(seat, one, mark) for place, one in enumerate(program)}
+        for seat, program in sorted(programs.items())
+    }
     return _table(rows, max((len(row) for row in rows.values()), default=0), mark, lambda column: str(column))
 
 
@@ -68,7 +73,12 @@ def _marked(seat: Seat, instruction: Instruction, mark: tuple[Seat, Instruction]
     return f"[{text}]" if mark == (seat, instruction) else text
 
 
-def _table(rows: Mapping[Seat, Mapping[int, str]], length: int, mark: tuple[Seat, Instruction] | None, title: Callable[[int], str]) -> str:
+def _table(
+    rows: Mapping[Seat, Mapping[int, str]],
+    length: int,
+    mark: tuple[Seat, Instruction] | None,
+    title: Callable[[int], str],
+) -> str:
     width = max([len(text) for row in rows.values() for text in row.values()] + [len(title(max(length - 1, 0)))])
     head = max((len(str(seat)) for seat in rows), default=0)
 

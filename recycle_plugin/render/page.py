@@ -21,7 +21,10 @@ svg, img { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-se
 
 
 class Chart(NamedTuple):
-    """A line over the steps from ``first`` to ``last``.  ``marks``: steps with what happened then.  A point that is no number is left out."""
+    """A line over the steps from ``first`` to ``last``.
+
+    ``marks``: steps with what happened then.  A point that is no number is left out.
+    """
 
     title: str
     points: Mapping[int, float]
@@ -40,9 +43,12 @@ class Table(NamedTuple):
 
 def page(title: str, sections: Iterable[tuple[str, Sequence[Chart | Table | bytes | str]]]) -> str:
     """``sections``: heading and contents: charts, tables, PNG pictures, paragraphs."""
-    body = "\n".join(f"<h2>{escape(heading)}</h2>\n" + "\n".join(map(_shown, contents)) for heading, contents in sections)
+    body = "\n".join(
+        f"<h2>{escape(heading)}</h2>\n" + "\n".join(map(_shown, contents)) for heading, contents in sections
+    )
     return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n'
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta '
+        f'charset="utf-8">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n'
         f"<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 
@@ -87,7 +93,10 @@ def chart(given: Chart) -> str:
     def y(value: float) -> float:
         return round(TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low), 1)
 
-    drawn = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(given.title)}">', f'<text x="{LEFT}" y="12">{escape(given.title)}</text>']
+    drawn = [
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(given.title)}">',
+        f'<text x="{LEFT}" y="12">{escape(given.title)}</text>',
+    ]
     for level in levels:
         drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(level)}" y2="{y(level)}" stroke="#e4e8ec"/>')
         drawn.append(f'<text x="{LEFT - 6}" y="{y(level) + 4}" text-anchor="end">{level:g}</text>')
@@ -95,9 +104,15 @@ def chart(given: Chart) -> str:
         drawn.append(f'<text x="{x(step)}" y="{HEIGHT - 10}" text-anchor="middle">{step:g}</text>')
     for step, text in given.marks:
         at = x(min(max(step, first), last))
-        drawn.append(f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#c62828" stroke-dasharray="4 3"><title>{escape(text)}</title></line>')
+        drawn.append(
+            f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#c62828" stroke-dasharray="4 '
+            f'3"><title>{escape(text)}</title></line>'
+        )
         anchor = "start" if at < WIDTH / 2 else "end"
-        drawn.append(f'<text x="{at + (4 if anchor == "start" else -4)}" y="{TOP + 10}" text-anchor="{anchor}" style="fill: #c62828">{escape(text)}</text>')
+        drawn.append(
+            f'<text x="{at + (4 if anchor == "start" else -4)}" y="{TOP + 10}" text-anchor="{anchor}" style="fill: '
+            f'#c62828">{escape(text)}</text>'
+        )
     line = " ".join(f"{x(step)},{y(value)}" for step, value in _thinned(points))
     return "\n".join([*drawn, f'<polyline points="{line}" fill="none" stroke="#2f6fad" stroke-width="1.5"/>', "</svg>"])
 
@@ -120,4 +135,6 @@ def _thinned(points: list[tuple[int, float]]) -> Iterable[tuple[int, float]]:
     if share < 3:
         return points
     chunks = (points[start : start + share] for start in range(0, len(points), share))
-    return [point for chunk in chunks for point in sorted({min(chunk, key=lambda p: p[1]), max(chunk, key=lambda p: p[1])})]
+    return [
+        point for chunk in chunks for point in sorted({min(chunk, key=lambda p: p[1]), max(chunk, key=lambda p: p[1])})
+    ]

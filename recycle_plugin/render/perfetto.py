@@ -19,9 +19,14 @@ CATEGORY = "dependency"
 
 
 def events(spans: Iterable[Span], stages: int, moments: Mapping[str, int] = {}) -> list[dict[str, Any]]:
-    """Trace events; times in microseconds, as the format wants them.  ``moments``: what happened to the job, and when."""
+    """Trace events; times in microseconds, as the format wants them.
+
+    ``moments``: what happened to the job, and when.
+    """
     spans = sorted(spans, key=lambda span: (span.start_us, span.end_us, span.seat))
-    marks = [{"ph": "i", "s": "g", "name": name, "cat": "job", "pid": 0, "tid": 0, "ts": at} for name, at in moments.items()]
+    marks = [
+        {"ph": "i", "s": "g", "name": name, "cat": "job", "pid": 0, "tid": 0, "ts": at} for name, at in moments.items()
+    ]
     return [*_names({span.seat for span in spans}), *map(_complete, spans), *_arrows(spans, stages), *marks]
 
 
@@ -42,7 +47,10 @@ def _complete(span: Span) -> dict[str, Any]:
     instruction = span.instruction
     details: dict[str, Any] = {"step": instruction.step, "seat": str(span.seat)}
     if instruction.micro_batch is not None:
-        details |= {"micro_batch": str(instruction.micro_batch), "rerouted": instruction.micro_batch.replica != span.seat.replica}
+        details |= {
+            "micro_batch": str(instruction.micro_batch),
+            "rerouted": instruction.micro_batch.replica != span.seat.replica,
+        }
     if instruction.peer is not None:
         details["peer"] = str(instruction.peer)
     return {
@@ -81,6 +89,14 @@ def _arrows(spans: list[Span], stages: int) -> Iterator[dict[str, Any]]:
 
 def _arrow(identity: int, name: str, source: Span, target: Span) -> Iterator[dict[str, Any]]:
     common = {"cat": CATEGORY, "name": name, "id": identity}
-    inside = max(source.start_us, source.end_us - 1)  # an arrow starts on a slice only if it starts before the slice ends
+    inside = max(
+        source.start_us, source.end_us - 1
+    )  # an arrow starts on a slice only if it starts before the slice ends
     yield common | {"ph": "s", "pid": source.seat.replica, "tid": source.seat.stage, "ts": inside}
-    yield common | {"ph": "f", "bp": "e", "pid": target.seat.replica, "tid": target.seat.stage, "ts": max(inside, target.start_us)}
+    yield common | {
+        "ph": "f",
+        "bp": "e",
+        "pid": target.seat.replica,
+        "tid": target.seat.stage,
+        "ts": max(inside, target.start_us),
+    }

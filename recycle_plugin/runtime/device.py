@@ -1,23 +1,28 @@
 """The port to what tensors are computed on: copies to and from host memory, events, random numbers, memory.
 
-Nothing else names a kind of device; a test checks it.  Work on a device may go on after the call that has started it; what stands
-here is what that changes for others.
+Nothing else names a kind of device; a test checks it.  Work on a device may go on after the call that has started it;
+what stands here is what that changes for others.
 
-**Copies** are started and go on by themselves.  Whoever gives a tensor says whether its memory may be ``shared``: then nobody changes it before the copy is
-over, nor afterwards while the copy is of use, and on a device that is the host there is no copy at all.  Otherwise the giver may change it
-as soon as the call returns, and the copy has memory of its own.  Who needs what:
+**Copies** are started and go on by themselves.  Whoever gives a tensor says whether its memory may be ``shared``: then
+nobody changes it before the copy is over, nor afterwards while the copy is of use, and on a device that is the host
+there is no copy at all.  Otherwise the giver may change it as soon as the call returns, and the copy has memory of its
+own.  Who needs what:
 
-* boundary tensors, for peers and for the store (tiers.py): shared.  A stage gives nothing that an optimizer, a layer or the next forward writes
-  to (worker/stage.py copies such), and what is in a store is not changed in place.  So they are sent from where they were made, by any thread;
+* boundary tensors, for peers and for the store (tiers.py): shared.  A stage gives nothing that an optimizer, a layer or
+  the next forward writes to (worker/stage.py copies such), and what is in a store is not changed in place.  So they are
+  sent from where they were made, by any thread;
 * what has come from a peer, for the stage: shared.  Layers get copies of it (boundary.py);
-* a script's batches, kept (batches.py) or given to layers (boundary.py): not shared, since loaders and layers write to them;
-* bytes for hashes and for other workers (state.py), and single numbers: shared, since they are read before the thread goes on;
+* a script's batches, kept (batches.py) or given to layers (boundary.py): not shared, since loaders and layers write to
+  them;
+* bytes for hashes and for other workers (state.py), and single numbers: shared, since they are read before the thread
+  goes on;
 * a checkpoint that is written in the background: not shared, since training goes on meanwhile.
 
-**Events** tell when work is done.  An instruction that computes waits for the one behind its work (worker/operations.py), so that traces and a worker's pace
-(core/worker/stopwatch.py), which the host's clock measures, are of the work and not of its start, and a device that hangs is found at the instruction that it hangs in,
-by name.  That costs the device the time until the host has started the next instruction; copies go on meanwhile.  A worker's beats (heart.py) say what its thread
-is at, and need no device.
+**Events** tell when work is done.  An instruction that computes waits for the one behind its work
+(worker/operations.py), so that traces and a worker's pace (core/worker/stopwatch.py), which the host's clock measures,
+are of the work and not of its start, and a device that hangs is found at the instruction that it hangs in, by name.
+That costs the device the time until the host has started the next instruction; copies go on meanwhile.  A worker's
+beats (heart.py) say what its thread is at, and need no device.
 
 An implementation passes tests/runtime/test_device.py.
 """
@@ -48,7 +53,8 @@ class Copy(Protocol):
     def wait(self, timeout_s: float) -> Tensors:
         """The tensors.  Raises its error, WaitTimeout past the deadline (it goes on).
 
-        Those on the device are for what it computes from now on: a device with an order of its own may return them earlier, and put that behind the copy.
+        Those on the device are for what it computes from now on: a device with an order of its own may return them
+        earlier, and put that behind the copy.
         """
 
 
@@ -73,7 +79,9 @@ class DeviceMemory(NamedTuple):
 
 
 class Device(Protocol):
-    """``where`` tensors are made that it computes with; ``kind``: what torch.autocast calls it.  May be used by any thread.
+    """``where`` tensors are made that it computes with; ``kind``: what torch.autocast calls it.
+
+    May be used by any thread.
 
     ``what``: named by a wait that passes its deadline; it is made a text then.
     """
@@ -134,7 +142,10 @@ class Done(NamedTuple):
 
 
 class Cpu:
-    """The host itself: its work is done when a call returns.  Its memory is the machine's, which other workers use too."""
+    """The host itself: its work is done when a call returns.
+
+    Its memory is the machine's, which other workers use too.
+    """
 
     where, kind = HOST, HOST.type
     generators = (torch.default_generator,)
@@ -157,7 +168,9 @@ class Cpu:
         return DeviceMemory(found.total - found.available, found.total)
 
     def arithmetic(self) -> str:
-        return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        return (
+            f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        )
 
 
 CPU = Cpu()
@@ -173,11 +186,16 @@ def device_of(where: torch.device) -> Device:
 def check(kind: str) -> None:
     """Raises RecycleError where there is no device of that kind."""
     if kind not in DEVICES:
-        raise RecycleError(f"the accelerator is {kind}: process groups that lose members work over Gloo on the CPU only yet (NCCL comes later)")
+        raise RecycleError(
+            f"the accelerator is {kind}: process groups that lose members work over Gloo on the CPU only yet (NCCL "
+            "comes later)"
+        )
 
 
 def supports(asked: str | None) -> bool:
-    """Whether this process runs on a device that is supported: on the kind it was ``asked`` to, or on what torch finds."""
+    """Whether this process runs on a device that is supported: on the kind it was ``asked`` to, or on what torch
+    finds.
+    """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return (asked or (HOST.type if found is None else found.type)) in DEVICES
 

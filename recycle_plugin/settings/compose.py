@@ -50,7 +50,9 @@ class GPTModel(_Section):
 
     @property
     def pipeline_layers(self) -> int:
-        """Layers that can be spread over stages: embedding, transformer layers, head; a tied one apart from the norm before it."""
+        """Layers that can be spread over stages: embedding, transformer layers, head; a tied one apart from the norm
+        before it.
+        """
         return self.layers + 2 + self.tied
 
 
@@ -148,7 +150,9 @@ def compose(overrides: Sequence[str] = ()) -> TrainingJob:
             f"write at most {job.model.pipeline_layers}, or raise model.layers"
         )
     if isinstance(job.model, GPTModel) and job.model.hidden % job.model.heads:
-        raise ComposeError(f"model.heads: {job.model.heads} does not divide model.hidden = {job.model.hidden}; write a divisor")
+        raise ComposeError(
+            f"model.heads: {job.model.heads} does not divide model.hidden = {job.model.hidden}; write a divisor"
+        )
     return job
 
 
@@ -158,9 +162,13 @@ def compose_from_command_line(arguments: Sequence[str], description: str, worker
     Every rank says the same; under ``recycle_plugin.launch`` the coordinator prints it once.
     ``workers``: how many were started, where the topology has to fit them.
     """
-    parser = argparse.ArgumentParser(description=description, epilog="groups and keys: see configs/ (recycle_plugin.configs)")
+    parser = argparse.ArgumentParser(
+        description=description, epilog="groups and keys: see configs/ (recycle_plugin.configs)"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="Hydra overrides: model=gpt_tiny steps=20")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the launcher's; the environment says it too
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
+    )  # the launcher's; the environment says it too
     found, unknown = parser.parse_known_intermixed_args(arguments)
     try:
         if unknown:
@@ -168,7 +176,8 @@ def compose_from_command_line(arguments: Sequence[str], description: str, worker
         job = compose(found.overrides)
         if workers not in (None, job.workers):
             raise ComposeError(
-                f"topology: {job.topology.replicas} replicas of {job.topology.stages} stages need {job.workers} workers, "
+                f"topology: {job.topology.replicas} replicas of {job.topology.stages} stages need {job.workers} "
+                "workers, "
                 f"and {workers} started; launch with deepspeed --num_gpus {job.workers}"
             )
         return job
@@ -211,7 +220,9 @@ def _check_faults(job: TrainingJob) -> None:
     """A fault in a step that the run never reaches would be a test that tests nothing."""
     for number, fault in enumerate(Settings.from_section(job.recycle).fault_list):
         step = None if fault.when == "at" else Instruction.parse(fault.where).step
-        if step is not None and step >= 0 and not 1 <= step <= job.steps:  # an evaluation's is negative, and how many there are is not known
+        if (
+            step is not None and step >= 0 and not 1 <= step <= job.steps
+        ):  # an evaluation's is negative, and how many there are is not known
             raise ComposeError(
                 f"recycle.faults[{number}]: '{fault}' names step {step}, and the run has steps 1 to {job.steps}; "
                 f"write a step such as {fault.where.partition('@')[0]}@{(job.steps + 1) // 2}"

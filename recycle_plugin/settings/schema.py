@@ -69,7 +69,9 @@ _as_tuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list
 _as_true = BeforeValidator(lambda value: True if value == "true" else value)
 _Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
-_Cap = Annotated[_Count | Annotated[tuple[_Count, ...], Field(min_length=1)] | str | None, _as_tuple, AfterValidator(_checked_cap)]
+_Cap = Annotated[
+    _Count | Annotated[tuple[_Count, ...], Field(min_length=1)] | str | None, _as_tuple, AfterValidator(_checked_cap)
+]
 _Bytes = Annotated[_Count | str | None, AfterValidator(_checked_size)]
 _PerStage = Annotated[_Milliseconds | tuple[_Milliseconds, ...], _as_tuple]
 _PER_STAGE = "a number of milliseconds, not negative, or a list of one for each stage"
@@ -94,7 +96,10 @@ class CostSettings(BaseModel):
     step_ms: _PerStage = _setting(0.0, _PER_STAGE, "optimizer step of a stage")
     dispatch_ms: _Milliseconds = _setting(0.0, _ONE, "fixed cost of every instruction")
     profile: str | None = _setting(
-        None, "a file's path, or null", "file of `recycle profile --out`, instead of all of the above; it also knows bytes", min_length=1
+        None,
+        "a file's path, or null",
+        "file of `recycle profile --out`, instead of all of the above; it also knows bytes",
+        min_length=1,
     )
 
 
@@ -104,8 +109,13 @@ class CheckpointSettings(BaseModel):
     model_config = _STRICT
 
     overhead: float = _setting(
-        0.035, "a number above 0, below 1",
-        "what they may cost, as a share of the steps between them: how often one is made follows from what the last ones have cost", gt=0, lt=1, allow_inf_nan=False,
+        0.035,
+        "a number above 0, below 1",
+        "what they may cost, as a share of the steps between them: how often one is made follows from what the last "
+        "ones have cost",
+        gt=0,
+        lt=1,
+        allow_inf_nan=False,
     )
     keep: int = _setting(2, "a whole number of at least 1", "how many of a run's stay", ge=1)
 
@@ -115,10 +125,18 @@ class MetricsSettings(BaseModel):
 
     model_config = _STRICT
 
-    port: int = _setting(0, "a whole number from 0 to 65535", "where it listens; 0: a port that is free, which the event `metrics` says", ge=0, le=65535)
+    port: int = _setting(
+        0,
+        "a whole number from 0 to 65535",
+        "where it listens; 0: a port that is free, which the event `metrics` says",
+        ge=0,
+        le=65535,
+    )
     address: str = _setting(
-        "127.0.0.1", 'an address of the host, such as "127.0.0.1"',
-        'address that it is bound to; nobody has to say who they are, so "0.0.0.0", which other hosts can reach, is for networks that are trusted',
+        "127.0.0.1",
+        'an address of the host, such as "127.0.0.1"',
+        'address that it is bound to; nobody has to say who they are, so "0.0.0.0", which other hosts can reach, is '
+        "for networks that are trusted",
         min_length=1,
     )
 
@@ -131,13 +149,17 @@ class Settings(BaseModel):
     enabled: bool = _setting(False, _BOOL, "switch the plugin on; false leaves the stock engine untouched")
     split_backward: bool = _setting(True, _BOOL, "run weight gradients apart from, and later than, input gradients")
     stagger_optimizer: bool = _setting(
-        True, _BOOL, "let a stage step once it has its gradients, and start the next step; false: no stage steps before all have theirs"
+        True,
+        _BOOL,
+        "let a stage step once it has its gradients, and start the next step; false: no stage steps before all have "
+        "theirs",
     )
     reroute: bool = _setting(True, _BOOL, "give a lost worker's micro-batches to its data-parallel peers")
     activation_cap: _Cap = _setting(
         None,
         _CAP,
-        'micro-batches that one worker may hold at once: a number, a list of one for each stage, or "1f1b"; null for the number of '
+        'micro-batches that one worker may hold at once: a number, a list of one for each stage, or "1f1b"; null for '
+        "the number of "
         'stages; or, with `costs.profile`, bytes: a size such as "12GiB", or "auto"',
     )
     norm: Annotated[Literal[True, "deepspeed"], _as_true] = _setting(
@@ -148,44 +170,54 @@ class Settings(BaseModel):
     clip: Literal["sync", "validate"] = _setting(
         "sync",
         '"sync" or "validate"',
-        "wait for the norm over all stages before each step, or step at once, and take the step back and clip it where the norm turns out to "
+        "wait for the norm over all stages before each step, or step at once, and take the step back and clip it where "
+        "the norm turns out to "
         "be over gradient_clipping",
     )
     nonfinite: Literal["end", "skip"] = _setting(
         "end",
         '"end" or "skip"',
-        "what a gradient norm that is not finite does, where it is computed (with gradient_clipping, or clip: validate): end the job, or skip the step",
+        "what a gradient norm that is not finite does, where it is computed (with gradient_clipping, or clip: "
+        "validate): end the job, or skip the step",
     )
     loss_scaling: bool = _setting(
-        False, _BOOL, "scale losses as the fp16 section says, dynamically by default, and skip steps that overflow (in fp32 too; fp16 itself is refused yet)"
+        False,
+        _BOOL,
+        "scale losses as the fp16 section says, dynamically by default, and skip steps that overflow (in fp32 too; "
+        "fp16 itself is refused yet)",
     )
     undo: Literal["snapshot", "inverse"] = _setting(
         "snapshot",
         '"snapshot" or "inverse"',
-        "what takes an uncommitted step back: an exact copy made before each step, or the optimizer's rule turned round",
+        "what takes an uncommitted step back: an exact copy made before each step, or the optimizer's rule turned "
+        "round",
     )
     exact: bool = _setting(
         False,
         _BOOL,
-        "the same bits whoever fails: parameters, optimizer state and losses are those of the exact run without a failure; gradients are "
+        "the same bits whoever fails: parameters, optimizer state and losses are those of the exact run without a "
+        "failure; gradients are "
         "added block by block",
     )
     exact_block: _Count | None = _setting(
         None,
         "a whole number of at least 1, or null",
-        "with `exact`, consecutive micro-batches of a replica that stay on one worker; null for all of them; fewer leave more freedom to "
+        "with `exact`, consecutive micro-batches of a replica that stay on one worker; null for all of them; fewer "
+        "leave more freedom to "
         "reroute, and each block of a worker beyond its first takes one more buffer of the gradients' size",
     )
     zero: Literal["replicate"] | None = _setting(
         None,
         '"replicate" or null',
-        "what becomes of `zero_optimization.stage` 1, whose shards of the optimizer's state have no copy: every worker keeps all of it, with Adam 12 bytes a "
+        "what becomes of `zero_optimization.stage` 1, whose shards of the optimizer's state have no copy: every worker "
+        "keeps all of it, with Adam 12 bytes a "
         "parameter instead of 12 / replicas, and steps all of it; null: it is refused",
     )
     keep_bytes: _Bytes = _setting(
         None,
         'a whole number of at least 1, a size such as "2GiB", or null',
-        "what one worker may keep in host memory, until a step is committed, of what it has sent to peers: a number of bytes or a size; null for "
+        "what one worker may keep in host memory, until a step is committed, of what it has sent to peers: a number of "
+        "bytes or a size; null for "
         "all of it; what is not there any more after a failure is run again; the event `peak` says how much it was",
     )
     rng: Literal["keyed", "stream"] = _setting(
@@ -195,12 +227,16 @@ class Settings(BaseModel):
     )
     seed: int = _setting(1234, "a whole number, not negative", "root of all keyed random numbers", ge=0)
     rebalance: bool = _setting(
-        False, _BOOL, "deal a stage's work out anew where a worker has been 30% slower than the others for three steps, and again when it is not"
+        False,
+        _BOOL,
+        "deal a stage's work out anew where a worker has been 30% slower than the others for three steps, and again "
+        "when it is not",
     )
     max_slowdown: float | None = _setting(
         None,
         "a number between 0 and 1, or null",
-        "the part of the fault-free plan's throughput that may be lost: where the survivors are predicted to lose more, the job ends with a "
+        "the part of the fault-free plan's throughput that may be lost: where the survivors are predicted to lose "
+        "more, the job ends with a "
         "checkpoint and exit code 75; null: they go on however slow",
         gt=0,
         lt=1,
@@ -209,32 +245,39 @@ class Settings(BaseModel):
     checkpoint_dir: str | None = _setting(
         None,
         "a folder's path, or null",
-        "where the checkpoints of `max_slowdown` and `checkpoint` go, a folder that all hosts share; null for `checkpoint` in the run folder, or for "
+        "where the checkpoints of `max_slowdown` and `checkpoint` go, a folder that all hosts share; null for "
+        "`checkpoint` in the run folder, or for "
         "`max_slowdown` where the script's last one went",
         min_length=1,
     )
     group_sums: Literal["warn", "raise"] = _setting(
         "warn",
         '"warn" or "raise"',
-        "what a sum of the script's own over a process group with lost members does, whose size stays as it was: say once for each calling line that it "
+        "what a sum of the script's own over a process group with lost members does, whose size stays as it was: say "
+        "once for each calling line that it "
         "is without their part, or end the job; an average over the live is `recycle_plugin.mean(tensor, group)`",
     )
     check_replicas: int = _setting(
         0,
         "a whole number, not negative",
-        "every so many steps the replicas of a stage compare hashes of all that a step changes (parameters, optimizer state, learning rate, counts); "
+        "every so many steps the replicas of a stage compare hashes of all that a step changes (parameters, optimizer "
+        "state, learning rate, counts); "
         "0: only after a checkpoint is loaded",
         ge=0,
     )
     placement: Literal["deepspeed", "spread"] = _setting(
         "deepspeed",
         '"deepspeed" or "spread"',
-        "which host has which ranks: as DeepSpeed's launcher gives them out, or dealt out so that no host holds every replica of a stage, for which "
+        "which host has which ranks: as DeepSpeed's launcher gives them out, or dealt out so that no host holds every "
+        "replica of a stage, for which "
         "the section has to be in the file that `--deepspeed_config` names on the command line",
     )
     strict_placement: bool = _setting(False, _BOOL, "refuse to start when one host holds every replica of a stage")
     run_dir: str | None = _setting(
-        None, "a folder's path, or null", "where events, traces and reports go; null lets the plugin choose", min_length=1
+        None,
+        "a folder's path, or null",
+        "where events, traces and reports go; null lets the plugin choose",
+        min_length=1,
     )
     report: bool = _setting(True, _BOOL, "write `report.html` to the run folder when the job ends")
     trace: bool = _setting(False, _BOOL, "write every executed instruction with its times to the run folder")
@@ -244,7 +287,8 @@ class Settings(BaseModel):
     heartbeat_timeout_s: float = _setting(
         15.0,
         "a number of seconds, at least 2",
-        "a host that is gone or cut off without a word is found within this time, and its workers are given up; less finds it sooner, and costs a healthy host where "
+        "a host that is gone or cut off without a word is found within this time, and its workers are given up; less "
+        "finds it sooner, and costs a healthy host where "
         "a switch fails over or a virtual machine moves",
         ge=2,
         allow_inf_nan=False,
@@ -252,8 +296,10 @@ class Settings(BaseModel):
     progress_timeout_s: float = _setting(
         20.0,
         "a number of seconds, at least 1",
-        "a worker that is at one instruction for longer than this, and than three steps take, and whose process uses no CPU or is stopped, is given up as if it had "
-        "died; less finds it sooner, and costs a healthy worker where an instruction is slow now and then; where all wait for each other for twice as long, all meet again",
+        "a worker that is at one instruction for longer than this, and than three steps take, and whose process uses "
+        "no CPU or is stopped, is given up as if it had "
+        "died; less finds it sooner, and costs a healthy worker where an instruction is slow now and then; where all "
+        "wait for each other for twice as long, all meet again",
         ge=1,
         allow_inf_nan=False,
     )
@@ -267,24 +313,34 @@ class Settings(BaseModel):
     last_worker_timeout_s: float = _setting(
         300.0,
         "a number of seconds, at least 1",
-        "a stage's last worker is not given up for any of these: where it is silent, stopped or stuck for this long, the job ends",
+        "a stage's last worker is not given up for any of these: where it is silent, stopped or stuck for this long, "
+        "the job ends",
         ge=1,
         allow_inf_nan=False,
     )
     regroup_timeout_s: float = _setting(
-        120.0, "a number of seconds, more than 0", "longest wait for the survivors to agree after a failure, and of a worker for the coordinator; then the job ends",
-        gt=0, allow_inf_nan=False,
+        120.0,
+        "a number of seconds, more than 0",
+        "longest wait for the survivors to agree after a failure, and of a worker for the coordinator; then the job "
+        "ends",
+        gt=0,
+        allow_inf_nan=False,
     )
     idle_timeout_s: float = _setting(
         600.0,
         "a number of seconds, more than 0",
-        "the same as `progress_timeout_s` for what may take long, while others wait for it: the script's own code, data, a checkpoint, the first step, and an instruction "
+        "the same as `progress_timeout_s` for what may take long, while others wait for it: the script's own code, "
+        "data, a checkpoint, the first step, and an instruction "
         "for which a worker has been given up already",
         gt=0,
         allow_inf_nan=False,
     )
     wait_timeout_s: float = _setting(
-        900.0, "a number of seconds, more than 0", "longest wait of a worker for anything; then the job ends", gt=0, allow_inf_nan=False
+        900.0,
+        "a number of seconds, more than 0",
+        "longest wait of a worker for anything; then the job ends",
+        gt=0,
+        allow_inf_nan=False,
     )
     costs: CostSettings | None = _setting(
         None,
@@ -294,7 +350,8 @@ class Settings(BaseModel):
     checkpoint: CheckpointSettings | None = _setting(
         None,
         'an object such as {"overhead": 0.035}, or null',
-        "checkpoints that are made by themselves: copied to host memory between two steps, and written in the background; null for none",
+        "checkpoints that are made by themselves: copied to host memory between two steps, and written in the "
+        "background; null for none",
     )
     metrics: MetricsSettings | None = _setting(
         None,
@@ -344,11 +401,15 @@ class Settings(BaseModel):
             )
         if self.rebalance and not self.reroute:
             raise SettingsError(
-                "rebalance", "contradicts recycle.reroute = false, because it moves micro-batches too", "write false, or set recycle.reroute to true"
+                "rebalance",
+                "contradicts recycle.reroute = false, because it moves micro-batches too",
+                "write false, or set recycle.reroute to true",
             )
         if self.clip == "validate" and not self.stagger_optimizer:
             raise SettingsError(
-                "clip", '"validate" contradicts recycle.stagger_optimizer = false, by which each step waits for all stages, as it would for the norm',
+                "clip",
+                '"validate" contradicts recycle.stagger_optimizer = false, by which each step waits for all stages, as '
+                "it would for the norm",
                 'write "sync", or set recycle.stagger_optimizer to true',
             )
         if self.clip == "validate" and self.norm == "deepspeed":
@@ -359,12 +420,15 @@ class Settings(BaseModel):
             )
         if self.loss_scaling and self.nonfinite == "end":
             raise SettingsError(
-                "loss_scaling", 'contradicts recycle.nonfinite = "end", since overflows are how the scale is found', 'write false, or set recycle.nonfinite to "skip"'
+                "loss_scaling",
+                'contradicts recycle.nonfinite = "end", since overflows are how the scale is found',
+                'write false, or set recycle.nonfinite to "skip"',
             )
         if self.check_replicas and self.undo == "inverse":
             raise SettingsError(
                 "check_replicas",
-                'contradicts recycle.undo = "inverse", which rounds: after a failure replicas differ without being wrong',
+                'contradicts recycle.undo = "inverse", which rounds: after a failure replicas differ without being '
+                "wrong",
                 'write 0, or set recycle.undo to "snapshot"',
             )
         self._refuse_inexact()
@@ -376,7 +440,11 @@ class Settings(BaseModel):
             )
         beside = sorted(self.costs.model_fields_set - {"profile"}) if self.costs and self.costs.profile else []
         if beside:
-            raise SettingsError("costs.profile", f"gives all costs, and recycle.costs.{beside[0]} stands beside it", "write one of the two")
+            raise SettingsError(
+                "costs.profile",
+                f"gives all costs, and recycle.costs.{beside[0]} stands beside it",
+                "write one of the two",
+            )
         if cap.in_bytes(self.activation_cap) and not (self.costs and self.costs.profile):
             raise SettingsError(
                 "activation_cap",
@@ -386,12 +454,22 @@ class Settings(BaseModel):
 
     def _refuse_inexact(self) -> None:
         if self.exact_block is not None and not self.exact:
-            raise SettingsError("exact_block", f"{self.exact_block} without recycle.exact = true has no effect", "write null, or set recycle.exact to true")
+            raise SettingsError(
+                "exact_block",
+                f"{self.exact_block} without recycle.exact = true has no effect",
+                "write null, or set recycle.exact to true",
+            )
         if self.exact and self.undo == "inverse":
-            raise SettingsError("exact", 'contradicts recycle.undo = "inverse", which rounds', 'write false, or set recycle.undo to "snapshot"')
+            raise SettingsError(
+                "exact",
+                'contradicts recycle.undo = "inverse", which rounds',
+                'write false, or set recycle.undo to "snapshot"',
+            )
         if self.exact and self.rng == "stream":
             raise SettingsError(
-                "exact", 'contradicts recycle.rng = "stream", because who runs a micro-batch then decides its dropout mask', 'write false, or set recycle.rng to "keyed"'
+                "exact",
+                'contradicts recycle.rng = "stream", because who runs a micro-batch then decides its dropout mask',
+                'write false, or set recycle.rng to "keyed"',
             )
 
     def _profile(self) -> Profile | None:
@@ -406,7 +484,9 @@ class Settings(BaseModel):
             raise SettingsError("costs.profile", " ".join(str(error).split()), _OF_A_PROFILE) from None
 
     def waits_for_norm(self, clipping: float) -> bool:
-        """Whether no step is applied before the norm over all stages is known; ``clipping``: DeepSpeed's gradient_clipping."""
+        """Whether no step is applied before the norm over all stages is known; ``clipping``: DeepSpeed's
+        gradient_clipping.
+        """
         return self.clip == "sync" and (clipping > 0 or self.loss_scaling)
 
     def policy(self, validate: bool, stages: int) -> Policy:
@@ -416,13 +496,25 @@ class Settings(BaseModel):
         """
         held, room = self.activation_cap, None
         if isinstance(held, tuple) and len(held) != stages:
-            raise SettingsError("activation_cap", f"{len(held)} entries for {stages} stages", f"write one number, or a list of {stages}")
+            raise SettingsError(
+                "activation_cap", f"{len(held)} entries for {stages} stages", f"write one number, or a list of {stages}"
+            )
         if cap.in_bytes(held):
             try:
                 held, room = None, cap.memory_bytes(held, self._profile(), stages, self.undo)
             except ValueError as error:
-                raise SettingsError("activation_cap", f'"auto" is not possible: {error}', "write a number of micro-batches") from None
-        return Policy(self.split_backward, self.stagger_optimizer, self.reroute, held, validate, room, block=self.exact_block if self.exact else 1)
+                raise SettingsError(
+                    "activation_cap", f'"auto" is not possible: {error}', "write a number of micro-batches"
+                ) from None
+        return Policy(
+            self.split_backward,
+            self.stagger_optimizer,
+            self.reroute,
+            held,
+            validate,
+            room,
+            block=self.exact_block if self.exact else 1,
+        )
 
     @property
     def fault_list(self) -> tuple[Fault, ...]:
@@ -447,7 +539,9 @@ class Settings(BaseModel):
             values = value if isinstance(value, tuple) else (value,) * stages
             if len(values) != stages:
                 raise SettingsError(
-                    f"costs.{name}", f"{len(values)} entries for {stages} stages", f"write one number, or a list of {stages}"
+                    f"costs.{name}",
+                    f"{len(values)} entries for {stages} stages",
+                    f"write one number, or a list of {stages}",
                 )
             return tuple(round(1000 * entry) for entry in values)
 

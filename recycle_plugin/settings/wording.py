@@ -16,7 +16,9 @@ Sections = Mapping[str, type[BaseModel]]
 """Settings that are objects of their own."""
 
 
-def explained(error: ValidationError, model: type[BaseModel], sections: Sections) -> tuple[str, str, str, tuple[str, ...]]:
+def explained(
+    error: ValidationError, model: type[BaseModel], sections: Sections
+) -> tuple[str, str, str, tuple[str, ...]]:
     """(key, what is wrong, what to write instead) of the first problem, and the other keys with one."""
     problems: dict[str, dict[str, Any]] = {}
     for problem in error.errors():  # a list inside a union also fails as "no number": the deeper problem says more

@@ -4,16 +4,18 @@ Everything made here says ANALYTIC in its title.  Assumptions, fixed before any 
 
 * A100 SXM, 312 TFLOP/s dense bf16, 2.0e12 bytes/s of memory (NVIDIA's data sheet).  Matrix products achieve
   50% of the peak and everything else of a layer is within that; memory traffic of the optimizer achieves 80%.
-* A layer of hidden size h has 12 h^2 weights in products; a product of n weights on t tokens costs 2 n t in F, in
-  I and in W each.  Scores and values cost 4 s h per token in F (the causal half is not skipped), twice that in I, none in W.
-* Activation checkpointing runs F again inside I.  A fused backward costs I + W: that W repeats nothing is ours to measure.
-* Held by a layer for each token, without checkpointing: 34 h bytes (Korthikanti et al. 2022, eq. 2, with scores recomputed
-  as FlashAttention does); with it 2 h bytes.  Pending for W: inputs and output gradients of the four products, 32 h bytes.
+* A layer of hidden size h has 12 h^2 weights in products; a product of n weights on t tokens costs 2 n t in F, in I and
+  in W each.  Scores and values cost 4 s h per token in F (the causal half is not skipped), twice that in I, none in W.
+* Activation checkpointing runs F again inside I.  A fused backward costs I + W: that W repeats nothing is ours to
+  measure.
+* Held by a layer for each token, without checkpointing: 34 h bytes (Korthikanti et al. 2022, eq. 2, with scores
+  recomputed as FlashAttention does); with it 2 h bytes.  Pending for W: inputs and output gradients of the four
+  products, 32 h bytes.
 * The head multiplies by the vocabulary (V h weights, not tied) and holds 6 V bytes a token (bf16 and fp32 logits); the
   embedding reads and writes memory only.
 * Adam in mixed precision moves 30 bytes a parameter.  Gradients are summed in fp32 by a ring over 80 Gbit/s (10 GB/s,
-  90% achieved, 30 us; each GPU has its own line), after the last W of the stage and not hidden behind compute; boundary tensors are bf16 on
-  the same line.  Inside a host NVLink, 300 GB/s each way, 80% achieved, 5 us.
+  90% achieved, 30 us; each GPU has its own line), after the last W of the stage and not hidden behind compute; boundary
+  tensors are bf16 on the same line.  Inside a host NVLink, 300 GB/s each way, 80% achieved, 5 us.
 * Tensor parallelism t: products and optimizer divide by t; each layer adds two all-reduces of the boundary tensor over
   NVLink to F and two to I (and F's again to I under checkpointing).
 """
@@ -47,7 +49,16 @@ class DeviceRates:
         return 1e6 * size / (self.bytes_per_s * self.memory_share)
 
 
-A100 = DeviceRates("A100 80 GB, 80 Gbit/s between hosts", 312e12, 0.5, 2.0e12, 0.8, 80 << 30, Wire(5, 0.8 * 300_000), Wire(30, 0.9 * 10_000))
+A100 = DeviceRates(
+    "A100 80 GB, 80 Gbit/s between hosts",
+    312e12,
+    0.5,
+    2.0e12,
+    0.8,
+    80 << 30,
+    Wire(5, 0.8 * 300_000),
+    Wire(30, 0.9 * 10_000),
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,9 @@ def preset(name: str) -> Profile:
     """The analytic profile called ``name``; ``<shape>-ckpt`` with activation checkpointing.  Raises ValueError."""
     shape, _, saved = name.partition("-")
     if shape not in SHAPES or saved not in ("", "ckpt"):
-        raise ValueError(f"--preset {name}: one of {', '.join(SHAPES)}, each also with -ckpt for activation checkpointing")
+        raise ValueError(
+            f"--preset {name}: one of {', '.join(SHAPES)}, each also with -ckpt for activation checkpointing"
+        )
     return profile(SHAPES[shape], checkpointing=saved == "ckpt")
 
 
@@ -129,20 +142,40 @@ def _layer(shape: Shape, tokens: int, boundary: int, checkpointing: bool, device
     gradient = product + 2 * scores + joined + again
     held = 2 * h * tokens if checkpointing else 34 * h * tokens // t
     parameters = 12 * h * h + 13 * h
-    return LayerProfile(forward, gradient, product, gradient + product, _adam(parameters, t, device), parameters, held, 32 * h * tokens // t)
+    return LayerProfile(
+        forward,
+        gradient,
+        product,
+        gradient + product,
+        _adam(parameters, t, device),
+        parameters,
+        held,
+        32 * h * tokens // t,
+    )
 
 
 def _embedding(tokens: int, parameters: int, hidden: int, tensor: int, device: DeviceRates) -> LayerProfile:
     """Rows are read, added and written; W adds gradient rows into the table."""
     moved = device.memory_us(6 * hidden * tokens)
-    return LayerProfile(moved, 0.0, 2 * moved, 2 * moved, _adam(parameters, tensor, device), parameters, 0, 2 * hidden * tokens)
+    return LayerProfile(
+        moved, 0.0, 2 * moved, 2 * moved, _adam(parameters, tensor, device), parameters, 0, 2 * hidden * tokens
+    )
 
 
 def _head(tokens: int, parameters: int, vocabulary: int, hidden: int, tensor: int, device: DeviceRates) -> LayerProfile:
     product = device.product_us(2 * parameters * tokens / tensor)
     loss = device.memory_us(10 * vocabulary * tokens / tensor)
     held, pending = (2 * hidden + 6 * vocabulary // tensor) * tokens, (2 * hidden + 2 * vocabulary // tensor) * tokens
-    return LayerProfile(product + loss, product + loss, product, 2 * product + loss, _adam(parameters, tensor, device), parameters, held, pending)
+    return LayerProfile(
+        product + loss,
+        product + loss,
+        product,
+        2 * product + loss,
+        _adam(parameters, tensor, device),
+        parameters,
+        held,
+        pending,
+    )
 
 
 def _adam(parameters: int, tensor: int, device: DeviceRates) -> float:

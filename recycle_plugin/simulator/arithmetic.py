@@ -1,7 +1,7 @@
 """The virtual world with exact numbers: integers modulo a prime, so that sums don't depend on their order.
 
-Stage p with weight w maps x to w x + x^2; the loss is half the squared difference to the label.  Both
-are not linear, so a wrong stash, stale parameters, a dropped or doubled micro-batch change the weights.  Where a job is to be exact
+Stage p with weight w maps x to w x + x^2; the loss is half the squared difference to the label.  Both are not linear,
+so a wrong stash, stale parameters, a dropped or doubled micro-batch change the weights.  Where a job is to be exact
 (core/vocabulary/blocks.py) its sums do depend on their order, as those of floating-point numbers.
 """
 
@@ -24,7 +24,9 @@ PRIME = 2**61 - 1
 
 
 class ExactStash(NamedTuple):
-    """What an F leaves: its input, the loss on the last stage, and which of its worker's weights it was made with (simulator/numbers.py)."""
+    """What an F leaves: its input, the loss on the last stage, and which of its worker's weights it was made with
+    (simulator/numbers.py).
+    """
 
     x: int
     loss: int | None
@@ -32,7 +34,9 @@ class ExactStash(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What an iterator gives: input and label; ``draw`` says which call gave it in its step, ``number`` in all, from 1 on.  Neither for what is evaluated."""
+    """What an iterator gives: input and label; ``draw`` says which call gave it in its step, ``number`` in all, from 1
+    on.  Neither for what is evaluated.
+    """
 
     data: tuple[int, int]
     draw: Draw | None = None
@@ -53,17 +57,23 @@ def sampled(micro_batch: MicroBatch, step: int) -> tuple[int, int]:
 
 
 def added(total: int, value: int, exact: bool) -> int:
-    """``total`` with ``value`` added to it; in exact mode every other order, and every other grouping, gives something else."""
+    """``total`` with ``value`` added to it; in exact mode every other order, and every other grouping, gives something
+    else.
+    """
     return (31 * total + value + 1) % PRIME if exact else (total + value) % PRIME
 
 
 def share(reduced: int) -> float:
-    """Of a stage in a norm that stands for the gradients': any number that differs from step to step, and sometimes none."""
+    """Of a stage in a norm that stands for the gradients': any number that differs from step to step, and sometimes
+    none.
+    """
     return inf if reduced % 23 == 0 else float(reduced % 1009)
 
 
 def clipped(reduced: int, norm: float | None) -> int:
-    """What is applied of a gradient whose step was rejected for ``norm``: something else for every norm, nothing where it is not finite."""
+    """What is applied of a gradient whose step was rejected for ``norm``: something else for every norm, nothing where
+    it is not finite.
+    """
     return reduced if norm is None else reduced * (2 + int(1000 * norm)) % PRIME if isfinite(norm) else 0
 
 
@@ -75,8 +85,13 @@ def over_tie(by_stage: Mapping[int, int], exact: bool) -> int:
     return total
 
 
-def compute(instruction: Instruction, have: StepStore, stages: int, tied: bool = False, limit: float = 0.0) -> dict[Datum, Any]:
-    """What ``instruction``, other than a REDUCE or a TIE, makes of what a worker has.  ``tied``: its stage shares its weight; ``limit``: of the norm."""
+def compute(
+    instruction: Instruction, have: StepStore, stages: int, tied: bool = False, limit: float = 0.0
+) -> dict[Datum, Any]:
+    """What ``instruction``, other than a REDUCE or a TIE, makes of what a worker has.
+
+    ``tied``: its stage shares its weight; ``limit``: of the norm.
+    """
     stage, micro_batch, step = instruction.stage, instruction.micro_batch, instruction.step
     params = have.get(Datum("params", stage, None, step)) if step >= 0 else _latest(have)
 
@@ -96,7 +111,9 @@ def compute(instruction: Instruction, have: StepStore, stages: int, tied: bool =
             x, loss, _ = have[here("stash")]
             incoming = loss if loss is not None else have[Datum("grad", stage + 1, micro_batch, step)]
             grad = {here("grad"): incoming * (params + 2 * x) % PRIME}
-            return grad | ({here("inner"): (x, incoming)} if instruction.op is Op.I else {here("wgrad"): incoming * x % PRIME})
+            return grad | (
+                {here("inner"): (x, incoming)} if instruction.op is Op.I else {here("wgrad"): incoming * x % PRIME}
+            )
         case Op.W:
             x, incoming = have[here("inner")]
             return {here("wgrad"): incoming * x % PRIME}
@@ -129,19 +146,33 @@ class ExactWorld(VirtualWorld):
             parts = {peer.stage: total for peer, (_, total) in self.contributions(self.joint(instruction)).items()}
             return {Datum("tied", instruction.stage, None, instruction.step): over_tie(parts, exact=False)}
         if instruction.op is not Op.REDUCE:
-            return compute(instruction, self.store[seat], self.plan.stages, bool(self.plan.view.topology.tie(seat.stage)))
-        brought = [each for peer, each in self.contributions(self.joint(instruction)).items() if peer.stage == instruction.stage]
+            return compute(
+                instruction, self.store[seat], self.plan.stages, bool(self.plan.view.topology.tie(seat.stage))
+            )
+        brought = [
+            each
+            for peer, each in self.contributions(self.joint(instruction)).items()
+            if peer.stage == instruction.stage
+        ]
         whole = [value for is_whole, value in brought if is_whole]
         reduced = whole[0] if whole else sum(value for _, value in brought) % PRIME
         return {Datum("reduced", instruction.stage, None, instruction.step): reduced}
 
     def final(self) -> dict[Seat, int]:
         """Every live seat's weight after the last step."""
-        return {seat: have[Datum("params", seat.stage, None, self.steps.stop)] for seat, have in sorted(self.store.items())}
+        return {
+            seat: have[Datum("params", seat.stage, None, self.steps.stop)] for seat, have in sorted(self.store.items())
+        }
 
 
 def train(plan: Plan, costs: CostModel, weights: tuple[int, ...], steps: int = 1, step: int = 0) -> dict[Seat, int]:
     """Every live seat's weight after ``steps`` steps of ``plan`` from ``weights`` (one per stage)."""
-    world = ExactWorld(plan, costs, steps, step, state=VirtualState.fresh(plan, step, {seat: weights[seat.stage] for seat in plan.programs}))
+    world = ExactWorld(
+        plan,
+        costs,
+        steps,
+        step,
+        state=VirtualState.fresh(plan, step, {seat: weights[seat.stage] for seat in plan.programs}),
+    )
     world.run()
     return world.final()

@@ -1,8 +1,9 @@
-"""Seeded failures against the production code of executor, loop, worker and its store, membership, commit and lineage.
+"""Seeded failures against the production code of executor, loop, worker and its store, membership, commit and
+lineage.
 
-A seed gives a job, its troubles and the instants of them; ``simulator.cluster`` runs it, ``simulator.checkers`` says what
-was wrong.  First anything may happen, and safety is checked; after :data:`CALM_US` nothing new goes wrong, and progress is
-demanded.  :func:`every_instant` kills every worker of one job before and after each of its instructions.
+A seed gives a job, its troubles and the instants of them; ``simulator.cluster`` runs it, ``simulator.checkers`` says
+what was wrong.  First anything may happen, and safety is checked; after :data:`CALM_US` nothing new goes wrong, and
+progress is demanded.  :func:`every_instant` kills every worker of one job before and after each of its instructions.
 """
 
 from __future__ import annotations
@@ -37,18 +38,41 @@ CALM_US = 2_000 * MILLISECOND  # no trouble begins later
 SETTLED_US = 500 * MILLISECOND  # all have said that they are ready
 LIMIT_US = 90_000 * MILLISECOND  # everybody has ended by then: longer than all deadlines in a row
 KINDS = (
-    *("kill",) * 8, *("named",) * 6, *("recovery",) * 4, "stop", "unfenced", "stuck", "slow", "drop", "delay", "delay", "cut",
-    "many", "stall", "mute", "mute", "deaf", "leave", "leave", "end", "end", "rude", "rude",
-)  # fmt: skip
+    *("kill",) * 8,
+    *("named",) * 6,
+    *("recovery",) * 4,
+    "stop",
+    "unfenced",
+    "stuck",
+    "slow",
+    "drop",
+    "delay",
+    "delay",
+    "cut",
+    "many",
+    "stall",
+    "mute",
+    "mute",
+    "deaf",
+    "leave",
+    "leave",
+    "end",
+    "end",
+    "rude",
+    "rude",
+)
 HARMLESS = ("kill", "stall", "mute", "deaf", "leave", "end", "rude", "again")  # no tensor is lost, or late, by these
 POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recovery.undone")
 
 
 @dataclass(frozen=True)
 class ScenarioOutcome:
-    """Of one scenario.  ``redone``: compute run again, as a share of what was needed; ``story``: what the coordinator said;
-    ``hits``: which kind of trouble has met a worker at which kind of instruction, and how often; ``exercised``: how often each rule of the
-    protocol was needed (simulator.exercised)."""
+    """Of one scenario.
+
+    ``redone``: compute run again, as a share of what was needed; ``story``: what the coordinator said; ``hits``: which
+    kind of trouble has met a worker at which kind of instruction, and how often; ``exercised``: how often each rule of
+    the protocol was needed (simulator.exercised).
+    """
 
     name: str
     faults: tuple[str, ...]
@@ -88,30 +112,53 @@ def scenario(seed: int) -> Scenario:
     clip = random.choice((0.0, 0.0, 25.0, 40.0))  # the norm is 32 for two stages in the mean, 45 for four
     if clip and random.random() < 0.3:
         policy = replace(policy, validate=True)
-    elif clip and random.random() < 0.5:  # the norm is known late, and what was computed with rejected weights arrives later
+    elif (
+        clip and random.random() < 0.5
+    ):  # the norm is known late, and what was computed with rejected weights arrives later
         replica = random.randrange(shape.replicas)
         troubles.append(Trouble("slow", 0, (Seat(replica, shape.stages - 1),), percent=300))
-        troubles.append(Trouble("delay", random.randrange(CALM_US // 4), (Seat(replica, 0),), Seat(replica, 1), 200 * MILLISECOND))
+        troubles.append(
+            Trouble("delay", random.randrange(CALM_US // 4), (Seat(replica, 0),), Seat(replica, 1), 200 * MILLISECOND)
+        )
     policy = replace(policy, block=random.choice((1, 1, 1, 2, None)))
     job = Scenario(shape, costs, policy, steps, tuple(troubles), tuple(faults), seed, budget, clip=clip)
-    for name, change in (("ties", _with_ties), ("weather", _with_weather), ("endings", _with_endings), ("undo", _with_undo), ("coordination", _with_coordination), ("data", _with_data),
-                         ("pauses", _with_pauses), ("paces", _with_paces), ("leisure", _with_leisure), ("moments", _with_moments), ("disks", _with_full_disks),
-                         ("deafness", _with_deafness)):  # fmt: skip
-        job = change(job, Random(f"{name} in {seed}"))  # each of its own, so that the rest of a seed's job is what it was before there were such
+    for name, change in (
+        ("ties", _with_ties),
+        ("weather", _with_weather),
+        ("endings", _with_endings),
+        ("undo", _with_undo),
+        ("coordination", _with_coordination),
+        ("data", _with_data),
+        ("pauses", _with_pauses),
+        ("paces", _with_paces),
+        ("leisure", _with_leisure),
+        ("moments", _with_moments),
+        ("disks", _with_full_disks),
+        ("deafness", _with_deafness),
+    ):
+        job = change(
+            job, Random(f"{name} in {seed}")
+        )  # each of its own, so that the rest of a seed's job is what it was before there were such
     return job
 
 
 def _with_weather(given: Scenario, random: Random) -> Scenario:
-    """One job in four has lines that are all alike.  Outside exact mode half of those that have a norm to agree on round."""
+    """One job in four has lines that are all alike.
+
+    Outside exact mode half of those that have a norm to agree on round.
+    """
     rounds, faults = given.clip > 0 and not given.exact and random.random() < 0.5, given.faults
-    if given.clip and not given.policy.validate and random.random() < 0.3:  # somebody dies of a rejection, or of whatever else comes first
+    if (
+        given.clip and not given.policy.validate and random.random() < 0.3
+    ):  # somebody dies of a rejection, or of whatever else comes first
         point, number = random.choice((("recovery.resume", 2), ("recovery.resume", 3), ("recovery.undone", 1)))
         faults += (Fault("kill", random.choice(given.shape.seats), "at", point, number),)
     return replace(given, weather=random.choice((FAIR, UNEVEN, UNEVEN, STORMY)), rounds=rounds, faults=faults)
 
 
 def _with_coordination(given: Scenario, random: Random) -> Scenario:
-    """In one job of five a second process of some rank comes, and in one of five the coordinator's state is written down and read again.
+    """In one job of five a second process of some rank comes, and in one of five the coordinator's state is written
+    down and read again.
 
     ``random``: as for ties.
     """
@@ -136,29 +183,44 @@ def _with_pauses(given: Scenario, random: Random) -> Scenario:
     """
     if random.random() >= 0.25:
         return given
-    between = tuple((step, what) for step in range(1, given.steps + 1) for what in ("evaluate", "save") if random.random() < 0.3)
+    between = tuple(
+        (step, what) for step in range(1, given.steps + 1) for what in ("evaluate", "save") if random.random() < 0.3
+    )
     seat, faults = random.choice(given.shape.seats), given.faults
     if between and random.random() < 0.5:
         load = seat.stage in (0, given.shape.stages - 1) and random.random() < 0.5
-        evaluating = f"{seat.stage}{'LOAD' if load else 'F'}{seat.replica}.{random.randrange(given.shape.micro_batches)}@-1"
-        moment = random.choice(((random.choice(("before", "after")), evaluating), ("at", "checkpoint.written"), ("at", "checkpoint.publish"), ("at", "checkpoint.named")))
+        evaluating = (
+            f"{seat.stage}{'LOAD' if load else 'F'}{seat.replica}.{random.randrange(given.shape.micro_batches)}@-1"
+        )
+        moment = random.choice(
+            (
+                (random.choice(("before", "after")), evaluating),
+                ("at", "checkpoint.written"),
+                ("at", "checkpoint.publish"),
+                ("at", "checkpoint.named"),
+            )
+        )
         first = moment[1] in ("checkpoint.publish", "checkpoint.named")
         faults += (Fault("kill", given.shape.seats[0] if first else seat, *moment),)
     return replace(given, between=between, faults=faults)
 
 
 def _with_full_disks(given: Scenario, random: Random) -> Scenario:
-    """Of the checkpoints that are saved between steps two in five can't be: one or two of the workers can't write, or the first can't say that it is there.
+    """Of the checkpoints that are saved between steps two in five can't be: one or two of the workers can't write, or
+    the first can't say that it is there.
 
     ``random``: as for ties.
     """
     places = [*given.shape.seats, "latest"]
     saves = (step for step, what in given.between if what == "save" and random.random() < 0.4)
-    return replace(given, full=tuple((step, str(where)) for step in saves for where in random.sample(places, random.randint(1, 2))))
+    return replace(
+        given, full=tuple((step, str(where)) for step in saves for where in random.sample(places, random.randint(1, 2)))
+    )
 
 
 def _with_leisure(given: Scenario, random: Random) -> Scenario:
-    """In one job of twelve scripts take their time after some steps, and two workers are to leave, the second perhaps when the first one's step has come.
+    """In one job of twelve scripts take their time after some steps, and two workers are to leave, the second perhaps
+    when the first one's step has come.
 
     ``random``: as for ties.
     """
@@ -166,7 +228,9 @@ def _with_leisure(given: Scenario, random: Random) -> Scenario:
         return given
     pauses = tuple((step, "pause") for step in range(1, given.steps + 1) if random.random() < 0.7)
     at, seats = random.randrange(CALM_US // 4), random.sample(given.shape.seats, 2)
-    leaves = tuple(Trouble("leave", at + place * random.randrange(600 * MILLISECOND), (seat,)) for place, seat in enumerate(seats))
+    leaves = tuple(
+        Trouble("leave", at + place * random.randrange(600 * MILLISECOND), (seat,)) for place, seat in enumerate(seats)
+    )
     return replace(given, between=given.between + pauses, troubles=given.troubles + leaves)
 
 
@@ -177,11 +241,16 @@ def _with_deafness(given: Scenario, random: Random) -> Scenario:
     """
     if random.random() >= 1 / 16:
         return given
-    return replace(given, troubles=(Trouble("deafened", random.randrange(CALM_US // 4), (random.choice(given.shape.seats),)),), faults=())
+    return replace(
+        given,
+        troubles=(Trouble("deafened", random.randrange(CALM_US // 4), (random.choice(given.shape.seats),)),),
+        faults=(),
+    )
 
 
 def _with_paces(given: Scenario, random: Random) -> Scenario:
-    """In one job of eight workers say how fast they are, one is slow from some moment on, in half of these not for ever, and there are more steps.
+    """In one job of eight workers say how fast they are, one is slow from some moment on, in half of these not for
+    ever, and there are more steps.
 
     ``random``: as for ties.
     """
@@ -205,21 +274,31 @@ def _with_moments(given: Scenario, random: Random) -> Scenario:
     if random.random() < 0.3:
         seat = random.choice(given.shape.seats)
         peer = random.choice([other for other in shape.seats if abs(other.stage - seat.stage) == 1])
-        return replace(given, troubles=given.troubles + (Trouble("swallow", random.randrange(CALM_US // 4), (seat,), peer, 100 * MILLISECOND),))
+        return replace(
+            given,
+            troubles=given.troubles
+            + (Trouble("swallow", random.randrange(CALM_US // 4), (seat,), peer, 100 * MILLISECOND),),
+        )
     computes, stage, one = random.random() < 0.5, random.randrange(shape.stages), random.choice(shape.batch)
     ops = ("F", "I", "W") if given.policy.split_backward else ("F", "B")
     shortest_s, longest_s = (1.2 * DEADLINES.progress_timeout_s, DEADLINES.busy_timeout_s - LATE_S)
     if not computes and random.random() < 0.7:  # so that it is suspected again where it has cost somebody
         shortest_s, longest_s = SUSPECTED * DEADLINES.idle_timeout_s + LATE_S, DEADLINES.last_worker_timeout_s - LATE_S
     lasts = random.randrange(int(shortest_s * 1e6), int(longest_s * 1e6))
-    return replace(given, heavy=(Heavy(random.randint(2, given.steps), str(one), random.choice(ops), stage, lasts, computes),))
+    return replace(
+        given, heavy=(Heavy(random.randint(2, given.steps), str(one), random.choice(ops), stage, lasts, computes),)
+    )
 
 
 def _with_ties(given: Scenario, random: Random) -> Scenario:
-    """Three jobs in ten have stages that share weights, and in half of these somebody also dies or stops around a TIE."""
+    """Three jobs in ten have stages that share weights, and in half of these somebody also dies or stops around a
+    TIE.
+    """
     if random.random() >= 0.3:
         return given
-    shape = replace(given.shape, ties=tied(random.sample(range(given.shape.stages), 2) for _ in range(random.choice((1, 1, 2)))))
+    shape = replace(
+        given.shape, ties=tied(random.sample(range(given.shape.stages), 2) for _ in range(random.choice((1, 1, 2))))
+    )
     costs = replace(given.costs, tie=random.choice((0, 4)) * MILLISECOND)
     faults = given.faults
     if random.random() < 0.5:
@@ -230,14 +309,18 @@ def _with_ties(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_endings(given: Scenario, random: Random) -> Scenario:
-    """One job in eight also ends in a way of its own: who is to leave dies where it should say goodbye; a stage does so at a planned end; somebody is cut off
-    on the way to one; or a stage dies whole before it has told its part of a norm that the others have stepped without."""
+    """One job in eight also ends in a way of its own: who is to leave dies where it should say goodbye; a stage does so
+    at a planned end; somebody is cut off on the way to one; or a stage dies whole before it has told its part of a norm
+    that the others have stepped without.
+    """
     if random.random() >= 1 / 8:
         return given
     shape, seat, at = given.shape, random.choice(given.shape.seats), random.randrange(CALM_US // 2)
     stage = tuple(each for each in shape.seats if each.stage == seat.stage)
     kinds = ["leave", "end"]
-    if not any(trouble.kind == "cut" for trouble in given.troubles):  # somebody has to be left in touch with the coordinator
+    if not any(
+        trouble.kind == "cut" for trouble in given.troubles
+    ):  # somebody has to be left in touch with the coordinator
         kinds += ["cut"]
     if given.clip and not given.policy.together:
         kinds += ["stage"] * 3
@@ -248,21 +331,32 @@ def _with_endings(given: Scenario, random: Random) -> Scenario:
             troubles = Trouble("end", at, (seat,)), Trouble("rude", 0, stage)
         case "cut":
             some = random.sample(shape.seats, random.randint(1, len(shape.seats) // 2))
-            troubles = Trouble("end", at, (seat,)), Trouble("cut", at + random.randrange(300 * MILLISECOND), tuple(some))
+            troubles = (
+                Trouble("end", at, (seat,)),
+                Trouble("cut", at + random.randrange(300 * MILLISECOND), tuple(some)),
+            )
         case "stage":
             step = random.randint(1, given.steps)
-            return replace(given, faults=given.faults + tuple(Fault("kill", each, "before", f"{each.stage}REDUCE@{step}") for each in stage))
+            return replace(
+                given,
+                faults=given.faults
+                + tuple(Fault("kill", each, "before", f"{each.stage}REDUCE@{step}") for each in stage),
+            )
     return replace(given, troubles=given.troubles + troubles)
 
 
 def _with_undo(given: Scenario, random: Random) -> Scenario:
-    """One job in sixteen whose stages step apart: a worker of the last stage stops when those before it have all that they need to step, and, since nobody keeps
-    what was sent, they have to take that back when it is given up; and somebody else dies at once."""
+    """One job in sixteen whose stages step apart: a worker of the last stage stops when those before it have all that
+    they need to step, and, since nobody keeps what was sent, they have to take that back when it is given up; and
+    somebody else dies at once.
+    """
     shape, policy = given.shape, given.policy
     if random.random() >= 1 / 16 or policy.together or not policy.split_backward:
         return given
     seat, other = random.sample(shape.seats, 2)
-    last = Instruction(Op.W, shape.stages - 1, MicroBatch(seat.replica, shape.micro_batches - 1), random.randint(1, given.steps))
+    last = Instruction(
+        Op.W, shape.stages - 1, MicroBatch(seat.replica, shape.micro_batches - 1), random.randint(1, given.steps)
+    )
     stops = Fault("stop", Seat(seat.replica, last.stage), "before", str(last))
     dies = Fault("kill", other, "at", *random.choice((("recovery.resume", 2), ("recovery.undone", 1))))
     return replace(given, faults=given.faults + (stops, dies), budget=0)
@@ -280,15 +374,32 @@ def _costs(random: Random, stages: int) -> CostModel:
 
 
 def _add(
-    random: Random, shape: Topology, costs: CostModel, policy: Policy, steps: int, troubles: list[Trouble], faults: list[Fault]
+    random: Random,
+    shape: Topology,
+    costs: CostModel,
+    policy: Policy,
+    steps: int,
+    troubles: list[Trouble],
+    faults: list[Fault],
 ) -> None:
     kind, seat = random.choice(KINDS), random.choice(shape.seats)
     near = min((trouble.at_us for trouble in troubles), default=None)
-    at = random.randrange(CALM_US // 2) if near is None or random.random() < 0.5 else near + random.randrange(60 * MILLISECOND)
+    at = (
+        random.randrange(CALM_US // 2)
+        if near is None or random.random() < 0.5
+        else near + random.randrange(60 * MILLISECOND)
+    )
     match kind:
         case "named":
             program = lowered(plan(shape.full(), costs, policy), seat, random.randint(1, steps))
-            faults.append(Fault(random.choice(("kill", "kill", "stop")), seat, random.choice(("before", "after")), str(random.choice(program))))
+            faults.append(
+                Fault(
+                    random.choice(("kill", "kill", "stop")),
+                    seat,
+                    random.choice(("before", "after")),
+                    str(random.choice(program)),
+                )
+            )
         case "recovery":
             troubles.append(Trouble("kill", at, (seat,)))
             point, _, number = random.choice(POINTS).partition(":")
@@ -298,7 +409,9 @@ def _add(
             at = min(at, random.randrange(CALM_US // 4))  # so that there is somebody left to be late for
             troubles.append(Trouble(kind, at, (seat,), peer, random.choice((20, 200, 900, 1_800, 1_800)) * MILLISECOND))
         case "stop" | "unfenced":
-            longest = 5_000 if kind == "stop" else 1_900  # unfenced: it wakes up when it was given up and the others go on
+            longest = (
+                5_000 if kind == "stop" else 1_900
+            )  # unfenced: it wakes up when it was given up and the others go on
             troubles.append(Trouble(kind, at, (seat,), for_us=random.choice((50, 400, longest)) * MILLISECOND))
         case "slow":
             troubles.append(Trouble(kind, at, (seat,), percent=random.choice((130, 300))))
@@ -316,7 +429,9 @@ def _add(
             last = Fault("kill", seat, "after", str(Instruction(Op.STEP, seat.stage, None, steps)))
             faults.append(last) if random.random() < 0.5 else troubles.append(Trouble(kind, 0, (seat,)))
         case "cut":
-            troubles.append(Trouble(kind, at, tuple(random.sample(shape.seats, random.randint(1, len(shape.seats) // 2 + 1)))))
+            troubles.append(
+                Trouble(kind, at, tuple(random.sample(shape.seats, random.randint(1, len(shape.seats) // 2 + 1))))
+            )
         case _:
             troubles.append(Trouble(kind, at, (seat,)))
 
@@ -324,7 +439,11 @@ def _add(
 def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -> ScenarioOutcome:
     """Run it and check it, as ``failure_detector`` does."""
     weights = initial_weights(given.shape)
-    late = bool(given.heavy) or any(trouble.kind not in HARMLESS for trouble in given.troubles) or any(fault.kind != "kill" for fault in given.faults)
+    late = (
+        bool(given.heavy)
+        or any(trouble.kind not in HARMLESS for trouble in given.troubles)
+        or any(fault.kind != "kill" for fault in given.faults)
+    )
     watcher = failure_detector(given, weights, late)
     cluster = Cluster(given, weights, watcher)
     try:
@@ -334,24 +453,52 @@ def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -
         watcher.say(f"{type(error).__name__}: {error}")
     faults = (*map(str, given.troubles), *map(str, given.faults), *map(str, given.heavy))
     story = tuple(f"{at / 1000:10.3f} ms  {event.kind}: {event.text}" for at, event in cluster.events)
-    return ScenarioOutcome(name, faults, tuple(watcher.violations), redone_share(cluster), tuple(cluster.spans), story, cluster.hits, dict(cluster.exercised))
+    return ScenarioOutcome(
+        name,
+        faults,
+        tuple(watcher.violations),
+        redone_share(cluster),
+        tuple(cluster.spans),
+        story,
+        cluster.hits,
+        dict(cluster.exercised),
+    )
 
 
 def may_end(cluster: Cluster) -> bool:
-    """Whether what has been lost allows the end of the job: a stage without workers, too few in touch with each other, anybody before the start, or
-    iterators' data that is not to be had again."""
+    """Whether what has been lost allows the end of the job: a stage without workers, too few in touch with each other,
+    anybody before the start, or iterators' data that is not to be had again.
+    """
     membership, gone = cluster.membership, cluster.gone()
-    left = {worker.seat.stage for rank, worker in cluster.workers.items() if rank not in gone and not worker.stuck and not worker.stopped}
-    without = not membership.started or len(left) < cluster.scenario.shape.stages or len(membership.unreachable) > len(membership.roster)
-    return without or cluster.scenario.iterators and _data_may_be_gone(cluster, [cluster.workers[rank].seat for rank in gone])
+    left = {
+        worker.seat.stage
+        for rank, worker in cluster.workers.items()
+        if rank not in gone and not worker.stuck and not worker.stopped
+    }
+    without = (
+        not membership.started
+        or len(left) < cluster.scenario.shape.stages
+        or len(membership.unreachable) > len(membership.roster)
+    )
+    return (
+        without
+        or cluster.scenario.iterators
+        and _data_may_be_gone(cluster, [cluster.workers[rank].seat for rank in gone])
+    )
 
 
 def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
-    """No replica has both its ends; or of a stage's batches, of which two workers each have a copy, two workers are gone, or copies never came."""
+    """No replica has both its ends; or of a stage's batches, of which two workers each have a copy, two workers are
+    gone, or copies never came.
+    """
     shape, ends = cluster.scenario.shape, (0, cluster.scenario.shape.stages - 1)
     sources = [replica for replica in range(shape.replicas) if not {Seat(replica, stage) for stage in ends} & set(gone)]
     by_stage = Counter(seat.stage for seat in gone)
-    return not sources or any(by_stage[stage] > 1 for stage in ends) or any(trouble.kind in ("drop", "cut", "deafened", "walled") for trouble in cluster.scenario.troubles)
+    return (
+        not sources
+        or any(by_stage[stage] > 1 for stage in ends)
+        or any(trouble.kind in ("drop", "cut", "deafened", "walled") for trouble in cluster.scenario.troubles)
+    )
 
 
 def campaign(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
@@ -372,7 +519,12 @@ EVERY_STEP = 2  # of three
 def every_instant(every: int = 1, jobs: int = 1) -> CampaignReport:
     """Kill each seat before and after each (or each ``every``-th) of its instructions, REDUCE and STEP included."""
     planned = plan(EVERY.full(), EVERY_COSTS, EVERY_POLICY)
-    moments = [f"kill {seat} {when} {one}" for seat in EVERY.seats for one in lowered(planned, seat, EVERY_STEP) for when in ("before", "after")]
+    moments = [
+        f"kill {seat} {when} {one}"
+        for seat in EVERY.seats
+        for one in lowered(planned, seat, EVERY_STEP)
+        for when in ("before", "after")
+    ]
     return _report(run_instant, moments[::every], jobs)
 
 
@@ -393,7 +545,9 @@ def _report(run_one: Callable[[Any], ScenarioOutcome], cases: Iterable[Any], job
         count, faults, redone = count + 1, faults + len(outcome.faults), redone + outcome.redone
         if outcome.violations:
             wrong.append(outcome)
-    return CampaignReport(count, faults, tuple(wrong), redone / max(1, count), time.monotonic() - started, hits, exercised)
+    return CampaignReport(
+        count, faults, tuple(wrong), redone / max(1, count), time.monotonic() - started, hits, exercised
+    )
 
 
 def _outcomes(run_one: Callable[[Any], ScenarioOutcome], cases: Iterable[Any], jobs: int) -> Iterator[ScenarioOutcome]:

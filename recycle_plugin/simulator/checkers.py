@@ -1,14 +1,16 @@
 """What must hold in a simulated job, whatever goes wrong; code of its own, that shares nothing with what it checks.
 
 Safety, while the job runs: every sum that becomes a gradient holds each micro-batch exactly once; no weight gradient is
-counted twice by its worker; what the stages of a tie add up is one sum each, the same on all its replicas; a committed step stays committed, and at its
-commit all live replicas of a stage hold the weights that the fault-free run has with the same data (simulator/samples.py), also where its sums depend on their
-order; and they have applied one gradient in each stage, clipped by one norm in all, which is told once.  Where sums depend on their order and nothing keeps
-it, there is no fault-free run to compare with, and replicas are compared with each other.  No worker keeps more than its budget.  All are told the same
-losses of an evaluation, those of the committed weights; a checkpoint that has its name is whole, and nobody goes on before it has.  Nobody healthy is given up.
+counted twice by its worker; what the stages of a tie add up is one sum each, the same on all its replicas; a committed
+step stays committed, and at its commit all live replicas of a stage hold the weights that the fault-free run has with
+the same data (simulator/samples.py), also where its sums depend on their order; and they have applied one gradient in
+each stage, clipped by one norm in all, which is told once.  Where sums depend on their order and nothing keeps it,
+there is no fault-free run to compare with, and replicas are compared with each other.  No worker keeps more than its
+budget.  All are told the same losses of an evaluation, those of the committed weights; a checkpoint that has its name
+is whole, and nobody goes on before it has.  Nobody healthy is given up.
 
-Progress, at the end: all troubles being over, every live worker has trained every step up to the planned end, with the fault-free losses, unless the job has
-ended for a reason that allows it.
+Progress, at the end: all troubles being over, every live worker has trained every step up to the planned end, with the
+fault-free losses, unless the job has ended for a reason that allows it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ class Watcher:
 
     def __init__(self, given: Scenario, weights: tuple[int, ...], late: bool) -> None:
         """``late``: tensors may be lost or come late, since a line is broken or a worker is held up."""
-        self.shape, self.steps, self.budget, self.late, self.rounds = given.shape, given.steps, given.budget, late, given.rounds
+        self.shape, self.steps, self.budget, self.late, self.rounds = (
+            given.shape,
+            given.steps,
+            given.budget,
+            late,
+            given.rounds,
+        )
         self.reference = Reference(given.shape, weights, given.clip, given.policy.block)
         self._samples = Samples(given.shape, self.say) if given.iterators else None
         if not given.iterators:
@@ -44,7 +52,9 @@ class Watcher:
         self._told: set[tuple[int, str]] = set()
         self._told_with: dict[int, dict] = {}  # when losses were told, the batches that they are of
         self._applied: dict[tuple[Seat, int], tuple[int, float | None]] = {}
-        self._pauses = {step for step, what in given.between if what != "pause"}  # steps after which all do something together
+        self._pauses = {
+            step for step, what in given.between if what != "pause"
+        }  # steps after which all do something together
         self._evaluated: dict[int, Mapping[str, int]] = {}
         self._published: set[int] = set()
         self._costly: set[tuple[int, str]] = set()  # work for which somebody was given up
@@ -79,7 +89,10 @@ class Watcher:
         """A boundary tensor, so that others may have to go."""
         store = worker.store
         if self.budget is not None and store.weight > self.budget and store.spare:
-            self.say(f"seat {worker.seat} keeps {store.weight} boundary tensors with a budget of {self.budget}, and {store.spare[0]} could go")
+            self.say(
+                f"seat {worker.seat} keeps {store.weight} boundary tensors with a budget of {self.budget}, and "
+                f"{store.spare[0]} could go"
+            )
 
     def summed(self, worker: Any, step: int, parts: list[Mapping[MicroBatch, Any]]) -> None:
         found = Counter(micro_batch for part in parts for micro_batch in part)
@@ -91,13 +104,18 @@ class Watcher:
         """``brought``: of each worker, its stage and its stage's sum."""
         sums = set(brought)
         if sorted(stage for stage, _ in sums) != list(self.shape.tie(worker.seat.stage)):
-            self.say(f"the tied gradient of seat {worker.seat}, step {step}, is made of stages {sorted(stage for stage, _ in sums)}")
+            self.say(
+                f"the tied gradient of seat {worker.seat}, step {step}, is made of stages "
+                f"{sorted(stage for stage, _ in sums)}"
+            )
 
     def heard(self, rank: int, message: object) -> None:
         """The coordinator hears it from ``rank`` or its supervisor; what follows from that is what is checked."""
 
     def told(self, whom: object, message: object) -> None:
-        """To all workers: of each step one norm, and one loss, but where they are void; and no failure once all steps up to a planned end are committed, and nothing is left to do together."""
+        """To all workers: of each step one norm, and one loss, but where they are void; and no failure once all steps
+        up to a planned end are committed, and nothing is left to do together.
+        """
         if isinstance(message, Resume) and message.rejected:
             self._told = {key for key in self._told if key[0] <= message.committed + 1}
         elif isinstance(message, Collected):
@@ -108,17 +126,31 @@ class Watcher:
                 self._told_with[message.step] = self._samples.loaded_so_far(message.step)
         elif isinstance(message, End) and whom == WORKERS and not message.failed:
             self._end = message.step
-        elif isinstance(message, End) and whom == WORKERS and self._end is not None and self._committed >= self._end - 1 and self._end - 1 not in self._pauses:
+        elif (
+            isinstance(message, End)
+            and whom == WORKERS
+            and self._end is not None
+            and self._committed >= self._end - 1
+            and self._end - 1 not in self._pauses
+        ):
             self.say(f"the job has failed at its planned end, with all steps committed: {message.reason}")
 
     def fenced(self, cluster: Any, rank: int, why: str) -> None:
-        """... on suspicion, or for what it has done.  Who only has work that takes long is healthy: it may cost one worker where that can't be told from one that
-        hangs, and no second one; and without a stage's last worker there is no job."""
-        worker, suspected = cluster.workers[rank], why.startswith(("it computes", "its process is stopped", "nothing was heard"))
+        """... on suspicion, or for what it has done.
+
+        Who only has work that takes long is healthy: it may cost one worker where that can't be told from one that
+        hangs, and no second one; and without a stage's last worker there is no job.
+        """
+        worker, suspected = (
+            cluster.workers[rank],
+            why.startswith(("it computes", "its process is stopped", "nothing was heard")),
+        )
         if suspected and not cluster.membership.roster.stage(worker.seat.stage):
             self.say(f"seat {worker.seat}, the last of its stage, is given up on suspicion: {why}")
         if why.startswith("it computes") and not worker.stuck and not worker.stopped:
-            heavy = [each for each in cluster.scenario.heavy if f"{each.stage}{each.op}{each.micro_batch}@{each.step}" in why]
+            heavy = [
+                each for each in cluster.scenario.heavy if f"{each.stage}{each.op}{each.micro_batch}@{each.step}" in why
+            ]
             work = {(each.step, each.micro_batch) for each in heavy}
             if not heavy or any(each.computes for each in heavy) or work & self._costly:
                 self.say(f"seat {worker.seat} is given up, and healthy: {why}")
@@ -142,7 +174,11 @@ class Watcher:
             self.say(f"step {self._committed} was committed, and now only {now} is")
         if now > self._committed:
             if self._samples is not None:
-                self._samples.committed(now, whole={seat.replica for seat in self.shape.seats} - {cluster.workers[rank].seat.replica for rank in cluster.gone()})
+                self._samples.committed(
+                    now,
+                    whole={seat.replica for seat in self.shape.seats}
+                    - {cluster.workers[rank].seat.replica for rank in cluster.gone()},
+                )
                 self._follow(self._committed + 1, now)
             live = [cluster.workers[worker.rank] for worker in cluster.membership.roster.workers]
             for step in range(self._committed + 1, now + 1):
@@ -206,7 +242,9 @@ class Watcher:
         for stage in range(self.shape.stages):
             weights = {weight for seat, weight in written.items() if seat.stage == stage}
             if len(weights) != 1 or not self.rounds and weights != {self.reference.weights[step + 1][stage]}:
-                self.say(f"the checkpoint of step {step} has {'no' if not weights else 'wrong'} weights of stage {stage}")
+                self.say(
+                    f"the checkpoint of step {step} has {'no' if not weights else 'wrong'} weights of stage {stage}"
+                )
 
     def discarded(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
         """What there is of a checkpoint of ``step`` is removed."""
@@ -236,33 +274,63 @@ class Watcher:
         last = self.steps if ended is None or ended.failed else min(self.steps, ended.step - 1)
         told: dict[int, dict] = {}
         for worker in cluster.workers.values():
-            if worker.alive and worker.runs and not worker.stuck and not (worker.stopped and ended is not None and ended.failed):
-                self.say(f"seat {worker.seat} waits for {worker.waits_for}" if worker.waiting else f"seat {worker.seat} has not ended")
-            for step, losses in worker.losses.items():  # what went down with a worker of a step that all had applied is missing, and said so
+            if (
+                worker.alive
+                and worker.runs
+                and not worker.stuck
+                and not (worker.stopped and ended is not None and ended.failed)
+            ):
+                self.say(
+                    f"seat {worker.seat} waits for {worker.waits_for}"
+                    if worker.waiting
+                    else f"seat {worker.seat} has not ended"
+                )
+            for (
+                step,
+                losses,
+            ) in (
+                worker.losses.items()
+            ):  # what went down with a worker of a step that all had applied is missing, and said so
                 expected = told.setdefault(step, losses) if self.rounds else self._losses(step)
                 losses, expected = self._of_what_stayed(step, losses), self._of_what_stayed(step, expected)
                 if not losses.items() <= expected.items() or losses != expected and not cluster.membership.lost:
                     self.say(f"seat {worker.seat} was told wrong losses of step {step}")
-            if worker.alive and worker.control_view.worker not in cluster.membership.lost and worker.reason in at_the_end and not worker.runs:
+            if (
+                worker.alive
+                and worker.control_view.worker not in cluster.membership.lost
+                and worker.reason in at_the_end
+                and not worker.runs
+            ):
                 self._right_weights(worker, last)
         if (ended is None or not ended.failed) and self._committed < last:
             self.say(f"only {self._committed} of {last} steps are committed")
 
     def _rightly_given_up(self, cluster: Any) -> None:
-        """Where nothing is wrong but that somebody hears nobody, that one alone is given up; where it can't tell, perhaps one of its peers before.  Work that takes
-        long may cost somebody too."""
+        """Where nothing is wrong but that somebody hears nobody, that one alone is given up; where it can't tell,
+        perhaps one of its peers before.  Work that takes long may cost somebody too.
+        """
         if cluster.scenario.heavy:
             return
-        healthy = [str(worker.seat) for rank, worker in cluster.workers.items() if worker.control_view.worker in cluster.membership.lost and rank not in cluster.deafened]
+        healthy = [
+            str(worker.seat)
+            for rank, worker in cluster.workers.items()
+            if worker.control_view.worker in cluster.membership.lost and rank not in cluster.deafened
+        ]
         if cluster.deafened and len(healthy) > (not all(cluster.deafened.values())):
             self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")
 
     def _of_what_stayed(self, step: int, losses: Mapping[str, int]) -> Mapping[str, int]:
-        """Without micro-batches whose batch was lost with all that was computed with it, after their loss was told: another one took its place."""
+        """Without micro-batches whose batch was lost with all that was computed with it, after their loss was told:
+        another one took its place.
+        """
         if self._samples is None:
             return losses
         before, now = self._told_with.get(step, {}), self._samples.loaded_so_far(step)
-        return {name: loss for name, loss in losses.items() if before.get(MicroBatch.parse(name)) == now.get(MicroBatch.parse(name))}
+        return {
+            name: loss
+            for name, loss in losses.items()
+            if before.get(MicroBatch.parse(name)) == now.get(MicroBatch.parse(name))
+        }
 
     def _losses(self, step: int) -> Mapping[str, int]:
         if self._samples is not None and step > self._committed:  # told, and never committed

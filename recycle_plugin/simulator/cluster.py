@@ -1,12 +1,13 @@
 """A whole job in virtual time, coordinator and all, in which only clock, network and tensors are simulated.
 
-Every worker runs ``core.worker.training_loop`` over ``core.worker.executor``; its messages go through ``core.messages.protocol`` objects to the one
-``core.coordinator.membership``, whose answers come back over lines that take time (``simulator.message_delays``), stop, or break.  Weights are exact numbers
-(``simulator.arithmetic``).  What may go wrong is in ``simulator.scenario``; what must hold is checked while it runs and at the end
+Every worker runs ``core.worker.training_loop`` over ``core.worker.executor``; its messages go through
+``core.messages.protocol`` objects to the one ``core.coordinator.membership``, whose answers come back over lines that
+take time (``simulator.message_delays``), stop, or break.  Weights are exact numbers (``simulator.arithmetic``).  What
+may go wrong is in ``simulator.scenario``; what must hold is checked while it runs and at the end
 (``simulator.checkers``).  The same seed gives the same events.
 
-Unlike ``simulator.virtual``, which runs one membership at a time and answers how long things take, workers here learn of
-changes one by one, at any instant, so this answers whether anything can break.
+Unlike ``simulator.virtual``, which runs one membership at a time and answers how long things take, workers here learn
+of changes one by one, at any instant, so this answers whether anything can break.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event
 from recycle_plugin.core.coordinator.state_dump import dump, load
 from recycle_plugin.core.messages.activity import WAITS
-from recycle_plugin.core.messages.protocol import End, Exited, Fatal, Fence, Heartbeat, Leaving, SupervisorHeartbeat, Terminate
+from recycle_plugin.core.messages.protocol import (
+    End,
+    Exited,
+    Fatal,
+    Fence,
+    Heartbeat,
+    Leaving,
+    SupervisorHeartbeat,
+    Terminate,
+)
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -37,9 +47,16 @@ from recycle_plugin.simulator.scenario import MILLISECOND, Scenario, Trouble
 from recycle_plugin.simulator.script import Died, Script
 from recycle_plugin.simulator.simulated_worker import DEADLINES, SharedPlanner, SimulatedMachine, Sum
 
-WORKER, SECOND, SUPERVISOR, DATA = "worker", "second", "supervisor", "data"  # lines: to the coordinator and back (there, back); from rank to rank
+WORKER, SECOND, SUPERVISOR, DATA = (
+    "worker",
+    "second",
+    "supervisor",
+    "data",
+)  # lines: to the coordinator and back (there, back); from rank to rank
 DETECTION_US = 20 * MILLISECOND  # until a death is seen, by the other end of a connection or the supervisor
-DELAYING_US = 300 * MILLISECOND  # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
+DELAYING_US = (
+    300 * MILLISECOND
+)  # for so long what goes over a line is delayed, for longer perhaps, and what comes after that overtakes it
 BEAT_US = 200 * MILLISECOND
 
 
@@ -52,14 +69,19 @@ class Cluster:
         self.now, self._ticket = 0, count()
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self.planner = SharedPlanner(scenario.costs, scenario.policy)
-        self.workers = {rank: SimulatedMachine(self, rank, seat, weights[seat.stage]) for rank, seat in enumerate(scenario.shape.seats)}
+        self.workers = {
+            rank: SimulatedMachine(self, rank, seat, weights[seat.stage])
+            for rank, seat in enumerate(scenario.shape.seats)
+        }
         self.rank_of = {seat: rank for rank, seat in enumerate(scenario.shape.seats)}
         self.sums: dict[tuple[int, Op, int, int], Sum] = {}  # by generation, what it is, its first stage, step
         self.events: list[tuple[int, Event]] = []
         self.spans: list[Span] = []
         self.links: dict[tuple[int, int], tuple[str, int, int]] = {}  # kind, until, delay
         self.cut: set[int] = set()
-        self.quiet = any(trouble.kind == "swallow" for trouble in scenario.troubles)  # nobody complains of what does not come
+        self.quiet = any(
+            trouble.kind == "swallow" for trouble in scenario.troubles
+        )  # nobody complains of what does not come
         self.deafened: dict[int, bool] = {}  # ranks that nothing comes to, and whether they know
         self.hits: Counter[tuple[str, Op]] = Counter()  # kind of trouble, and what the worker was at
         self.exercised = Exercised()
@@ -69,8 +91,12 @@ class Cluster:
         self.over = False
         self._watched = -1
         self._departed: set[int] = set()
-        self._under_way: dict[int, tuple[int, int, Callable[[], None]]] = {}  # data, by number: from whom, to whom, and its arrival
-        self.written: dict[tuple[int, int], dict[Seat, int | None]] = {}  # checkpoints, whole or not, by step and attempt: a weight of each writer, None where it could not
+        self._under_way: dict[
+            int, tuple[int, int, Callable[[], None]]
+        ] = {}  # data, by number: from whom, to whom, and its arrival
+        self.written: dict[
+            tuple[int, int], dict[Seat, int | None]
+        ] = {}  # checkpoints, whole or not, by step and attempt: a weight of each writer, None where it could not
 
     def run(self, until_us: int) -> None:
         """Until nobody has anything left to do, or ``until_us``."""
@@ -90,16 +116,26 @@ class Cluster:
         heappush(self._agenda, (self.now + after_us, next(self._ticket), happen))
 
     def gone(self) -> set[int]:
-        """Ranks that take part no more: lost, or left as planned, whether they have come to that in their scripts or not."""
+        """Ranks that take part no more: lost, or left as planned, whether they have come to that in their scripts or
+        not.
+        """
         lost = self.membership.lost
-        return self._departed | {rank for rank, worker in self.workers.items() if worker.control_view.worker in lost or worker.reason == LEAVE}
+        return self._departed | {
+            rank
+            for rank, worker in self.workers.items()
+            if worker.control_view.worker in lost or worker.reason == LEAVE
+        }
 
     def _note_departures(self) -> None:
         """Who is no member any more, and still runs, as in its script."""
         ended = self.membership.ended
         if self.membership.started and not (ended and ended.failed):
             members = self.membership.roster.workers
-            self._departed |= {rank for rank, worker in self.workers.items() if worker.alive and worker.runs and worker.control_view.worker not in members}
+            self._departed |= {
+                rank
+                for rank, worker in self.workers.items()
+                if worker.alive and worker.runs and worker.control_view.worker not in members
+            }
 
     # --- the coordinator and its lines --------------------------------------------------------------
 
@@ -147,7 +183,11 @@ class Cluster:
                 continue
             self.watcher.told(whom, message)
             for rank, worker in self.workers.items():
-                addressed = worker.control_view.worker not in self.membership.lost if whom == WORKERS else worker.control_view.worker == whom
+                addressed = (
+                    worker.control_view.worker not in self.membership.lost
+                    if whom == WORKERS
+                    else worker.control_view.worker == whom
+                )
                 if addressed and rank not in self.cut:
                     self.travel((WORKER, "back", rank), partial(self._deliver, rank, message))
         self.watcher.committed(self)
@@ -191,19 +231,28 @@ class Cluster:
     def send(self, source: int, target: int, datum: Datum, value: Any, valid_from: int) -> None:
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
         self.exercised[ProtocolRule.SWALLOWED] += self.now < until and kind == "swallow"
-        if self.now < until and kind in ("drop", "swallow") or (source in self.cut) != (target in self.cut) or target in self.deafened:
+        if (
+            self.now < until
+            and kind in ("drop", "swallow")
+            or (source in self.cut) != (target in self.cut)
+            or target in self.deafened
+        ):
             return
         number = next(self._ticket)
         self._under_way[number] = source, target, partial(self._arrive, source, target, datum, value, valid_from)
         arrive = partial(self._end_of_way, number)
-        self.travel((DATA, source, target), partial(self.later, delay, arrive) if self.now < until and delay else arrive)
+        self.travel(
+            (DATA, source, target), partial(self.later, delay, arrive) if self.now < until and delay else arrive
+        )
 
     def _end_of_way(self, number: int) -> None:
         if number in self._under_way:  # it may have been hurried up
             self._under_way.pop(number)[-1]()
 
     def hurry(self, target: int, live: set[int]) -> None:
-        """What all but ``live`` have sent to ``target`` is there; but of a host that is cut off nothing comes any more."""
+        """What all but ``live`` have sent to ``target`` is there; but of a host that is cut off nothing comes any
+        more.
+        """
         for number, (source, taker, _) in list(self._under_way.items()):
             if taker == target and source not in live and (source in self.cut) == (target in self.cut):
                 self._end_of_way(number)
@@ -212,7 +261,11 @@ class Cluster:
         worker = self.workers[target]
         if worker.alive and source not in worker.unheard:
             if datum.step <= worker.control_view.committed or valid_from < worker.store.valid_from:
-                self.exercised[ProtocolRule.OLD_STEP if datum.step <= worker.control_view.committed else ProtocolRule.OLD_GENERATION] += 1
+                self.exercised[
+                    ProtocolRule.OLD_STEP
+                    if datum.step <= worker.control_view.committed
+                    else ProtocolRule.OLD_GENERATION
+                ] += 1
             worker.deliver(datum, value, valid_from)
             self.wake(target)
 
@@ -230,7 +283,11 @@ class Cluster:
                 for rank in ranks:
                     self.trouble(rank, trouble)
             case "drop" | "delay" | "swallow":
-                lasts, delay = (min(trouble.for_us, DELAYING_US), trouble.for_us) if trouble.kind == "delay" else (trouble.for_us, 0)
+                lasts, delay = (
+                    (min(trouble.for_us, DELAYING_US), trouble.for_us)
+                    if trouble.kind == "delay"
+                    else (trouble.for_us, 0)
+                )
                 self.links[ranks[0], self.rank_of[trouble.peer]] = (trouble.kind, self.now + lasts, delay)
             case "deafened" | "walled":
                 self.deafened |= dict.fromkeys(ranks, trouble.kind == "deafened")
@@ -240,7 +297,9 @@ class Cluster:
                 self._stalled_until = self.now + trouble.for_us
                 self.later(trouble.for_us, self._read)
             case "mute" | "deaf":
-                self.lines.hold((WORKER, "there" if trouble.kind == "mute" else "back", ranks[0]), self.now + trouble.for_us)
+                self.lines.hold(
+                    (WORKER, "there" if trouble.kind == "mute" else "back", ranks[0]), self.now + trouble.for_us
+                )
             case "again":
                 for rank in ranks:
                     self._come_again(rank)
@@ -287,19 +346,31 @@ class Cluster:
         worker.alive, worker.stopped = False, False
         self._touch_sums(rank)
         if rank not in self.cut:
-            self.later(self.random.choice((0, self.random.randrange(DETECTION_US // 4))), partial(self._disconnect, rank))
-            self.later(self.random.randrange(DETECTION_US), partial(self.tell_coordinator, rank, Exited(rank, -9, self.now / 1e6), SUPERVISOR))
+            self.later(
+                self.random.choice((0, self.random.randrange(DETECTION_US // 4))), partial(self._disconnect, rank)
+            )
+            self.later(
+                self.random.randrange(DETECTION_US),
+                partial(self.tell_coordinator, rank, Exited(rank, -9, self.now / 1e6), SUPERVISOR),
+            )
 
     def _come_again(self, rank: int) -> None:
         """A process that nobody has asked for."""
         second = self.workers[rank].ready(incarnation=1)
-        for message in (second, Heartbeat(rank, 1, 0, WAITS, "the start", incarnation=1), Fatal(rank, "nobody answers", incarnation=1)):
+        for message in (
+            second,
+            Heartbeat(rank, 1, 0, WAITS, "the start", incarnation=1),
+            Fatal(rank, "nobody answers", incarnation=1),
+        ):
             self.tell_coordinator(rank, message, SECOND)
         self._disconnect(rank, SECOND, second.worker)
 
     def _disconnect(self, rank: int, line: str = WORKER, worker: WorkerId | None = None) -> None:
         """The coordinator reads what the worker has said, and then that there is no more."""
-        self.travel((line, "there", rank), partial(self._at_coordinator, partial(self._lose_connection, worker or WorkerId(rank))))
+        self.travel(
+            (line, "there", rank),
+            partial(self._at_coordinator, partial(self._lose_connection, worker or WorkerId(rank))),
+        )
 
     def _lose_connection(self, worker: WorkerId) -> None:
         changing = self.membership.regrouping is not None

@@ -1,6 +1,7 @@
 """How often each rule of the protocol was needed: a rule that no seed needs is one that no seed checks.
 
-Counted from what goes to the coordinator and comes from it, and from what workers do with what they get; nothing in the code under test counts.
+Counted from what goes to the coordinator and comes from it, and from what workers do with what they get; nothing in the
+code under test counts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,18 @@ from typing import Iterable
 from recycle_plugin.core.coordinator.attendance import OF_MEMBERS
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput
-from recycle_plugin.core.messages.protocol import Committed, Contribution, Exited, Fence, Generation, Left, Missing, Resume, Stepped, SurvivorReport
+from recycle_plugin.core.messages.protocol import (
+    Committed,
+    Contribution,
+    Exited,
+    Fence,
+    Generation,
+    Left,
+    Missing,
+    Resume,
+    Stepped,
+    SurvivorReport,
+)
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
@@ -82,7 +94,11 @@ class Exercised(Counter[ProtocolRule]):
     def said(self, message: object, membership: Membership) -> None:
         """About to be handed to ``membership``."""
         if isinstance(message, OF_MEMBERS) and message.worker in membership.lost:
-            self[ProtocolRule.LOST_WORD if isinstance(message, (SurvivorReport, Stepped, Contribution)) else ProtocolRule.LOST_BEAT] += 1
+            self[
+                ProtocolRule.LOST_WORD
+                if isinstance(message, (SurvivorReport, Stepped, Contribution))
+                else ProtocolRule.LOST_BEAT
+            ] += 1
             return
         changing = membership.regrouping is not None
         match message:
@@ -99,8 +115,12 @@ class Exercised(Counter[ProtocolRule]):
             case Exited():
                 self[ProtocolRule.CONFIRMED_LATER if message.worker in membership.lost else ProtocolRule.CONFIRMED] += 1
 
-    def answered(self, message: object, output: CoordinatorOutput, membership: Membership, changing: bool, lost: bool) -> None:
-        """``output``: what ``membership`` has made of ``message``; ``changing``, ``lost``: before, whether it was changing, and had lost who says it."""
+    def answered(
+        self, message: object, output: CoordinatorOutput, membership: Membership, changing: bool, lost: bool
+    ) -> None:
+        """``output``: what ``membership`` has made of ``message``; ``changing``, ``lost``: before, whether it was
+        changing, and had lost who says it.
+        """
         told = [each for whom, each in output.messages if not (whom == SUPERVISORS and isinstance(each, Fence))]
         for each in told:
             match each:
@@ -110,7 +130,9 @@ class Exercised(Counter[ProtocolRule]):
                     self[ProtocolRule.PLANNED] += self._planned
                     self[ProtocolRule.COMMITTED_BY_CHANGE] += any(isinstance(other, Committed) for other in told)
                     self[ProtocolRule.VOID] += each.rejected
-                    self[ProtocolRule.PLANNED_AGAIN] += any(isinstance(other, Generation) and other.from_step > 0 for other in told)
+                    self[ProtocolRule.PLANNED_AGAIN] += any(
+                        isinstance(other, Generation) and other.from_step > 0 for other in told
+                    )
                     self._planned = False
                 case Generation():
                     self._published(each, message, membership, changing, lost)
@@ -127,7 +149,9 @@ class Exercised(Counter[ProtocolRule]):
             self[ProtocolRule.DEAF] += event.kind == "lost" and "does not hear itself" in event.text
             self[ProtocolRule.AHEAD] += event.kind == "resume" and event.details["ahead"] > 0
 
-    def _published(self, generation: Generation, message: object, membership: Membership, changing: bool, lost: bool) -> None:
+    def _published(
+        self, generation: Generation, message: object, membership: Membership, changing: bool, lost: bool
+    ) -> None:
         self[ProtocolRule.SENT_AGAIN] += isinstance(message, Missing)
         self[ProtocolRule.ENOUGH] += isinstance(message, Exited) and lost
         if not generation.from_step:

@@ -4,10 +4,11 @@ Between two changes nothing happens that a step time does not tell, so hours cos
 memberships that occur; those that differ in the numbering of replicas only are one.
 
 A loss costs detection, stopping, regrouping and planning, the copies of moved stages, and what died with the worker.
-Survivors keep what they have (``core.vocabulary.recovery_plan``), so the unfinished step goes on where it was, at the new pace: at
-fraction f of it, a stage that loses k of n workers has lost k/n of the fraction f of its work, and its peers run that
-again, f × k/n of a step at the new pace.  At a random instant that is half of the lost workers' share.
-Approximations, all against ``simulator.simulated_job``, instruction by instruction (tests/pure/test_simulator_history.py):
+Survivors keep what they have (``core.vocabulary.recovery_plan``), so the unfinished step goes on where it was, at the
+new pace: at fraction f of it, a stage that loses k of n workers has lost k/n of the fraction f of its work, and its
+peers run that again, f × k/n of a step at the new pace.  At a random instant that is half of the lost workers' share.
+Approximations, all against ``simulator.simulated_job``, instruction by instruction
+(tests/pure/test_simulator_history.py):
 
 * work is spread evenly over a step and stages end it together.  Who dies in a step's last few instructions may already
   have summed its gradients, so that nothing of it is lost; here it costs its whole share.
@@ -37,14 +38,19 @@ from recycle_plugin.simulator.network import Network
 from recycle_plugin.simulator.predict import predict
 from recycle_plugin.simulator.virtual import Conditions
 
-SIMULATED = 4_000  # (stage, micro-batch) pairs of a step up to which its time is simulated; beyond, it is the plan's own
+SIMULATED = (
+    4_000  # (stage, micro-batch) pairs of a step up to which its time is simulated; beyond, it is the plan's own
+)
 STEPS = 4  # simulated per membership
 PAYBACK_S = 1800.0  # a moved stage has to pay for its copy within this time
 
 
 @dataclass(frozen=True)
 class StepPeriod:
-    """Of one membership, in microseconds.  ``first_us``: the first step, from an empty pipeline; ``bound_us``: the least period."""
+    """Of one membership, in microseconds.
+
+    ``first_us``: the first step, from an empty pipeline; ``bound_us``: the least period.
+    """
 
     first_us: int
     period_us: int
@@ -93,11 +99,15 @@ def pattern(view: ClusterView) -> tuple[tuple[int, ...], ...]:
 
 def renumbered(view: ClusterView) -> ClusterView:
     """The membership that stands for all with the same :func:`pattern`."""
-    return ClusterView(view.topology, frozenset(Seat(replica, stage) for replica, row in enumerate(pattern(view)) for stage in row))
+    return ClusterView(
+        view.topology, frozenset(Seat(replica, stage) for replica, row in enumerate(pattern(view)) for stage in row)
+    )
 
 
 def lost_share(view: ClusterView, gone: Collection[Seat]) -> float:
-    """Of what a step's work so far has made, the part that is lost with the workers ``gone``, on the stage that loses most of it."""
+    """Of what a step's work so far has made, the part that is lost with the workers ``gone``, on the stage that loses
+    most of it.
+    """
     counts = {stage: sum(seat.stage == stage for seat in gone) for stage in range(view.topology.stages)}
     return max(count / len(view.live_replicas(stage)) for stage, count in counts.items())
 
@@ -114,9 +124,11 @@ class MembershipChange:
 
 @dataclass(frozen=True)
 class HistoryTransition:
-    """What a change cost, in seconds.  ``redone_s``: work that died with the lost workers, run again by their peers; ``fill_s``:
-    by how much the pipeline takes longer to fill than before, after a return all of its filling; ``copy_s``: states that training
-    waited for."""
+    """What a change cost, in seconds.
+
+    ``redone_s``: work that died with the lost workers, run again by their peers; ``fill_s``: by how much the pipeline
+    takes longer to fill than before, after a return all of its filling; ``copy_s``: states that training waited for.
+    """
 
     at_s: float
     lost: tuple[Seat, ...]
@@ -140,7 +152,9 @@ class HistoryTransition:
 
 @dataclass(frozen=True)
 class HistorySegment:
-    """From one change's end to the next change: ``steps`` committed with ``live`` workers at ``pace``, the first at ``first_s``."""
+    """From one change's end to the next change: ``steps`` committed with ``live`` workers at ``pace``, the first at
+    ``first_s``.
+    """
 
     start_s: float
     first_s: float
@@ -181,12 +195,22 @@ class SimulatedHistory:
 
 
 class SimulatedTrainer:
-    """Plays changes.  ``copy_us``: time to copy each stage's state to one worker; ``normalise``: move workers where it pays."""
+    """Plays changes.
+
+    ``copy_us``: time to copy each stage's state to one worker; ``normalise``: move workers where it pays.
+    """
 
     def __init__(
-        self, topology: Topology, costs: CostModel, policy: Policy, machine: MachineCosts, copy_us: Sequence[int] | None = None,
-        normalise: bool = True, seed: int = 0, network: Callable[[], Network] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        topology: Topology,
+        costs: CostModel,
+        policy: Policy,
+        machine: MachineCosts,
+        copy_us: Sequence[int] | None = None,
+        normalise: bool = True,
+        seed: int = 0,
+        network: Callable[[], Network] | None = None,
+    ) -> None:
         self.costs, self.policy, self.machine = costs, policy, machine
         self.copy_us = tuple(copy_us or (0,) * topology.stages)
         self.periods = StepPeriods(costs, policy, network)
@@ -195,7 +219,10 @@ class SimulatedTrainer:
         self._full = self.periods.of(self.view)
         self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
         self._ticket = count()
-        self._since, self._first = 0.0, self._full.first_us / 1e6  # when work began after the last change, and when it brings a commit
+        self._since, self._first = (
+            0.0,
+            self._full.first_us / 1e6,
+        )  # when work began after the last change, and when it brings a commit
         self._history = SimulatedHistory(self._full)
         self._waiting = 0  # workers that wait for a commit line
         self._entry: object | None = None  # stands for that line
@@ -203,7 +230,9 @@ class SimulatedTrainer:
     @cached_property
     def longest_us(self) -> int:
         """The longest instruction."""
-        return max(max(row) for row in (self.costs.forward, self.costs.input, self.costs.weight, self.costs.backward or (0,)))
+        return max(
+            max(row) for row in (self.costs.forward, self.costs.input, self.costs.weight, self.costs.backward or (0,))
+        )
 
     def run(self, changes: Iterable[MembershipChange], length_s: float) -> SimulatedHistory:
         """``length_s`` seconds.  Raises ValueError for a loss that no stage can bear; PlanError."""
@@ -233,7 +262,10 @@ class SimulatedTrainer:
         before, period, left = self.view, self.periods.of(self.view), self._left(now)
         after = before.without(*lost)
         if after.empty_stages():
-            raise ValueError(f"at {now / 3600:.2f} h stage {after.empty_stages()[0]} loses its last worker: training can't go on from the survivors")
+            raise ValueError(
+                f"at {now / 3600:.2f} h stage {after.empty_stages()[0]} loses its last worker: training can't go on "
+                "from the survivors"
+            )
         self._close(now)
         self.view, moves, copy = self._spread(after)
         slower = self.periods.of(self.view)
@@ -263,12 +295,16 @@ class SimulatedTrainer:
             self._close(line)
             self.view = ClusterView(self.view.topology, self.view.live | set(joined))
             fill = self.periods.of(self.view).fill_us / 1e6
-            self._go_on(HistoryTransition(line, (), joined, (), 0.0, 0.0, self.machine.pause_us / 1e6, 0.0, 0.0, fill), 1.0)
+            self._go_on(
+                HistoryTransition(line, (), joined, (), 0.0, 0.0, self.machine.pause_us / 1e6, 0.0, 0.0, fill), 1.0
+            )
 
     def _go_on(self, transition: HistoryTransition, left: float) -> None:
         """After ``transition``, with ``left`` of a step to do until the next commit."""
         self._since = max(self._since, transition.at_s + transition.pause_s)
-        self._first = self._since + transition.redone_s + transition.fill_s + left * self.periods.of(self.view).period_us / 1e6
+        self._first = (
+            self._since + transition.redone_s + transition.fill_s + left * self.periods.of(self.view).period_us / 1e6
+        )
         self._history.transitions.append(transition)
 
     def _done(self, now: float) -> int:
@@ -281,7 +317,9 @@ class SimulatedTrainer:
         return self._first + self._done(max(now, self._since)) * self.periods.of(self.view).period_us / 1e6
 
     def _left(self, now: float) -> float:
-        """How much of that step is still to be done: 1 is a step of the running pace, and on an empty pipeline it is more."""
+        """How much of that step is still to be done: 1 is a step of the running pace, and on an empty pipeline it is
+        more.
+        """
         return (self._next_line(now) - max(now, self._since)) * 1e6 / self.periods.of(self.view).period_us
 
     def _close(self, now: float) -> None:
@@ -289,7 +327,17 @@ class SimulatedTrainer:
         topology = self.view.topology
         lost = tuple(topology.replicas - len(self.view.live_replicas(stage)) for stage in range(topology.stages))
         if now > self._since:
-            self._history.segments.append(HistorySegment(self._since, self._first, now, len(self.view.live), lost, self.periods.of(self.view), self._done(now)))
+            self._history.segments.append(
+                HistorySegment(
+                    self._since,
+                    self._first,
+                    now,
+                    len(self.view.live),
+                    lost,
+                    self.periods.of(self.view),
+                    self._done(now),
+                )
+            )
 
     # --- who ---------------------------------------------------------------------------------------
 

@@ -9,10 +9,12 @@ from recycle_plugin.core.vocabulary.profile import Wire
 
 @dataclass(frozen=True)
 class MachineCosts:
-    """``detection_us``: from a death to everybody's knowing.  ``regroup_us``: from the last worker's stop to everybody's
-    going on, without ``plan_us`` for the new plan.  ``undo_us``: taking a step back.  ``commit_us``: from the last
-    worker's step to everybody's knowing.  ``return_us``: from a worker's return to its holding its framework, before it
-    copies a state over ``copy``; meanwhile the others go on.  ``source``: who measured that, where and when.
+    """``detection_us``: from a death to everybody's knowing.
+
+    ``regroup_us``: from the last worker's stop to everybody's going on, without ``plan_us`` for the new plan.
+    ``undo_us``: taking a step back.  ``commit_us``: from the last worker's step to everybody's knowing.  ``return_us``:
+    from a worker's return to its holding its framework, before it copies a state over ``copy``; meanwhile the others go
+    on.  ``source``: who measured that, where and when.
     """
 
     detection_us: int
@@ -44,9 +46,12 @@ LOCAL = MachineCosts(
     return_us=9_000_000,
     copy=Wire(30, 9_000),
     source=(
-        "detection, regrouping, planning: medians of scripts/bench_recovery.py, 40 SIGKILLs at random instants, 2x2 and 4x2 workers, Gloo, "
-        "2 busy cores, 2026-11-21 (regrouping without the instruction that a worker finishes first); no state was large enough to show an undo; "
-        "ASSUMED, because our workers do not come back yet: 9 s from respawn to ready (torchft: 3.9 to 11.2 s), state copied at 9 GB/s"
+        "detection, regrouping, planning: medians of scripts/bench_recovery.py, 40 SIGKILLs at random instants, 2x2 "
+        "and 4x2 workers, Gloo, "
+        "2 busy cores, 2026-11-21 (regrouping without the instruction that a worker finishes first); no state was "
+        "large enough to show an undo; "
+        "ASSUMED, because our workers do not come back yet: 9 s from respawn to ready (torchft: 3.9 to 11.2 s), state "
+        "copied at 9 GB/s"
     ),
 )
 """The only machine on which the runtime has been measured so far."""
@@ -61,7 +66,11 @@ CLUSTER = replace(
 
 def by_name(name: str) -> MachineCosts:
     """Raises ValueError for an unknown one."""
-    known = {"local": LOCAL, "cluster": CLUSTER, "free": MachineCosts(0, 0, 0, 0, 0, 0, Wire(0, 1e12), "nothing costs anything: what the schedule alone allows")}
+    known = {
+        "local": LOCAL,
+        "cluster": CLUSTER,
+        "free": MachineCosts(0, 0, 0, 0, 0, 0, Wire(0, 1e12), "nothing costs anything: what the schedule alone allows"),
+    }
     if name not in known:
         raise ValueError(f"machine {name!r}: one of {', '.join(known)}")
     return known[name]

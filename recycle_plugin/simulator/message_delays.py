@@ -1,7 +1,9 @@
-"""How long messages take in a simulated cluster: every line, each way, has its own distance, and now and then something is held up.
+"""How long messages take in a simulated cluster: every line, each way, has its own distance, and now and then something
+is held up.
 
-A line is one connection, so what goes into it comes out in the same order (as of TCP); lines know nothing of each other, so what a
-worker says may come long after its supervisor's word that it is dead, and one worker may hear of a commit when another is a step ahead.
+A line is one connection, so what goes into it comes out in the same order (as of TCP); lines know nothing of each
+other, so what a worker says may come long after its supervisor's word that it is dead, and one worker may hear of a
+commit when another is a step ahead.
 """
 
 from __future__ import annotations
@@ -10,12 +12,18 @@ from dataclasses import dataclass
 from random import Random
 from typing import Hashable
 
-HELD_UP_US = (5_000, 30_000, 300_000)  # a message's way beside the distance: lost packets, a collector's pause, a full buffer
+HELD_UP_US = (
+    5_000,
+    30_000,
+    300_000,
+)  # a message's way beside the distance: lost packets, a collector's pause, a full buffer
 
 
 @dataclass(frozen=True)
 class Weather:
-    """``far``: the share of lines that are as long as ``far_us``, others as ``near_us``; ``held_up``: the share of messages that are."""
+    """``far``: the share of lines that are as long as ``far_us``, others as ``near_us``; ``held_up``: the share of
+    messages that are.
+    """
 
     near_us: tuple[int, int]
     far: float = 0.0

@@ -41,9 +41,13 @@ class Contended:
     has the same size as an activation and as its gradient.
     """
 
-    def __init__(self, host: Callable[[Seat], Hashable], inside: Wire, across: Wire, boundary_bytes: tuple[int, ...]) -> None:
+    def __init__(
+        self, host: Callable[[Seat], Hashable], inside: Wire, across: Wire, boundary_bytes: tuple[int, ...]
+    ) -> None:
         self._host, self._inside, self._across, self._bytes = host, inside, across, boundary_bytes
-        self._free: defaultdict[Hashable, int] = defaultdict(int)  # when each line has carried what it was handed so far
+        self._free: defaultdict[Hashable, int] = defaultdict(
+            int
+        )  # when each line has carried what it was handed so far
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
         size = self._bytes[sender.stage - (send.op is Op.SEND_GRAD)]

@@ -1,4 +1,6 @@
-"""What a simulated worker computes with: exact numbers (simulator/arithmetic.py), sums of weight gradients, and which weights a stash was made with."""
+"""What a simulated worker computes with: exact numbers (simulator/arithmetic.py), sums of weight gradients, and which
+weights a stash was made with.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ UNSPLIT = 1_234_567  # of each weight gradient, what I makes
 
 
 class Numbers:
-    """Of the worker at ``seat``.  Once a stash's weights are written over, as by a step that is taken back and done again, it is of no use: as torch's graphs are."""
+    """Of the worker at ``seat``.
+
+    Once a stash's weights are written over, as by a step that is taken back and done again, it is of no use: as torch's
+    graphs are.
+    """
 
     def __init__(self, scenario: Scenario, seat: Seat) -> None:
         self._scenario, self._seat = scenario, seat
@@ -28,13 +34,18 @@ class Numbers:
         self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        """What LOAD, F, I, W, B or STEP makes.  Raises AssertionError where a stash is gone on with that is of no use.
+        """What LOAD, F, I, W, B or STEP makes.
 
-        Outside exact mode a part of the weight gradient is in the sum from I on, as of layers whose backward is not split.
+        Raises AssertionError where a stash is gone on with that is of no use.
+
+        Outside exact mode a part of the weight gradient is in the sum from I on, as of layers whose backward is not
+        split.
         """
         stash = Datum("stash", self._seat.stage, instruction.micro_batch, instruction.step)
         if instruction.op in (Op.I, Op.B) and have[stash].weights != self._written:
-            raise AssertionError(f"seat {self._seat} runs {instruction} through parameters that have changed since its forward")
+            raise AssertionError(
+                f"seat {self._seat} runs {instruction} through parameters that have changed since its forward"
+            )
         made = compute(instruction, have, self._scenario.shape.stages, bool(self.tie), self._scenario.clip)
         if instruction.op is Op.F:
             made[stash] = made[stash]._replace(weights=self._written)

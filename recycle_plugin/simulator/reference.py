@@ -13,7 +13,9 @@ Data = Callable[[MicroBatch], tuple[int, int]]  # input and label of each micro-
 
 
 class Reference:
-    """The run without a failure: weights before each step, and the last stage's losses, as far as it has been followed."""
+    """The run without a failure: weights before each step, and the last stage's losses, as far as it has been
+    followed.
+    """
 
     def __init__(self, shape: Topology, weights: tuple[int, ...], clip: float = 0.0, block: int | None = 1) -> None:
         """``block``: as core.vocabulary.plan.Policy's."""
@@ -24,7 +26,9 @@ class Reference:
     def follow(self, step: int, data: Data | None = None) -> None:
         """Train ``step``, with ``data``, or what belongs to it (simulator.arithmetic.sampled)."""
         addressed = data or partial(sampled, step=step)
-        gradients: list[list[int]] = [[] for _ in range(self._shape.stages)]  # of each stage, in the micro-batches' order
+        gradients: list[list[int]] = [
+            [] for _ in range(self._shape.stages)
+        ]  # of each stage, in the micro-batches' order
         weights, losses = self.weights[step], {}
         for micro_batch in self._shape.batch:
             inputs, label = self._forward(weights, addressed(micro_batch))
@@ -34,7 +38,9 @@ class Reference:
                 gradient = gradient * (weights[stage] + 2 * inputs[stage]) % PRIME
         updates = self._clipped(*self._over_ties([self._sum(values) for values in gradients]))
         self.losses[step] = losses
-        self.weights[step + 1] = tuple((weight - LEARNING_RATE * update) % PRIME for weight, update in zip(weights, updates))
+        self.weights[step + 1] = tuple(
+            (weight - LEARNING_RATE * update) % PRIME for weight, update in zip(weights, updates)
+        )
 
     def loss(self, step: int, data: tuple[int, int]) -> int:
         """Of one micro-batch, with the weights before ``step``."""

@@ -1,7 +1,8 @@
-"""What must hold of plain iterators' data in a simulated job, whoever is lost; of :mod:`recycle_plugin.simulator.checkers`.
+"""What must hold of plain iterators' data in a simulated job, whoever is lost; of
+:mod:`recycle_plugin.simulator.checkers`.
 
-Both ends of the pipeline compute with one batch for each micro-batch, each batch is used once in the whole job, and as long as both ends of a replica live its
-own iterator gives its micro-batches, in their order.
+Both ends of the pipeline compute with one batch for each micro-batch, each batch is used once in the whole job, and as
+long as both ends of a replica live its own iterator gives its micro-batches, in their order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ class Samples:
 
     def __init__(self, shape: Topology, say: Callable[[str], None]) -> None:
         self._shape, self._say = shape, say
-        self._loaded: dict[int, dict[MicroBatch, dict[int, Batch]]] = {}  # by step, micro-batch and stage: the last one counts, which takes a void one's place
+        self._loaded: dict[
+            int, dict[MicroBatch, dict[int, Batch]]
+        ] = {}  # by step, micro-batch and stage: the last one counts, which takes a void one's place
         self._used: dict[tuple[int, int], tuple[int, MicroBatch]] = {}
         self._committed = 0
 
@@ -28,7 +31,10 @@ class Samples:
 
     def loaded_so_far(self, step: int) -> dict[MicroBatch, set[tuple[int, int]]]:
         """Which batches each micro-batch was computed with, at its ends."""
-        return {micro_batch: {(batch.draw.source, batch.number) for batch in ends.values()} for micro_batch, ends in self._loaded.get(step, {}).items()}
+        return {
+            micro_batch: {(batch.draw.source, batch.number) for batch in ends.values()}
+            for micro_batch, ends in self._loaded.get(step, {}).items()
+        }
 
     def of(self, step: int) -> Data:
         """Inputs and labels, as the two ends have had them."""
@@ -53,11 +59,16 @@ class Samples:
             self._say(f"batch {name[1]} of replica {name[0]}'s iterator is used in steps {before[0]} and {step}")
         usual = (step - 1) * self._shape.micro_batches + micro_batch.index + 1
         if own and (name[0] != micro_batch.replica or name[1] != usual and not self._extra(micro_batch.replica, step)):
-            self._say(f"micro-batch {micro_batch} of step {step} is batch {name[1]} of replica {name[0]}, both of whose ends live")
+            self._say(
+                f"micro-batch {micro_batch} of step {step} is batch {name[1]} of replica {name[0]}, both of whose ends "
+                "live"
+            )
 
     def _extra(self, replica: int, step: int) -> bool:
         """Whether its iterator has given anything for others before ``step``, which moves its own batches back."""
         return any(
             batch.draw.source == replica != micro_batch.replica
-            for earlier in range(1, step) for micro_batch, ends in self._loaded[earlier].items() for batch in ends.values()
-        )  # fmt: skip
+            for earlier in range(1, step)
+            for micro_batch, ends in self._loaded[earlier].items()
+            for batch in ends.values()
+        )

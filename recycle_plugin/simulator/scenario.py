@@ -18,12 +18,14 @@ MILLISECOND = 1000
 class Trouble:
     """Something that goes wrong ``at_us``, for ``for_us`` where it passes.
 
-    ``kind``: kill; stop (SIGSTOP; wakes up again unless it was given up and fenced), unfenced (the same, and its supervisor
-    can't kill it), stuck (an instruction never ends), slow (takes ``percent``); drop, delay (what goes from ``seat`` to
-    ``peer`` is lost, or comes late); deafened, walled (what others send to the worker is lost from then on; it finds so
-    itself, or can't tell that from peers that send nothing); cut (``seats`` are cut off from all others); stall (the coordinator reads nothing); mute, deaf
-    (what the worker says to the coordinator, or the other way, is held up); rude (it dies where it should say goodbye); again (a second process of
-    its rank asks to take part, and goes); swallow (as drop, and nobody who misses anything says so); and what is asked for: leave (a worker is to go), end (the job is).
+    ``kind``: kill; stop (SIGSTOP; wakes up again unless it was given up and fenced), unfenced (the same, and its
+    supervisor can't kill it), stuck (an instruction never ends), slow (takes ``percent``); drop, delay (what goes from
+    ``seat`` to ``peer`` is lost, or comes late); deafened, walled (what others send to the worker is lost from then on;
+    it finds so itself, or can't tell that from peers that send nothing); cut (``seats`` are cut off from all others);
+    stall (the coordinator reads nothing); mute, deaf (what the worker says to the coordinator, or the other way, is
+    held up); rude (it dies where it should say goodbye); again (a second process of its rank asks to take part, and
+    goes); swallow (as drop, and nobody who misses anything says so); and what is asked for: leave (a worker is to go),
+    end (the job is).
     """
 
     kind: str
@@ -35,12 +37,16 @@ class Trouble:
 
     def __str__(self) -> str:
         names = "+".join(map(str, self.seats)) + (f">{self.peer}" if self.peer else "")
-        return f"{self.kind} {names} at {self.at_us / 1000:g} ms".replace("  ", " ") + (f" for {self.for_us / 1000:g} ms" if self.for_us else "")
+        return f"{self.kind} {names} at {self.at_us / 1000:g} ms".replace("  ", " ") + (
+            f" for {self.for_us / 1000:g} ms" if self.for_us else ""
+        )
 
 
 @dataclass(frozen=True)
 class Heavy:
-    """Of ``step`` and ``micro_batch``, by the letter or word of ``op``, in ``stage``: it takes so much longer, and ``computes`` meanwhile, or sleeps."""
+    """Of ``step`` and ``micro_batch``, by the letter or word of ``op``, in ``stage``: it takes so much longer, and
+    ``computes`` meanwhile, or sleeps.
+    """
 
     step: int
     micro_batch: str
@@ -55,13 +61,18 @@ class Heavy:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A job and its troubles.  ``faults``: kills and stops at named instructions and points.  ``torn``: seeds who is left
-    without the result when a peer dies in a REDUCE, and how late messages come; ``budget``: boundary tensors that a worker may keep before those that it has
-    sent go; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that they wait for), 0: there is none;
-    ``rounds``: sums depend on their order, and nothing keeps it, as in real training outside exact mode; ``reloads``: before which share of what
-    the coordinator does its state is written down and read again; ``iterators``: data comes from one plain iterator for each replica (core/vocabulary/iterator_draws.py);
-    ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after steps: evaluate, save, or pause;
-    ``heavy``: work that takes long, whoever does it; ``full``: after which step a seat's share of a checkpoint, or its "latest", can't be written."""
+    """A job and its troubles.
+
+    ``faults``: kills and stops at named instructions and points.  ``torn``: seeds who is left without the result when a
+    peer dies in a REDUCE, and how late messages come; ``budget``: boundary tensors that a worker may keep before those
+    that it has sent go; ``clip``: the limit of the norm that steps are validated against (``policy.together``: that
+    they wait for), 0: there is none; ``rounds``: sums depend on their order, and nothing keeps it, as in real training
+    outside exact mode; ``reloads``: before which share of what the coordinator does its state is written down and read
+    again; ``iterators``: data comes from one plain iterator for each replica (core/vocabulary/iterator_draws.py);
+    ``rebalances``: workers say how fast they are, and work is dealt out anew; ``between``: what the script does after
+    steps: evaluate, save, or pause; ``heavy``: work that takes long, whoever does it; ``full``: after which step a
+    seat's share of a checkpoint, or its "latest", can't be written.
+    """
 
     shape: Topology
     costs: CostModel

@@ -70,20 +70,32 @@ class Script:
         machine, shape = self._machine, self._scenario.shape
         count, reads = shape.micro_batches + 1, machine.seat.stage in (0, shape.stages - 1)
         self._evaluated += 1
-        batches = [Batch(sampled(MicroBatch(machine.seat.replica, index), -self._evaluated)) for index in range(count)] if reads else []
+        batches = (
+            [Batch(sampled(MicroBatch(machine.seat.replica, index), -self._evaluated)) for index in range(count)]
+            if reads
+            else []
+        )
         losses = yield from self._evaluations.run(batches, count)
         machine.cluster.watcher.evaluated(machine, self._evaluated, count, step, losses)
 
     def _save(self, step: int) -> Iterator[Any]:
         machine = self._machine
-        why = yield from save(self._loop, machine.control_view, f"checkpoint of step {step}", SimulatedFiles(machine, step), self._loop.catch_up)
+        why = yield from save(
+            self._loop,
+            machine.control_view,
+            f"checkpoint of step {step}",
+            SimulatedFiles(machine, step),
+            self._loop.catch_up,
+        )
         machine.cluster.exercised[ProtocolRule.NOT_SAVED] += bool(why)
         machine.cluster.watcher.saved(machine, step, why)
 
 
 @dataclass(frozen=True)
 class SimulatedFiles:
-    """A checkpoint of ``step``, as core.worker.checkpoint_saving.CheckpointFiles: each worker whose disk is not full writes its stage's weight."""
+    """A checkpoint of ``step``, as core.worker.checkpoint_saving.CheckpointFiles: each worker whose disk is not full
+    writes its stage's weight.
+    """
 
     machine: SimulatedMachine
     step: int
@@ -93,8 +105,12 @@ class SimulatedFiles:
         yield WRITING_US * machine.percent // 100
         machine.reach("checkpoint.written")
         written, full = machine.cluster.written, self._is_full(str(machine.seat))
-        written.setdefault((self.step, number), {})[machine.seat] = None if full else machine.store[Datum("params", machine.seat.stage, None, self.step + 1)]
-        machine.cluster.exercised[ProtocolRule.SAVED_AGAIN] += any(step == self.step and other != number for step, other in written)
+        written.setdefault((self.step, number), {})[machine.seat] = (
+            None if full else machine.store[Datum("params", machine.seat.stage, None, self.step + 1)]
+        )
+        machine.cluster.exercised[ProtocolRule.SAVED_AGAIN] += any(
+            step == self.step and other != number for step, other in written
+        )
         return f"seat {machine.seat}: disk full" if full else ""
 
     def publish(self, number: int) -> Iterator[Any]:

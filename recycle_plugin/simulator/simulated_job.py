@@ -1,7 +1,7 @@
 """A job with failures, instruction by instruction, in virtual time: what one failure costs, and what it leaves.
 
-Each generation of the membership is a world of its own.  When a worker dies, the others stop and say what
-they hold; after regrouping and planning the survivors run what is left of the unfinished steps (``core.vocabulary.recovery_plan``;
+Each generation of the membership is a world of its own.  When a worker dies, the others stop and say what they hold;
+after regrouping and planning the survivors run what is left of the unfinished steps (``core.vocabulary.recovery_plan``;
 where that needs the parameters before, a worker takes its step back) and then go on with the new plan, as
 ``runtime.worker.blocking_loop`` does.  Workers that die meanwhile make another generation.
 """
@@ -30,7 +30,8 @@ from recycle_plugin.simulator.virtual import Conditions, VirtualState, VirtualWo
 class Loss:
     """A change of the membership; microseconds of the job's clock.
 
-    ``redone_us``: compute that survivors run a second time, of all workers together; ``undone``: how many take a step back.
+    ``redone_us``: compute that survivors run a second time, of all workers together; ``undone``: how many take a step
+    back.
     """
 
     seats: tuple[Seat, ...]
@@ -76,9 +77,14 @@ class SimulatedJob:
     keep: bool = True
 
     def run(
-        self, steps: int, faults: Sequence[Fault] = (), deaths: Mapping[Seat, int] | None = None, world: type[VirtualWorld] = VirtualWorld,
-        parameters: Mapping[Seat, Any] | None = None, torn: Callable[[Seat, Instruction], bool] | None = None,
-    ) -> Ran:  # fmt: skip
+        self,
+        steps: int,
+        faults: Sequence[Fault] = (),
+        deaths: Mapping[Seat, int] | None = None,
+        world: type[VirtualWorld] = VirtualWorld,
+        parameters: Mapping[Seat, Any] | None = None,
+        torn: Callable[[Seat, Instruction], bool] | None = None,
+    ) -> Ran:
         """Steps 0 to ``steps`` - 1.  Raises PlanError where a stage has lost all its workers; Deadlock; Torn."""
         scripts = {seat: FaultScript(tuple(faults), seat) for seat in {fault.seat for fault in faults}}
         conditions = Conditions(None, self.machine.commit_us, self.machine.detection_us, scripts, dict(deaths or {}))
@@ -96,7 +102,9 @@ class SimulatedJob:
             if done >= first:  # all survivors have applied it, a dead worker has not
                 record.commits.setdefault(done, running.interrupted_us)
             if done == steps - 1:
-                return Ran(tuple(record.spans), record.commits, tuple(record.losses), _final(running.survivors(), steps))
+                return Ran(
+                    tuple(record.spans), record.commits, tuple(record.losses), _final(running.survivors(), steps)
+                )
             view, plan, state, loss = self._regroup(running, view, record, conditions)
             record.losses.append(loss)
             first = done + 1
@@ -105,7 +113,10 @@ class SimulatedJob:
     def _regroup(
         self, ended: VirtualWorld, view: ClusterView, record: _Record, conditions: Conditions
     ) -> tuple[ClusterView, Plan, VirtualState, Loss]:
-        """Who is left, their plan, what they go on from, and what that costs.  Deaths before they go on are part of the change."""
+        """Who is left, their plan, what they go on from, and what that costs.
+
+        Deaths before they go on are part of the change.
+        """
         machine, dead = self.machine, dict(ended.dead)
         known = max(dead.values()) + machine.detection_us
         stopped = max(ended.stopped.values(), default=known)
@@ -121,12 +132,19 @@ class SimulatedJob:
             dead |= late
             known = max(known, max(late.values()) + machine.detection_us)
         redone = self._redone(record.spans, state, plan, ended.committed())
-        return left, plan, state, Loss(tuple(sorted(dead)), min(dead.values()), known, resumed, ended.committed(), undone, redone)
+        return (
+            left,
+            plan,
+            state,
+            Loss(tuple(sorted(dead)), min(dead.values()), known, resumed, ended.committed(), undone, redone),
+        )
 
     def _go_on(self, ended: VirtualWorld, plan: Plan) -> tuple[VirtualState, int]:
         """What the live seats of ``plan`` go on from, and how many of them take a step back."""
         left, live = ended.survivors(), plan.view.live
-        state = VirtualState({seat: left.store[seat].copy() for seat in live}, {seat: left.stepped[seat] for seat in live})
+        state = VirtualState(
+            {seat: left.store[seat].copy() for seat in live}, {seat: left.stepped[seat] for seat in live}
+        )
         first = ended.committed() + 1
         if not self.keep:
             for seat in live:
@@ -144,8 +162,16 @@ class SimulatedJob:
 
     def _redone(self, spans: Sequence[Span], state: VirtualState, plan: Plan, committed: int) -> int:
         """Compute time of the coming instructions that have been run before."""
-        before = {span.instruction for span in spans if span.instruction.op in COMPUTE and span.instruction.step > committed}
-        coming = [(seat, one) for recovery in state.recovery_plans.values() for seat, program in recovery.items() for one in program if one in before]
+        before = {
+            span.instruction for span in spans if span.instruction.op in COMPUTE and span.instruction.step > committed
+        }
+        coming = [
+            (seat, one)
+            for recovery in state.recovery_plans.values()
+            for seat, program in recovery.items()
+            for one in program
+            if one in before
+        ]
         if not self.keep:
             coming = [(plan.route[one.stage, one.micro_batch], one) for one in before]
         return sum(self.costs.of(one.op, one.stage, seat) for seat, one in coming)

@@ -1,4 +1,6 @@
-"""One worker of a simulated cluster: ``core.worker.worker`` on a machine that has a virtual clock, lines that take time, and exact numbers."""
+"""One worker of a simulated cluster: ``core.worker.worker`` on a machine that has a virtual clock, lines that take
+time, and exact numbers.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ if TYPE_CHECKING:
 HANDLING_US = 200  # of a micro-batch that is loaded, or a boundary tensor that is sent: no plan counts it
 PART_US = 100 * MILLISECOND  # of what takes long
 RESEND_US = 1500 * MILLISECOND  # a datum's wait before its receiver says that it misses it
-DEADLINES = Deadlines(progress_timeout_s=1.0, busy_timeout_s=4.0, last_worker_timeout_s=8.0, idle_timeout_s=20.0, regroup_timeout_s=30.0)
+DEADLINES = Deadlines(
+    progress_timeout_s=1.0, busy_timeout_s=4.0, last_worker_timeout_s=8.0, idle_timeout_s=20.0, regroup_timeout_s=30.0
+)
 
 
 @dataclass
@@ -59,7 +63,9 @@ class Sum:
 
 
 class SimulatedMachine:
-    """What ``core.worker.worker`` calls so, with what ``core.worker.training_loop`` calls port; ``worker`` and ``loop`` run on it.  What may happen to it: simulator/scenario.py."""
+    """What ``core.worker.worker`` calls so, with what ``core.worker.training_loop`` calls port; ``worker`` and ``loop``
+    run on it.  What may happen to it: simulator/scenario.py.
+    """
 
     def __init__(self, cluster: Cluster, rank: int, seat: Seat, weight: int) -> None:
         self.cluster, self.rank, self.seat = cluster, rank, seat
@@ -71,9 +77,14 @@ class SimulatedMachine:
         self.steps = StepMachine(0)
         self.store.reads_iterator = scenario.iterators
         reads = scenario.iterators and seat.stage in (0, scenario.shape.stages - 1)
-        self.iterator_data = IteratorData(self.store, PlainIterator(seat.replica), self._hand_on, self._say_dealt) if reads else None
+        self.iterator_data = (
+            IteratorData(self.store, PlainIterator(seat.replica), self._hand_on, self._say_dealt) if reads else None
+        )
         waits = scenario.clip > 0 and scenario.policy.together
-        judging, stopwatch = Judging(waits, scenario.clip > 0 and not waits), Stopwatch(scenario.costs) if scenario.rebalances else None
+        judging, stopwatch = (
+            Judging(waits, scenario.clip > 0 and not waits),
+            Stopwatch(scenario.costs) if scenario.rebalances else None,
+        )
         self.worker = Worker(self, scenario.shape, self.store, self.steps, judging, self.iterator_data, stopwatch)
         self.script = FaultScript(scenario.faults, seat)
         self.alive = self.runs = True
@@ -91,7 +102,11 @@ class SimulatedMachine:
         self.unheard: frozenset[int] = frozenset()  # ranks of which nothing is taken any more
 
     def ready(self, incarnation: int = 0) -> Ready:
-        return Ready(Member(self.rank, self.seat, str(self.rank), f"host{self.rank}", incarnation), 0, _job(self.cluster.scenario))
+        return Ready(
+            Member(self.rank, self.seat, str(self.rank), f"host{self.rank}", incarnation),
+            0,
+            _job(self.cluster.scenario),
+        )
 
     # lines and the clock
 
@@ -128,7 +143,10 @@ class SimulatedMachine:
         return arrived
 
     def hear_out(self) -> None:
-        """What the lost have sent has left them; of a host that is gone nothing comes any more.  Who finds out that it hears nobody says so."""
+        """What the lost have sent has left them; of a host that is gone nothing comes any more.
+
+        Who finds out that it hears nobody says so.
+        """
         if self.cluster.deafened.get(self.rank):
             self.send(Missing(self.rank, self.control_view.number, "what peers send", str(self.seat)))
         if self.control_view.interruption() is not None:
@@ -169,7 +187,12 @@ class SimulatedMachine:
 
     def _complain(self, generation: int, datum: Datum, source: Seat) -> None:
         """Where the same wait lasts too long."""
-        waits = self.alive and self.waiting and self.control_view.number == generation and self.at == (WAITS, awaited(datum, source))
+        waits = (
+            self.alive
+            and self.waiting
+            and self.control_view.number == generation
+            and self.at == (WAITS, awaited(datum, source))
+        )
         if waits and self.control_view.interruption() is None and not self.cluster.quiet:
             self.cluster.watcher.missed(self, datum, source)
             silent = self.seat if self.cluster.deafened.get(self.rank) else source
@@ -189,7 +212,9 @@ class SimulatedMachine:
     def performing(self, instruction: Instruction) -> Iterator[None]:
         self.current, self.at = instruction, (COMPUTES, str(instruction))
         if instruction.op is Op.VALIDATE:
-            self.cluster.exercised[ProtocolRule.NORM_KEPT] += self.worker.program.resumed and self.control_view.collected(instruction.step, NORM) is not None
+            self.cluster.exercised[ProtocolRule.NORM_KEPT] += (
+                self.worker.program.resumed and self.control_view.collected(instruction.step, NORM) is not None
+            )
         yield
 
     def spend(self, instruction: Instruction) -> Iterator[int]:
@@ -197,7 +222,12 @@ class SimulatedMachine:
             return
         handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
         for heavy in self.cluster.scenario.heavy:
-            if (heavy.step, heavy.stage, heavy.op, heavy.micro_batch) == (instruction.step, instruction.stage, str(instruction.op), str(instruction.micro_batch)):
+            if (heavy.step, heavy.stage, heavy.op, heavy.micro_batch) == (
+                instruction.step,
+                instruction.stage,
+                str(instruction.op),
+                str(instruction.micro_batch),
+            ):
                 yield from self._spend_long(heavy)
         spent = (handling + self.cluster.scenario.costs.of(instruction.op, self.seat.stage)) * self.percent // 100
         if spent:
@@ -215,18 +245,28 @@ class SimulatedMachine:
         if instruction.op is Op.STEP:
             norm = have.get(Datum("norm", self.seat.stage, None, instruction.step))
             clipped_by = norm if norm is not None and over(norm, self.cluster.scenario.clip) else None
-            self.cluster.watcher.applied(self, instruction.step, self.numbers.gradient(instruction.step, have), clipped_by)
+            self.cluster.watcher.applied(
+                self, instruction.step, self.numbers.gradient(instruction.step, have), clipped_by
+            )
         made = self.numbers.compute(instruction, have, boundary_only)
         if instruction.op is Op.LOAD and instruction.step > 0 and have.reads_iterator:
             (drawn,) = have.requires(instruction)
-            self.cluster.exercised[ProtocolRule.KEPT_DATA] += Seat(have[drawn].draw.source, self.seat.stage) not in self.control_view.roster.seats
+            self.cluster.exercised[ProtocolRule.KEPT_DATA] += (
+                Seat(have[drawn].draw.source, self.seat.stage) not in self.control_view.roster.seats
+            )
             self.cluster.watcher.loaded(self, instruction, have[drawn])
         self.cluster.watcher.computed(self, instruction, boundary_only)
         return made
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
-        """As a collective does: nobody has the result before all have come, and a death leaves some with it and some without."""
-        return (yield from self._sum(instruction, have, holder) if instruction.op is Op.REDUCE else self._sum_over_tie(instruction, have))
+        """As a collective does: nobody has the result before all have come, and a death leaves some with it and some
+        without.
+        """
+        return (
+            yield from self._sum(instruction, have, holder)
+            if instruction.op is Op.REDUCE
+            else self._sum_over_tie(instruction, have)
+        )
 
     def share(self, step: int, have: StepStore) -> float:
         return self.numbers.share(step, have)
@@ -260,16 +300,24 @@ class SimulatedMachine:
 
     def _sum_over_tie(self, instruction: Instruction, have: StepStore) -> Iterator[Any]:
         """Each stage's sum from any of its workers: they have the same."""
-        brought = yield from self._together(instruction, self.numbers.tie, have[Datum("reduced", self.seat.stage, None, instruction.step)])
-        by_stage = {self.cluster.workers[rank].seat.stage: value for rank, value in sorted(brought.items(), reverse=True)}
-        self.cluster.watcher.tied(self, instruction.step, [(self.cluster.workers[rank].seat.stage, value) for rank, value in brought.items()])
+        brought = yield from self._together(
+            instruction, self.numbers.tie, have[Datum("reduced", self.seat.stage, None, instruction.step)]
+        )
+        by_stage = {
+            self.cluster.workers[rank].seat.stage: value for rank, value in sorted(brought.items(), reverse=True)
+        }
+        self.cluster.watcher.tied(
+            self, instruction.step, [(self.cluster.workers[rank].seat.stage, value) for rank, value in brought.items()]
+        )
         self.cluster.exercised[ProtocolRule.TIED_AGAIN] += self.worker.program.resumed
         return self.numbers.over_tie(by_stage)
 
     def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Iterator[Any]:
         """What all live workers of ``stages`` bring to ``instruction``, by rank."""
         members = frozenset(member.rank for member in self.control_view.roster.stages(stages))
-        sum_ = self.cluster.sums.setdefault((self.control_view.number, instruction.op, stages[0], instruction.step), Sum(members))
+        sum_ = self.cluster.sums.setdefault(
+            (self.control_view.number, instruction.op, stages[0], instruction.step), Sum(members)
+        )
         sum_.brought[self.rank] = mine
         if set(sum_.brought) == members:
             sum_.done = True
@@ -305,7 +353,17 @@ class SharedPlanner:
 def _job(scenario: Scenario) -> JobSpec:
     shape, policy = scenario.shape, scenario.policy
     return JobSpec(
-        shape.replicas, shape.stages, shape.micro_batches, shape.ties, "", scenario.costs, policy, DEADLINES,
+        shape.replicas,
+        shape.stages,
+        shape.micro_batches,
+        shape.ties,
+        "",
+        scenario.costs,
+        policy,
+        DEADLINES,
         rebalance=scenario.rebalances,
-        stagger_optimizer=policy.stagger_optimizer, clipping=scenario.clip, clip="sync" if policy.together else "validate", nonfinite="skip",
-    )  # fmt: skip
+        stagger_optimizer=policy.stagger_optimizer,
+        clipping=scenario.clip,
+        clip="sync" if policy.together else "validate",
+        nonfinite="skip",
+    )

@@ -25,14 +25,22 @@ def read(name: str, workers: int) -> tuple[list[MembershipChange], float | None]
     """
     text = GCP if name == "gcp" else Path(name).read_text()
     try:
-        entries = _json(text) if text.lstrip()[:1] in ("{", "[") else [entry.split() for line in text.splitlines() for entry in line.partition("#")[0].split("|")]
+        entries = (
+            _json(text)
+            if text.lstrip()[:1] in ("{", "[")
+            else [entry.split() for line in text.splitlines() for entry in line.partition("#")[0].split("|")]
+        )
         return _changes([entry for entry in entries if entry], workers)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"trace {name}: {error}") from None
 
 
-def regular(every_s: float, length_s: float, return_s: float | None = None, seed: int | None = None) -> list[MembershipChange]:
-    """One worker lost every ``every_s`` (``seed``: exponential with that mean), each back after ``return_s``, or never."""
+def regular(
+    every_s: float, length_s: float, return_s: float | None = None, seed: int | None = None
+) -> list[MembershipChange]:
+    """One worker lost every ``every_s`` (``seed``: exponential with that mean), each back after ``return_s``, or
+    never.
+    """
     if every_s <= 0:
         raise ValueError(f"a worker lost every {every_s:g} s: more than 0")
     dice = random.Random(seed)

@@ -62,8 +62,8 @@ class Conditions:
     """What surrounds the workers.  Times in microseconds.
 
     ``network``: None for ``costs.transfer`` without contention.  ``commit_us``: from the last worker's step to
-    everybody's knowing.  ``detection_us``: from a death to everybody's knowing.  ``scripts``: named faults, by
-    seat; ``deaths``: when seats die.  ``start_us``: the clock at the beginning.  ``torn``: of those whose REDUCE a peer's
+    everybody's knowing.  ``detection_us``: from a death to everybody's knowing.  ``scripts``: named faults, by seat;
+    ``deaths``: when seats die.  ``start_us``: the clock at the beginning.  ``torn``: of those whose REDUCE a peer's
     death overlaps, who is left without the result.
     """
 
@@ -78,7 +78,9 @@ class Conditions:
 
 @dataclass
 class VirtualState:
-    """What workers go on from: data with their values, steps applied, and the programs of steps that are to be finished in another way than the plan's."""
+    """What workers go on from: data with their values, steps applied, and the programs of steps that are to be finished
+    in another way than the plan's.
+    """
 
     store: dict[Seat, StepStore]
     stepped: dict[Seat, int]
@@ -87,7 +89,10 @@ class VirtualState:
     @classmethod
     def fresh(cls, plan: Plan, step: int, parameters: Mapping[Seat, Any] | None) -> VirtualState:
         """Before ``step``, with these parameters of each seat (None: no values)."""
-        store = {seat: StepStore(seat, plan.stages, bool(plan.view.topology.tie(seat.stage)), committed=step - 1) for seat in plan.programs}
+        store = {
+            seat: StepStore(seat, plan.stages, bool(plan.view.topology.tie(seat.stage)), committed=step - 1)
+            for seat in plan.programs
+        }
         for seat, value in (parameters or {}).items():
             store[seat].put(Datum("params", seat.stage, None, step), value)
         return cls(store, dict.fromkeys(plan.programs, step - 1))
@@ -101,10 +106,21 @@ class VirtualWorld:
     """
 
     def __init__(
-        self, plan: Plan, costs: CostModel, steps: int = 1, step: int = 0,
-        conditions: Conditions = Conditions(), state: VirtualState | None = None,
-    ) -> None:  # fmt: skip
-        self.plan, self.costs, self.steps, self.first, self.conditions = plan, costs, range(step, step + steps), step, conditions
+        self,
+        plan: Plan,
+        costs: CostModel,
+        steps: int = 1,
+        step: int = 0,
+        conditions: Conditions = Conditions(),
+        state: VirtualState | None = None,
+    ) -> None:
+        self.plan, self.costs, self.steps, self.first, self.conditions = (
+            plan,
+            costs,
+            range(step, step + steps),
+            step,
+            conditions,
+        )
         self.spans: list[Span] = []
         self.state = state or VirtualState.fresh(plan, step, None)
         self.store = self.state.store
@@ -140,17 +156,24 @@ class VirtualWorld:
                 happen()
         if any(self._waiting.values()):
             waits = sorted((seat, key) for key, seats in self._waiting.items() for seat in seats)
-            raise Deadlock("; ".join(f"{seat} waits for {key if isinstance(key, Joint) else key[1]}" for seat, key in waits))
+            raise Deadlock(
+                "; ".join(f"{seat} waits for {key if isinstance(key, Joint) else key[1]}" for seat, key in waits)
+            )
         return self.spans
 
     def committed(self) -> int:
         """The last step that every survivor has applied; that before the first one if there is none."""
-        return min((machine.stepped for seat, machine in self.machines.items() if seat not in self.dead), default=self.first - 1)
+        return min(
+            (machine.stepped for seat, machine in self.machines.items() if seat not in self.dead),
+            default=self.first - 1,
+        )
 
     def survivors(self) -> VirtualState:
         """What is left, as it is: nobody has taken anything back yet."""
         live = [seat for seat in self.store if seat not in self.dead]
-        return VirtualState({seat: self.store[seat] for seat in live}, {seat: self.machines[seat].stepped for seat in live})
+        return VirtualState(
+            {seat: self.store[seat] for seat in live}, {seat: self.machines[seat].stepped for seat in live}
+        )
 
     # What a world with values overrides.
 
@@ -213,7 +236,9 @@ class VirtualWorld:
         self.spans.append(span)
 
     def _own(self, seat: Seat, instruction: Instruction) -> tuple[MicroBatch, ...]:
-        """Whose weight gradients ``seat`` brings to a REDUCE: those of its plan, or all that it has where a step is finished."""
+        """Whose weight gradients ``seat`` brings to a REDUCE: those of its plan, or all that it has where a step is
+        finished.
+        """
         if instruction.op is not Op.REDUCE:
             return ()
         if instruction.step not in self.state.recovery_plans:
@@ -227,7 +252,11 @@ class VirtualWorld:
 
     def joint(self, instruction: Instruction) -> Joint:
         """Where ``instruction`` meets its peers: a stage's own, a tie's (under its first stage), or all seats'."""
-        stage = {Op.REDUCE: instruction.stage, Op.TIE: min(self._tie(instruction.stage), default=None), Op.VALIDATE: None}[instruction.op]
+        stage = {
+            Op.REDUCE: instruction.stage,
+            Op.TIE: min(self._tie(instruction.stage), default=None),
+            Op.VALIDATE: None,
+        }[instruction.op]
         return Joint(instruction.op.name, stage, instruction.step)
 
     def contributions(self, joint: Joint) -> dict[Seat, Any]:
@@ -236,7 +265,13 @@ class VirtualWorld:
     def _arrive(self, seat: Seat, joint: Joint, contribution: Any = None, later_us: int = 0) -> None:
         """The last one to arrive opens the joint, ``later_us`` later."""
         self._arrived[joint][seat] = contribution
-        group = range(self.plan.stages) if joint.stage is None else self._tie(joint.stage) if joint.name == "TIE" else (joint.stage,)
+        group = (
+            range(self.plan.stages)
+            if joint.stage is None
+            else self._tie(joint.stage)
+            if joint.name == "TIE"
+            else (joint.stage,)
+        )
         everybody = sum(len(self.plan.view.live_replicas(stage)) for stage in group)
         if len(self._arrived[joint]) == everybody:
             if later_us:

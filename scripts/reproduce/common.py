@@ -25,35 +25,54 @@ from recycle_plugin.simulator.peers import PeerJob, recycle
 OURS, PUBLISHED = "ours", "published"
 FRACTION = "fraction of fault-free 1F1B"  # at the same M
 INK, GRID = "#22303c", "#d5dbe1"
-COLOURS = {"ours": "#1f6fb5", "ReCycle": "#e07b39", "Oobleck": "#3d9a5f", "Bamboo": "#9467bd", "fault-scaled": "#8a949e", "bound": "#b0bec5"}
+COLOURS = {
+    "ours": "#1f6fb5",
+    "ReCycle": "#e07b39",
+    "Oobleck": "#3d9a5f",
+    "Bamboo": "#9467bd",
+    "fault-scaled": "#8a949e",
+    "bound": "#b0bec5",
+}
 SHADES = ("#0b3c66", "#1f6fb5", "#5aa2da", "#a3cbe9", "#d3e5f4")  # ours, by the number of micro-batches
 
 
 def settings(name: str, arguments: Sequence[str] | None = None) -> SimpleNamespace:
-    """``configs/reproduce/<name>.yaml`` with the command line's overrides; what is wrong ends the script with one line."""
+    """``configs/reproduce/<name>.yaml`` with the command line's overrides; what is wrong ends the script with one
+    line.
+    """
     overrides = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(overrides):
-        raise SystemExit(f"usage: python scripts/reproduce/{name}.py [key=value ...]; keys: configs/reproduce/{name}.yaml")
+        raise SystemExit(
+            f"usage: python scripts/reproduce/{name}.py [key=value ...]; keys: configs/reproduce/{name}.yaml"
+        )
     GlobalHydra.instance().clear()
     try:
         with initialize_config_module(CONFIGS, version_base="1.3"):
             tree = OmegaConf.to_container(compose(f"reproduce/{name}", overrides), resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise SystemExit(f"{name} {' '.join(overrides)}: {str(error).splitlines()[0]}; keys: configs/reproduce/{name}.yaml") from None
+        raise SystemExit(
+            f"{name} {' '.join(overrides)}: {str(error).splitlines()[0]}; keys: configs/reproduce/{name}.yaml"
+        ) from None
     found = SimpleNamespace(**tree)
     Path(found.run_dir).mkdir(parents=True, exist_ok=True)
     return found
 
 
 def job_of(model: Mapping[str, Any], replicas: int, stages: int, micro_batches: int) -> PeerJob:
-    """A job of a config's model entry: ``profile`` (a measured file) or ``preset`` (analytic), ``micro_batch`` sequences."""
-    return PeerJob(model["name"], Topology(replicas, stages, micro_batches), profile_of(model), model.get("memory_bytes", 40e9))
+    """A job of a config's model entry: ``profile`` (a measured file) or ``preset`` (analytic), ``micro_batch``
+    sequences.
+    """
+    return PeerJob(
+        model["name"], Topology(replicas, stages, micro_batches), profile_of(model), model.get("memory_bytes", 40e9)
+    )
 
 
 def profile_of(model: Mapping[str, Any]) -> Profile:
     if model.get("profile"):
         return read(model["profile"])
-    return profile(SHAPES[model["preset"]], micro_batch=model["micro_batch"], checkpointing=model.get("checkpointing", False))
+    return profile(
+        SHAPES[model["preset"]], micro_batch=model["micro_batch"], checkpointing=model.get("checkpointing", False)
+    )
 
 
 def techniques(job: PeerJob, cap_factor: float | None) -> Policy:
@@ -101,12 +120,17 @@ class Table:
 
     def text(self, notes: Iterable[str] = ()) -> str:
         body = [[self._cell(column, cell) for column, cell in zip(self.columns, row)] for row in self.rows]
-        heads = [[column.name for column in self.columns], [column.origin and f"({column.origin})" for column in self.columns]]
+        heads = [
+            [column.name for column in self.columns],
+            [column.origin and f"({column.origin})" for column in self.columns],
+        ]
         widths = [max(len(row[place]) for row in (*heads, *body)) for place in range(len(self.columns))]
         left = [any(isinstance(row[place], str) for row in self.rows) for place in range(len(self.columns))]
 
         def line(cells: Sequence[str]) -> str:
-            return "  ".join(cell.ljust(width) if keep else cell.rjust(width) for cell, width, keep in zip(cells, widths, left)).rstrip()
+            return "  ".join(
+                cell.ljust(width) if keep else cell.rjust(width) for cell, width, keep in zip(cells, widths, left)
+            ).rstrip()
 
         heads = heads if any(heads[1]) else heads[:1]
         lines = [self.title, *map(line, heads), "  ".join("-" * width for width in widths), *map(line, body)]
@@ -132,12 +156,19 @@ class Table:
 # --- pictures -----------------------------------------------------------------------------------------
 
 
-def canvas(rows: int, columns: int, width: float = 13.0, height: float = 4.4, title: str = "", heights: Sequence[float] = ()) -> tuple[Any, Any]:
+def canvas(
+    rows: int, columns: int, width: float = 13.0, height: float = 4.4, title: str = "", heights: Sequence[float] = ()
+) -> tuple[Any, Any]:
     """A figure without a display, and its axes [rows][columns]."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height * (sum(heights) or rows) + (0.4 if title else 0)), dpi=120, layout="constrained", facecolor="white")
+    figure = Figure(
+        figsize=(width, height * (sum(heights) or rows) + (0.4 if title else 0)),
+        dpi=120,
+        layout="constrained",
+        facecolor="white",
+    )
     FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold", color=INK)

@@ -26,9 +26,17 @@ from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.planner import plan, warm
 
 COLUMNS = (
-    Column("workers"), Column("PP x DP"), Column("M"), Column("failed"), Column("ms, median", OURS, 1), Column("ms, least", OURS, 1),
-    Column("goal ms", "", 0), Column("gap to bound", OURS, 4), Column("first plan of a fresh process, ms", OURS, 0), Column("remark"),
-)  # fmt: skip
+    Column("workers"),
+    Column("PP x DP"),
+    Column("M"),
+    Column("failed"),
+    Column("ms, median", OURS, 1),
+    Column("ms, least", OURS, 1),
+    Column("goal ms", "", 0),
+    Column("gap to bound", OURS, 4),
+    Column("first plan of a fresh process, ms", OURS, 0),
+    Column("remark"),
+)
 GOALS_MS = {(8, 4, 32): 20.0, (32, 48, 64): 500.0}
 FIRST = """
 import json, sys, time
@@ -52,13 +60,25 @@ def main() -> None:
         times, gap, lost = measure(stages, replicas, micro_batches, cap, config)
         goal = GOALS_MS.get((stages, replicas, micro_batches))
         fresh = first(stages, replicas, micro_batches, cap) if config.fresh else None
-        table.add(stages * replicas, f"{stages} x {replicas}", micro_batches, lost, median(times), min(times), goal, gap, fresh, remark(times, goal))
+        table.add(
+            stages * replicas,
+            f"{stages} x {replicas}",
+            micro_batches,
+            lost,
+            median(times),
+            min(times),
+            goal,
+            gap,
+            fresh,
+            remark(times, goal),
+        )
     load = os.getloadavg()[0]
     machine = platform.processor() or platform.machine()
     notes = [
         f"costs F=I=W=10, communication 1, reduce 5, step 5; cap {config.cap_factor:g} x PP",
         f"{config.repeats} random patterns of {config.failed:.0%} failed, as they fell",
-        f"{machine}, {os.cpu_count()} cores, load average {load:.1f}; warming took {warmed:.0f} ms (loops from the disk cache)",
+        f"{machine}, {os.cpu_count()} cores, load average {load:.1f}; warming took {warmed:.0f} ms (loops from the "
+        "disk cache)",
     ]
     folder = Path(config.run_dir)
     table.write(folder / "planner_scale", notes)
@@ -75,7 +95,11 @@ def remark(times: list[float], goal: float | None) -> str:
 
 def measure(stages: int, replicas: int, micro_batches: int, cap: int, config) -> tuple[list[float], float, int]:
     """Milliseconds for each pattern, the worst gap, and how many are lost."""
-    topology, costs, policy = Topology(replicas, stages, micro_batches), CostModel.uniform(stages, 10, 10, 10, 1, 5, 5), Policy(activation_cap=cap)
+    topology, costs, policy = (
+        Topology(replicas, stages, micro_batches),
+        CostModel.uniform(stages, 10, 10, 10, 1, 5, 5),
+        Policy(activation_cap=cap),
+    )
     draw, lost = random.Random(config.seed), max(1, round(config.failed * stages * replicas))
     times, gaps = [], []
     while len(times) < config.repeats:
@@ -100,12 +124,22 @@ def draw(path: Path, table: Table) -> None:
     figure, ((axis,),) = common.canvas(1, 1, 8.0, 4.6, "Planning time on one core, 5% failed")
     common.frame(axis, "from membership to verified, hashed plan", "workers", "milliseconds")
     workers = [row[0] for row in table.rows]
-    axis.plot(workers, [row[4] for row in table.rows], color=common.COLOURS["ours"], marker="o", label="warm process, median")
+    axis.plot(
+        workers, [row[4] for row in table.rows], color=common.COLOURS["ours"], marker="o", label="warm process, median"
+    )
     if all(row[8] is not None for row in table.rows):
         first_ms = [row[8] for row in table.rows]
-        axis.plot(workers, first_ms, color=common.COLOURS["bound"], marker="s", label="first plan of a fresh process (fault-free)")
+        axis.plot(
+            workers,
+            first_ms,
+            color=common.COLOURS["bound"],
+            marker="s",
+            label="first plan of a fresh process (fault-free)",
+        )
     goals = [(row[0], row[6]) for row in table.rows if row[6] is not None]
-    axis.plot(*zip(*goals), color="#c62828", marker="_", markersize=16, markeredgewidth=2, linestyle="none", label="goal")
+    axis.plot(
+        *zip(*goals), color="#c62828", marker="_", markersize=16, markeredgewidth=2, linestyle="none", label="goal"
+    )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xticks(workers, [str(count) for count in workers])

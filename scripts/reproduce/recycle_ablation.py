@@ -2,7 +2,8 @@
 
 python scripts/reproduce/recycle_ablation.py [micro_batches=[12]] [run_dir=...]
 
-Every figure is ours (the paper's table is not available to us): fractions of fault-free 1F1B at the same M, steady state.
+Every figure is ours (the paper's table is not available to us): fractions of fault-free 1F1B at the same M, steady
+state.
 """
 
 from __future__ import annotations
@@ -27,8 +28,17 @@ STEPS = ("reroute", "+ split", "+ stagger", "+ normalise")
 def main() -> None:
     config = common.settings("recycle_ablation")
     warm()
-    columns = [Column("model"), Column("PP x DP"), Column("M"), Column("lost"), *(Column(step, OURS) for step in STEPS), Column("min(1,load)", OURS),
-               Column("fault-scaled", OURS), Column("stage lost"), Column("remark")]  # fmt: skip
+    columns = [
+        Column("model"),
+        Column("PP x DP"),
+        Column("M"),
+        Column("lost"),
+        *(Column(step, OURS) for step in STEPS),
+        Column("min(1,load)", OURS),
+        Column("fault-scaled", OURS),
+        Column("stage lost"),
+        Column("remark"),
+    ]
     table = Table(f"Each technique on top of the last, mean of {config.patterns} random patterns", columns)
     for model in config.models:
         for micro_batches in config.micro_batches:
@@ -59,16 +69,31 @@ def add(table: Table, job: PeerJob, losses: int, config: SimpleNamespace) -> Non
     said = ""
     if rows and means[3] < 0.99 * means[4]:
         said = f"short of 99% by {0.99 * means[4] - means[3]:.3f}"
-    table.add(job.name, f"{shape.stages} x {shape.replicas}", shape.micro_batches, losses, *means, 1 - losses / job.workers, lost, said)
+    table.add(
+        job.name,
+        f"{shape.stages} x {shape.replicas}",
+        shape.micro_batches,
+        losses,
+        *means,
+        1 - losses / job.workers,
+        lost,
+        said,
+    )
 
 
 def measure(job: PeerJob, view: ClusterView, config: SimpleNamespace) -> tuple[float, ...]:
     full = common.techniques(job, config.cap_factor)
     reroute = replace(full, split_backward=False, stagger_optimizer=False)
-    periods = [plan(view, job.costs, policy).period_us for policy in (reroute, replace(full, stagger_optimizer=False), full)]
+    periods = [
+        plan(view, job.costs, policy).period_us for policy in (reroute, replace(full, stagger_optimizer=False), full)
+    ]
     after = normalised(job, view, full, config, periods[-1])
     goal = min(1.0, job.fault_free_us / common.load_bound_us(job, after))
-    return (*(job.fault_free_us / period for period in periods), job.fault_free_us / plan(after, job.costs, full).period_us, goal)
+    return (
+        *(job.fault_free_us / period for period in periods),
+        job.fault_free_us / plan(after, job.costs, full).period_us,
+        goal,
+    )
 
 
 def normalised(job: PeerJob, view: ClusterView, policy: Policy, config: SimpleNamespace, period_us: int) -> ClusterView:
@@ -85,7 +110,12 @@ def draw(path: Path, table: Table, config: SimpleNamespace) -> None:
     figure, axes = common.canvas(1, len(config.models), 15.0, 4.4, title)
     colours = ("#c9d6e2", "#8fb8dc", "#4b8fc9", "#0b3c66")
     for axis, model in zip(axes[0], config.models):
-        common.frame(axis, f"{model['name']}, PP={model['stages']} x DP={model['replicas']}", "workers lost, at random", common.FRACTION)
+        common.frame(
+            axis,
+            f"{model['name']}, PP={model['stages']} x DP={model['replicas']}",
+            "workers lost, at random",
+            common.FRACTION,
+        )
         rows = [row for row in table.rows if (row[0], row[2]) == (model["name"], drawn) and row[4] is not None]
         for place, (step, colour) in enumerate(zip(STEPS, colours)):
             at = [number + 0.2 * (place - 1.5) for number in range(len(rows))]
@@ -93,7 +123,14 @@ def draw(path: Path, table: Table, config: SimpleNamespace) -> None:
         for number, row in enumerate(rows):
             goal, scaled = ("goal: min(1, load bound)", "fault-scaled") if not number else (None, None)
             axis.plot([number - 0.42, number + 0.42], [row[8]] * 2, color="#c62828", linewidth=1.4, label=goal)
-            axis.plot([number - 0.42, number + 0.42], [row[9]] * 2, color=common.INK, linewidth=1.2, linestyle=":", label=scaled)
+            axis.plot(
+                [number - 0.42, number + 0.42],
+                [row[9]] * 2,
+                color=common.INK,
+                linewidth=1.2,
+                linestyle=":",
+                label=scaled,
+            )
         axis.set_xticks(range(len(rows)), [str(row[3]) for row in rows])
         axis.set_ylim(0, None)
     common.legend_below(figure, axes[0][0], 6)

@@ -23,10 +23,17 @@ from recycle_plugin.simulator import simulate
 from recycle_plugin.simulator.peers import published
 
 COLUMNS = (
-    Column("schedule"), Column("M"), Column("cap"), Column("slots", OURS, 0), Column("slots", PUBLISHED, 0), Column("bound", OURS, 0),
-    Column("period with optimizer", OURS, 0), Column("period with optimizer", PUBLISHED, 0), Column("peak micro-batches per stage", OURS),
+    Column("schedule"),
+    Column("M"),
+    Column("cap"),
+    Column("slots", OURS, 0),
+    Column("slots", PUBLISHED, 0),
+    Column("bound", OURS, 0),
+    Column("period with optimizer", OURS, 0),
+    Column("period with optimizer", PUBLISHED, 0),
+    Column("peak micro-batches per stage", OURS),
     Column("remark"),
-)  # fmt: skip
+)
 
 
 def main() -> None:
@@ -45,16 +52,30 @@ def main() -> None:
         slots = short.span_us if staggered else short.period_us
         said = remark(periods, slots, whole.period_us)
         cap = "/".join(str(policy.cap(stage, config.stages)) for stage in range(config.stages))
-        table.add(name, config.micro_batches, cap, slots, periods[0], short.bound_us, whole.period_us, periods[1], peaks(whole), said)
+        table.add(
+            name,
+            config.micro_batches,
+            cap,
+            slots,
+            periods[0],
+            short.bound_us,
+            whole.period_us,
+            periods[1],
+            peaks(whole),
+            said,
+        )
         title = f"{name}, period {whole.period_us} slots with the optimizer"
         panels.append(Panel(title, timeline(whole, costs), dict.fromkeys(view.lost, -1), (1, "slots")))
         texts.append(f"{name}\n{draw_grid(timeline(whole, costs))}\n")
     folder = Path(config.run_dir)
     notes = [
-        f"PP={config.stages}, DP={config.replicas}, {config.micro_batches} micro-batches a pipeline, lost: {', '.join(config.lost)}",
+        f"PP={config.stages}, DP={config.replicas}, {config.micro_batches} micro-batches a pipeline, lost: "
+        f"{', '.join(config.lost)}",
         "one slot is one F, BI or BW",
-        "slots: first start to last end without the optimizer; the staggered schedule's figure is its period with the optimizer",
-        "published: ReCycle (SOSP'24); its memory is not stated, except that its zero-loss schedule holds 8 micro-batches on the lost stage",
+        "slots: first start to last end without the optimizer; the staggered schedule's figure is its period with the "
+        "optimizer",
+        "published: ReCycle (SOSP'24); its memory is not stated, except that its zero-loss schedule holds 8 "
+        "micro-batches on the lost stage",
     ]
     (folder / "schedules.txt").write_text("\n".join(texts))
     print("\n".join(texts))
@@ -79,7 +100,12 @@ def overlapping(topology: Topology, lost: tuple[Seat, ...], costs: CostModel, ca
     """Two steps in a row: only there a staggered optimizer is seen to close the gap between them."""
     chosen = [entry for entry in schedules(topology, lost, cap) if entry[0] in ("+ decoupled", "+ staggered")]
     return [
-        Panel(f"{name}, two steps", simulate(plan(view, costs, policy), costs, 2), dict.fromkeys(view.lost, -1), (1, "slots"))
+        Panel(
+            f"{name}, two steps",
+            simulate(plan(view, costs, policy), costs, 2),
+            dict.fromkeys(view.lost, -1),
+            (1, "slots"),
+        )
         for name, view, policy in chosen
     ]
 
@@ -97,7 +123,13 @@ def peaks(planned: Plan) -> str:
 
 def remark(known: tuple[int | None, int | None], slots: int, period: int) -> str:
     wanted, ours = (known[0], slots) if known[0] is not None else (known[1], period)
-    return "as published" if ours == wanted else f"{wanted - ours} slots better" if ours < wanted else f"short by {ours - wanted} slots"
+    return (
+        "as published"
+        if ours == wanted
+        else f"{wanted - ours} slots better"
+        if ours < wanted
+        else f"short by {ours - wanted} slots"
+    )
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from recycle_plugin.simulator.peers import (
     changes_of,
     published,
     replay,
-)  # fmt: skip
+)
 from recycle_plugin.simulator.peers.policy import label
 from recycle_plugin.simulator.peers.recycle import spread, techniques
 
@@ -41,19 +41,46 @@ RUN_COLOURS = (common.COLOURS["ours"], common.COLOURS["Oobleck"])
 OUT_OF_REACH = "out of reach for rerouting at this M"
 MEMORY = "no schedule within this memory meets it"
 STEADY = (
-    Column("model"), Column("M"), Column("GPUs"), Column("lost per stage"),
-    Column("ours/1F1B", OURS), Column("ours/own", OURS), Column("load bound", OURS), Column("bound", OURS), Column("of min(1,load)", OURS),
-    Column("refined", OURS), Column("refined, of it", OURS), Column("Oobleck", "simulated"), Column("cut anew", "predicted"),
-    Column("ReCycle", PUBLISHED), Column("Oobleck", PUBLISHED), Column("Bamboo", PUBLISHED), Column("remark"),
-)  # fmt: skip
+    Column("model"),
+    Column("M"),
+    Column("GPUs"),
+    Column("lost per stage"),
+    Column("ours/1F1B", OURS),
+    Column("ours/own", OURS),
+    Column("load bound", OURS),
+    Column("bound", OURS),
+    Column("of min(1,load)", OURS),
+    Column("refined", OURS),
+    Column("refined, of it", OURS),
+    Column("Oobleck", "simulated"),
+    Column("cut anew", "predicted"),
+    Column("ReCycle", PUBLISHED),
+    Column("Oobleck", PUBLISHED),
+    Column("Bamboo", PUBLISHED),
+    Column("remark"),
+)
 AVERAGES = (
-    Column("model"), Column("M"), Column("policy"), Column("average/1F1B", OURS), Column("without transitions", OURS),
-    Column("paused s", OURS, 0), Column("redone s", OURS, 1), Column("goal", OURS), Column("average", PUBLISHED), Column("remark"),
-)  # fmt: skip
+    Column("model"),
+    Column("M"),
+    Column("policy"),
+    Column("average/1F1B", OURS),
+    Column("without transitions", OURS),
+    Column("paused s", OURS, 0),
+    Column("redone s", OURS, 1),
+    Column("goal", OURS),
+    Column("average", PUBLISHED),
+    Column("remark"),
+)
 TRANSITIONS = (
-    Column("model"), Column("M"), Column("hour"), Column("GPUs"), Column("paused s", OURS, 2), Column("redone s", OURS, 2),
-    Column("samples/s after", OURS), Column("what", OURS),
-)  # fmt: skip
+    Column("model"),
+    Column("M"),
+    Column("hour"),
+    Column("GPUs"),
+    Column("paused s", OURS, 2),
+    Column("redone s", OURS, 2),
+    Column("samples/s after", OURS),
+    Column("what", OURS),
+)
 
 
 def main() -> None:
@@ -74,19 +101,26 @@ def main() -> None:
     notes = [
         *(jobs[model["name"], config.micro_batches[0]].profile.title for model in config.models),
         "M: micro-batches a step of each pipeline; at what M the published points were taken is not known",
-        "refined: after another search of refine_s seconds where the plan that is made at once misses the goal; the trace uses the latter",
+        "refined: after another search of refine_s seconds where the plan that is made at once misses the goal; the "
+        "trace uses the latter",
         "bound: of any schedule of this routing and memory; cut anew: planner.options' prediction",
         "Oobleck (simulated): its best instantiation, without transitions",
-        f"(published): {published.DIGITISED}; its big model's size is labelled 3.5B and 6.7B by the authors, ours is {config.models[-1]['name']}",
+        f"(published): {published.DIGITISED}; its big model's size is labelled 3.5B and 6.7B by the authors, ours is "
+        f"{config.models[-1]['name']}",
     ]
     steady.write(folder / "steady", notes)
-    pauses = "Oobleck's pauses: its artifact's, and those that ReCycle's figure implies, each with the running step lost"
+    pauses = (
+        "Oobleck's pauses: its artifact's, and those that ReCycle's figure implies, each with the running step lost"
+    )
     averages.write(folder / "trace", [*notes, pauses])
     transitions.write(folder / "transitions", quiet=True)
-    memory_table(config).write(folder / "memory", [
-        "of min(1, load bound), the least over 24 .. 15 GPUs",
-        "cap in units of PP, or as much as 90% of a device hold; an empty cell doesn't fit 40 GB",
-    ])  # fmt: skip
+    memory_table(config).write(
+        folder / "memory",
+        [
+            "of min(1, load bound), the least over 24 .. 15 GPUs",
+            "cap in units of PP, or as much as 90% of a device hold; an empty cell doesn't fit 40 GB",
+        ],
+    )
     for model in config.models:
         draw(folder, model, config, steady, jobs, runs)
     print("\n".join(verdict(steady, averages)))
@@ -103,21 +137,48 @@ def add_steady(table: Table, job: PeerJob, model: Mapping[str, Any], config: Sim
         plan = own.store.plan(view)
         speed = own.speed(view)
         ours, load = speed / job.fault_free, job.fault_free_us / common.load_bound_us(job, view)
-        anew = next((one.period_us for one in options(view, job.costs, policy, job.profile.layers) if one.name == "cut the layers anew"), None)
-        known = {system: published.fraction(system, model["published"], gpus) for system in ("ReCycle", "Oobleck", "Bamboo")}
+        anew = next(
+            (
+                one.period_us
+                for one in options(view, job.costs, policy, job.profile.layers)
+                if one.name == "cut the layers anew"
+            ),
+            None,
+        )
+        known = {
+            system: published.fraction(system, model["published"], gpus) for system in ("ReCycle", "Oobleck", "Bamboo")
+        }
         better = refine(plan, job.costs, config.refine_s) if config.refine_s and ours < GOAL * min(1.0, load) else plan
         refined = job.fault_free_us / better.period_us
         simulated, bound = oobleck.speed(gpus) / job.fault_free, job.fault_free_us / plan.bound_us
         table.add(
-            job.name, job.topology.micro_batches, gpus, lost, ours, speed / healthy, load, bound, ours / min(1.0, load),
-            refined, refined / min(1.0, load), simulated, anew and job.fault_free_us / anew,
-            *known.values(), remark(max(ours, refined), load, bound, known, simulated, anew and job.fault_free_us / anew),
-        )  # fmt: skip
+            job.name,
+            job.topology.micro_batches,
+            gpus,
+            lost,
+            ours,
+            speed / healthy,
+            load,
+            bound,
+            ours / min(1.0, load),
+            refined,
+            refined / min(1.0, load),
+            simulated,
+            anew and job.fault_free_us / anew,
+            *known.values(),
+            remark(max(ours, refined), load, bound, known, simulated, anew and job.fault_free_us / anew),
+        )
 
 
-def remark(ours: float, load: float, bound: float, known: Mapping[str, float | None], simulated: float, anew: float | None) -> str:
+def remark(
+    ours: float, load: float, bound: float, known: Mapping[str, float | None], simulated: float, anew: float | None
+) -> str:
     """Where we fall short, and why."""
-    points = {"published ReCycle": known["ReCycle"], "published Oobleck": known["Oobleck"], "simulated Oobleck": simulated}
+    points = {
+        "published ReCycle": known["ReCycle"],
+        "published Oobleck": known["Oobleck"],
+        "simulated Oobleck": simulated,
+    }
     ahead = [name for name, point in points.items() if point is not None and ours < point]
     beyond = [name for name in ahead if bound < points[name]]
     goal, said = GOAL * min(1.0, load), []
@@ -125,7 +186,10 @@ def remark(ours: float, load: float, bound: float, known: Mapping[str, float | N
         said.append(f"short of {GOAL:.0%} by {goal - ours:.3f}" + (f": {MEMORY}" if bound < goal else ""))
     said += [f"behind {name}" for name in ahead if name not in beyond]
     if beyond:
-        said.append(f"{OUT_OF_REACH}: {', '.join(beyond)}" + (f"; cutting the layers anew: {anew:.3f}, predicted" if anew else ""))
+        said.append(
+            f"{OUT_OF_REACH}: {', '.join(beyond)}"
+            + (f"; cutting the layers anew: {anew:.3f}, predicted" if anew else "")
+        )
     return "; ".join(said)
 
 
@@ -140,16 +204,25 @@ def policies(job: PeerJob, model: Mapping[str, Any], config: SimpleNamespace) ->
         FaultScaled(job.fault_free, job.workers),
         *(Oobleck(oobleck.speeds, job.batch, pause, job.workers, name) for name, pause in pauses),
         Oobleck(best.speeds, job.batch, model["artifact_pause_s"], job.workers, "Oobleck, best choice, its own pause"),
-        Bamboo.of_job(job), Bamboo.of_job(job, 0.32, "Bamboo, rate .32"), Bamboo.of_job(job, 0.25, "Bamboo, rate .25"),
-        ElasticBatching(job), RestartFromCheckpoint(job), CheckFreq(job), ElasticHorovod(job),
-    ]  # fmt: skip
+        Bamboo.of_job(job),
+        Bamboo.of_job(job, 0.32, "Bamboo, rate .32"),
+        Bamboo.of_job(job, 0.25, "Bamboo, rate .25"),
+        ElasticBatching(job),
+        RestartFromCheckpoint(job),
+        CheckFreq(job),
+        ElasticHorovod(job),
+    ]
 
 
-def add_averages(table: Table, transitions: Table, job: PeerJob, model: Mapping[str, Any], config: SimpleNamespace) -> list[Run]:
+def add_averages(
+    table: Table, transitions: Table, job: PeerJob, model: Mapping[str, Any], config: SimpleNamespace
+) -> list[Run]:
     changes, end_s = changes_of(published.TRACE, config.seed), 3600 * published.TRACE_ENDS_H
     found, goals = [], goals_by_gpus(job, config)
     ends = [*(hour for hour, _ in published.TRACE[1:]), published.TRACE_ENDS_H]
-    goal = sum((until - hour) * goals[gpus] for (hour, gpus), until in zip(published.TRACE, ends)) / published.TRACE_ENDS_H
+    goal = (
+        sum((until - hour) * goals[gpus] for (hour, gpus), until in zip(published.TRACE, ends)) / published.TRACE_ENDS_H
+    )
     for policy in policies(job, model, config):
         run = replay(policy, changes, job.workers, end_s)
         found.append(run)
@@ -157,7 +230,13 @@ def add_averages(table: Table, transitions: Table, job: PeerJob, model: Mapping[
         ours, first = run.average / job.fault_free, policy.name == "ReCycle, ours"
         said = ""
         if first:
-            capped = sum(min(one.samples / job.fault_free, goals[one.workers] * (one.end_s - one.start_s)) for one in run.segments) / end_s
+            capped = (
+                sum(
+                    min(one.samples / job.fault_free, goals[one.workers] * (one.end_s - one.start_s))
+                    for one in run.segments
+                )
+                / end_s
+            )
             said = "goal met" if ours >= GOAL * goal else f"short of {GOAL:.0%} of the goal by {GOAL * goal - ours:.3f}"
             said += f"; {capped / goal:.3f} of it where no segment counts for more than its own goal"
         if not first and ours > found[0].average / job.fault_free and "scaled" not in policy.name:
@@ -166,15 +245,29 @@ def add_averages(table: Table, transitions: Table, job: PeerJob, model: Mapping[
         comparable = first or policy.name in ("fault-scaled", "Bamboo", IMPLIED)
         shown = known / published.FAULT_FREE[model["published"]] if known and comparable else None
         table.add(
-            job.name, job.topology.micro_batches, label(policy), ours, run.average_without_transitions / job.fault_free, run.paused_s,
-            run.lost_s, goal if first else None, shown, said,
-        )  # fmt: skip
+            job.name,
+            job.topology.micro_batches,
+            label(policy),
+            ours,
+            run.average_without_transitions / job.fault_free,
+            run.paused_s,
+            run.lost_s,
+            goal if first else None,
+            shown,
+            said,
+        )
     for segment in found[0].segments[1:]:
         before = found[0].segments[found[0].segments.index(segment) - 1]
         transitions.add(
-            job.name, job.topology.micro_batches, f"{segment.start_s / 3600:.2f}", segment.workers, segment.paused_s, before.lost_s, segment.speed,
+            job.name,
+            job.topology.micro_batches,
+            f"{segment.start_s / 3600:.2f}",
+            segment.workers,
+            segment.paused_s,
+            before.lost_s,
+            segment.speed,
             segment.opening,
-        )  # fmt: skip
+        )
     return found
 
 
@@ -187,7 +280,12 @@ def memory_table(config: SimpleNamespace) -> Table:
         for micro_batches in config.micro_batches:
             job = common.job_of(model, config.replicas, config.stages, micro_batches)
             larger = [replace(job, memory_limit=1e9 * size) for size in config.devices_gb]
-            table.add(job.name, micro_batches, *(worst_of_goal(job, factor) for factor in config.caps), *(worst_of_goal(one, None) for one in larger))
+            table.add(
+                job.name,
+                micro_batches,
+                *(worst_of_goal(job, factor) for factor in config.caps),
+                *(worst_of_goal(one, None) for one in larger),
+            )
     return table
 
 
@@ -197,16 +295,24 @@ def worst_of_goal(job: PeerJob, factor: float | None) -> float | None:
     except ValueError:
         return None
     views = [spread(job, job.workers - gpus, own.techniques) for gpus in published.GPUS]
-    return min(own.speed(view) / job.fault_free / min(1.0, job.fault_free_us / common.load_bound_us(job, view)) for view in views)
+    return min(
+        own.speed(view) / job.fault_free / min(1.0, job.fault_free_us / common.load_bound_us(job, view))
+        for view in views
+    )
 
 
 def goals_by_gpus(job: PeerJob, config: SimpleNamespace) -> dict[int, float]:
     """min(1, load bound) by number of GPUs, losses spread evenly."""
     policy = common.techniques(job, config.cap_factor)
-    return {gpus: min(1.0, job.fault_free_us / common.load_bound_us(job, spread(job, job.workers - gpus, policy))) for gpus in published.GPUS}
+    return {
+        gpus: min(1.0, job.fault_free_us / common.load_bound_us(job, spread(job, job.workers - gpus, policy)))
+        for gpus in published.GPUS
+    }
 
 
-def draw(folder: Path, model: Mapping[str, Any], config: SimpleNamespace, steady: Table, jobs: Mapping, runs: Mapping) -> None:
+def draw(
+    folder: Path, model: Mapping[str, Any], config: SimpleNamespace, steady: Table, jobs: Mapping, runs: Mapping
+) -> None:
     name, drawn = model["name"], config.drawn if config.drawn in config.micro_batches else config.micro_batches[0]
     title = f"{name} on 24 GPUs, DP=6 x PP=4: ours (simulated, {jobs[name, drawn].profile.origin} costs) beside published curves"
     figure, axes = common.canvas(3, 1, 12.5, 3.6, title, heights=(1.25, 1.15, 0.55))
@@ -227,14 +333,23 @@ def draw_steady(axes: Any, model: Mapping[str, Any], config: SimpleNamespace, st
     for micro_batches, shade in zip(config.micro_batches, common.SHADES):
         rows = [row for row in steady.rows if row[:2] == (model["name"], micro_batches)]
         gpus = [row[2] for row in rows]
-        axes.plot(gpus, [row[9] for row in rows], color=shade, marker="o", markersize=4, label=f"ours, M={micro_batches}")
+        axes.plot(
+            gpus, [row[9] for row in rows], color=shade, marker="o", markersize=4, label=f"ours, M={micro_batches}"
+        )
         axes.plot(gpus, [min(row[6], 1.0) for row in rows], color=shade, linestyle=":", linewidth=1.4)
     axes.plot([], [], color=common.INK, linestyle=":", label="goal: min(1, load bound)")
     for system in ("ReCycle", "Oobleck", "Bamboo", "fault-scaled"):
         points = [(gpus, published.fraction(system, model["published"], gpus)) for gpus in published.GPUS]
         points = [point for point in points if point[1] is not None]
         if points:
-            axes.plot(*zip(*points), color=common.COLOURS[system], marker="s", markersize=4, linestyle="--", label=f"{system}, published")
+            axes.plot(
+                *zip(*points),
+                color=common.COLOURS[system],
+                marker="s",
+                markersize=4,
+                linestyle="--",
+                label=f"{system}, published",
+            )
     axes.invert_xaxis()
     axes.set_xticks(list(published.GPUS))
     axes.legend(fontsize=8.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -242,18 +357,28 @@ def draw_steady(axes: Any, model: Mapping[str, Any], config: SimpleNamespace, st
 
 def draw_trace(axes: Any, job: PeerJob, runs: list[Run], model: Mapping[str, Any], micro_batches: int) -> None:
     healthy = published.FAULT_FREE[model["published"]]
-    common.frame(axes, f"over the trace, ours at M={micro_batches}; averages hold every transition", "", common.FRACTION)
+    common.frame(
+        axes, f"over the trace, ours at M={micro_batches}; averages hold every transition", "", common.FRACTION
+    )
     for run, name, colour, alpha in zip(drawn_runs(runs), ("ours", "Oobleck, simulated"), RUN_COLOURS, (1.0, 0.45)):
         hours = [segment.start_s / 3600 for segment in run.segments] + [run.segments[-1].end_s / 3600]
         speeds = [segment.speed / job.fault_free for segment in run.segments]
         said = f"{name}\n  average {run.average / job.fault_free:.3f}"
-        axes.step(hours, [*speeds, speeds[-1]], where="post", color=colour, linewidth=1.8, alpha=alpha, zorder=4, label=said)
+        axes.step(
+            hours, [*speeds, speeds[-1]], where="post", color=colour, linewidth=1.8, alpha=alpha, zorder=4, label=said
+        )
     for system in ("ReCycle", "Oobleck", "Bamboo"):
         points = published.curve(system, model["published"])
         if points:
             average = published.AVERAGES[system, model["published"]] / healthy
-            axes.plot(*zip(*[(hour, speed / healthy) for hour, speed in points]), color=common.COLOURS[system], linewidth=1.3, linestyle="--",
-                      label=f"{system}, published\n  average {average:.3f}", zorder=3)  # fmt: skip
+            axes.plot(
+                *zip(*[(hour, speed / healthy) for hour, speed in points]),
+                color=common.COLOURS[system],
+                linewidth=1.3,
+                linestyle="--",
+                label=f"{system}, published\n  average {average:.3f}",
+                zorder=3,
+            )
     axes.set_xlim(0, published.TRACE_ENDS_H)
     axes.set_ylim(0, None)
     axes.legend(fontsize=8.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -265,7 +390,13 @@ def draw_transitions(axes: Any, runs: list[Run]) -> None:
     names = ("ours", "Oobleck, simulated,\n  pauses implied by\n  ReCycle's figure")
     for run, colour, name, shift in zip(drawn_runs(runs), RUN_COLOURS, names, (-0.008, 0.008)):
         cost = [segment.paused_s + before.lost_s for before, segment in zip(run.segments, run.segments[1:])]
-        axes.bar([segment.start_s / 3600 + shift for segment in run.segments[1:]], cost, width=0.016, color=colour, label=name)
+        axes.bar(
+            [segment.start_s / 3600 + shift for segment in run.segments[1:]],
+            cost,
+            width=0.016,
+            color=colour,
+            label=name,
+        )
     axes.set_xlim(0, published.TRACE_ENDS_H)
     axes.set_yscale("log")
     axes.set_ylim(1, None)
@@ -277,7 +408,8 @@ def verdict(steady: Table, averages: Table) -> list[str]:
     rows = steady.rows
     short, first = [row for row in rows if row[10] < GOAL], [row for row in rows if row[8] < GOAL]
     lines = [
-        f"goal per number of GPUs ({GOAL:.0%} of min(1, load bound)): met in {len(rows) - len(short)} of {len(rows)} rows after refining, "
+        f"goal per number of GPUs ({GOAL:.0%} of min(1, load bound)): met in {len(rows) - len(short)} of {len(rows)} "
+        "rows after refining, "
         f"in {len(rows) - len(first)} by the plan made at once"
     ]
     held = sum(MEMORY in row[-1] for row in rows)
@@ -289,10 +421,20 @@ def verdict(steady: Table, averages: Table) -> list[str]:
     for place, system in ((13, "ReCycle"), (14, "Oobleck")):
         for model in dict.fromkeys(row[0] for row in rows):
             for micro_batches in dict.fromkeys(row[1] for row in rows):
-                behind = [str(row[2]) for row in rows if row[:2] == (model, micro_batches) and row[place] is not None and row[9] < row[place]]
+                behind = [
+                    str(row[2])
+                    for row in rows
+                    if row[:2] == (model, micro_batches) and row[place] is not None and row[9] < row[place]
+                ]
                 if behind:
-                    lines.append(f"  published {system} ahead of ours: {model}, M={micro_batches}, at {', '.join(behind)} GPUs")
-    lines += [f"  {row[2]} ahead of ours over the trace: {row[0]}, M={row[1]}" for row in averages.rows if row[-1] == "ahead of ours"]
+                    lines.append(
+                        f"  published {system} ahead of ours: {model}, M={micro_batches}, at {', '.join(behind)} GPUs"
+                    )
+    lines += [
+        f"  {row[2]} ahead of ours over the trace: {row[0]}, M={row[1]}"
+        for row in averages.rows
+        if row[-1] == "ahead of ours"
+    ]
     return lines
 
 

@@ -21,10 +21,22 @@ from recycle_plugin.planner import plan, warm
 from recycle_plugin.simulator.peers import PeerJob
 
 COLUMNS = (
-    Column("model"), Column("GPUs"), Column("PP x DP x TP"), Column("M"), Column("failed"), Column("seats lost"),
-    Column("as it fell", OURS), Column("spread", OURS), Column("spread/own", OURS), Column("min(1,load)", OURS), Column("of it", OURS),
-    Column("gap to bound", OURS), Column("fault-scaled GPUs", OURS), Column("plan ms", OURS, 0), Column("remark"),
-)  # fmt: skip
+    Column("model"),
+    Column("GPUs"),
+    Column("PP x DP x TP"),
+    Column("M"),
+    Column("failed"),
+    Column("seats lost"),
+    Column("as it fell", OURS),
+    Column("spread", OURS),
+    Column("spread/own", OURS),
+    Column("min(1,load)", OURS),
+    Column("of it", OURS),
+    Column("gap to bound", OURS),
+    Column("fault-scaled GPUs", OURS),
+    Column("plan ms", OURS, 0),
+    Column("remark"),
+)
 GOAL = 0.99
 
 
@@ -39,8 +51,14 @@ def main() -> None:
                 for part in config.failed:
                     add(table, job, unit, part, config)
     notes = [common.profile_of(model).title for model in config.models]
-    notes += ["as it fell: random seats; spread: the same number spread over the stages as normalisation would, without the cost of its copies"]
-    notes += ["plan ms: from membership to verified plan on one core, spread; M: micro-batches a step of each pipeline; memory as the device has it"]
+    notes += [
+        "as it fell: random seats; spread: the same number spread over the stages as normalisation would, without the "
+        "cost of its copies"
+    ]
+    notes += [
+        "plan ms: from membership to verified plan on one core, spread; M: micro-batches a step of each pipeline; "
+        "memory as the device has it"
+    ]
     folder = Path(config.run_dir)
     short = [row for row in table.rows if row[10] is not None and row[10] < GOAL]
     notes += [f"short of {GOAL:.0%} of min(1, load bound) in {len(short)} of {len(table.rows)} rows"]
@@ -63,9 +81,22 @@ def add(table: Table, job: PeerJob, unit: str, part: float, config) -> None:
     said = [f"stage {fell.empty_stages()[0]} lost without normalisation"] if fell.empty_stages() else []
     said += ["below fault-scaled"] if ours < failed else []
     table.add(
-        job.name, job.workers * tensor, f"{shape.stages} x {shape.replicas} x {tensor}", shape.micro_batches, f"{part:.0%} of {unit}s", len(lost),
-        as_it_fell, ours, own / planned.period_us, goal, ours / goal, planned.gap, failed, took, "; ".join(said),
-    )  # fmt: skip
+        job.name,
+        job.workers * tensor,
+        f"{shape.stages} x {shape.replicas} x {tensor}",
+        shape.micro_batches,
+        f"{part:.0%} of {unit}s",
+        len(lost),
+        as_it_fell,
+        ours,
+        own / planned.period_us,
+        goal,
+        ours / goal,
+        planned.gap,
+        failed,
+        took,
+        "; ".join(said),
+    )
 
 
 def failed_seats(job: PeerJob, unit: str, part: float, seed: int) -> list[Seat]:
@@ -82,7 +113,10 @@ def spread_evenly(job: PeerJob, losses: int) -> ClusterView:
     live = [job.topology.replicas] * job.topology.stages
     lost = []
     for _ in range(losses):
-        stage = min(range(len(live)), key=lambda stage: (job.load_us[stage] / (live[stage] - 1) if live[stage] > 1 else float("inf"), stage))
+        stage = min(
+            range(len(live)),
+            key=lambda stage: (job.load_us[stage] / (live[stage] - 1) if live[stage] > 1 else float("inf"), stage),
+        )
         live[stage] -= 1
         lost.append(Seat((live[stage] + stage) % job.topology.replicas, stage))
     return job.topology.full().without(*lost)
@@ -100,12 +134,22 @@ def draw(path: Path, table: Table, config) -> None:
         for place, (part, colour) in enumerate(zip(config.failed, colours)):
             rows = [row for row in table.rows if row[3] == drawn and row[4] == f"{part:.0%} of {unit}s"]
             at = [number + 0.25 * (place - 1) for number in range(len(rows))]
-            axis.bar(at, [row[7] for row in rows], width=0.23, color=colour, label=f"{part:.0%} failed, spread by normalisation")
+            axis.bar(
+                at,
+                [row[7] for row in rows],
+                width=0.23,
+                color=colour,
+                label=f"{part:.0%} failed, spread by normalisation",
+            )
             for x, row in zip(at, rows):
                 named = x == at[0] and not place
-                goal, scaled, fell = ("goal: min(1, load bound)", "fault-scaled", "as it fell") if named else (None, None, None)
+                goal, scaled, fell = (
+                    ("goal: min(1, load bound)", "fault-scaled", "as it fell") if named else (None, None, None)
+                )
                 axis.plot([x - 0.11, x + 0.11], [row[9]] * 2, color="#c62828", linewidth=1.5, label=goal)
-                axis.plot([x - 0.11, x + 0.11], [row[12]] * 2, color=common.INK, linewidth=1.2, linestyle=":", label=scaled)
+                axis.plot(
+                    [x - 0.11, x + 0.11], [row[12]] * 2, color=common.INK, linewidth=1.2, linestyle=":", label=scaled
+                )
                 if row[6] is not None:
                     axis.plot([x], [row[6]], marker="o", markersize=4, color="#e07b39", linestyle="none", label=fell)
         axis.set_xticks(range(len(names)), [f"{name}\n{gpus} GPUs" for name, gpus in names])

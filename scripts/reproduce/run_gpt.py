@@ -56,18 +56,37 @@ def check(job: TrainingJob) -> None:
     if not isinstance(job.model, GPTModel):
         raise SystemExit("run_gpt: model.kind is emulated; choose an experiment with a GPT")
     columns = (
-        Column("stage"), Column("layers"), Column("parameters, M", "", 1), Column("state GB", "", 2), Column("undo GB", "", 2),
-        Column("one micro-batch GB", "", 2), Column("held"), Column("all GB", "", 1),
-    )  # fmt: skip
+        Column("stage"),
+        Column("layers"),
+        Column("parameters, M", "", 1),
+        Column("state GB", "", 2),
+        Column("undo GB", "", 2),
+        Column("one micro-batch GB", "", 2),
+        Column("held"),
+        Column("all GB", "", 1),
+    )
     table = Table(f"{job.workers} workers: DP={job.topology.replicas} x PP={job.topology.stages}, fp32", columns)
     for stage, worker in enumerate(workers_on_meta(job)):
         parts = (worker.state_bytes, worker.undo_bytes, worker.activation_bytes)
-        table.add(stage, worker.layers, worker.parameters / 1e6, *(size / 1e9 for size in parts), worker.held, worker.bytes / 1e9)
+        table.add(
+            stage,
+            worker.layers,
+            worker.parameters / 1e6,
+            *(size / 1e9 for size in parts),
+            worker.held,
+            worker.bytes / 1e9,
+        )
     faults = job.recycle["faults"]
-    print(table.text([
-        "state: fp32 weights, gradients, Adam's moments; undo: what takes a step back; activations: an estimate, attention not fused",
-        f"kills: {', '.join(faults) or 'none'}", "nothing was trained: start it with deepspeed … --module recycle_plugin.launch",
-    ]))  # fmt: skip
+    print(
+        table.text(
+            [
+                "state: fp32 weights, gradients, Adam's moments; undo: what takes a step back; activations: an "
+                "estimate, attention not fused",
+                f"kills: {', '.join(faults) or 'none'}",
+                "nothing was trained: start it with deepspeed … --module recycle_plugin.launch",
+            ]
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -124,7 +143,10 @@ def stages_on_meta(job: TrainingJob) -> list[tuple[int, int]]:
     try:
         specs = gpt_layers(GPTShape(**job.model.model_dump(exclude={"kind"})), seed=job.seed)
         with torch.device("meta"):
-            counts = [sum(parameter.numel() for parameter in spec.build().parameters()) for spec in (specs[0], specs[1], specs[-1])]
+            counts = [
+                sum(parameter.numel() for parameter in spec.build().parameters())
+                for spec in (specs[0], specs[1], specs[-1])
+            ]
     finally:
         if alone:
             dist.destroy_process_group()
@@ -134,7 +156,10 @@ def stages_on_meta(job: TrainingJob) -> list[tuple[int, int]]:
 
 
 def activation_bytes(job: TrainingJob) -> int:
-    """Of one layer and micro-batch: 34 bytes a token and hidden unit in bf16 (Korthikanti et al. 2022) and the attention scores, doubled for fp32."""
+    """Of one layer and micro-batch: 34 bytes a token and hidden unit in bf16 (Korthikanti et al.
+
+    2022) and the attention scores, doubled for fp32.
+    """
     model = job.model
     tokens = model.sequence * job.micro_batch_size
     return 2 * (34 * tokens * model.hidden + 5 * model.heads * model.sequence * tokens)

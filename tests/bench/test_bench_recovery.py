@@ -38,8 +38,12 @@ def test_a_kill_in_a_real_job_is_measured(bench, server, tmp_path, monkeypatch, 
     (kill,) = result["kills"]
     assert kill["detection_s"] > 0 and kill["regroup_s"] > kill["plan_s"] >= 0
     assert kill["after_s"] > kill["before_s"]
-    assert (kill["redone_s"] > 0) == (kill["redone_share"] > 0) and kill["redone_share"] < 0.5, "half of the workers cannot have done more"
+    assert (kill["redone_s"] > 0) == (kill["redone_share"] > 0) and kill["redone_share"] < 0.5, (
+        "half of the workers cannot have done more"
+    )
     assert 0 <= kill["finished_share"] <= kill["restart_share"]
-    assert kill["cost_s"] == pytest.approx(sum(kill[share] for share in ("detection_s", "regroup_s", "redone_s", "rest_s")))
+    assert kill["cost_s"] == pytest.approx(
+        sum(kill[share] for share in ("detection_s", "regroup_s", "redone_s", "rest_s"))
+    )
     said = capsys.readouterr().out
     assert "stall" in said and "again %  done % restart %" in said

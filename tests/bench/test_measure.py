@@ -22,8 +22,18 @@ def events(stall_s: float, before_s: float = 1.0, after_s: float = 2.0) -> list[
     log = [{"event": "committed", "step": step, "time": step * before_s} for step in range(1, 7)]
     killed = 6.5 * before_s
     log.append({"event": "lost", "seat": str(LOST), "time": killed + 0.03})
-    log.append({"event": "resume", "committed": 6, "ahead": 0, "time": killed + 0.05, "timings": {"plan_s": 0.01, "notice_s": 0.0}})
-    return log + [{"event": "committed", "step": 6 + n, "time": killed + stall_s + (n - 0.5) * after_s} for n in range(1, 8)]
+    log.append(
+        {
+            "event": "resume",
+            "committed": 6,
+            "ahead": 0,
+            "time": killed + 0.05,
+            "timings": {"plan_s": 0.01, "notice_s": 0.0},
+        }
+    )
+    return log + [
+        {"event": "committed", "step": 6 + n, "time": killed + stall_s + (n - 0.5) * after_s} for n in range(1, 8)
+    ]
 
 
 def ran(seat: str, text: str, at_s: float, took_s: float) -> Span:
@@ -31,12 +41,32 @@ def ran(seat: str, text: str, at_s: float, took_s: float) -> Span:
 
 
 def step_7() -> list[Span]:
-    """Two micro-batches of each replica, F 0.1 s, I 0.1 s, W 0.05 s.  0.1 had two F and an I behind it when it was killed, and
-    was at the next I, which has left no trace; 1.1 runs both micro-batches.  0.0 makes an activation once more, a little slower."""
-    before = [ran("0.0", "0F0.0@7", 6.0, 0.1), ran("0.0", "0F0.1@7", 6.1, 0.1), ran("0.1", "1F0.0@7", 6.1, 0.1), ran("0.1", "1F0.1@7", 6.2, 0.1),
-              ran("0.1", "1I0.0@7", 6.3, 0.1), ran("1.0", "0F1.0@7", 6.0, 0.1), ran("1.1", "1F1.0@7", 6.45, 0.1)]  # fmt: skip
-    again = [ran("1.1", "1F0.0@7", 6.6, 0.1), ran("1.1", "1F0.1@7", 6.7, 0.1), ran("1.1", "1I0.0@7", 6.8, 0.1), ran("0.0", "0F0.1@7", 6.6, 0.15)]
-    rest = [ran("1.1", "1I0.1@7", 6.9, 0.1), ran("1.1", "1W0.0@7", 7.0, 0.05), ran("1.1", "1REDUCE@7", 7.05, 0.1), ran("0.0", "0F0.0@8", 7.2, 0.1)]
+    """Two micro-batches of each replica, F 0.1 s, I 0.1 s, W 0.05 s.
+
+    0.1 had two F and an I behind it when it was killed, and was at the next I, which has left no trace; 1.1 runs both
+    micro-batches.  0.0 makes an activation once more, a little slower.
+    """
+    before = [
+        ran("0.0", "0F0.0@7", 6.0, 0.1),
+        ran("0.0", "0F0.1@7", 6.1, 0.1),
+        ran("0.1", "1F0.0@7", 6.1, 0.1),
+        ran("0.1", "1F0.1@7", 6.2, 0.1),
+        ran("0.1", "1I0.0@7", 6.3, 0.1),
+        ran("1.0", "0F1.0@7", 6.0, 0.1),
+        ran("1.1", "1F1.0@7", 6.45, 0.1),
+    ]
+    again = [
+        ran("1.1", "1F0.0@7", 6.6, 0.1),
+        ran("1.1", "1F0.1@7", 6.7, 0.1),
+        ran("1.1", "1I0.0@7", 6.8, 0.1),
+        ran("0.0", "0F0.1@7", 6.6, 0.15),
+    ]
+    rest = [
+        ran("1.1", "1I0.1@7", 6.9, 0.1),
+        ran("1.1", "1W0.0@7", 7.0, 0.05),
+        ran("1.1", "1REDUCE@7", 7.05, 0.1),
+        ran("0.0", "0F0.0@8", 7.2, 0.1),
+    ]
     return before + again + rest
 
 
@@ -45,7 +75,9 @@ def test_what_is_run_again_is_what_has_two_spans():
     assert (cost.before_s, cost.after_s, cost.phase) == pytest.approx((1.0, 2.0, 0.5))
     assert cost.redone_s == pytest.approx(0.3), "of 1.1; 0.0 had less, and nobody ran it after the other"
     assert cost.redone_share == pytest.approx(0.45 / (0.1 + 0.15 + 0.1 + 0.1 + 0.1 + 0.1 + 0.1 + 0.1 + 0.05))
-    assert cost.restart_share == pytest.approx(0.7 / 0.9), "seven had been run, one of them a little quicker than when it was again"
+    assert cost.restart_share == pytest.approx(0.7 / 0.9), (
+        "seven had been run, one of them a little quicker than when it was again"
+    )
     assert cost.finished_share == pytest.approx(0.3 / 0.9)
     assert cost.cost_s == pytest.approx(0.55) and cost.stall_s == pytest.approx(0.25)
 
@@ -55,7 +87,15 @@ def events_of_two_kills() -> list[dict]:
     log = [event for event in events(0.55) if event.get("step", 0) <= 12]
     killed = log[-1]["time"] + 1.0
     log.append({"event": "lost", "seat": "1.0", "time": killed + 0.02})
-    log.append({"event": "resume", "committed": 12, "ahead": 1, "time": killed + 0.06, "timings": {"plan_s": 0.02, "notice_s": 0.0}})
+    log.append(
+        {
+            "event": "resume",
+            "committed": 12,
+            "ahead": 1,
+            "time": killed + 0.06,
+            "timings": {"plan_s": 0.02, "notice_s": 0.0},
+        }
+    )
     return log + [{"event": "committed", "step": 12 + n, "time": killed + 0.1 + n * 4.0} for n in range(1, 8)]
 
 
@@ -87,10 +127,20 @@ def test_a_run_that_ends_too_early_is_no_measurement():
         intervals({1: 1.0, 3: 3.0}, 1, 3)
 
 
-@pytest.mark.parametrize("constants", [Constants(0, 0, 0, 0), Constants(dispatch=120, communication=700, reduce=2500, step=900)])
+@pytest.mark.parametrize(
+    "constants", [Constants(0, 0, 0, 0), Constants(dispatch=120, communication=700, reduce=2500, step=900)]
+)
 def test_calibration_finds_the_constants_that_a_trace_was_made_with(constants):
     nominal = 20_000
-    costs = CostModel((nominal,) * 2, (nominal,) * 2, (nominal,) * 2, constants.communication, (constants.reduce,) * 2, (constants.step,) * 2, constants.dispatch)
+    costs = CostModel(
+        (nominal,) * 2,
+        (nominal,) * 2,
+        (nominal,) * 2,
+        constants.communication,
+        (constants.reduce,) * 2,
+        (constants.step,) * 2,
+        constants.dispatch,
+    )
     plan = planner.plan(Topology(replicas=2, stages=2, micro_batches=4).full(), costs, Policy())
     assert calibrate(simulate(plan, costs, steps=8), nominal) == constants
 

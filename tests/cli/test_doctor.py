@@ -40,7 +40,10 @@ def test_the_documents_example(doctor) -> None:
 
 
 @pytest.mark.parametrize("more", ["", "--preset gpt3_medium"])
-@pytest.mark.parametrize("config", [HEALTHY, {**SIZES, "zero_optimization": {"stage": 1}, "recycle": {"split_backward": False, "activation_cap": 8}}])
+@pytest.mark.parametrize(
+    "config",
+    [HEALTHY, {**SIZES, "zero_optimization": {"stage": 1}, "recycle": {"split_backward": False, "activation_cap": 8}}],
+)
 def test_text_fits_a_page_whatever_the_names(doctor, config, more) -> None:
     hosts = {f"a-very-long-name-of-a-host-{number}.in.a.cluster.example.org": 6 for number in range(9)}
     _, text = doctor(config, f"--pp 6 --dp 9 {more}", hosts)
@@ -50,22 +53,38 @@ def test_text_fits_a_page_whatever_the_names(doctor, config, more) -> None:
 # --- figures ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("section", [{"enabled": True}, {"enabled": True, "activation_cap": "1f1b", "costs": {"forward_ms": [1, 2, 1, 1], "communication_ms": 0.5}}])
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"enabled": True},
+        {"enabled": True, "activation_cap": "1f1b", "costs": {"forward_ms": [1, 2, 1, 1], "communication_ms": 0.5}},
+    ],
+)
 def test_slowdowns_are_the_planners(doctor, section) -> None:
     found = data(doctor, {**HEALTHY, "recycle": section}, "--pp 4 --dp 3", {"a": 3, "b": 4, "c": 5})
     costs, policy = CostModel.uniform(4, 1000, 1000, 1000), Policy()
     if "costs" in section:
-        costs, policy = replace(costs, forward=(1000, 2000, 1000, 1000), communication=500), Policy(activation_cap="1f1b")
+        costs, policy = (
+            replace(costs, forward=(1000, 2000, 1000, 1000), communication=500),
+            Policy(activation_cap="1f1b"),
+        )
     full = Topology(3, 4, 6).full()
     free = planner.plan(full, costs, policy).period_us
     for case in found["slowdown"]["cases"]:
         view = full.without(*map(Seat.parse, case["seats"]))
         planned = planner.plan(view, costs, policy)
         assert (case["period_us"], case["bound_us"]) == (planned.period_us, planned.bound_us)
-        assert (case["slowdown"], case["bound"]) == (round(planned.period_us / free, 4), round(planned.bound_us / free, 4))
+        assert (case["slowdown"], case["bound"]) == (
+            round(planned.period_us / free, 4),
+            round(planned.bound_us / free, 4),
+        )
         best = planner.options(view, costs, policy)[0]
         hurt = planned.period_us > free and best.name != "reroute"
-        assert case["faster"] == ({"name": best.name, "period_us": best.period_us, "slowdown": round(best.period_us / free, 4)} if hurt else None)
+        assert case["faster"] == (
+            {"name": best.name, "period_us": best.period_us, "slowdown": round(best.period_us / free, 4)}
+            if hurt
+            else None
+        )
     each = [planner.plan(full.without(Seat(0, stage)), costs, policy).period_us for stage in range(4)]
     assert found["slowdown"]["each_stage"] == [round(period / free, 4) for period in each]
     worst = next(case for case in found["slowdown"]["cases"] if "at worst" in case["lost"])
@@ -79,23 +98,41 @@ def test_each_kind_of_loss_comes_once(doctor) -> None:
     assert [len(case["seats"]) for case in cases] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 16]
     kinds = [tuple(sorted(case["seats"])) for case in cases]
     assert len(set(kinds)) == len(kinds)
-    assert [case["lost"] for case in data(doctor, HEALTHY, "--pp 1 --dp 2")["slowdown"]["cases"]] == ["nobody", "one worker of any stage"]
+    assert [case["lost"] for case in data(doctor, HEALTHY, "--pp 1 --dp 2")["slowdown"]["cases"]] == [
+        "nobody",
+        "one worker of any stage",
+    ]
 
 
 def test_hosts_that_lose_the_same_are_told_together(doctor) -> None:
-    """Of six hosts with half a stage each, three stages: the first has the coordinator, the others are alike by stage."""
+    """Of six hosts with half a stage each, three stages: the first has the coordinator, the others are alike by
+    stage.
+    """
     cases = data(doctor, HEALTHY, "--pp 3 --dp 4", {name: 2 for name in "abcdef"})["slowdown"]["cases"]
     assert {case["lost"]: case["hosts"] for case in cases if "hosts" in case} == {
-        "host b": ["b"], "host c (+1 alike)": ["c", "d"], "host e (+1 alike)": ["e", "f"],
-    }  # fmt: skip
+        "host b": ["b"],
+        "host c (+1 alike)": ["c", "d"],
+        "host e (+1 alike)": ["e", "f"],
+    }
 
 
-@pytest.mark.parametrize("cap, says", [(2, "one loss costs 1.48x; 4 micro-batches: nothing"), (4, "one loss costs 1.43x; 7 micro-batches: 1.29x"), (7, "7 is enough: from 7")])
+@pytest.mark.parametrize(
+    "cap, says",
+    [
+        (2, "one loss costs 1.48x; 4 micro-batches: nothing"),
+        (4, "one loss costs 1.43x; 7 micro-batches: 1.29x"),
+        (7, "7 is enough: from 7"),
+    ],
+)
 def test_the_least_cap_is_the_least(doctor, cap, says) -> None:
     """In memory for 2 micro-batches the step is slow as it is, so that little memory makes up for a loss."""
     config = {**HEALTHY, "recycle": {"enabled": True, "activation_cap": cap}}
-    row = next(row for row in data(doctor, config, "--pp 4 --dp 3")["settings"] if row["setting"] == "recycle.activation_cap")
-    free = planner.plan(Topology(3, 4, 6).full(), CostModel.uniform(4, 1000, 1000, 1000), Policy(activation_cap=cap)).period_us
+    row = next(
+        row for row in data(doctor, config, "--pp 4 --dp 3")["settings"] if row["setting"] == "recycle.activation_cap"
+    )
+    free = planner.plan(
+        Topology(3, 4, 6).full(), CostModel.uniform(4, 1000, 1000, 1000), Policy(activation_cap=cap)
+    ).period_us
     goal = max(free, one_loss(18))
     assert row["period_one_lost_us"] == one_loss(cap) and row["period_one_lost_us_changed"] == one_loss(row["least"])
     assert one_loss(row["least"]) <= goal < one_loss(row["least"] - 1)
@@ -104,10 +141,15 @@ def test_the_least_cap_is_the_least(doctor, cap, says) -> None:
 
 def one_loss(cap: int, **changed: bool) -> int:
     full, costs = Topology(3, 4, 6).full(), CostModel.uniform(4, 1000, 1000, 1000)
-    return max(planner.plan(full.without(Seat(0, stage)), costs, Policy(activation_cap=cap, **changed)).period_us for stage in range(4))
+    return max(
+        planner.plan(full.without(Seat(0, stage)), costs, Policy(activation_cap=cap, **changed)).period_us
+        for stage in range(4)
+    )
 
 
-@pytest.mark.parametrize("off, changed", [("split_backward", {"split_backward": False}), ("gradient_clipping", {"validate": True})])
+@pytest.mark.parametrize(
+    "off, changed", [("split_backward", {"split_backward": False}), ("gradient_clipping", {"validate": True})]
+)
 def test_a_setting_that_costs_says_how_much(doctor, off, changed) -> None:
     clipped = off == "gradient_clipping"
     section = {"enabled": True, "activation_cap": 9} | ({} if clipped else {off: False})
@@ -140,7 +182,9 @@ def test_clipping_costs_one_stage_nothing(doctor) -> None:
 
 
 def test_stagger_off_is_told(doctor) -> None:
-    _, text = doctor({**HEALTHY, "recycle": {"enabled": True, "stagger_optimizer": False, "undo": "inverse"}}, "--pp 4 --dp 3")
+    _, text = doctor(
+        {**HEALTHY, "recycle": {"enabled": True, "stagger_optimizer": False, "undo": "inverse"}}, "--pp 4 --dp 3"
+    )
     assert "recycle.stagger_optimizer false: all stages step together; true" in text
     assert 'recycle.undo "inverse": 4 bytes a parameter (Adam in fp32); "snapshot": 12, exact' in text
 
@@ -164,7 +208,10 @@ def test_ranks_sit_as_deepspeed_puts_them(doctor) -> None:
 
 def test_a_host_with_all_of_a_stage_is_told_and_mended(doctor) -> None:
     code, text = doctor(HEALTHY, "--pp 2 --dp 2", {"a": 2, "b": 2})
-    assert code == 1 and "! a holds every replica of stage 0; b holds every replica of stage 1: set recycle.placement to" in text
+    assert (
+        code == 1
+        and "! a holds every replica of stage 0; b holds every replica of stage 1: set recycle.placement to" in text
+    )
     assert "topology=ProcessTopology(axes=['data', 'pipe'], dims=[2, 2])" in text
     code, text = doctor(HEALTHY, "--pp 2 --dp 2", {"a": 1, "b": 3})
     assert code == 1 and "! b holds every replica of stage 1: no placement helps while one host has more than 2" in text
@@ -197,7 +244,7 @@ def test_slots_to_spare_are_told(doctor) -> None:
 def test_zero_1_is_replicated_where_that_is_asked_for(doctor) -> None:
     config = {**HEALTHY, "zero_optimization": {"stage": 1}, "recycle": {"enabled": True, "zero": "replicate"}}
     assert not data(doctor, config, "--pp 2 --dp 3")["change"]
-    said = "recycle.zero \"replicate\": every worker has the optimizer's state whole, 16 bytes a parameter (Adam), stock a share of it, 8"
+    said = 'recycle.zero "replicate": every worker has the optimizer\'s state whole, 16 bytes a parameter (Adam), stock a share of it, 8'
     assert said in " ".join(doctor(config, "--pp 2 --dp 3")[1].split())
 
 
@@ -231,7 +278,11 @@ def test_what_has_to_change(doctor, config, says) -> None:
 
 def test_all_refusals_at_once(doctor) -> None:
     config = {**HEALTHY, "zero_optimization": {"stage": 2}, "fp16": {"enabled": True}, "amp": {"enabled": True}}
-    assert [line.split(":")[0].split()[0] for line in data(doctor, config, "--pp 2 --dp 2")["refused"]] == ["fp16.enabled", "amp.enabled", "zero_optimization.stage"]
+    assert [line.split(":")[0].split()[0] for line in data(doctor, config, "--pp 2 --dp 2")["refused"]] == [
+        "fp16.enabled",
+        "amp.enabled",
+        "zero_optimization.stage",
+    ]
 
 
 def test_an_optimizer_that_has_to_be_compiled(doctor, monkeypatch) -> None:
@@ -239,21 +290,34 @@ def test_an_optimizer_that_has_to_be_compiled(doctor, monkeypatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     (line,) = data(doctor, {**HEALTHY, "optimizer": {"type": "Adam"}}, "--pp 2 --dp 2")["change"]
     assert "there is no C++ compiler; set optimizer.params.torch_adam to true" in line
-    assert data(doctor, {**HEALTHY, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, "--pp 2 --dp 2")["change"] == []
+    assert (
+        data(doctor, {**HEALTHY, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, "--pp 2 --dp 2")[
+            "change"
+        ]
+        == []
+    )
 
 
 def test_one_replica_survives_nothing(doctor) -> None:
     found = data(doctor, HEALTHY, "--pp 2 --dp 1")
     assert found["survives"]["any_workers"] == 0 and [case["lost"] for case in found["slowdown"]["cases"]] == ["nobody"]
-    assert found["change"] == ["--dp 1: a lost worker has no peer to take its micro-batches, and the plugin refuses it; use two replicas or more"]
+    assert found["change"] == [
+        "--dp 1: a lost worker has no peer to take its micro-batches, and the plugin refuses it; use two replicas or "
+        "more"
+    ]
 
 
 def test_another_accelerator(doctor, monkeypatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
-    assert data(doctor, HEALTHY, "--pp 2 --dp 2")["change"] == ["DS_ACCELERATOR is cuda: only the CPU is supported yet; set it to cpu"]
+    assert data(doctor, HEALTHY, "--pp 2 --dp 2")["change"] == [
+        "DS_ACCELERATOR is cuda: only the CPU is supported yet; set it to cpu"
+    ]
 
 
-@pytest.mark.parametrize("name, version", [("torch", "2.5.1+cpu"), ("deepspeed", "0.20.0"), ("deepspeed", "0.19.2"), ("megatron-core", "0.15.2")])
+@pytest.mark.parametrize(
+    "name, version",
+    [("torch", "2.5.1+cpu"), ("deepspeed", "0.20.0"), ("deepspeed", "0.19.2"), ("megatron-core", "0.15.2")],
+)
 def test_versions_out_of_range(doctor, surroundings, name, version) -> None:
     surroundings[name] = version
     (line,) = data(doctor, HEALTHY, "--pp 2 --dp 2")["change"]
@@ -287,12 +351,20 @@ def test_micro_batches_as_deepspeed_counts_them(doctor, sizes, more, count) -> N
 def test_bytes_come_from_the_profile(doctor, tmp_path, where) -> None:
     profile.write(small_profile(2048 * MIB), tmp_path / "small.json")
     section, more = ({"costs": {"profile": "small.json"}}, "") if where == "config" else ({}, "--profile small.json")
-    found = data(doctor, {**HEALTHY, "recycle": {"enabled": True, "activation_cap": 3, **section}}, f"--pp 2 --dp 3 {more}")
+    found = data(
+        doctor, {**HEALTHY, "recycle": {"enabled": True, "activation_cap": 3, **section}}, f"--pp 2 --dp 3 {more}"
+    )
     row = found["memory"]["stages"][1]
     assert row == {
-        "each": 200 * MIB, "state": 32 * MIB, "undo": 24 * MIB, "blocks": 0, "kept": 2 * 9 * MIB, "activations": 600 * MIB, "working": 142 * MIB,
+        "each": 200 * MIB,
+        "state": 32 * MIB,
+        "undo": 24 * MIB,
+        "blocks": 0,
+        "kept": 2 * 9 * MIB,
+        "activations": 600 * MIB,
+        "working": 142 * MIB,
         "sum": 816 * MIB,
-    }  # fmt: skip
+    }
     assert found["memory"]["device"] == 2048 * MIB and found["change"] == []
 
 
@@ -300,17 +372,25 @@ def test_a_cap_in_bytes_is_what_activations_take(doctor, tmp_path) -> None:
     profile.write(small_profile(1024 * MIB), tmp_path / "small.json")
     config = {**HEALTHY, "recycle": {"enabled": True, "activation_cap": "auto", "costs": {"profile": "small.json"}}}
     found = data(doctor, config, "--pp 2 --dp 3")
-    assert [row["activations"] for row in found["memory"]["stages"]] == [int(1024 * MIB * 0.95) - (32 + 24 + 142) * MIB] * 2
+    assert [row["activations"] for row in found["memory"]["stages"]] == [
+        int(1024 * MIB * 0.95) - (32 + 24 + 142) * MIB
+    ] * 2
     profile.write(small_profile(512 * MIB), tmp_path / "other.json")
     found = data(doctor, config, "--pp 2 --dp 3 --profile other.json")
-    assert [row["activations"] for row in found["memory"]["stages"]] == [int(512 * MIB * 0.95) - (32 + 24 + 142) * MIB] * 2
+    assert [row["activations"] for row in found["memory"]["stages"]] == [
+        int(512 * MIB * 0.95) - (32 + 24 + 142) * MIB
+    ] * 2
 
 
 def test_the_cap_that_would_fit_fits_and_one_more_does_not(doctor, tmp_path) -> None:
     profile.write(small_profile(900 * MIB), tmp_path / "small.json")
 
     def change(cap: int) -> list[str]:
-        return data(doctor, {**HEALTHY, "recycle": {"enabled": True, "activation_cap": cap}}, "--pp 2 --dp 3 --profile small.json")["change"]
+        return data(
+            doctor,
+            {**HEALTHY, "recycle": {"enabled": True, "activation_cap": cap}},
+            "--pp 2 --dp 3 --profile small.json",
+        )["change"]
 
     assert change(5) == ["stages 0-1: 1.19 GiB of 0.88 GiB; use more stages, or set recycle.activation_cap to 3"]
     assert change(3) == [] and change(4) != []
@@ -439,9 +519,15 @@ def test_what_exact_mode_costs_stands_beside_the_same_job_without_it(doctor, tmp
     assert of[0]["now"] == of[1]["now"] and of[0]["without"] == of[1]["without"] == of[2]["without"]
     assert of[1]["now"]["block"] == 8 and of[1]["now"]["blocks"] == [1, 2] and of[1]["now"]["moved"] == [1, 1.5]
     assert of[2]["now"]["blocks"] == [2, 3] and of[1]["smaller"] == [of[2]["now"], *of[2]["smaller"]]
-    assert of[1]["now"]["period_one_lost_us"] > of[2]["now"]["period_one_lost_us"] > of[2]["without"]["period_one_lost_us"]
-    assert of[2]["without"]["period_one_lost_us"] == max(row["period_us"] for row in plain["slowdown"]["cases"] if len(row["seats"]) == 1)
+    assert (
+        of[1]["now"]["period_one_lost_us"] > of[2]["now"]["period_one_lost_us"] > of[2]["without"]["period_one_lost_us"]
+    )
+    assert of[2]["without"]["period_one_lost_us"] == max(
+        row["period_us"] for row in plain["slowdown"]["cases"] if len(row["seats"]) == 1
+    )
     for mine, theirs in zip(exact["slowdown"]["cases"], plain["slowdown"]["cases"], strict=True):
         assert mine["without_exact_us"] == theirs["period_us"] <= mine["period_us"]
-    assert [row["blocks"] for found in (plain, exact, halves) for row in found["memory"]["stages"]] == [0] * 2 + [8 * MIB] * 2 + [16 * MIB] * 2
+    assert [row["blocks"] for found in (plain, exact, halves) for row in found["memory"]["stages"]] == [0] * 2 + [
+        8 * MIB
+    ] * 2 + [16 * MIB] * 2
     assert "without exact" in doctor({**sizes, "recycle": {"enabled": True, "exact": True}}, "--pp 2 --dp 3")[1]

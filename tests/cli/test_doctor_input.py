@@ -26,26 +26,54 @@ SHAPE = "--pp 2 --dp 2"
         ({**HEALTHY, "recycle": {"enabeld": True}}, SHAPE, "recycle.enabeld: no such key; did you mean enabled?"),
         ({**HEALTHY, "recycle": {"activation_cap": [1, 2, 3]}}, SHAPE, "3 entries for 2 stages"),
         ({**HEALTHY, "recycle": {"activation_cap": "auto"}}, SHAPE, "without a profile nobody knows"),
-        ({**HEALTHY, "recycle": {"costs": {"forward_ms": 0, "input_ms": 0, "weight_ms": 0}}}, SHAPE, "recycle.costs are 0"),
+        (
+            {**HEALTHY, "recycle": {"costs": {"forward_ms": 0, "input_ms": 0, "weight_ms": 0}}},
+            SHAPE,
+            "recycle.costs are 0",
+        ),
         ({**HEALTHY, "gradient_clipping": "auto"}, SHAPE, 'ds.json: gradient_clipping is "auto"; write a number'),
-        ({**HEALTHY, "gradient_accumulation_steps": 0}, SHAPE, "gradient_accumulation_steps is 0; write a whole number"),
+        (
+            {**HEALTHY, "gradient_accumulation_steps": 0},
+            SHAPE,
+            "gradient_accumulation_steps is 0; write a whole number",
+        ),
         ({**HEALTHY, "train_batch_size": True}, SHAPE, "train_batch_size is true; write a whole number"),
         ({**HEALTHY, "fp16": True}, SHAPE, "fp16 is true; write an object"),
         (HEALTHY, "--pp 0 --dp 2", "--pp 0: write a whole number of at least 1"),
         (HEALTHY, "--pp 2 --dp -1", "--dp -1: write a whole number of at least 1"),
         (HEALTHY, f"{SHAPE} --micro-batches 0", "--micro-batches 0: write a whole number of at least 1"),
         (HEALTHY, f"{SHAPE} --hostfile nowhere", "--hostfile nowhere: No such file or directory; give the path"),
-        (HEALTHY, f"{SHAPE} --hostfile few", "--hostfile few: 3 slots for 2 stages x 2 replicas; write hosts with 4 slots together"),
-        (HEALTHY, f"{SHAPE} --hostfile twice", "--hostfile twice, line 2: a stands there twice; write one line for each host"),
+        (
+            HEALTHY,
+            f"{SHAPE} --hostfile few",
+            "--hostfile few: 3 slots for 2 stages x 2 replicas; write hosts with 4 slots together",
+        ),
+        (
+            HEALTHY,
+            f"{SHAPE} --hostfile twice",
+            "--hostfile twice, line 2: a stands there twice; write one line for each host",
+        ),
         (HEALTHY, f"{SHAPE} --hostfile bad", '--hostfile bad, line 1: "a 4"; write lines such as worker-1 slots=4'),
         (HEALTHY, f"{SHAPE} --hostfile binary", "--hostfile binary: no text; give the path"),
         (HEALTHY, f"{SHAPE} --profile nowhere", "--profile nowhere: No such file or directory; give the path"),
         (HEALTHY, f"{SHAPE} --profile ds.json", "--profile ds.json: no profile: unknown keys"),
         (HEALTHY, f"{SHAPE} --profile binary", "--profile binary: 'utf-8' codec"),
-        ({**HEALTHY, "train_micro_batch_size_per_gpu": 4}, f"{SHAPE} --profile small.json", "measure again with recycle profile --micro-batch 4"),
-        (HEALTHY, "--pp 8 --dp 2 --profile small.json", "--pp 8: 4 layers for 8 stages: a stage needs at least one layer; lower --pp"),
+        (
+            {**HEALTHY, "train_micro_batch_size_per_gpu": 4},
+            f"{SHAPE} --profile small.json",
+            "measure again with recycle profile --micro-batch 4",
+        ),
+        (
+            HEALTHY,
+            "--pp 8 --dp 2 --profile small.json",
+            "--pp 8: 4 layers for 8 stages: a stage needs at least one layer; lower --pp",
+        ),
         (HEALTHY, f"{SHAPE} --preset gpt4", "gpt3_medium"),
-        ({**HEALTHY, "recycle": {"activation_cap": "1MiB", "costs": {"profile": "small.json"}}}, SHAPE, "may hold 1048576 bytes"),
+        (
+            {**HEALTHY, "recycle": {"activation_cap": "1MiB", "costs": {"profile": "small.json"}}},
+            SHAPE,
+            "may hold 1048576 bytes",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, config, arguments, says) -> None:
@@ -60,13 +88,23 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, config, arguments,
 
 @pytest.mark.parametrize(
     "content, says",
-    [(None, "No such file or directory"), ("{'a': 1}", "is no JSON: Expecting property name"), ("[" * 100_000, "is no JSON"), (b"\xff", "is no JSON")],
+    [
+        (None, "No such file or directory"),
+        ("{'a': 1}", "is no JSON: Expecting property name"),
+        ("[" * 100_000, "is no JSON"),
+        (b"\xff", "is no JSON"),
+    ],
 )
 def test_what_is_no_config_is_one_line(tmp_path, capsys, content, says) -> None:
     path = tmp_path / "ds.json"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert_refused(capsys, ["doctor", str(path), *SHAPE.split()], says, 'give the path of DeepSpeed\'s JSON with a "recycle" section')
+    assert_refused(
+        capsys,
+        ["doctor", str(path), *SHAPE.split()],
+        says,
+        'give the path of DeepSpeed\'s JSON with a "recycle" section',
+    )
 
 
 def assert_refused(capsys, arguments: list[str], *says: str) -> None:
@@ -81,8 +119,10 @@ def test_no_framework_is_imported(tmp_path) -> None:
     script = f"""
 import sys
 from recycle_plugin.cli import main
-main(["doctor", {str(tmp_path / 'ds.json')!r}, "--pp", "2", "--dp", "2", "--preset", "gpt3_medium", "--json"])
+main(["doctor", {str(tmp_path / "ds.json")!r}, "--pp", "2", "--dp", "2", "--preset", "gpt3_medium", "--json"])
 print(sorted({{"torch", "deepspeed", "megatron"}} & set(sys.modules)), file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
     assert done.stderr.strip() == "[]" and json.loads(done.stdout)["job"]["stages"] == 2

@@ -17,7 +17,9 @@ TEXTS = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "recy
 def examples() -> list[str]:
     """All without --help, and without a file that another command would have to write first."""
     shown = "\n".join([*TEXTS, plan.DESCRIPTION, simulate.DESCRIPTION]).splitlines()
-    lines = [line.partition("  #")[0].strip() for line in shown if line.startswith(("recycle plan ", "recycle simulate "))]
+    lines = [
+        line.partition("  #")[0].strip() for line in shown if line.startswith(("recycle plan ", "recycle simulate "))
+    ]
     return sorted({line for line in lines if "--help" not in line and "--profile" not in line})
 
 

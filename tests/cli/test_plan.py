@@ -1,4 +1,6 @@
-"""``recycle plan``: figures of the running example, programs that can be checked without the planner, errors in one line."""
+"""``recycle plan``: figures of the running example, programs that can be checked without the planner, errors in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def figures(capsys, more: str) -> dict:
 def test_running_example(capsys, more: str, span: int) -> None:
     found = figures(capsys, more)
     assert (found["span"], found["period"], found["unit"]) == (span, span + 3, "ticks")
-    assert found["lower_bound"] <= found["period"] and found["gap"] == pytest.approx(found["period"] / found["lower_bound"] - 1, abs=1e-6)
+    assert found["lower_bound"] <= found["period"] and found["gap"] == pytest.approx(
+        found["period"] / found["lower_bound"] - 1, abs=1e-6
+    )
     cap = [4, 3, 2, 1] if "1f1b" in more else [8] * 4
     assert all(held <= allowed for held, allowed in zip(found["peak_micro_batches"], cap))
     assert found["plan_ms"] > 0 and len(found["digest"]) == 16
@@ -50,7 +54,9 @@ def test_costs_in_parts_of_a_tick_and_by_stage(capsys) -> None:
 
 
 def test_a_cap_in_bytes(capsys, tmp_path: Path) -> None:
-    """What a worker holds by its program, in the preset's bytes, stays under the cap; a smaller cap holds less and takes longer."""
+    """What a worker holds by its program, in the preset's bytes, stays under the cap; a smaller cap holds less and
+    takes longer.
+    """
     preset = "plan --pp 4 --dp 3 --micro-batches 12 --lost 1.2 --preset gpt3_medium"
     costs = analytic.preset("gpt3_medium").costs(4, 3)
     programs = tmp_path / "programs.txt"
@@ -62,7 +68,10 @@ def test_a_cap_in_bytes(capsys, tmp_path: Path) -> None:
         assert found["cap"] is None and (room == int(cap[:-3]) << 30 if cap != "auto" else len(room) == 4)
         held[cap] = most_bytes(programs, costs)
         assert all(most <= allowed for most, allowed in zip(held[cap], room if cap == "auto" else [room] * 4))
-    assert max(held["2GiB"]) < max(held["4GiB"]) < max(held["auto"]) and periods["2GiB"] > periods["4GiB"] > periods["auto"]
+    assert (
+        max(held["2GiB"]) < max(held["4GiB"]) < max(held["auto"])
+        and periods["2GiB"] > periods["4GiB"] > periods["auto"]
+    )
     assert main([*preset.split(), "--cap", "4GiB", "--programs", str(programs)]) == 0
     assert "(cap: 4 GiB)" in capsys.readouterr().out and "; cap: 4 GiB" in programs.read_text()
 

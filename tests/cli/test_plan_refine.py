@@ -1,4 +1,6 @@
-"""``recycle plan --refine [--exact]``: a shorter schedule of the same job, and what can't be searched for in one line."""
+"""``recycle plan --refine [--exact]``: a shorter schedule of the same job, and what can't be searched for in one
+line.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ def test_refining_finds_the_optimum_and_says_what_it_began_with(capsys) -> None:
     pytest.importorskip("ortools")
     plain, refined = figures(capsys, ""), figures(capsys, "--refine 5 --exact")
     assert plain["period"] == plain["period_unrefined"] == refined["period_unrefined"] == 29
-    assert refined["period"] == 28 and refined["digest"] != plain["digest"] and refined["lower_bound"] == plain["lower_bound"]
+    assert (
+        refined["period"] == 28
+        and refined["digest"] != plain["digest"]
+        and refined["lower_bound"] == plain["lower_bound"]
+    )
     assert main([*JOB.split(), "--refine", "5", "--exact"]) == 0
     assert "refined from 29 ticks" in capsys.readouterr().out
 

@@ -33,7 +33,27 @@ def test_profile_of_a_tiny_gpt(capsys, tmp_path: Path) -> None:
     for part in (taken.first, taken.layer, taken.last):
         assert min(part.forward_us, part.input_us, part.weight_us, part.backward_us, part.step_us) > 0
         assert part.parameters and part.activation_bytes and part.pending_bytes
-    assert main(["plan", "--profile", str(tmp_path / "tiny.json"), "--pp", "2", "--dp", "2", "--micro-batches", "4", "--lost", "1.1", "--cap", "auto", "--json"]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "--profile",
+                str(tmp_path / "tiny.json"),
+                "--pp",
+                "2",
+                "--dp",
+                "2",
+                "--micro-batches",
+                "4",
+                "--lost",
+                "1.1",
+                "--cap",
+                "auto",
+                "--json",
+            ]
+        )
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert found["unit"] == "us" and "MEASURED" in found["costs"] and found["period"] >= found["lower_bound"]
     assert all(0 < room < taken.device_bytes for room in found["cap_bytes"])
@@ -50,7 +70,15 @@ def test_bf16_halves_the_boundary(tmp_path: Path) -> None:
     assert taken.boundary_bytes == 2 * 64 * 128 and taken.gradient_bytes_each == 2
 
 
-@pytest.mark.parametrize("more, says", [("--repeat 0", "at least 1"), ("--model emulated", "not a GPT"), ("--model gpt9", "gpt9"), ("--out /no/such/x.json", "no folder")])
+@pytest.mark.parametrize(
+    "more, says",
+    [
+        ("--repeat 0", "at least 1"),
+        ("--model emulated", "not a GPT"),
+        ("--model gpt9", "gpt9"),
+        ("--out /no/such/x.json", "no folder"),
+    ],
+)
 def test_errors_are_one_line(capsys, more: str, says: str) -> None:
     assert main(["profile", *more.split()]) == 2
     said = capsys.readouterr().err

@@ -42,7 +42,9 @@ def test_a_kill_is_drawn_traced_and_accounted_for(capsys, tmp_path) -> None:
     assert main([*job, "--png", str(tmp_path / "x.png"), "--perfetto", str(tmp_path / "x.json")]) == 0
     said = capsys.readouterr().out
     assert "lost 1.2 at" in said and "behind step 0" in said and "F1.0" in said
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG") and json.loads((tmp_path / "x.json").read_text())[
+        "traceEvents"
+    ]
     assert main([*job, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["losses"][0]["seats"] == ["1.2"] and sorted(found["commits"]) == ["0", "1", "2"]
@@ -53,10 +55,16 @@ def test_what_is_run_again_stands_beside_what_step_restart_would(capsys) -> None
     assert main([*job, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (lost,), (restarted,) = found["losses"], found["restart"]["losses"]
-    assert 0 < lost["redone_share"] < 1 / 12 < restarted["redone_share"] and found["commits"]["2"] < found["restart"]["commits"]["2"]
+    assert (
+        0 < lost["redone_share"] < 1 / 12 < restarted["redone_share"]
+        and found["commits"]["2"] < found["restart"]["commits"]["2"]
+    )
     assert main(job) == 0
     said = capsys.readouterr().out
-    assert f"run again, of a step's compute: {lost['redone_share']:.1%}; {restarted['redone_share']:.1%} where an interrupted step starts anew" in said
+    assert (
+        f"run again, of a step's compute: {lost['redone_share']:.1%}; {restarted['redone_share']:.1%} where an "
+        "interrupted step starts anew" in said
+    )
 
 
 def test_placement_needs_sizes_and_changes_the_step(capsys) -> None:
@@ -71,7 +79,13 @@ def test_placement_needs_sizes_and_changes_the_step(capsys) -> None:
 def test_a_cap_in_bytes_slows_what_it_binds(capsys) -> None:
     degraded = {}
     for cap in ("2GiB", "auto"):
-        assert main(f"simulate --pp 4 --dp 3 --micro-batches 12 --preset gpt3_medium --cap {cap} --mtbf 10m --hours 0.3 --json".split()) == 0
+        assert (
+            main(
+                f"simulate --pp 4 --dp 3 --micro-batches 12 --preset gpt3_medium --cap {cap} --mtbf 10m --hours 0.3 "
+                "--json".split()
+            )
+            == 0
+        )
         degraded[cap] = json.loads(capsys.readouterr().out)["segments"][1]["step_s"]
     assert degraded["auto"] < degraded["2GiB"]
 
@@ -95,7 +109,13 @@ def test_a_cap_in_bytes_slows_what_it_binds(capsys) -> None:
     ],
 )
 def test_errors_are_one_line(capsys, more: str, says: str) -> None:
-    arguments = ["--fault", "kill 1.2 before 2I1.1@9"] if more == "--fault" else ["--fault", "nonsense"] if "nonsense" in more else more.split()
+    arguments = (
+        ["--fault", "kill 1.2 before 2I1.1@9"]
+        if more == "--fault"
+        else ["--fault", "nonsense"]
+        if "nonsense" in more
+        else more.split()
+    )
     assert main(JOB.split() + arguments) == 2
     said = capsys.readouterr().err
     assert says in said and said.startswith("recycle: ") and said.count("\n") == 1

@@ -26,7 +26,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests that run in plain torch too, one of each function runs with DeepSpeed; of each file one test with DeepSpeed runs under its launcher."""
+    """Of tests that run in plain torch too, one of each function runs with DeepSpeed; of each file one test with
+    DeepSpeed runs under its launcher.
+    """
     mine = [item for item in items if Path(__file__).parent in item.path.parents]
     for item in mine:
         item.add_marker(pytest.mark.processes)
@@ -67,17 +69,27 @@ def pair() -> Iterator[Hosts]:
 
 
 def here(*arguments: object, **options: object) -> Run:
-    """A job under the launcher for one host, which costs half as much as DeepSpeed's; not where something is asked for that is only in that."""
-    return Run(*arguments, **{"launcher": "deepspeed" if "cold" in options or options.get("plugin", "") is None else "plain"} | options)
+    """A job under the launcher for one host, which costs half as much as DeepSpeed's; not where something is asked for
+    that is only in that.
+    """
+    return Run(
+        *arguments,
+        **{"launcher": "deepspeed" if "cold" in options or options.get("plugin", "") is None else "plain"} | options,
+    )
 
 
 @contextmanager
-def launching(server: ForkServer, folder: Path, start: Callable[..., Run] = here, vehicle: Vehicle = DEEPSPEED) -> Iterator[Launch]:
+def launching(
+    server: ForkServer, folder: Path, start: Callable[..., Run] = here, vehicle: Vehicle = DEEPSPEED
+) -> Iterator[Launch]:
     """``launch(*overrides, shape=, script=, …)`` starts a job; at the end nothing of any of them may be left."""
     runs: list[Run] = []
 
     def launch(*more: str, shape: Shape = SQUARE, script: str = TRAIN, **options: object) -> Run:
-        place, script = folder / f"run{len(runs)}", {TRAIN: vehicle.script, WRAPPED: vehicle.wrapped, **vehicle.others}.get(script, script)
+        place, script = (
+            folder / f"run{len(runs)}",
+            {TRAIN: vehicle.script, WRAPPED: vehicle.wrapped, **vehicle.others}.get(script, script),
+        )
         runs.append(start(server, place, shape.ranks, script, vehicle.arguments(shape, place, *more), **options))
         return runs[-1]
 
@@ -96,7 +108,9 @@ def vehicle(request: pytest.FixtureRequest) -> Vehicle:
 
 @pytest.fixture
 def starts(request: pytest.FixtureRequest, vehicle: Vehicle) -> tuple[ForkServer, Callable[..., Run]]:
-    """What starts the test's jobs: plain ones too under DeepSpeed's launcher, and from its server, where the test is marked so."""
+    """What starts the test's jobs: plain ones too under DeepSpeed's launcher, and from its server, where the test is
+    marked so.
+    """
     real = request.node.get_closest_marker("real_launcher") is not None
     return request.getfixturevalue("server" if real else vehicle.server), Run if real else here
 
@@ -110,7 +124,9 @@ def launch(starts: tuple[ForkServer, Callable[..., Run]], vehicle: Vehicle, tmp_
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
-    """``references(server, vehicle, shape, *overrides)``: the result of that job without a failure; each is run once."""
+    """``references(server, vehicle, shape, *overrides)``: the result of that job without a failure; each is run
+    once.
+    """
     results: dict[tuple, Result] = {}
 
     def run(server: ForkServer, vehicle: Vehicle, shape: Shape, *more: str) -> Result:
@@ -125,7 +141,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result
 
 
 @pytest.fixture
-def reference(request: pytest.FixtureRequest, vehicle: Vehicle, references: Callable[..., Result]) -> Callable[..., Result]:
+def reference(
+    request: pytest.FixtureRequest, vehicle: Vehicle, references: Callable[..., Result]
+) -> Callable[..., Result]:
     """``reference(*overrides, shape=)``: the result of the test's job without a failure."""
 
     def run(*more: str, shape: Shape = SQUARE) -> Result:

@@ -10,23 +10,33 @@ import torch
 from tests.support.cluster import Result
 from tests.support.jobs import SQUARE, WRAPPED, Shape, difference
 
-OFF = tuple(f"recycle.{switch}" for switch in ("split_backward=false", "stagger_optimizer=false", "reroute=false", "rng=stream"))
+OFF = tuple(
+    f"recycle.{switch}" for switch in ("split_backward=false", "stagger_optimizer=false", "reroute=false", "rng=stream")
+)
 CLIPPED = ("optimizer=sgd", "gradient_clipping=0.05", "recycle.norm=deepspeed")
 
 
 def assert_bitwise(result: Result, stock: Result) -> None:
     assert result.code == stock.code == 0, result.output[-6000:] + stock.output[-6000:]
     assert result.records.keys() == stock.records.keys()
-    assert result.losses == pytest.approx(stock.losses, rel=3e-7)  # the mean's last bit: we sum in double, stock in fp32
+    assert result.losses == pytest.approx(
+        stock.losses, rel=3e-7
+    )  # the mean's last bit: we sum in double, stock in fp32
     for rank in stock.records:
         mine, theirs = result.parameters(rank), stock.parameters(rank)
-        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs), f"rank {rank}"
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in theirs), (
+            f"rank {rank}"
+        )
 
 
-@pytest.mark.parametrize("shape", (Shape(stages=1), pytest.param(SQUARE, marks=pytest.mark.all_kills)), ids=("2 x 1", "2 x 2"))
+@pytest.mark.parametrize(
+    "shape", (Shape(stages=1), pytest.param(SQUARE, marks=pytest.mark.all_kills)), ids=("2 x 1", "2 x 2")
+)
 def test_unclipped_against_the_script_without_the_plugin(launch, shape):
-    """The stock run starts from the ``deepspeed`` command, and nothing of the plugin but the script's model is in it.  With the plugin
-    switched off, as in other tests, the plugin's module trains the same."""
+    """The stock run starts from the ``deepspeed`` command, and nothing of the plugin but the script's model is in it.
+
+    With the plugin switched off, as in other tests, the plugin's module trains the same.
+    """
     stock = launch("recycle.enabled=false", shape=shape, plugin=None, cold=True).finish()
     assert "recycle_plugin.launch" not in stock.output
     assert_bitwise(launch(*OFF, shape=shape).finish(), stock)
@@ -61,10 +71,17 @@ def test_the_true_norm(launch, tmp_path):
     for kind in ("true", "deepspeed"):
         folder = tmp_path / kind
         wrap = json.dumps({"name": "record_norms", "folder": str(folder)})
-        run = launch("optimizer=sgd", "gradient_clipping=0.05", f"recycle.norm={kind}", script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
+        run = launch(
+            "optimizer=sgd", "gradient_clipping=0.05", f"recycle.norm={kind}", script=WRAPPED, RECYCLE_TEST_WRAP=wrap
+        )
         assert run.finish().code == 0
-        norms[kind] = [[tuple(map(float, line.split())) for line in (folder / f"rank{rank}.txt").read_text().splitlines()] for rank in range(4)]
+        norms[kind] = [
+            [tuple(map(float, line.split())) for line in (folder / f"rank{rank}.txt").read_text().splitlines()]
+            for rank in range(4)
+        ]
     for used, squares in zip(norms["true"][0], zip(*norms["true"][::2])):
         assert used[0] == pytest.approx(sum(square for _, square, _ in squares) ** 0.5, rel=1e-6)
-    assert all({steps[0] for steps in rank} == {steps[0] for steps in norms["true"][0]} for rank in norms["true"]), "workers disagree"
+    assert all({steps[0] for steps in rank} == {steps[0] for steps in norms["true"][0]} for rank in norms["true"]), (
+        "workers disagree"
+    )
     assert norms["true"][0][0][0] > 1.01 * norms["deepspeed"][0][0][0]

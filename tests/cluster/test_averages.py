@@ -25,20 +25,29 @@ def train(launch, tmp_path):
 def test_averages_of_scripts_after_a_loss(train):
     """Two replicas of two stages; the first stage has one worker left, and there are three of four."""
     result = train()
-    assert result.code == 0 and {event["seat"] for event in result.of("lost")} == {"1.0"} and sorted(result.records) == [0, 2, 3], result.output[-6000:]
+    assert (
+        result.code == 0
+        and {event["seat"] for event in result.of("lost")} == {"1.0"}
+        and sorted(result.records) == [0, 2, 3]
+    ), result.output[-6000:]
     for rank, record in result.records.items():
         for step, (loss, seen) in enumerate(zip(record["losses"], record["seen"]), 1):
             whole, both = step < AFTER, pytest.approx([loss, 2 * loss])
             of_all, of_replicas = (1, 1) if whole else (3 / 4, 1 / 2 if rank == 0 else 1)
             assert [number / of_all for number in seen["neox"]] == both, "the sum over three of four, divided by four"
             assert [number / of_replicas for number in seen["megatron"]] == both
-            assert seen["average by torch"] == pytest.approx(loss) == seen["mean over replicas"] and seen["mean"] == both
+            assert (
+                seen["average by torch"] == pytest.approx(loss) == seen["mean over replicas"] and seen["mean"] == both
+            )
             assert seen["tokens"] == pytest.approx([11.5 if whole else (10 + 12 + 13) / 3])
             if whole:
                 assert seen["torchmetrics mean"] == pytest.approx(loss) and seen["torchmetrics sum"] == 4
             else:
                 for name in ("torchmetrics mean", "torchmetrics sum"):
-                    assert seen[name].startswith("torch.distributed.all_gather over ranks 0, 1, 2, 3, called at ") and "rank 1 is lost" in seen[name]
+                    assert (
+                        seen[name].startswith("torch.distributed.all_gather over ranks 0, 1, 2, 3, called at ")
+                        and "rank 1 is lost" in seen[name]
+                    )
     assert_said_once(result)
 
 
@@ -47,13 +56,26 @@ def assert_said_once(result) -> None:
     told = {Path(event["line"]).name: event for event in result.of("warning") if "line" in event}
     text = Path(SCRIPT).read_text().splitlines()
     lines = {text[int(name.partition(":")[2]) - 1].strip() for name in told}
-    assert all(name.startswith("averages.py:") for name in told) and len(told) == len([event for event in result.of("warning") if "line" in event])
-    assert lines == {"torch.distributed.all_reduce(reduced)", "torch.distributed.all_reduce(averaged, group=group)", "torch.distributed.all_reduce(square, group=group)"}
+    assert all(name.startswith("averages.py:") for name in told) and len(told) == len(
+        [event for event in result.of("warning") if "line" in event]
+    )
+    assert lines == {
+        "torch.distributed.all_reduce(reduced)",
+        "torch.distributed.all_reduce(averaged, group=group)",
+        "torch.distributed.all_reduce(square, group=group)",
+    }
     for event in told.values():
-        assert event["lost"] == [LOST] and "for an average over the live write recycle_plugin.mean(tensor, group)" in event["text"]
+        assert (
+            event["lost"] == [LOST]
+            and "for an average over the live write recycle_plugin.mean(tensor, group)" in event["text"]
+        )
 
 
 @pytest.mark.all_kills
 def test_such_a_sum_ends_the_job_where_it_is_told_to(train):
     result = train(group_sums="raise")
-    assert_one_line(result, "torch.distributed.all_reduce over ranks 0, 1, 2, 3 adds up what 3 of 4 have, rank 1 being lost, and get_world_size() stays as it was: write")
+    assert_one_line(
+        result,
+        "torch.distributed.all_reduce over ranks 0, 1, 2, 3 adds up what 3 of 4 have, rank 1 being lost, and "
+        "get_world_size() stays as it was: write",
+    )

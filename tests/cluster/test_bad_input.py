@@ -17,18 +17,22 @@ PAIR = Shape(replicas=2, stages=1)
 CASES = {
     "unknown key": "recycle.spilt_backward: no such key; did you mean split_backward?",
     "misspelt section": '"Recyle" in the DeepSpeed config: no such section; did you mean "recycle"?',
-    "no batch size": "the DeepSpeed config has neither train_batch_size nor train_micro_batch_size_per_gpu: write one of the two",
-    "nccl": 'process groups over nccl are not supported yet: write "gloo" where your script names a backend, or leave it out',
+    "no batch size": "the DeepSpeed config has neither train_batch_size nor train_micro_batch_size_per_gpu: write one "
+    "of the two",
+    "nccl": 'process groups over nccl are not supported yet: write "gloo" where your script names a backend, or leave '
+    "it out",
     "one replica": "data parallelism is 1",
     "iterable dataset": "training_data is a Endless, which cannot be read by index: give a map-style dataset",
     "ZeRO 1": "zero_optimization.stage 1 shards the optimizer state",
     "ZeRO 2": "zero_optimization.stage 2 does not work with pipelines",
     "ZeRO 3": "zero_optimization.stage 3 does not work with pipelines",
     "tensor parallelism": "tensor parallelism above 1 is not supported yet",
-    "tied layers": "the layers tied as 'both' name different weights, weight and bias, so that stages would add up different things",
+    "tied layers": "the layers tied as 'both' name different weights, weight and bias, so that stages would add up "
+    "different things",
     "fp16": "fp16.enabled: only fp32 and bf16 are supported yet",
     "universal checkpoint": "checkpoint.load_universal needs the files of a ZeRO optimizer",
-    "placement unknown at the start": "recycle.placement \"spread\" is about ranks, which were given out before this config was there: put it into a file",
+    "placement unknown at the start": 'recycle.placement "spread" is about ranks, which were given out before this '
+    "config was there: put it into a file",
     "no pipeline": "recycle.enabled needs a deepspeed.pipe.PipelineModule",
 }
 
@@ -43,7 +47,9 @@ def test_refused(launch, tmp_path, case):
 
 
 def test_more_stages_than_layers(launch, tmp_path):
-    assert_one_line(launch(**options(tmp_path, "more stages than layers")).finish(), "the pipeline has 2 stages for 1 layers")
+    assert_one_line(
+        launch(**options(tmp_path, "more stages than layers")).finish(), "the pipeline has 2 stages for 1 layers"
+    )
 
 
 def test_more_stages_than_layers_in_the_composed_job(launch):
@@ -65,7 +71,9 @@ def test_stale_extension_lock(launch, tmp_path):
     lock = tmp_path / "extensions" / "py311_cpu" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    result = launch(shape=PAIR, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"), **options(tmp_path, "stale lock")).finish()
+    result = launch(
+        shape=PAIR, TORCH_EXTENSIONS_DIR=str(tmp_path / "extensions"), **options(tmp_path, "stale lock")
+    ).finish()
     assert_one_line(result, f"{lock} is the lock of a DeepSpeed extension whose build died")
 
 

@@ -1,4 +1,5 @@
-"""What scripts read of weights between steps stays, and what they write to them does, also where the step is taken back: with ``clip: validate``, and after a loss.
+"""What scripts read of weights between steps stays, and what they write to them does, also where the step is taken
+back: with ``clip: validate``, and after a loss.
 
 In the reference every step waits for its norm, and nobody is lost.
 """
@@ -71,7 +72,10 @@ def distances(folder: Path, reference: Path, seats: list[str]) -> dict[tuple[str
         assert set(mine) == set(theirs) == {step for step in range(1, STEPS + 1) if step % 3 or seat == ALONE}
         for step in theirs:
             for way, expected in theirs[step].items():
-                a, b = (torch.cat([tensor.double().flatten() for tensor in tensors]) for tensors in (mine[step][way], expected))
+                a, b = (
+                    torch.cat([tensor.double().flatten() for tensor in tensors])
+                    for tensors in (mine[step][way], expected)
+                )
                 by[seat, step, way] = ((a - b).norm() / b.norm()).item()
     return by
 
@@ -109,8 +113,19 @@ def test_a_loss_while_scripts_evaluate(launch, waited, clipped, tmp_path, valida
     clipping = (clipped, VALIDATED) if validated else ()
     reference, there = waited(*clipping[:1])
     gate = {"before": f"0REDUCE@{EVALUATED_FIRST}", "by": ["0.1", "1.1"]}
-    result = run(launch, tmp_path / "touched", *clipping, faults(f"kill 0.0 before 0REDUCE@{EVALUATED_FIRST}"), "recycle.keep_bytes=1", **gate)
-    recovery_plans = [event for event in result.of("recovery_plan") if event["step"] == EVALUATED_FIRST and event["seat"].endswith(".1")]
+    result = run(
+        launch,
+        tmp_path / "touched",
+        *clipping,
+        faults(f"kill 0.0 before 0REDUCE@{EVALUATED_FIRST}"),
+        "recycle.keep_bytes=1",
+        **gate,
+    )
+    recovery_plans = [
+        event
+        for event in result.of("recovery_plan")
+        if event["step"] == EVALUATED_FIRST and event["seat"].endswith(".1")
+    ]
     assert any(recovery["undone"] and recovery["compute"] for recovery in recovery_plans), result.output[-6000:]
     assert_same_training(result, reference, {"0.0"})
     found = distances(tmp_path / "touched", there, SEATS[1:])
@@ -122,5 +137,7 @@ def test_a_reader_for_whom_all_others_wait_elsewhere(launch, clipped, tmp_path):
     """It needs them where a step is rejected, and only then, and a deadline names who does not come."""
     wrap = json.dumps({"name": "wait_for_reader", "folder": str(tmp_path / "flags"), "alone": ALONE})
     result = launch(clipped, VALIDATED, "recycle.regroup_timeout_s=5", script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
-    assert_one_line(result, f"the job ends: regrouping to generation {len(result.of('rejected'))} waited 5 s for the report of seat")
+    assert_one_line(
+        result, f"the job ends: regrouping to generation {len(result.of('rejected'))} waited 5 s for the report of seat"
+    )
     assert len(list((tmp_path / "flags").iterdir())) == result.of("rejected")[-1]["step"] - 1

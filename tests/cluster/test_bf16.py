@@ -1,7 +1,7 @@
 """bf16: the optimizer's state is whole on every worker, and gradients are summed in fp32, whoever dies.
 
-The stock engine to compare with is the one at ZeRO stage 1 with sums and all-reduce in fp32: at stage 0 it sums in bf16, and can't read
-its own checkpoints.
+The stock engine to compare with is the one at ZeRO stage 1 with sums and all-reduce in fp32: at stage 0 it sums in
+bf16, and can't read its own checkpoints.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ REPLICATED = ZERO_1, "recycle.zero=replicate"
 MORE, THREE = pytest.mark.all_kills, Shape(replicas=3)
 
 
-@pytest.mark.parametrize("shape, config", ((SQUARE, REPLICATED), pytest.param(THREE, (BF16,), marks=MORE)), ids=("2 x 2, the same config", "3 x 2"))
+@pytest.mark.parametrize(
+    "shape, config",
+    ((SQUARE, REPLICATED), pytest.param(THREE, (BF16,), marks=MORE)),
+    ids=("2 x 2, the same config", "3 x 2"),
+)
 def test_bit_for_bit_as_stock(launch, shape, config):
     stock = launch(*STOCK, shape=shape).finish()
     mine = launch(*OFF, *config, shape=shape).finish()
@@ -53,14 +57,23 @@ def test_bit_for_bit_as_stock(launch, shape, config):
 
 @pytest.fixture(scope="module")
 def tolerated(server, references) -> Difference:
-    """Twice the spread of two runs without a failure that add the same gradients in another order; or what a weight makes that rounds to its
-    neighbour: in fp32 most sums of a few bf16 numbers are exact, so that the spread may be nothing."""
-    spread = difference(*(references(server, DEEPSPEED, SQUARE, BF16, *more) for more in (("recycle.exact=true", "recycle.exact_block=1"), ())))
+    """Twice the spread of two runs without a failure that add the same gradients in another order; or what a weight
+    makes that rounds to its neighbour: in fp32 most sums of a few bf16 numbers are exact, so that the spread may be
+    nothing.
+    """
+    spread = difference(
+        *(
+            references(server, DEEPSPEED, SQUARE, BF16, *more)
+            for more in (("recycle.exact=true", "recycle.exact_block=1"), ())
+        )
+    )
     print(f"spread: losses {spread.loss:.2g}, parameters {spread.parameters:.2g}")
     return Difference(max(2 * spread.loss, 10 * LOSS_TOLERANCE), max(2 * spread.parameters, 10 * PARAMETER_TOLERANCE))
 
 
-def assert_same(result: Result, reference: Result, tolerated: Difference, lost: set[str], kills: tuple[str, ...]) -> None:
+def assert_same(
+    result: Result, reference: Result, tolerated: Difference, lost: set[str], kills: tuple[str, ...]
+) -> None:
     assert result.code == 0 and not result.restarted, result.output[-6000:]
     assert {event["seat"] for event in result.of("lost")} == lost and struck(result) == set(kills)
     found = difference(result, reference)
@@ -77,14 +90,17 @@ DEFAULT = (("bf16", 8),)
     "job, number",
     [
         pytest.param(job, number, id=f"{job}: {pair[0]}, {pair[1]}", marks=[MORE] * ((job, number) not in DEFAULT))
-        for job in JOBS for number, pair in enumerate(matrix())
+        for job in JOBS
+        for number, pair in enumerate(matrix())
     ],
-)  # fmt: skip
+)
 def test_each_rank_at_named_instructions(launch, reference, tolerated, job, number):
     """The list of the main job, in fp32."""
     first, second = matrix()[number]
     kills = first.at(FIRST), second.at(SECOND)
-    assert_same(launch(*JOBS[job], faults(*kills)).finish(), reference(*JOBS[job]), tolerated, {first.seat, second.seat}, kills)
+    assert_same(
+        launch(*JOBS[job], faults(*kills)).finish(), reference(*JOBS[job]), tolerated, {first.seat, second.seat}, kills
+    )
 
 
 @pytest.mark.parametrize("clip", (pytest.param("sync", marks=MORE), pytest.param("validate", marks=MORE)))
@@ -101,7 +117,9 @@ def test_kills_of_a_clipped_job(launch, reference, tolerated, clip):
 def test_a_loss_in_recovery_from_a_step_that_is_taken_back(launch, reference, tolerated, tmp_path, ahead, point):
     """The masters come back, and the weights with them."""
     kills = *replica_lost(ahead), f"kill 1.{ahead} at {point}"
-    result = launch(BF16, faults(*kills), shape=THREE, script=WRAPPED, **one_stage_ahead(tmp_path, ahead, 7, 3)).finish()
+    result = launch(
+        BF16, faults(*kills), shape=THREE, script=WRAPPED, **one_stage_ahead(tmp_path, ahead, 7, 3)
+    ).finish()
     assert_same(result, reference(BF16, shape=THREE), tolerated, {"0.0", "0.1", f"1.{ahead}"}, kills)
     assert any(event["undone"] for event in result.of("recovery_plan"))
 
@@ -114,9 +132,13 @@ def test_kills_with_tied_weights(launch, reference, tolerated):
     assert_same(result, reference(*settings), tolerated, {"0.0", "1.1"}, kills)
 
 
-@pytest.mark.parametrize("mistake", [pytest.param(name, marks=[MORE] * (name != "one micro-batch dropped")) for name in CONTROLS])
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=[MORE] * (name != "one micro-batch dropped")) for name in CONTROLS]
+)
 def test_a_mistake_in_the_recovery_would_be_seen(launch, reference, tolerated, mistake):
-    run = launch(BF16, faults("kill 0.1 before 1F0.1@10"), script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(CONTROLS[mistake]))
+    run = launch(
+        BF16, faults("kill 0.1 before 1F0.1@10"), script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(CONTROLS[mistake])
+    )
     result = run.finish()
     assert result.code == 0 and [event["seat"] for event in result.of("lost")] == ["0.1"], result.output[-6000:]
     found = difference(result, reference(BF16))
@@ -131,11 +153,16 @@ HALF, SCRIPT = STEPS // 2, "tests/jobs/checkpoint.py"
 
 @pytest.fixture
 def train(launch, tmp_path):
-    """``train(*overrides, shape=, **plan)``: the result of tests/jobs/checkpoint.py.  Without dropout, since stock draws other masks."""
+    """``train(*overrides, shape=, **plan)``: the result of tests/jobs/checkpoint.py.
+
+    Without dropout, since stock draws other masks.
+    """
 
     def run(*overrides: str, shape: Shape = SQUARE, **plan: object) -> Result:
         plan = {"folder": str(tmp_path / "saved"), "flags": str(tmp_path / "flags")} | plan
-        result = launch("model.dropout=0.0", *overrides, shape=shape, script=SCRIPT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)).finish()
+        result = launch(
+            "model.dropout=0.0", *overrides, shape=shape, script=SCRIPT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)
+        ).finish()
         assert result.code == 0, result.output[-6000:]
         return result
 
@@ -148,7 +175,9 @@ def test_stock_goes_on_from_a_degraded_checkpoint(train, tolerated, tmp_path):
     degraded = train(*REPLICATED, faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF])
     assert {event["seat"] for event in degraded.of("lost")} == {"0.0", "1.1"}
     parts = {path.name for path in (tmp_path / "saved" / f"global_step{HALF}").glob("*_optim_states.pt")}
-    assert parts == {f"bf16_zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt" for replica in range(2) for stage in range(2)}
+    assert parts == {
+        f"bf16_zero_pp_rank_{replica}_mp_rank_{stage:02d}_optim_states.pt" for replica in range(2) for stage in range(2)
+    }
     stock = train(*STOCK, load=True)
     assert {record["engine"] for record in stock.records.values()} == {"PipelineEngine"}
     assert stock.losses == pytest.approx(whole.losses[HALF:], abs=tolerated.loss)
@@ -182,10 +211,18 @@ def test_from_stocks_checkpoint_and_from_one_of_three_replicas(train, tolerated)
 def test_load_while_training_and_save_in_the_background(train, tolerated, tmp_path):
     whole = train(BF16, "steps=12")
     expected = whole.losses[:7] + whole.losses[3:]
-    result = train(BF16, "steps=12", faults("kill 1.0 at load.start", "kill 0.1 at load.end"), save_at=[3], load_at=7, load_step=3)
+    result = train(
+        BF16, "steps=12", faults("kill 1.0 at load.start", "kill 0.1 at load.end"), save_at=[3], load_at=7, load_step=3
+    )
     assert len(result.of("lost")) == 2 and result.losses == pytest.approx(expected, abs=tolerated.loss)
     folder = tmp_path / "own"
-    made = train(BF16, "steps=40", "recycle.checkpoint={overhead: 0.9}", f"recycle.checkpoint_dir={folder}", faults("kill 0.0 before 0F0.0@5"))
+    made = train(
+        BF16,
+        "steps=40",
+        "recycle.checkpoint={overhead: 0.9}",
+        f"recycle.checkpoint_dir={folder}",
+        faults("kill 0.0 before 0F0.0@5"),
+    )
     assert made.of("checkpoint")
     (saved,) = {int(event["path"].rpartition("step")[2]) for event in made.of("checkpoint")[-1:]}
     again = train(BF16, "steps=40", load=True, folder=str(folder))

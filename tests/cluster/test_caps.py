@@ -31,4 +31,6 @@ def test_what_a_profile_does_not_fit_is_refused(launch, tmp_path):
     path = tmp_path / "profile.json"
     profile.write(analytic.profile(analytic.Shape("tiny", layers=2, hidden=16), micro_batch=3), path)
     result = launch("recycle.activation_cap=auto", f"+recycle.costs.profile={path}").finish()
-    assert_one_line(result, "recycle.costs.profile: measured with micro-batches of 3, and the job's have 1; measure again")
+    assert_one_line(
+        result, "recycle.costs.profile: measured with micro-batches of 3, and the job's have 1; measure again"
+    )

@@ -13,11 +13,16 @@ HALF = STEPS // 2
 
 @pytest.fixture
 def train(launch, tmp_path):
-    """``train(*overrides, **plan)``: the result of tests/jobs/checkpoint.py.  Without dropout, since stock draws other masks."""
+    """``train(*overrides, **plan)``: the result of tests/jobs/checkpoint.py.
+
+    Without dropout, since stock draws other masks.
+    """
 
     def run(*overrides: str, **plan: object):
         plan = {"folder": str(tmp_path / "saved"), "flags": str(tmp_path / "flags")} | plan
-        result = launch("model.dropout=0.0", *overrides, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)).finish()
+        result = launch(
+            "model.dropout=0.0", *overrides, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)
+        ).finish()
         assert result.code == 0, result.output[-6000:]
         return result
 
@@ -26,25 +31,36 @@ def train(launch, tmp_path):
 
 def parameter_difference(mine: dict, theirs: dict) -> float:
     """‖Δ‖/‖p‖."""
-    delta, norm = (sum(each.double().pow(2).sum().item() for each in side) for side in ([mine[n] - theirs[n] for n in theirs], theirs.values()))
+    delta, norm = (
+        sum(each.double().pow(2).sum().item() for each in side)
+        for side in ([mine[n] - theirs[n] for n in theirs], theirs.values())
+    )
     return (delta / norm) ** 0.5
 
 
 @pytest.mark.parametrize("tied", (pytest.param("false", marks=pytest.mark.all_kills), "true"))
 def test_stock_goes_on_from_a_degraded_checkpoint(train, tied):
-    """Both stages have lost a worker, rank 0 among them, when the checkpoint is written; ``tied``: they also share a weight."""
+    """Both stages have lost a worker, rank 0 among them, when the checkpoint is written; ``tied``: they also share a
+    weight.
+    """
     model = f"model.tied={tied}"
     whole = train(model, evaluate_at=HALF)
     ((evaluated,),) = {tuple(record["evaluated"]) for record in whole.records.values()}
-    degraded = train(model, faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF], evaluate_at=HALF)
+    degraded = train(
+        model, faults("kill 0.0 before 0W0.0@3", "kill 1.1 after 1REDUCE@6"), save_at=[HALF], evaluate_at=HALF
+    )
     assert_same_training(degraded, whole, {"0.0", "1.1"})
     (refusal,) = {record["refused"] for record in degraded.records.values()}
     assert "0.0, 1.1" in refusal and "lost" in refusal
-    assert all(record["evaluated"] == pytest.approx([evaluated], abs=LOSS_TOLERANCE) for record in degraded.records.values())
+    assert all(
+        record["evaluated"] == pytest.approx([evaluated], abs=LOSS_TOLERANCE) for record in degraded.records.values()
+    )
     stock = train(model, "recycle.enabled=false", load=True)
     assert {record["engine"] for record in stock.records.values()} == {"PipelineEngine"}
     assert stock.losses == pytest.approx(whole.losses[HALF:], abs=LOSS_TOLERANCE)
-    assert all(record["evaluated"] == pytest.approx([evaluated], abs=LOSS_TOLERANCE) for record in stock.records.values())
+    assert all(
+        record["evaluated"] == pytest.approx([evaluated], abs=LOSS_TOLERANCE) for record in stock.records.values()
+    )
     for rank in stock.records:
         assert parameter_difference(stock.parameters(rank), whole.parameters(rank)) <= PARAMETER_TOLERANCE
 
@@ -57,7 +73,11 @@ def test_a_job_goes_on_from_a_degraded_checkpoint(train):
     assert_same_training(degraded, whole, {"0.0", "1.1"})
     assert again.losses == pytest.approx(whole.losses[HALF:], abs=LOSS_TOLERANCE) and len(again.losses) == STEPS - HALF
     ((evaluated,),) = {tuple(record["evaluated"]) for record in whole.records.values()}
-    assert all(record["evaluated"] == pytest.approx([evaluated], abs=LOSS_TOLERANCE) for result in (degraded, again) for record in result.records.values())
+    assert all(
+        record["evaluated"] == pytest.approx([evaluated], abs=LOSS_TOLERANCE)
+        for result in (degraded, again)
+        for record in result.records.values()
+    )
     for rank in again.records:
         assert parameter_difference(again.parameters(rank), whole.parameters(rank)) <= PARAMETER_TOLERANCE
 

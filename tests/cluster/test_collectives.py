@@ -1,4 +1,6 @@
-"""A collective inside what a training step runs is refused by name at the first micro-batch, on every worker; between steps it works."""
+"""A collective inside what a training step runs is refused by name at the first micro-batch, on every worker; between
+steps it works.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,25 @@ def test_collectives_in_a_program_are_refused_by_name(launch, tmp_path):
     assert sorted(result.records) == [0, 1, 2, 3], result.output[-6000:]
     for rank, record in result.records.items():
         stage, replica, said = rank // 2, rank % 2, record["said"]
-        assert said.keys() == PLACES.keys() - ({"loss"} if stage == 0 else set()) | {"alone", "between steps", "a group of Gloo's by name"}
-        assert {text for place in ("alone", "between steps", "a group of Gloo's by name") for text in said[place]} == {"went"}
+        assert said.keys() == PLACES.keys() - ({"loss"} if stage == 0 else set()) | {
+            "alone",
+            "between steps",
+            "a group of Gloo's by name",
+        }
+        assert {text for place in ("alone", "between steps", "a group of Gloo's by name") for text in said[place]} == {
+            "went"
+        }
         assert record["backend"] == "recycle"
         for place in said.keys() & PLACES.keys():
             function, over_all, instructions = PLACES[place]
             ranks = WORLD if over_all else f"ranks {2 * stage}, {2 * stage + 1}"
             for instruction in (one.format(stage=stage, replica=replica) for one in instructions):
                 of_it = [text for text in said[place] if f" in {instruction}: " in text]
-                assert of_it and of_it[0].startswith(f"torch.distributed.{function} over {ranks}, called at ") and f"{Path(SCRIPT).name}:" in of_it[0], (place, said[place][:3])
+                assert (
+                    of_it
+                    and of_it[0].startswith(f"torch.distributed.{function} over {ranks}, called at ")
+                    and f"{Path(SCRIPT).name}:" in of_it[0]
+                ), (place, said[place][:3])
             assert "went" not in said[place]
     assert_one_line(result, "after a loss other workers run what a micro-batch needs")
     (line,) = [line for line in result.output.splitlines() if "after a loss other workers" in line]

@@ -1,6 +1,7 @@
 """Kills close together in real jobs, seeded: at named instructions, at points of recovery and from outside.
 
-The ideas are those of ``recycle_plugin.simulator.campaign``; here torch, Gloo and, in one of them, DeepSpeed are real, and the weights are compared.
+The ideas are those of ``recycle_plugin.simulator.campaign``; here torch, Gloo and, in one of them, DeepSpeed are real,
+and the weights are compared.
 """
 
 from __future__ import annotations
@@ -28,14 +29,23 @@ from tests.support.jobs import STEPS, WRAPPED, Shape, assert_same_training, faul
 pytestmark = pytest.mark.plain_too
 
 SHAPES = (Shape(4, 2, 2), Shape(3, 3, 3))
-VARIANTS = ((), ("gradient_clipping=0.5",), ("recycle.split_backward=false",), ("recycle.undo=inverse",), ("recycle.keep_bytes=1",))
+VARIANTS = (
+    (),
+    ("gradient_clipping=0.5",),
+    ("recycle.split_backward=false",),
+    ("recycle.undo=inverse",),
+    ("recycle.keep_bytes=1",),
+)
 POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recovery.undone")
 APART_S = 0.15  # at most, of a kill from outside after the one before
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """``named``: faults in their text form.  ``outside``: who is killed from outside, how many seconds after the first of them strikes."""
+    """``named``: faults in their text form.
+
+    ``outside``: who is killed from outside, how many seconds after the first of them strikes.
+    """
 
     shape: Shape
     variant: tuple[str, ...]
@@ -68,7 +78,9 @@ def at(random: Random, shape: Shape, variant: tuple[str, ...], seat: str, step: 
 
 
 def program(shape: Shape, variant: tuple[str, ...], seat: str, step: int) -> tuple[Instruction, ...]:
-    policy = Policy(split_backward="recycle.split_backward=false" not in variant, validate="gradient_clipping=0.5" in variant)
+    policy = Policy(
+        split_backward="recycle.split_backward=false" not in variant, validate="gradient_clipping=0.5" in variant
+    )
     view = Topology(shape.replicas, shape.stages, shape.micro_batches).full()
     return lowered(plan(view, CostModel.uniform(shape.stages, 1000, 1000, 1000), policy), Seat.parse(seat), step)
 
@@ -97,21 +109,38 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_kills_close_together(launch, reference, tmp_path, seed):
-    """A named kill whose instruction is not reached any more (a peer runs it, or nobody has to) is none; whichever comes first is reached."""
+    """A named kill whose instruction is not reached any more (a peer runs it, or nobody has to) is none; whichever
+    comes first is reached.
+    """
     given = scenario(seed)
-    print(f"seed {seed}: {given.shape.replicas}x{given.shape.stages}, {' '.join(given.variant) or 'default'}: {', '.join(given.named)}; outside: {given.outside}")
+    print(
+        f"seed {seed}: {given.shape.replicas}x{given.shape.stages}, {' '.join(given.variant) or 'default'}: "
+        f"{', '.join(given.named)}; outside: {given.outside}"
+    )
     result = kill_all(launch, tmp_path / "gate", given, *given.variant)
     struck = {str(Fault.parse(event["fault"])) for event in result.of("fault")}
     lost = {str(Fault.parse(fault).seat) for fault in struck} | ({given.outside[0]} if given.outside else set())
     assert struck
-    assert_same_training(result, reference(*[each for each in given.variant if "clipping" in each], shape=given.shape), lost)
+    assert_same_training(
+        result, reference(*[each for each in given.variant if "clipping" in each], shape=given.shape), lost
+    )
 
 
 def test_the_seeds_hit_much():
     """Of sixty: all variants on both shapes, kills during recovery, from outside, and all kinds of instruction."""
     found = [scenario(seed) for seed in range(60)]
-    assert {(given.shape, given.variant) for given in found} == {(shape, variant) for shape in SHAPES for variant in VARIANTS}
+    assert {(given.shape, given.variant) for given in found} == {
+        (shape, variant) for shape in SHAPES for variant in VARIANTS
+    }
     kills = [Fault.parse(text) for given in found for text in given.named]
     assert {kill.where for kill in kills if kill.when == "at"} == {point.partition(":")[0] for point in POINTS}
-    assert {Instruction.parse(kill.where).op.name for kill in kills if kill.when != "at"} >= {"F", "I", "W", "B", "REDUCE", "VALIDATE", "STEP"}
+    assert {Instruction.parse(kill.where).op.name for kill in kills if kill.when != "at"} >= {
+        "F",
+        "I",
+        "W",
+        "B",
+        "REDUCE",
+        "VALIDATE",
+        "STEP",
+    }
     assert sum(given.outside is not None for given in found) > 10

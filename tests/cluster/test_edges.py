@@ -1,4 +1,6 @@
-"""The edges of a job: deaths before its first step, in it, in the last one and after it, and SIGTERM to everything at once."""
+"""The edges of a job: deaths before its first step, in it, in the last one and after it, and SIGTERM to everything at
+once.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,23 @@ import pytest
 
 from recycle_plugin.experiments.runs import processes_with
 from recycle_plugin.observability.run_history import EVENTS, read_events
-from tests.support.jobs import STEPS, WRAPPED, after_step, assert_one_line, assert_same_training, difference, early_folder, faults
+from tests.support.jobs import (
+    STEPS,
+    WRAPPED,
+    after_step,
+    assert_one_line,
+    assert_same_training,
+    difference,
+    early_folder,
+    faults,
+)
 
 
 def strike_at(moment: str, rank: int, flag: str = "") -> dict:
-    return {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps({"name": "strike_at", "moment": moment, "rank": rank, "flag": flag})}
+    return {
+        "script": WRAPPED,
+        "RECYCLE_TEST_WRAP": json.dumps({"name": "strike_at", "moment": moment, "rank": rank, "flag": flag}),
+    }
 
 
 @pytest.mark.plain_too
@@ -23,7 +37,11 @@ def strike_at(moment: str, rank: int, flag: str = "") -> dict:
 def test_a_death_before_the_first_step_ends_the_job(launch, moment, rank):
     """There is nothing to go on with: others may be in the middle of what DeepSpeed does with all of them."""
     result = launch(**strike_at(moment, rank)).finish()
-    assert_one_line(result, f"the job ends: rank {rank}: its process was killed by signal 9 (SIGKILL) before training started, and nothing is lost yet: start the job again")
+    assert_one_line(
+        result,
+        f"the job ends: rank {rank}: its process was killed by signal 9 (SIGKILL) before training started, and nothing "
+        "is lost yet: start the job again",
+    )
     with early_folder(result) as folder:
         (end,) = [event for event in read_events(folder / EVENTS) if event["event"] == "end"]
     assert end["killed"] == rank and not result.records
@@ -47,7 +65,10 @@ def test_a_death_in_the_last_step(launch, reference):
 @pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize("moment, lost", (("finishing", {"1.0"}), ("left", set())))
 def test_a_death_after_the_last_step(launch, reference, moment, lost):
-    """Rank 1's script is through; what the others still commit, they commit without it.  Once it has said goodbye, nobody misses it."""
+    """Rank 1's script is through; what the others still commit, they commit without it.
+
+    Once it has said goodbye, nobody misses it.
+    """
     result = launch(**strike_at(moment, 1)).finish()
     assert result.code == 0 and {event["seat"] for event in result.of("lost")} == lost, result.output[-6000:]
     assert len(result.of("finished")) == 1 and result.of("committed")[-1]["step"] == STEPS
@@ -88,4 +109,6 @@ def test_sigterm_to_everything_while_initialising(launch, server, tmp_path):
     run.wait_for(flag.exists, "rank 2 in deepspeed.initialize")
     terminate(everything(run, server))
     result = run.finish()
-    assert result.code != 0 and not result.of("start") and not result.records and "Traceback" not in result.output, result.output[-6000:]
+    assert result.code != 0 and not result.of("start") and not result.records and "Traceback" not in result.output, (
+        result.output[-6000:]
+    )

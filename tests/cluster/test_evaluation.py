@@ -13,11 +13,20 @@ DEEP = Shape(replicas=2, stages=3)
 
 @pytest.fixture
 def evaluate(launch):
-    """``evaluate(times, lost, *faults, shape=)``: the mean losses of that many evaluations of the same state, and the result."""
+    """``evaluate(times, lost, *faults, shape=)``: the mean losses of that many evaluations of the same state, and the
+    result.
+    """
 
     def run(times: int, lost: int, *texts: str, shape: Shape = Shape()):
         plan = json.dumps({"evaluate_at": 3, "times": times})
-        result = launch("steps=5", "recycle.trace=true", faults(*texts), shape=shape, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=plan).finish()
+        result = launch(
+            "steps=5",
+            "recycle.trace=true",
+            faults(*texts),
+            shape=shape,
+            script=CHECKPOINT,
+            RECYCLE_TEST_CHECKPOINT=plan,
+        ).finish()
         assert result.code == 0 and len(result.of("lost")) == lost, result.output[-6000:]
         (evaluated,) = {tuple(record["evaluated"]) for record in result.records.values()}
         return evaluated, result

@@ -1,4 +1,5 @@
-"""Exact mode: losses, parameters and optimizer state have the bits of the exact run without a failure, after every step, whoever fails.
+"""Exact mode: losses, parameters and optimizer state have the bits of the exact run without a failure, after every
+step, whoever fails.
 
 Dropout is on; the control at the end shows that without exact mode the same failure changes bits.
 """
@@ -53,7 +54,9 @@ def calm(request, vehicle, tmp_path_factory, calm_results) -> Callable[..., Resu
         if (key := (vehicle, shape, more)) not in calm_results:
             folder = tmp_path_factory.mktemp("calm")
             with launching(request.getfixturevalue(vehicle.server), folder, vehicle=vehicle) as launch:
-                result = launch(*more, shape=shape, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(recorded(folder))).finish()
+                result = launch(
+                    *more, shape=shape, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(recorded(folder))
+                ).finish()
             assert result.code == 0 and not result.of("lost"), result.output[-6000:]
             calm_results[key] = result
         return calm_results[key]
@@ -69,7 +72,11 @@ def states(result: Result, rank: int) -> dict[int, str]:
 
 def differing(result: Result, reference: Result) -> list[str]:
     """What is not the same to the bit, by name."""
-    found = [f"loss of step {step}" for step, (one, two) in enumerate(zip(result.losses, reference.losses, strict=True), 1) if one != two]
+    found = [
+        f"loss of step {step}"
+        for step, (one, two) in enumerate(zip(result.losses, reference.losses, strict=True), 1)
+        if one != two
+    ]
     for rank in result.records:
         mine, theirs = states(result, rank), states(reference, rank)
         assert set(mine) == set(theirs) == set(range(1, STEPS + 1))
@@ -80,7 +87,9 @@ def differing(result: Result, reference: Result) -> list[str]:
 
 
 def assert_exact(result: Result, reference: Result, lost: set[str], struck: tuple[str, ...] = ()) -> None:
-    assert {event["seat"] for event in result.of("lost")} == lost and len(result.records) == len(result.pids) - len(lost)
+    assert {event["seat"] for event in result.of("lost")} == lost and len(result.records) == len(result.pids) - len(
+        lost
+    )
     assert {event["fault"] for event in result.of("fault")} >= set(struck)
     assert not differing(result, reference)
 
@@ -101,14 +110,20 @@ def test_each_rank_at_named_instructions(train, calm, first: Kill, second: Kill)
     "settings, kills",
     [
         pytest.param((CLIPPED,), ("kill 0.1 before 1VALIDATE@5", "kill 1.0 after 0VALIDATE@9"), id="clipped"),
-        pytest.param((CLIPPED, "recycle.clip=validate"), ("kill 0.1 before 1REDUCE@5", "kill 1.0 after 0STEP@9"), id="validated"),
+        pytest.param(
+            (CLIPPED, "recycle.clip=validate"), ("kill 0.1 before 1REDUCE@5", "kill 1.0 after 0STEP@9"), id="validated"
+        ),
         pytest.param((FUSED,), ("kill 0.0 after 0B0.0@5", "kill 1.1 before 1B1.1@9"), id="fused"),
-        pytest.param(("recycle.exact_block=1",), ("kill 1.0 after 0W1.0@5", "kill 1.1 before 1W1.1@9"), id="blocks of one"),
+        pytest.param(
+            ("recycle.exact_block=1",), ("kill 1.0 after 0W1.0@5", "kill 1.1 before 1W1.1@9"), id="blocks of one"
+        ),
         pytest.param(("recycle.keep_bytes=1",), ("kill 0.1 before 1W0.1@6",), id="nothing is kept"),
     ],
 )
 def test_other_settings(train, calm, settings, kills):
-    assert_exact(train(EXACT, *settings, faults(*kills)), calm(EXACT, *settings), {kill.split()[1] for kill in kills}, kills)
+    assert_exact(
+        train(EXACT, *settings, faults(*kills)), calm(EXACT, *settings), {kill.split()[1] for kill in kills}, kills
+    )
 
 
 @pytest.mark.plain_too(deepspeed=False)
@@ -121,13 +136,25 @@ def test_sgd_with_momentum(train, calm, vehicle):
     "settings, kills",
     [
         pytest.param((), ("kill 0.1 before 1I0.1@5", "kill 1.0 after 0REDUCE@9"), id="bf16"),
-        pytest.param((CLIPPED, "recycle.clip=validate"), ("kill 0.1 after 1STEP@5", "kill 1.0 before 0W1.0@9"), id="validated", marks=pytest.mark.all_kills),
-        pytest.param((FUSED,), ("kill 1.1 after 1B1.0@5", "kill 0.0 before 0STEP@9"), id="fused", marks=pytest.mark.all_kills),
+        pytest.param(
+            (CLIPPED, "recycle.clip=validate"),
+            ("kill 0.1 after 1STEP@5", "kill 1.0 before 0W1.0@9"),
+            id="validated",
+            marks=pytest.mark.all_kills,
+        ),
+        pytest.param(
+            (FUSED,), ("kill 1.1 after 1B1.0@5", "kill 0.0 before 0STEP@9"), id="fused", marks=pytest.mark.all_kills
+        ),
     ],
 )
 def test_bf16(train, calm, settings, kills):
     """DeepSpeed's."""
-    assert_exact(train(EXACT, BF16, *settings, faults(*kills)), calm(EXACT, BF16, *settings), {kill.split()[1] for kill in kills}, kills)
+    assert_exact(
+        train(EXACT, BF16, *settings, faults(*kills)),
+        calm(EXACT, BF16, *settings),
+        {kill.split()[1] for kill in kills},
+        kills,
+    )
 
 
 # --- several at once, and stops -----------------------------------------------------------------------
@@ -143,7 +170,12 @@ def test_bf16(train, calm, settings, kills):
     ],
 )
 def test_two_of_eight(train, calm, settings, kills):
-    assert_exact(train(EXACT, *settings, faults(*kills), shape=WIDE), calm(EXACT, *settings, shape=WIDE), {kill.split()[1] for kill in kills}, kills)
+    assert_exact(
+        train(EXACT, *settings, faults(*kills), shape=WIDE),
+        calm(EXACT, *settings, shape=WIDE),
+        {kill.split()[1] for kill in kills},
+        kills,
+    )
 
 
 @pytest.mark.plain_too(deepspeed=False)
@@ -176,7 +208,9 @@ def test_kills_close_together(launch, calm, tmp_path, seed):
     struck = {event["fault"].split()[1] for event in result.of("fault")}
     assert struck
     alike = [each for each in settings if "keep_bytes" not in each]
-    assert_exact(result, calm(EXACT, *alike, shape=given.shape), struck | ({given.outside[0]} if given.outside else set()))
+    assert_exact(
+        result, calm(EXACT, *alike, shape=given.shape), struck | ({given.outside[0]} if given.outside else set())
+    )
 
 
 # --- controls -------------------------------------------------------------------------------------------

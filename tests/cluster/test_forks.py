@@ -26,17 +26,26 @@ def run(plain_server, tmp_path):
 
 
 FOUND = {
-    "terminated": -signal.SIGTERM, "pool": [0, 1, 4, 9], "loader": 28.0, "exits": 0, "exits with 3": 3, "fails": 1, "trains on": 1, "is interrupted": 1, "meets": 1,
-}  # fmt: skip
+    "terminated": -signal.SIGTERM,
+    "pool": [0, 1, 4, 9],
+    "loader": 28.0,
+    "exits": 0,
+    "exits with 3": 3,
+    "fails": 1,
+    "trains on": 1,
+    "is interrupted": 1,
+    "meets": 1,
+}
 
 
 @pytest.mark.parametrize("how", FOUND)
 def test_helpers_do_what_they_do_anywhere_and_the_job_goes_on(run, how):
     result = run(how)
     assert result.code == 0 and not result.of("lost") and not result.of("leaving"), result.output[-6000:]
-    assert {record["found"] if not isinstance(record["found"], list) else tuple(record["found"]) for record in result.records.values()} == {
-        FOUND[how] if not isinstance(FOUND[how], list) else tuple(FOUND[how])
-    }
+    assert {
+        record["found"] if not isinstance(record["found"], list) else tuple(record["found"])
+        for record in result.records.values()
+    } == {FOUND[how] if not isinstance(FOUND[how], list) else tuple(FOUND[how])}
     assert len(result.records) == 4 and len(result.losses) == 12
     if how in ("trains on", "meets"):
         assert result.output.count("was forked from the worker of") >= 4, result.output[-6000:]
@@ -58,7 +67,11 @@ def test_a_fork_has_no_connection_of_the_jobs(run):
 
 def test_the_death_of_a_worker_whose_helper_lives_on_is_seen(run, tmp_path):
     result = run("outliving")
-    helpers = [psutil.Process(int(path.read_text())) for path in tmp_path.glob("helper*") if psutil.pid_exists(int(path.read_text()))]
+    helpers = [
+        psutil.Process(int(path.read_text()))
+        for path in tmp_path.glob("helper*")
+        if psutil.pid_exists(int(path.read_text()))
+    ]
     (tmp_path / "stop").touch()
     gone, alive = psutil.wait_procs(helpers, timeout=60)
     assert gone and not alive

@@ -1,7 +1,9 @@
-"""Twelve jobs of all kinds against what they did when they were frozen: each worker's instructions in their order, and the bits of the losses.
+"""Twelve jobs of all kinds against what they did when they were frozen: each worker's instructions in their order, and
+the bits of the losses.
 
-A change that is to leave training alone leaves ``frozen.json`` alone.  One that changes an order or a number on purpose writes it anew (``--freeze``), and the
-difference is explained where it is made: beside the code that makes it, and in the commit's message.
+A change that is to leave training alone leaves ``frozen.json`` alone.  One that changes an order or a number on purpose
+writes it anew (``--freeze``), and the difference is explained where it is made: beside the code that makes it, and in
+the commit's message.
 
 With a failure, each micro-batch's gradient is in each stage's sum of each step once, and losses are those without it.
 """
@@ -36,7 +38,10 @@ CLIPPED, EXACT, TIED = "gradient_clipping=1.25", "recycle.exact=true", "model.ti
 
 @dataclass(frozen=True)
 class Job:
-    """A job, and who dies where in its run with a failure.  ``iterators``: the script written like Megatron's, with plain iterators, instead of the GPT."""
+    """A job, and who dies where in its run with a failure.
+
+    ``iterators``: the script written like Megatron's, with plain iterators, instead of the GPT.
+    """
 
     settings: tuple[str, ...]
     kill: str
@@ -46,8 +51,15 @@ class Job:
     def train(self, server: ForkServer, folder: Path, *kills: str) -> Result:
         with launching(server, folder) as launch:
             if self.iterators:
-                script = {"folder": str(folder / "run0"), "faults": kills, "steps": STEPS, "settings": {"report": False, "trace": True}}
-                run = launch(shape=self.shape, script="tests/jobs/megatron_like.py", RECYCLE_TEST_SCRIPT=json.dumps(script))
+                script = {
+                    "folder": str(folder / "run0"),
+                    "faults": kills,
+                    "steps": STEPS,
+                    "settings": {"report": False, "trace": True},
+                }
+                run = launch(
+                    shape=self.shape, script="tests/jobs/megatron_like.py", RECYCLE_TEST_SCRIPT=json.dumps(script)
+                )
             else:
                 run = launch(f"steps={STEPS}", "recycle.trace=true", *self.settings, faults(*kills), shape=self.shape)
             result = run.finish()
@@ -103,7 +115,10 @@ def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 
 def machine() -> str:
-    """Another one may round sums otherwise.  The numbers beside the model's name: virtual machines cut the name short."""
+    """Another one may round sums otherwise.
+
+    The numbers beside the model's name: virtual machines cut the name short.
+    """
     first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     told = dict(map(str.strip, line.partition(":")[::2]) for line in first.splitlines())
     model = " ".join(told.get(key, "?") for key in ("model name", "cpu family", "model"))
@@ -111,20 +126,27 @@ def machine() -> str:
 
 
 def digests(result: Result) -> dict[str, str]:
-    """Of each seat's instructions, in their order; where steps are rejected, of each instruction's last run: how far a stage has got with the step after
-    when it hears of the norm is a matter of milliseconds."""
+    """Of each seat's instructions, in their order; where steps are rejected, of each instruction's last run: how far a
+    stage has got with the step after when it hears of the norm is a matter of milliseconds.
+    """
     spans = read_traces(result.folder / "trace")
     done: dict[str, list[str]] = {}
     void = run_again(spans) if result.of("rejected") else {}
     for span in spans:
         if span not in void:
             done.setdefault(str(span.seat), []).append(str(span.instruction))
-    return {seat: hashlib.sha256(" ".join(instructions).encode()).hexdigest()[:16] for seat, instructions in sorted(done.items())}
+    return {
+        seat: hashlib.sha256(" ".join(instructions).encode()).hexdigest()[:16]
+        for seat, instructions in sorted(done.items())
+    }
 
 
 @pytest.fixture(scope="module")
 def frozen(request: pytest.FixtureRequest) -> Iterator[dict[str, dict]]:
-    """By job: ``machine``, ``losses`` in hexadecimal, ``instructions`` by seat.  With ``--freeze`` what a test puts in is written at the end."""
+    """By job: ``machine``, ``losses`` in hexadecimal, ``instructions`` by seat.
+
+    With ``--freeze`` what a test puts in is written at the end.
+    """
     anew = request.config.getoption("--freeze")
     if anew and hasattr(request.config, "workerinput"):
         pytest.fail("--freeze with -n: several processes would write one file; leave -n out")
@@ -138,7 +160,11 @@ def test_without_a_failure_the_same_instructions_and_losses(request, trained, fr
     result = trained(name)
     losses = JOBS[name].losses(result)
     if request.config.getoption("--freeze"):
-        frozen[name] = {"machine": machine(), "losses": [loss.hex() for loss in losses], "instructions": digests(result)}
+        frozen[name] = {
+            "machine": machine(),
+            "losses": [loss.hex() for loss in losses],
+            "instructions": digests(result),
+        }
     assert digests(result) == frozen[name]["instructions"]
     expected = [float.fromhex(loss) for loss in frozen[name]["losses"]]
     assert losses == (expected if frozen[name]["machine"] == machine() else pytest.approx(expected, abs=LOSS_TOLERANCE))
@@ -173,17 +199,23 @@ def test_with_a_failure_each_gradient_counts_once_and_the_losses_are_those_witho
 
 
 def test_the_count_would_show_what_counts_twice_or_not_at_all(trained):
-    """As if what the lost worker had added up counted, which others have made again; and as if one micro-batch were nobody's."""
+    """As if what the lost worker had added up counted, which others have made again; and as if one micro-batch were
+    nobody's.
+    """
     job = JOBS[DEFAULT[0]]
     result = trained(DEFAULT[0], job.kill)
     unheard = replace(result, events=[event for event in result.events if event["event"] != "lost"])
-    assert wrong(job, unheard) == {(1, 3): Counter(Topology(2, 2, 4).batch) + Counter(map(MicroBatch.parse, ("0.0", "0.1")))}
+    assert wrong(job, unheard) == {
+        (1, 3): Counter(Topology(2, 2, 4).batch) + Counter(map(MicroBatch.parse, ("0.0", "0.1")))
+    }
     fewer = replace(job, shape=replace(job.shape, micro_batches=5))
     assert len(wrong(fewer, result)) == 2 * STEPS
 
 
 def test_the_books():
-    """A sum is what all have added up when the first has it; it stays as long as somebody has it, and is void as what it is made of is."""
+    """A sum is what all have added up when the first has it; it stays as long as somebody has it, and is void as what
+    it is made of is.
+    """
     books = Books()
 
     def ran(*texts: str) -> Counter | None:

@@ -41,7 +41,13 @@ def kill_supervisor(run: Run, guard: int) -> None:
     """... and return when there is another, which has said that it is there."""
     (supervisor,) = of_guard(guard, "recycle-super")
     supervisor.kill()
-    run.wait_for(lambda: [each for each in of_guard(guard, "recycle-super") if each.pid != supervisor.pid and each.net_connections()], "another supervisor", 20)
+    run.wait_for(
+        lambda: [
+            each for each in of_guard(guard, "recycle-super") if each.pid != supervisor.pid and each.net_connections()
+        ],
+        "another supervisor",
+        20,
+    )
 
 
 def status(run: Run, capsys: pytest.CaptureFixture) -> dict:
@@ -62,7 +68,10 @@ def test_workers_do_not_notice_that_their_supervisors_are_killed(start, referenc
     (tmp_path / "go").touch()
     result = run.finish()
     assert_same_training(result, reference(), {result.seat_of(3)})
-    told = re.findall(r"recycle: warning: the supervisor of rank (\d) was killed by signal 9: another one goes on with its worker", result.output)
+    told = re.findall(
+        r"recycle: warning: the supervisor of rank (\d) was killed by signal 9: another one goes on with its worker",
+        result.output,
+    )
     assert sorted(told) == ["0", "3", "3"], result.output[-6000:]
     assert [(event["rank"], event["code"]) for event in result.of("confirmed")] == [(3, -9)]
 
@@ -80,22 +89,34 @@ def test_a_guard_that_is_killed_costs_one_worker(start, reference, tmp_path, cap
     assert_same_training(replace(result, code=0), reference(), {"0.0"})
     known = status(run, capsys)
     (gone,) = known["gone"]
-    assert known["state"] == "finished" and gone["seat"] == "0.0" and f"went with its guard, process {guard}, which was killed" in gone["why"]
+    assert (
+        known["state"] == "finished"
+        and gone["seat"] == "0.0"
+        and f"went with its guard, process {guard}, which was killed" in gone["why"]
+    )
 
 
 @pytest.mark.real_launcher
 def test_where_the_launcher_ends_the_job_for_a_killed_guard_there_is_a_checkpoint(launch, tmp_path, capsys):
-    """DeepSpeed's sends SIGTERM to all others: with its supervisors' word on the guard the job ends as one to go on from."""
+    """DeepSpeed's sends SIGTERM to all others: with its supervisors' word on the guard the job ends as one to go on
+    from.
+    """
     run = launch("steps=100000", f"recycle.checkpoint_dir={tmp_path / 'saved'}")
     after_step(run, 4)
-    (guard,) = [process for process in psutil.Process(run.launcher.pid).children() if "--local_rank=1" in process.cmdline()]
+    (guard,) = [
+        process for process in psutil.Process(run.launcher.pid).children() if "--local_rank=1" in process.cmdline()
+    ]
     guard.kill()
     result = run.finish()
     assert result.code != 0 and {event["rank"] for event in result.of("lost")} == {1}, result.output[-6000:]
     (checkpoint,), known = result.of("checkpoint"), status(run, capsys)
     step = result.of("committed")[-1]["step"]
     assert checkpoint["path"] == known["checkpoint"] == str(tmp_path / "saved" / f"global_step{step}")
-    assert re.match(rf"the job has ended after step {step}: the supervisor of .* got SIGTERM.*, after the guard of rank 1, process {guard.pid}, was killed", known["end"])
+    assert re.match(
+        rf"the job has ended after step {step}: the supervisor of .* got SIGTERM.*, after the guard of rank 1, process "
+        rf"{guard.pid}, was killed",
+        known["end"],
+    )
 
 
 def test_the_coordinators_death_is_told_by_its_guard(start, capsys):

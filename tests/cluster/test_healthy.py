@@ -1,6 +1,8 @@
-"""Nobody who is healthy is given up: times that vary fivefold, a slow first step, pauses for data of ten steps and more, checkpoints, and workers that
-are stopped for half a step, under deadlines shorter than the defaults.  ``--healthy-steps N`` makes it a longer job, and from 1,000 on what happens in it
-takes four times as long, under the default deadlines."""
+"""Nobody who is healthy is given up: times that vary fivefold, a slow first step, pauses for data of ten steps and
+more, checkpoints, and workers that are stopped for half a step, under deadlines shorter than the defaults.
+``--healthy-steps N`` makes it a longer job, and from 1,000 on what happens in it takes four times as long, under the
+default deadlines.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_nobody_who_is_healthy_is_given_up(launch, tmp_path, steps):
     uneven = {"name": "restless", "unit_s": UNIT_S, "times": TIMES, "first_s": 2 * DEADLINE_S}
     uneven |= {"pauses": list(range(steps // 2, steps, EACH)), "pause_s": 1.5 * DEADLINE_S}
-    wraps = [uneven, {"name": "save_each", "folder": str(tmp_path / "saved"), "steps": max(steps // 4, 1)}, held(tmp_path, steps, "stopped")]
+    wraps = [
+        uneven,
+        {"name": "save_each", "folder": str(tmp_path / "saved"), "steps": max(steps // 4, 1)},
+        held(tmp_path, steps, "stopped"),
+    ]
     deadlines = f"recycle.progress_timeout_s={DEADLINE_S}", f"recycle.heartbeat_timeout_s={DEADLINE_S}"
     run = launch(f"steps={steps}", *deadlines, shape=SHAPE, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(wraps))
     stops = 0
@@ -51,9 +57,17 @@ def test_nobody_who_is_healthy_is_given_up(launch, tmp_path, steps):
     (tmp_path / "stopped").touch()
     result = run.finish(120 + steps)
     lengths = intervals(result.events)
-    print(f"{steps} steps, {stops} stops, {len(result.of('checkpoint'))} checkpoints; steps of {min(lengths):.3f} to {max(lengths):.3f} s, median {median(lengths):.3f} s")
+    print(
+        f"{steps} steps, {stops} stops, {len(result.of('checkpoint'))} checkpoints; steps of {min(lengths):.3f} to "
+        f"{max(lengths):.3f} s, median {median(lengths):.3f} s"
+    )
     assert not result.of("lost") and len(result.of("resume")) == 1, result.output[-6000:]
-    assert result.code == 0 and len(result.losses) == steps and len(result.of("checkpoint")) == 4 and len(result.records) == SHAPE.ranks
+    assert (
+        result.code == 0
+        and len(result.losses) == steps
+        and len(result.of("checkpoint")) == 4
+        and len(result.records) == SHAPE.ranks
+    )
     assert max(lengths) > uneven["pause_s"]
 
 
@@ -77,13 +91,24 @@ def start(plain_server, tmp_path):
 
 
 def test_what_happens_in_the_life_of_a_job_costs_nobody(start, tmp_path, steps):
-    """Pools and loaders with workers, a micro-batch of 7 s, asleep and computing, a pause of 4 s of a host, and one of 10 s of the coordinator's process: or, in a
-    short job, of a quarter of that, under a quarter of the deadlines."""
+    """Pools and loaders with workers, a micro-batch of 7 s, asleep and computing, a pause of 4 s of a host, and one of
+    10 s of the coordinator's process: or, in a short job, of a quarter of that, under a quarter of the deadlines.
+    """
     share = 1.0 if steps >= LONG else 0.25
-    deadlines = [f"recycle.{name}={share * getattr(Settings(), name)}" for name in ("heartbeat_timeout_s", "progress_timeout_s", "busy_timeout_s")]
+    deadlines = [
+        f"recycle.{name}={share * getattr(Settings(), name)}"
+        for name in ("heartbeat_timeout_s", "progress_timeout_s", "busy_timeout_s")
+    ]
     uneven = {"name": "restless", "unit_s": UNIT_S, "times": TIMES, "first_s": 0.1, "pauses": [], "pause_s": 0}
     heavy = [
-        {"name": "linger", "seat": "", "seconds": 7 * share, "step": steps * 3 // 4 + place, "only": f"1F0.0@{steps * 3 // 4 + place}", "computes": computes}
+        {
+            "name": "linger",
+            "seat": "",
+            "seconds": 7 * share,
+            "step": steps * 3 // 4 + place,
+            "only": f"1F0.0@{steps * 3 // 4 + place}",
+            "computes": computes,
+        }
         for place, computes in enumerate((False, True))
     ]
     wraps = [uneven, *heavy, {"name": "helped", "every": max(steps // 20, 8)}, held(tmp_path, steps, "paused")]
@@ -97,9 +122,16 @@ def test_what_happens_in_the_life_of_a_job_costs_nobody(start, tmp_path, steps):
     (tmp_path / "paused").touch()
     result = run.finish(120 + steps)
     lengths = intervals(result.events)
-    print(f"{steps} steps of {min(lengths):.3f} to {max(lengths):.3f} s, {len(result.of('suspected'))} suspicions, {len(result.of('cleared'))} cleared")
+    print(
+        f"{steps} steps of {min(lengths):.3f} to {max(lengths):.3f} s, {len(result.of('suspected'))} suspicions, "
+        f"{len(result.of('cleared'))} cleared"
+    )
     assert result.code == 0 and not result.of("lost") and len(result.of("resume")) == 1, result.output[-6000:]
-    assert len(result.losses) == steps and max(lengths) > 7 * share and len(result.of("suspected")) == len(result.of("cleared"))
+    assert (
+        len(result.losses) == steps
+        and max(lengths) > 7 * share
+        and len(result.of("suspected")) == len(result.of("cleared"))
+    )
 
 
 def named(guard: int, name: str) -> list[psutil.Process]:

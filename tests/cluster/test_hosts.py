@@ -1,4 +1,6 @@
-"""Two hosts, as network namespaces, under the real launcher: one goes silent, which closes no connection, and may come back."""
+"""Two hosts, as network namespaces, under the real launcher: one goes silent, which closes no connection, and may come
+back.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def wraps(*more: dict) -> dict:
     return {"script": WRAPPED, "RECYCLE_TEST_WRAP": json.dumps([{"name": "a_replica_a_host"}, *more])}
 
 
-def test_a_job_over_two_hosts_is_the_same_training_whatever_the_network_does_for_a_moment(launch, reference, pair, tmp_path):
+def test_a_job_over_two_hosts_is_the_same_training_whatever_the_network_does_for_a_moment(
+    launch, reference, pair, tmp_path
+):
     run = launch(**wraps(hold(tmp_path)))
     after_step(run, 5)
     pair.cut("beta")
@@ -46,10 +50,18 @@ def test_a_job_over_two_hosts_is_the_same_training_whatever_the_network_does_for
     assert run.others["beta"].wait(60) == 0
 
 
-@pytest.mark.parametrize("master, wrong", [("localhost", "is 127.0.0.1 on its own host"), ("nowhere.invalid", "is unknown on its own host")])
+@pytest.mark.parametrize(
+    "master, wrong", [("localhost", "is 127.0.0.1 on its own host"), ("nowhere.invalid", "is unknown on its own host")]
+)
 def test_a_master_address_that_others_cant_use_is_refused(master, wrong):
     place = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": str(free_port())}
-    done = subprocess.run([sys.executable, "-m", "recycle_plugin.launch", "train.py"], env=environment(**place), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "recycle_plugin.launch", "train.py"],
+        env=environment(**place),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert f"recycle: error: master address {master} {wrong}" in done.stderr
 
@@ -72,11 +84,16 @@ def test_the_silence_of_a_host_is_its_death_to_the_others_and_its_own_end(launch
     assert all(SILENT in event["how"] for event in result.of("lost")) and not result.of("confirmed")
     assert run.others["beta"].wait(60) != 0
     said = run.said_on("beta")
-    assert said.count("has heard nothing of the coordinator for 4 s, so the others may have gone on without it") == 2 and "Traceback" not in said
+    assert (
+        said.count("has heard nothing of the coordinator for 4 s, so the others may have gone on without it") == 2
+        and "Traceback" not in said
+    )
 
 
 def test_a_partition_that_heals_leaves_one_side(launch, reference, pair, tmp_path):
-    """Both sides save checkpoints as long as they train; the smaller one has trained and saved nothing that the other doesn't know of."""
+    """Both sides save checkpoints as long as they train; the smaller one has trained and saved nothing that the other
+    doesn't know of.
+    """
     saved = tmp_path / "saved"
     run = launch("recycle.trace=true", **wraps(hold(tmp_path), {"name": "save_each", "folder": str(saved), "steps": 2}))
     after_step(run, 5)
@@ -92,7 +109,14 @@ def test_a_partition_that_heals_leaves_one_side(launch, reference, pair, tmp_pat
     assert run.others["beta"].wait(60) == 0 and "Traceback" not in run.said_on("beta")
 
     together = max(event["step"] for event in result.of("committed") if event["workers"] == 4)
-    stepped = {seat: [s.instruction.step for s in read_traces(result.folder / "trace") if str(s.seat) == seat and s.instruction.op is Op.STEP] for seat in LOST}
+    stepped = {
+        seat: [
+            s.instruction.step
+            for s in read_traces(result.folder / "trace")
+            if str(s.seat) == seat and s.instruction.op is Op.STEP
+        ]
+        for seat in LOST
+    }
     assert all(max(steps) <= together + 1 for steps in stepped.values()), "one step ahead of the commits, at most"
     assert all(max(steps_saved(saved, seat)) <= together for seat in LOST)
     assert steps_saved(saved, "0.0") == steps_saved(saved, "0.1") == list(range(2, STEPS + 1, 2))
@@ -116,7 +140,12 @@ def by_file(tmp_path: Path, placement: str) -> tuple[str, str]:
 @pytest.mark.parametrize("strict", (pytest.param(False, marks=pytest.mark.all_kills), True))
 def test_a_host_goes_and_every_stage_has_a_replica_elsewhere(launch, reference, pair, tmp_path, strict):
     """The ranks' seats are DeepSpeed's, and so is the training; only which of them beta has is not."""
-    run = launch(*by_file(tmp_path, "spread"), f"recycle.strict_placement={str(strict).lower()}", script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps([{"name": "config_file"}, hold(tmp_path)]))
+    run = launch(
+        *by_file(tmp_path, "spread"),
+        f"recycle.strict_placement={str(strict).lower()}",
+        script=WRAPPED,
+        RECYCLE_TEST_WRAP=json.dumps([{"name": "config_file"}, hold(tmp_path)]),
+    )
     result = crash_beta(run, pair, tmp_path)
     assert_same_training(result, reference(), LOST)
     (start,) = result.of("start")
@@ -125,7 +154,11 @@ def test_a_host_goes_and_every_stage_has_a_replica_elsewhere(launch, reference, 
 
 
 def test_as_deepspeed_places_them_the_loss_of_a_host_is_that_of_a_stage(launch, pair, tmp_path):
-    run = launch(*by_file(tmp_path, "deepspeed"), script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps([{"name": "config_file"}, hold(tmp_path)]))
+    run = launch(
+        *by_file(tmp_path, "deepspeed"),
+        script=WRAPPED,
+        RECYCLE_TEST_WRAP=json.dumps([{"name": "config_file"}, hold(tmp_path)]),
+    )
     result = crash_beta(run, pair, tmp_path)
     assert_one_line(result, "the job ends: stage 1 has no live worker left")
     (warning,) = [event for event in result.of("warning") if "beta holds every replica of stage 1" in event["text"]]

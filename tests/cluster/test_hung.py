@@ -14,7 +14,10 @@ SOON = "recycle.progress_timeout_s=2"
 
 @pytest.mark.plain_too
 @pytest.mark.some_of(2)
-@pytest.mark.parametrize("fault", ("stop 0.1 before 1F0.1@6", "stop 1.0 after 0REDUCE@6", "stop 0.0 before 0STEP@6", "stop 1.1 after 1I1.0@6"))
+@pytest.mark.parametrize(
+    "fault",
+    ("stop 0.1 before 1F0.1@6", "stop 1.0 after 0REDUCE@6", "stop 0.0 before 0STEP@6", "stop 1.1 after 1I1.0@6"),
+)
 def test_a_stopped_worker_is_given_up(launch, reference, fault):
     """Its supervisor kills it: at the end of every test nothing is left."""
     result = launch(SOON, faults(fault)).finish()
@@ -43,17 +46,28 @@ def test_a_worker_that_wakes_up_later_changes_nothing_and_ends(launch, reference
 @pytest.mark.real_launcher
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "woken up"])
 def test_a_worker_that_is_stopped_for_30_s_with_the_default_deadlines(launch, reference, tmp_path, killed):
-    """The others go on after 20 s; woken up 7 s later, while they still train, it ends without having changed anything."""
+    """The others go on after 20 s; woken up 7 s later, while they still train, it ends without having changed
+    anything.
+    """
     hold = {"name": "gate", "folder": str(tmp_path), "before": f"0F0.0@{STEPS - 2}", "until": "", "by": ["confirmed"]}
     plugin = "recycle_plugin.launch" if killed else "tests.jobs.unfenced"
-    run = launch(faults("stop 1.1 before 1I1.0@6"), plugin=plugin, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(hold), RECYCLE_TEST_ASLEEP_S="27")
+    run = launch(
+        faults("stop 1.1 before 1I1.0@6"),
+        plugin=plugin,
+        script=WRAPPED,
+        RECYCLE_TEST_WRAP=json.dumps(hold),
+        RECYCLE_TEST_ASLEEP_S="27",
+    )
     after_step(run, STEPS - 4)
     run.wait_for(lambda: any(event["event"] == "confirmed" for event in run.events()), "word of the end of the worker")
     (tmp_path / "confirmed").touch()
     result = run.finish()
     assert_same_training(result, reference(), {"1.1"})
     (fault,), (lost,), (confirmed,) = result.of("fault"), result.of("lost"), result.of("confirmed")
-    print(f"stopped at {fault['struck_at']:.3f}, lost after {lost['time'] - fault['struck_at']:.2f} s, ended after {confirmed['time'] - fault['struck_at']:.2f} s")
+    print(
+        f"stopped at {fault['struck_at']:.3f}, lost after {lost['time'] - fault['struck_at']:.2f} s, ended after "
+        f"{confirmed['time'] - fault['struck_at']:.2f} s"
+    )
     assert "its process is stopped for 20." in lost["how"] and confirmed["code"] == (-9 if killed else 3)
     assert killed or confirmed["time"] > fault["struck_at"] + 30
 
@@ -77,7 +91,9 @@ def test_a_long_step_of_many_instructions_is_progress_and_who_waits_for_it_is_no
 
 @pytest.mark.plain_too(deepspeed=False)
 def test_work_that_takes_long_costs_one_worker_at_most_and_none_where_it_computes(launch, reference):
-    """Whoever does it: in step 5 a micro-batch computes for two deadlines; in step 8 one sleeps that long, by which the first cannot be told from one that hangs."""
+    """Whoever does it: in step 5 a micro-batch computes for two deadlines; in step 8 one sleeps that long, by which the
+    first cannot be told from one that hangs.
+    """
     computes = {"name": "linger", "seat": "", "seconds": 2.5, "step": 5, "only": "0F0.0@5", "computes": True}
     sleeps = {"name": "linger", "seat": "", "seconds": 2.5, "step": 8, "only": "1F1.1@8"}
     deadlines = "recycle.progress_timeout_s=1", "recycle.busy_timeout_s=6"
@@ -85,7 +101,10 @@ def test_work_that_takes_long_costs_one_worker_at_most_and_none_where_it_compute
     assert_same_training(result, reference(), {"1.1"})
     (lost,) = result.of("lost")
     assert re.search(r"it computes 1F1\.1@8 for .*, its process using 1?\d% of a core", lost["how"]), lost
-    assert list(dict.fromkeys(event["seat"] for event in result.of("suspected")))[:2] == ["0.0", "1.1"] and result.of("cleared")[0]["seat"] == "0.0"
+    assert (
+        list(dict.fromkeys(event["seat"] for event in result.of("suspected")))[:2] == ["0.0", "1.1"]
+        and result.of("cleared")[0]["seat"] == "0.0"
+    )
 
 
 @pytest.mark.plain_too(deepspeed=False)
@@ -110,7 +129,12 @@ def test_where_that_does_not_help_the_job_ends_with_who_waits_for_whom(launch):
 
 @pytest.mark.plain_too(deepspeed=False)
 def test_a_script_that_ends_before_the_others_ends_the_job_with_a_code(launch):
-    result = launch(script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps({"name": "stop_after", "seat": "0.0", "step": 4})).finish()
+    result = launch(
+        script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps({"name": "stop_after", "seat": "0.0", "step": 4})
+    ).finish()
     assert result.code != 0, result.output[-6000:]
     (end,) = result.of("end")
-    assert "the training script of seat 0.0 (rank 0) ended after step 4, and that of seat" in end["text"] and "is in step 5: all have to train equally many steps" in end["text"]
+    assert (
+        "the training script of seat 0.0 (rank 0) ended after step 4, and that of seat" in end["text"]
+        and "is in step 5: all have to train equally many steps" in end["text"]
+    )

@@ -1,5 +1,7 @@
-"""``train_batch(data_iter=…)`` through losses: the interrupted step is finished with its own data, and from then on the survivors'
-iterators give as many samples as before, each used once, inputs with their labels (see tests/jobs/iterators.py)."""
+"""``train_batch(data_iter=…)`` through losses: the interrupted step is finished with its own data, and from then on the
+survivors' iterators give as many samples as before, each used once, inputs with their labels (see
+tests/jobs/iterators.py).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ def train(launch, tmp_path):
     """``train(*faults, case=, shape=)``: the finished job."""
 
     def run(*faults: str, case: str = "plain", shape: Shape = SQUARE) -> Result:
-        job = {"folder": str(tmp_path / "run0"), "faults": faults, "steps": STEPS, "case": case, "replicas": shape.replicas, "stages": shape.stages}
+        job = {
+            "folder": str(tmp_path / "run0"),
+            "faults": faults,
+            "steps": STEPS,
+            "case": case,
+            "replicas": shape.replicas,
+            "stages": shape.stages,
+        }
         return launch(shape=shape, script="tests/jobs/iterators.py", RECYCLE_TEST_ITERATORS=json.dumps(job)).finish()
 
     return run
@@ -31,11 +40,16 @@ def train(launch, tmp_path):
 def ends(result: Result, folder: str = "rows") -> dict[int, dict]:
     """What each rank that got to the end has written."""
     assert result.code == 0, result.output[-6000:]
-    return {int(path.stem.removeprefix("rank")): torch.load(path) for path in sorted((result.folder / folder).iterdir())}
+    return {
+        int(path.stem.removeprefix("rank")): torch.load(path) for path in sorted((result.folder / folder).iterdir())
+    }
 
 
 def counts(result: Result, shape: Shape) -> list[list[int]]:
-    """By replica, how often each sample of its iterator was used; all ranks' weights say the same.  In the case ``validate`` gradients are halved."""
+    """By replica, how often each sample of its iterator was used; all ranks' weights say the same.
+
+    In the case ``validate`` gradients are halved.
+    """
     once = -0.5 if result.of("rejected") else -1.0
     found = [shape.replicas * MICRO_BATCHES * end["rows"] / once for end in ends(result).values()]
     assert len(found) == shape.ranks - len(result.of("lost")) - len(result.of("leaving"))
@@ -45,7 +59,9 @@ def counts(result: Result, shape: Shape) -> list[list[int]]:
 
 
 def assert_each_once(result: Result, shape: Shape, own_until: dict[int, int]) -> None:
-    """Replica r's samples of the steps up to ``own_until[r]``, and as many more of the others' as are missing, evenly: each once."""
+    """Replica r's samples of the steps up to ``own_until[r]``, and as many more of the others' as are missing, evenly:
+    each once.
+    """
     used = counts(result, shape)
     numbers = [sum(each) for each in used]
     for replica, each in enumerate(used):
@@ -62,7 +78,13 @@ def retired(result: Result) -> list[tuple[int, list[int]]]:
     return [(event["step"], event["replicas"]) for event in result.of("data") if "replicas" in event]
 
 
-@pytest.mark.parametrize("case", ("batch_fn", *(pytest.param(case, marks=pytest.mark.all_kills) for case in ("plain", "repeating", "set_dataloader"))))
+@pytest.mark.parametrize(
+    "case",
+    (
+        "batch_fn",
+        *(pytest.param(case, marks=pytest.mark.all_kills) for case in ("plain", "repeating", "set_dataloader")),
+    ),
+)
 def test_without_a_failure_everybody_reads_its_own(train, case):
     result = train(case=case)
     assert_each_once(result, SQUARE, {0: STEPS, 1: STEPS})
@@ -89,7 +111,9 @@ def test_either_end_in_mid_step(train, kill):
 
 
 @pytest.mark.all_kills
-@pytest.mark.parametrize("kill", (pytest.param("kill 0.0 at step.end@4", marks=pytest.mark.all_kills), "kill 0.1 before 1STEP@4"))
+@pytest.mark.parametrize(
+    "kill", (pytest.param("kill 0.0 at step.end@4", marks=pytest.mark.all_kills), "kill 0.1 before 1STEP@4")
+)
 def test_either_end_before_it_has_drawn(train, kill):
     """The other end of the replica has drawn the step already, or not."""
     result = train(kill)
@@ -102,12 +126,29 @@ def test_either_end_before_it_has_drawn(train, kill):
 @pytest.mark.parametrize(
     "shape, kills, lost",
     [
-        pytest.param(Shape(3), ("kill 0.0 before 0F0.1@4", "kill 0.1 before 1F0.1@4"), {0}, id="both ends of a replica"),
-        pytest.param(Shape(3), ("kill 0.0 before 0F0.1@4", "kill 1.1 before 1W1.0@4"), {0, 1}, id="one end each of two", marks=pytest.mark.all_kills),
         pytest.param(
-            Shape(3), ("kill 2.0 before 0F2.1@3", "kill 1.1 at recovery.resume:2"), {1, 2}, id="another while recovering", marks=pytest.mark.all_kills
+            Shape(3), ("kill 0.0 before 0F0.1@4", "kill 0.1 before 1F0.1@4"), {0}, id="both ends of a replica"
         ),
-        pytest.param(Shape(2, 3), ("kill 0.1 before 1F0.1@3", "kill 1.2 before 2W1.0@6"), {1}, id="a stage between the ends, then an end"),
+        pytest.param(
+            Shape(3),
+            ("kill 0.0 before 0F0.1@4", "kill 1.1 before 1W1.0@4"),
+            {0, 1},
+            id="one end each of two",
+            marks=pytest.mark.all_kills,
+        ),
+        pytest.param(
+            Shape(3),
+            ("kill 2.0 before 0F2.1@3", "kill 1.1 at recovery.resume:2"),
+            {1, 2},
+            id="another while recovering",
+            marks=pytest.mark.all_kills,
+        ),
+        pytest.param(
+            Shape(2, 3),
+            ("kill 0.1 before 1F0.1@3", "kill 1.2 before 2W1.0@6"),
+            {1},
+            id="a stage between the ends, then an end",
+        ),
         pytest.param(Shape(2, 1), ("kill 0.0 before 0I0.1@4",), {0}, id="one stage", marks=pytest.mark.all_kills),
     ],
 )
@@ -119,9 +160,13 @@ def test_several_losses(train, shape, kills, lost):
     assert_each_once(result, shape, {replica: step - 1 for replica, step in since.items()})
 
 
-@pytest.mark.parametrize("kill", ("kill 0.0 before 0F0.1@4", pytest.param("kill 0.1 after 1STEP@4", marks=pytest.mark.all_kills)))
+@pytest.mark.parametrize(
+    "kill", ("kill 0.0 before 0F0.1@4", pytest.param("kill 0.1 after 1STEP@4", marks=pytest.mark.all_kills))
+)
 def test_steps_that_are_rejected_keep_their_data(train, kill):
-    """With ``recycle.clip: validate``, and a norm that is over the limit in each step: what the next step has computed meanwhile is run again."""
+    """With ``recycle.clip: validate``, and a norm that is over the limit in each step: what the next step has computed
+    meanwhile is run again.
+    """
     result = train(kill, case="validate")
     assert {event["step"] for event in result.of("rejected")} == set(range(1, STEPS + 1))
     ((first, replicas),) = retired(result)
@@ -129,12 +174,16 @@ def test_steps_that_are_rejected_keep_their_data(train, kill):
     assert_each_once(result, SQUARE, {0: first - 1})
 
 
-@pytest.mark.parametrize("kill", ("kill 0.0 before 0F0.3@5", pytest.param("kill 0.1 at resize", marks=pytest.mark.all_kills)))
+@pytest.mark.parametrize(
+    "kill", ("kill 0.0 before 0F0.3@5", pytest.param("kill 0.1 at resize", marks=pytest.mark.all_kills))
+)
 def test_another_batch_size_between_steps(train, kill):
     """From step 4 on twice as many micro-batches, so that each counts half."""
     result = train(kill, case="another batch size")
     ((first, _),) = retired(result)
-    found = [(-SQUARE.replicas * MICRO_BATCHES * end["rows"]).reshape(SQUARE.replicas, -1) for end in ends(result).values()]
+    found = [
+        (-SQUARE.replicas * MICRO_BATCHES * end["rows"]).reshape(SQUARE.replicas, -1) for end in ends(result).values()
+    ]
     assert all(torch.equal(each, found[0]) for each in found)
     own = 3 + 2 * (first - 4)  # times A_STEP
     expected = {0: own, 1: 2 * (3 + 2 * (STEPS - 3)) - own}
@@ -176,7 +225,10 @@ def test_epochs_that_micro_batches_do_not_divide(train):
 def test_both_copies_gone(train):
     """1.0 has the copy of what 0.0 had drawn, and dies before it can hand it on; stage 1 has computed with it."""
     result = train("kill 0.0 before 0F0.1@4", "kill 1.0 at recovery.start:2", shape=Shape(3))
-    assert_one_line(result, "step 4: everybody who kept the inputs of micro-batch 0.0 is lost, and plain iterators can't be read again")
+    assert_one_line(
+        result,
+        "step 4: everybody who kept the inputs of micro-batch 0.0 is lost, and plain iterators can't be read again",
+    )
 
 
 def test_no_replica_with_both_ends(train):
@@ -190,7 +242,11 @@ def test_no_replica_with_both_ends(train):
         ("short", "has ended in step 2, at its micro-batch 1: wrap its loader in deepspeed.utils.RepeatingLoader"),
         ("loader", "train_batch(data_iter=…) is a DataLoader, which is no iterator"),
         ("no data", "train_batch() has no data: pass data_iter="),
-        ("exact", "recycle.exact with data from a plain iterator: after a loss the survivors' iterators give other batches than without one"),
+        (
+            "exact",
+            "recycle.exact with data from a plain iterator: after a loss the survivors' iterators give other batches "
+            "than without one",
+        ),
     ],
 )
 def test_iterators_that_will_not_do(train, case, text):
@@ -200,7 +256,10 @@ def test_iterators_that_will_not_do(train, case, text):
 # --- scripts ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script, shape, kill", [("megatron_like", SQUARE, "kill 0.0 before 0F0.1@5"), ("neox_like", Shape(2, 3), "kill 1.2 before 2W1.0@5")])
+@pytest.mark.parametrize(
+    "script, shape, kill",
+    [("megatron_like", SQUARE, "kill 0.0 before 0F0.1@5"), ("neox_like", Shape(2, 3), "kill 1.2 before 2W1.0@5")],
+)
 def test_scripts_written_like_known_codebases(launch, tmp_path, script, shape, kill):
     """Up to the interrupted step, that one included, the losses are those of the run without a failure."""
     found = []
@@ -213,26 +272,40 @@ def test_scripts_written_like_known_codebases(launch, tmp_path, script, shape, k
     for rank, end in found[1].items():
         reference = found[0][rank]
         assert end["losses"][: first - 1] == pytest.approx(reference["losses"][: first - 1], abs=LOSS_TOLERANCE)
-        assert end["losses"][-1] != pytest.approx(reference["losses"][-1], abs=10 * LOSS_TOLERANCE), "the data after the loss is another's"
+        assert end["losses"][-1] != pytest.approx(reference["losses"][-1], abs=10 * LOSS_TOLERANCE), (
+            "the data after the loss is another's"
+        )
         assert end["losses"][-1] < end["losses"][0] - 0.1
-        assert {name: end[name] for name in ("rates", "steps", "samples")} == {name: reference[name] for name in ("rates", "steps", "samples")}
+        assert {name: end[name] for name in ("rates", "steps", "samples")} == {
+            name: reference[name] for name in ("rates", "steps", "samples")
+        }
     assert len({tuple(end["losses"]) for end in found[1].values()}) == 1
 
 
 @pytest.mark.all_kills
 @pytest.mark.parametrize("kill", [pytest.param(first, id=str(first)) for first, _ in matrix()])
 def test_such_a_script_in_bf16_with_a_tied_embedding_killed_anywhere(launch, tmp_path, calm_in_bf16, kill):
-    """The moments of the main job's list; the losses up to the interrupted step are those of the run without a failure, to what bf16 rounds."""
+    """The moments of the main job's list; the losses up to the interrupted step are those of the run without a failure,
+    to what bf16 rounds.
+    """
     found, result = script_in_bf16(launch, tmp_path / "run0", [kill.at(5)])
-    assert [event["fault"] for event in result.of("fault")] == [kill.at(5)] and [event["seat"] for event in result.of("lost")] == [kill.seat]
+    assert [event["fault"] for event in result.of("fault")] == [kill.at(5)] and [
+        event["seat"] for event in result.of("lost")
+    ] == [kill.seat]
     ((first, _),) = retired(result)
     assert first >= 5
     for rank, end in found.items():
         assert end["losses"][: first - 1] == pytest.approx(calm_in_bf16["losses"][: first - 1], abs=10 * LOSS_TOLERANCE)
-        assert {name: end[name] for name in ("rates", "steps", "samples")} == {name: calm_in_bf16[name] for name in ("rates", "steps", "samples")}
+        assert {name: end[name] for name in ("rates", "steps", "samples")} == {
+            name: calm_in_bf16[name] for name in ("rates", "steps", "samples")
+        }
     assert len({tuple(end["losses"]) for end in found.values()}) == 1
-    shared = [end["weights"][name] for end in found.values() for name in end["weights"] if name.endswith("words.weight")]
-    assert len(shared) == 3 and shared[0].dtype == torch.bfloat16 and all(torch.equal(each, shared[0]) for each in shared)
+    shared = [
+        end["weights"][name] for end in found.values() for name in end["weights"] if name.endswith("words.weight")
+    ]
+    assert (
+        len(shared) == 3 and shared[0].dtype == torch.bfloat16 and all(torch.equal(each, shared[0]) for each in shared)
+    )
 
 
 def script_in_bf16(launch, folder, kills: list[str]) -> tuple[dict[int, dict], Result]:

@@ -1,7 +1,9 @@
-"""Workers are killed with SIGKILL at named instructions and at points of recovery; training goes on as if nothing was.
+"""Workers are killed with SIGKILL at named instructions and at points of recovery; training goes on as if nothing
+was.
 
-Losses within 5e-6 of the run without a failure and ‖Δ‖/‖p‖ at most 1e-5 over 20 steps; the controls at
-the end show that this would notice.  Of kills that are much alike some run, which --kill-seed chooses, on the plain adapter; with DeepSpeed one of each kind.
+Losses within 5e-6 of the run without a failure and ‖Δ‖/‖p‖ at most 1e-5 over 20 steps; the controls at the end show
+that this would notice.  Of kills that are much alike some run, which --kill-seed chooses, on the plain adapter; with
+DeepSpeed one of each kind.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ pytestmark = pytest.mark.plain_too
 
 # --- at named instructions, 2 x 2 -------------------------------------------------------------------
 
-OPS = {0: ("LOAD", "F", "SA", "RG", "I", "W", "REDUCE", "STEP"), 1: ("LOAD", "RA", "F", "I", "SG", "W", "REDUCE", "STEP")}
+OPS = {
+    0: ("LOAD", "F", "SA", "RG", "I", "W", "REDUCE", "STEP"),
+    1: ("LOAD", "RA", "F", "I", "SG", "W", "REDUCE", "STEP"),
+}
 MOMENTS = {stage: [f"{when} {op}" for op in ops for when in ("before", "after")] for stage, ops in OPS.items()}
 FIRST, SECOND = 5, 12  # the steps of a run's two kills, one for each stage
 
@@ -74,7 +79,9 @@ CLIPPED, FUSED = "gradient_clipping=0.5", "recycle.split_backward=false"
 
 @pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize("seats", (("0.0", "1.1"), ("0.1", "1.0")))
-@pytest.mark.parametrize("setting, moments", ((CLIPPED, ("before VALIDATE", "after VALIDATE")), (FUSED, ("before B", "after B"))))
+@pytest.mark.parametrize(
+    "setting, moments", ((CLIPPED, ("before VALIDATE", "after VALIDATE")), (FUSED, ("before B", "after B")))
+)
 def test_each_rank_at_what_only_some_jobs_run(launch, reference, seats, setting, moments):
     for first, second in (moments, moments[::-1]):
         kills = Kill(seats[0], first).at(FIRST), Kill(seats[1], second).at(SECOND)
@@ -91,7 +98,9 @@ def struck(result) -> set[str]:
 @pytest.mark.parametrize("seat", ("0.0", "1.0", "0.1", "1.1"))
 @pytest.mark.parametrize("after", (0, 1, 3))
 def test_killed_within_an_instruction(launch, reference, tmp_path, seat, after):
-    """In the middle of a sum of several buckets: its peer, which is at the same instruction, has parts of the sum then, and all that counts as it was before."""
+    """In the middle of a sum of several buckets: its peer, which is at the same instruction, has parts of the sum then,
+    and all that counts as it was before.
+    """
     wrap = {"name": "die_within_sum", "seat": seat, "step": 6, "after": after, "folder": str(tmp_path / "found")}
     result = launch(script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(wrap)).finish()
     assert_same_training(result, reference(), {seat})
@@ -103,9 +112,16 @@ def test_killed_within_an_instruction(launch, reference, tmp_path, seat, after):
 
 
 def one_stage_ahead(folder, ahead: int, step: int, replicas: int = 2) -> dict[str, str]:
-    """Environment of a job in which stage ``ahead`` has stepped, and the other has not, when the other's REDUCE begins."""
+    """Environment of a job in which stage ``ahead`` has stepped, and the other has not, when the other's REDUCE
+    begins.
+    """
     behind = 1 - ahead
-    gate = {"name": "gate", "folder": str(folder / "gate"), "before": f"{behind}REDUCE@{step}", "until": f"{ahead}STEP@{step}"}
+    gate = {
+        "name": "gate",
+        "folder": str(folder / "gate"),
+        "before": f"{behind}REDUCE@{step}",
+        "until": f"{ahead}STEP@{step}",
+    }
     return {"RECYCLE_TEST_WRAP": json.dumps(gate | {"by": [f"{replica}.{ahead}" for replica in range(replicas)]})}
 
 
@@ -113,7 +129,9 @@ def one_stage_ahead(folder, ahead: int, step: int, replicas: int = 2) -> dict[st
 @pytest.mark.parametrize("ahead", (0, 1))
 def test_a_stage_that_has_stepped_stays_so_where_nobody_needs_its_old_parameters(launch, reference, tmp_path, ahead):
     victim = f"0.{1 - ahead}"
-    run = launch(faults(f"kill {victim} before {1 - ahead}REDUCE@7"), script=WRAPPED, **one_stage_ahead(tmp_path, ahead, 7))
+    run = launch(
+        faults(f"kill {victim} before {1 - ahead}REDUCE@7"), script=WRAPPED, **one_stage_ahead(tmp_path, ahead, 7)
+    )
     result = run.finish()
     assert_same_training(result, reference(), {victim})
     assert [event["ahead"] for event in result.of("resume")] == [0, 1]
@@ -124,8 +142,9 @@ THREE = Shape(replicas=3)
 
 
 def replica_lost(ahead: int) -> tuple[str, str]:
-    """Both workers of replica 0 die while one stage is ahead: nobody has their boundary tensors any more, and to make them
-    again the stage that is ahead has to take its step back."""
+    """Both workers of replica 0 die while one stage is ahead: nobody has their boundary tensors any more, and to make
+    them again the stage that is ahead has to take its step back.
+    """
     return f"kill 0.{ahead} after {ahead}STEP@7", f"kill 0.{1 - ahead} before {1 - ahead}REDUCE@7"
 
 
@@ -162,13 +181,18 @@ def test_another_loss_when_a_step_has_just_been_taken_back(launch, reference, tm
 
 @pytest.mark.plain_too(deepspeed=False)
 def test_what_was_not_kept_is_run_again(launch, reference):
-    """Nothing of what was sent stays: the lost worker's micro-batches start from their data, by whoever is left of their stages."""
+    """Nothing of what was sent stays: the lost worker's micro-batches start from their data, by whoever is left of
+    their stages.
+    """
     kill = "kill 0.1 before 1W0.1@6"
     result = launch(faults(kill), "recycle.keep_bytes=1", "recycle.trace=true").finish()
     assert_same_training(result, reference(), {"0.1"})
     assert struck(result) == {kill}
     senders = {event["seat"]: event for event in result.of("peak")}
-    assert all(event["dropped"] and event["kept_bytes"] and f"let {event['dropped']} of them go" in event["text"] for event in senders.values()), senders
+    assert all(
+        event["dropped"] and event["kept_bytes"] and f"let {event['dropped']} of them go" in event["text"]
+        for event in senders.values()
+    ), senders
     kept = launch(faults(kill), "recycle.trace=true").finish()
     assert not any(event["dropped"] for event in kept.of("peak"))
     assert {"0F0.0@6", "0F0.1@6"} <= run_twice(result), "otherwise nothing had to be made again"
@@ -176,7 +200,11 @@ def test_what_was_not_kept_is_run_again(launch, reference):
 
 
 def run_twice(result) -> set[str]:
-    return {str(span.instruction) for span in run_again(read_traces(result.folder / "trace")) if span.instruction.op in COMPUTE}
+    return {
+        str(span.instruction)
+        for span in run_again(read_traces(result.folder / "trace"))
+        if span.instruction.op in COMPUTE
+    }
 
 
 # --- more replicas ----------------------------------------------------------------------------------
@@ -208,7 +236,11 @@ def test_two_of_eight(launch, reference, kills):
     "shape, kill",
     [
         pytest.param(Shape(4, 1, 2), "kill 2.0 before 0I2.1@6", id="one stage, four replicas"),
-        pytest.param(Shape(3, 3, 2, layers=5), "kill 1.1 after 1F1.0@6", id="3 x 3, seven layers, fewer micro-batches than stages"),
+        pytest.param(
+            Shape(3, 3, 2, layers=5),
+            "kill 1.1 after 1F1.0@6",
+            id="3 x 3, seven layers, fewer micro-batches than stages",
+        ),
         pytest.param(Shape(2, 2, 1), "kill 0.1 before 1REDUCE@6", id="one micro-batch"),
     ],
 )
@@ -230,7 +262,9 @@ CONTROLS = {
 @pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.parametrize("mistake", CONTROLS)
 def test_a_mistake_in_the_recovery_would_be_seen(launch, reference, mistake):
-    """The same kill and the same comparison; the recovery goes wrong, and the difference is ten times what is tolerated."""
+    """The same kill and the same comparison; the recovery goes wrong, and the difference is ten times what is
+    tolerated.
+    """
     run = launch(faults("kill 0.1 before 1F0.1@10"), script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(CONTROLS[mistake]))
     result = run.finish()
     assert result.code == 0 and [event["seat"] for event in result.of("lost")] == ["0.1"], result.output[-6000:]

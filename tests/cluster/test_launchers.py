@@ -1,7 +1,7 @@
 """``deepspeed --hostfile`` over two hosts by pdsh and by SLURM, where a host dies.
 
-Neither program is here: stand-ins do what their manuals say (tests/support/launchers.py).  DeepSpeed's side is the real one: the commands that
-it builds for them, the variables that it forwards, the code that it returns.
+Neither program is here: stand-ins do what their manuals say (tests/support/launchers.py).  DeepSpeed's side is the real
+one: the commands that it builds for them, the variables that it forwards, the code that it returns.
 """
 
 from __future__ import annotations
@@ -67,12 +67,20 @@ def assert_the_others_finish(run, reference, tmp_path, code: int, said: str) -> 
 
 def test_a_host_dies_under_pdsh(launch, reference, config, tmp_path):
     """They end without a goodbye from it.  DeepSpeed's command returns ssh's 255."""
-    assert_the_others_finish(launch(*config, **held(tmp_path), command=PDSH), reference, tmp_path, 255, "beta: ssh exited with exit code 255")
+    assert_the_others_finish(
+        launch(*config, **held(tmp_path), command=PDSH), reference, tmp_path, 255, "beta: ssh exited with exit code 255"
+    )
 
 
 def test_a_node_fails_under_srun_with_no_kill(launch, reference, config, tmp_path):
     """srun's code is that of the killed tasks."""
-    assert_the_others_finish(launch(*config, **held(tmp_path), command=[*SLURM, NO_KILL], as_file=True), reference, tmp_path, 137, "Node failure on beta")
+    assert_the_others_finish(
+        launch(*config, **held(tmp_path), command=[*SLURM, NO_KILL], as_file=True),
+        reference,
+        tmp_path,
+        137,
+        "Node failure on beta",
+    )
 
 
 @pytest.mark.all_kills
@@ -82,7 +90,9 @@ def test_a_node_fails_under_srun_without_it(launch, config):
     after_step(run, 5)
     run.crash("beta")
     result = run.finish()
-    assert result.of("terminate") and result.of("finished") and {event["seat"] for event in result.of("lost")} == LOST, result.output[-6000:]
+    assert (
+        result.of("terminate") and result.of("finished") and {event["seat"] for event in result.of("lost")} == LOST
+    ), result.output[-6000:]
 
 
 @pytest.mark.all_kills
@@ -95,7 +105,9 @@ def test_srun_by_itself(launch, reference, config):
 
 @pytest.mark.all_kills
 def test_sigterm_at_deepspeeds_own_command(launch, config):
-    """It ends pdsh first, so that what prints meets a broken pipe, and then pkill sends SIGTERM to the hosts' launchers: no orderly end, but one."""
+    """It ends pdsh first, so that what prints meets a broken pipe, and then pkill sends SIGTERM to the hosts'
+    launchers: no orderly end, but one.
+    """
     run = launch("steps=100000", *config, **WRAP, command=PDSH)
     after_step(run, 4)
     run.launcher.terminate()

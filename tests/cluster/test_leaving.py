@@ -15,7 +15,17 @@ import pytest
 from recycle_plugin.experiments.runs import MARK, environment
 from recycle_plugin.observability.trace import read_traces
 from tests.support.cluster import ROOT
-from tests.support.jobs import LOSS_TOLERANCE, STEPS, WRAPPED, Shape, after_step, assert_one_line, assert_same_training, faults, held
+from tests.support.jobs import (
+    LOSS_TOLERANCE,
+    STEPS,
+    WRAPPED,
+    Shape,
+    after_step,
+    assert_one_line,
+    assert_same_training,
+    faults,
+    held,
+)
 
 PAIR = Shape(stages=1)
 
@@ -42,7 +52,11 @@ def test_sigterm_at_a_worker_is_a_planned_leave(launch, reference, tmp_path, sea
     result = run.finish()
     assert_same_training(result, reference(), left={seat})
     assert [event["ahead"] for event in result.of("resume")] == [0, 0] and not result.of("recovery_plan")
-    instructions = [span.instruction for span in read_traces(result.folder / "trace") if span.instruction.micro_batch and not span.instruction.peer]
+    instructions = [
+        span.instruction
+        for span in read_traces(result.folder / "trace")
+        if span.instruction.micro_batch and not span.instruction.peer
+    ]
     computed = [str(each) for each in instructions if each.op.value in "FIWB"]
     assert len(computed) == len(set(computed)) == STEPS * 4 * 2 * 3  # steps, micro-batches, stages, F I W
 
@@ -62,7 +76,9 @@ def assert_same_losses(result, reference) -> None:
 
 @pytest.mark.plain_too(deepspeed=False)
 def test_a_second_process_of_a_rank_hears_at_once_that_it_cannot_take_part(launch, reference, vehicle, tmp_path):
-    """Started by hand beside the job, as the supervisor starts it: the job, which waits until that has imported what it needs, does not notice."""
+    """Started by hand beside the job, as the supervisor starts it: the job, which waits until that has imported what it
+    needs, does not notice.
+    """
     wrap = json.dumps(held(tmp_path / "gate", 5, "heard"))
     run = launch("steps=100000", "recycle.progress_timeout_s=100", script=WRAPPED, RECYCLE_TEST_WRAP=wrap)
     after_step(run, 2)
@@ -70,7 +86,11 @@ def test_a_second_process_of_a_rank_hears_at_once_that_it_cannot_take_part(launc
     command = [sys.executable, "-m", "recycle_plugin.worker_process", str(ROOT / vehicle.script)]
     second = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)
     assert second.returncode == 1 and "Traceback" not in second.stderr
-    assert re.search(r"^recycle: error: the job has started, and is at step \d+; nobody can join as rank 2 yet$", second.stderr, re.MULTILINE), second.stderr
+    assert re.search(
+        r"^recycle: error: the job has started, and is at step \d+; nobody can join as rank 2 yet$",
+        second.stderr,
+        re.MULTILINE,
+    ), second.stderr
     (tmp_path / "gate" / "heard").touch()
     after_step(run, 7)
     os.kill(run.launcher.pid, signal.SIGTERM)
@@ -98,7 +118,9 @@ def test_sigterm_at_a_supervisor_ends_the_job(launch, reference, rank):
 @pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.real_launcher
 def test_sigterm_at_the_launcher_ends_the_job(launch, reference):
-    """Workers are not forked, as a user's: they are the launcher's own descendants, and get the launcher's SIGTERM too."""
+    """Workers are not forked, as a user's: they are the launcher's own descendants, and get the launcher's SIGTERM
+    too.
+    """
     run = launch("steps=100000", shape=PAIR, RECYCLE_FORK_SERVER="")
     after_step(run, 4)
     launcher = psutil.Process(run.launcher.pid)
@@ -118,5 +140,12 @@ def test_a_stage_without_a_worker_ends_the_job(launch):
 
 def test_the_end_names_the_last_checkpoint(launch, tmp_path):
     job = json.dumps({"folder": str(tmp_path / "saved"), "save_at": [5]})
-    run = launch(faults("kill 0.1 before 1I0.0@4", "kill 1.1 after 1F1.0@8"), script="tests/jobs/checkpoint.py", RECYCLE_TEST_CHECKPOINT=job)
-    assert_one_line(run.finish(), f"the job ends: stage 1 has no live worker left. Last checkpoint: {tmp_path / 'saved' / 'global_step5'}")
+    run = launch(
+        faults("kill 0.1 before 1I0.0@4", "kill 1.1 after 1F1.0@8"),
+        script="tests/jobs/checkpoint.py",
+        RECYCLE_TEST_CHECKPOINT=job,
+    )
+    assert_one_line(
+        run.finish(),
+        f"the job ends: stage 1 has no live worker left. Last checkpoint: {tmp_path / 'saved' / 'global_step5'}",
+    )

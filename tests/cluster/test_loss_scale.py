@@ -1,4 +1,6 @@
-"""Scaled losses, which DeepSpeed's fp16 section asks for: nothing is another number, and steps that overflow are skipped and take the scale down."""
+"""Scaled losses, which DeepSpeed's fp16 section asks for: nothing is another number, and steps that overflow are
+skipped and take the scale down.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def test_a_scaled_loss_changes_nothing_but_what_overflows(launch, reference):
     assert {(event["step"], event["scale"]) for event in result.of("loss_scale")} == set(scales(set()))
 
 
-@pytest.mark.parametrize("kill", (pytest.param(None, marks=MORE), "kill 0.1 after 1STEP@4", pytest.param("kill 1.0 before 0STEP@9", marks=MORE)))
+@pytest.mark.parametrize(
+    "kill",
+    (pytest.param(None, marks=MORE), "kill 0.1 after 1STEP@4", pytest.param("kill 1.0 before 0STEP@9", marks=MORE)),
+)
 def test_an_overflow_takes_the_scale_down_on_all_stages_and_what_had_the_old_one_is_void(launch, kill):
     result = scaled(launch, *([faults(kill)] if kill else []), also=(OVERFLOW,))
     waited = launch("recycle.nonfinite=skip", CLIPPED, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(OVERFLOW)).finish()

@@ -1,4 +1,6 @@
-"""A real job's metrics: what a scrape says is what its log says, and a server that can't listen costs the job nothing."""
+"""A real job's metrics: what a scrape says is what its log says, and a server that can't listen costs the job
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def vehicle():
 
 @contextmanager
 def held_with_a_loss(launch: Launch, folder: Path) -> Iterator[Run]:
-    """A job that serves metrics, has lost a worker and gone on, and stands still before its end; goes on to that when this is left."""
+    """A job that serves metrics, has lost a worker and gone on, and stands still before its end; goes on to that when
+    this is left.
+    """
     run = launch("recycle.metrics={port: 0}", RECYCLE_TEST_WRAP=json.dumps(hold(folder)))
     after_step(run, KILLED_AT)
     os.kill(run.pids()[run_rank(run, "0.1")], signal.SIGKILL)
@@ -59,12 +63,17 @@ def scrape(events: list[dict]) -> dict[tuple, float]:
     (said,) = of(events, "metrics")
     with urllib.request.urlopen(said["url"], timeout=PATIENCE_S) as answer:
         families = text_string_to_metric_families(answer.read().decode())
-        return {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+        return {
+            (sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples
+        }
 
 
 def at_rest(run: Run) -> tuple[list[dict], dict[tuple, float], list[dict]]:
     """Events and a scrape between which nothing has happened, but for the clock; and the events once more."""
-    return run.wait_for(lambda: (found := (run.events(), scrape(run.events()), run.events()))[0] == found[2] and found, "scrape between two events")
+    return run.wait_for(
+        lambda: (found := (run.events(), scrape(run.events()), run.events()))[0] == found[2] and found,
+        "scrape between two events",
+    )
 
 
 def test_a_scrape_says_what_the_log_says(launch, reference, tmp_path):
@@ -76,11 +85,17 @@ def test_a_scrape_says_what_the_log_says(launch, reference, tmp_path):
     assert [found["recycle_workers", state] for state in ("live", "lost", "left")] == [3, 1, 0]
     assert [found["recycle_stage_live_workers", stage] for stage in "01"] == [2, 1]
     causes = Counter(event["cause"] for event in of(events, "lost"))
-    assert causes == {"died": 1} == {name[1]: value for name, value in found.items() if name[0] == "recycle_failures_total" and value}
+    assert (
+        causes
+        == {"died": 1}
+        == {name[1]: value for name, value in found.items() if name[0] == "recycle_failures_total" and value}
+    )
     after = next(event["time"] for event in commits if event["step"] == resumed["committed"] + 1)
     phases = {"notice": 0.0, "regroup": resumed["time"] - lost["seen_at"], "finish": after - resumed["time"]}
     assert {phase: found["recycle_recovery_seconds_sum", phase] for phase in phases} == pytest.approx(phases, abs=1e-5)
-    assert found["recycle_redone_seconds_total",] == pytest.approx(sum(event["redone_s"] for event in commits), abs=1e-6)
+    assert found["recycle_redone_seconds_total",] == pytest.approx(
+        sum(event["redone_s"] for event in commits), abs=1e-6
+    )
     assert [found["recycle_bubble_ratio", stage] for stage in "01"] == commits[-1]["stage_bubbles"]
     assert found["recycle_plan_bound_ratio",] == resumed["period_us"] / resumed["bound_us"] >= 1
     assert found["recycle_predicted_throughput_ratio",] == resumed["throughput"] < 1
@@ -92,7 +107,9 @@ def test_a_scrape_says_what_the_log_says(launch, reference, tmp_path):
 
 @pytest.mark.parametrize("launcher", ["plain", "tasks"])
 def test_the_url_is_said_and_gone_with_the_job(launch, tmp_path, launcher):
-    """Of the launcher for one host, which is the coordinator's process too, and of rank 0's guard, which has one for it."""
+    """Of the launcher for one host, which is the coordinator's process too, and of rank 0's guard, which has one for
+    it.
+    """
     run = launch("recycle.metrics={port: 0}", launcher=launcher, RECYCLE_TEST_WRAP=json.dumps(hold(tmp_path)))
     after_step(run, 4)
     (said,), found = of(run.events(), "metrics"), scrape(run.events())
@@ -109,7 +126,11 @@ def test_a_port_that_is_taken_costs_nothing(launch, reference):
         result = launch(f"recycle.metrics={{port: {(port := taken.getsockname()[1])}}}").finish()
     assert_same_training(result, reference())
     said = [event["text"] for event in result.of("warning") if "metrics" in event["text"]]
-    assert len(said) == 1 and f"nobody can listen on 127.0.0.1:{port} (Address already in use)" in said[0] and not result.of("metrics")
+    assert (
+        len(said) == 1
+        and f"nobody can listen on 127.0.0.1:{port} (Address already in use)" in said[0]
+        and not result.of("metrics")
+    )
 
 
 # --- with Prometheus itself ----------------------------------------------------------------------------------
@@ -119,9 +140,21 @@ def test_a_port_that_is_taken_costs_nothing(launch, reference):
 def prometheus(program: str, target: str, folder: Path) -> Iterator[str]:
     """Scrapes ``target`` ten times a second; where it answers."""
     config, address = folder / "prometheus.yml", f"127.0.0.1:{free_port()}"
-    jobs = [{"job_name": "training", "scrape_interval": "100ms", "scrape_timeout": "100ms", "static_configs": [{"targets": [target]}]}]
+    jobs = [
+        {
+            "job_name": "training",
+            "scrape_interval": "100ms",
+            "scrape_timeout": "100ms",
+            "static_configs": [{"targets": [target]}],
+        }
+    ]
     config.write_text(json.dumps({"scrape_configs": jobs}))  # JSON is YAML
-    command = [program, f"--config.file={config}", f"--storage.tsdb.path={folder / 'prometheus'}", f"--web.listen-address={address}"]
+    command = [
+        program,
+        f"--config.file={config}",
+        f"--storage.tsdb.path={folder / 'prometheus'}",
+        f"--web.listen-address={address}",
+    ]
     with (folder / "prometheus.txt").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -134,7 +167,9 @@ def prometheus(program: str, target: str, folder: Path) -> Iterator[str]:
 def asked(at: str, expression: str) -> list[dict]:
     """What Prometheus answers; nothing while it is not there yet."""
     try:
-        with urllib.request.urlopen(f"{at}/api/v1/query?{urllib.parse.urlencode({'query': expression})}", timeout=PATIENCE_S) as answer:
+        with urllib.request.urlopen(
+            f"{at}/api/v1/query?{urllib.parse.urlencode({'query': expression})}", timeout=PATIENCE_S
+        ) as answer:
             return json.load(answer)["data"]["result"]
     except urllib.error.HTTPError as error:
         if error.code == 503:  # it is starting
@@ -154,7 +189,9 @@ def test_prometheus_scrapes_a_job_and_answers_the_boards_questions(launch, reque
         events, found, _ = at_rest(run)
         target = of(events, "metrics")[0]["url"].removeprefix("http://").partition("/")[0]
         with prometheus(program, target, tmp_path) as at:
-            run.wait_for(lambda: asked(at, "count_over_time(recycle_step[1m]) > 2"), "three scrapes of recycle_step", PATIENCE_S)
+            run.wait_for(
+                lambda: asked(at, "count_over_time(recycle_step[1m]) > 2"), "three scrapes of recycle_step", PATIENCE_S
+            )
             for key in (("recycle_step",), ("recycle_samples_total",), ("recycle_plan_bound_ratio",)):
                 (answer,) = asked(at, key[0])
                 assert float(answer["value"][1]) == found[key]

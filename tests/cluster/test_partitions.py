@@ -10,19 +10,34 @@ import pytest
 
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.observability.trace import read_traces
-from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, WRAPPED, Shape, after_step, assert_one_line, assert_same_training, difference
+from tests.support.jobs import (
+    LOSS_TOLERANCE,
+    PARAMETER_TOLERANCE,
+    WRAPPED,
+    Shape,
+    after_step,
+    assert_one_line,
+    assert_same_training,
+    difference,
+)
 
 SOON = ("recycle.heartbeat_timeout_s=2", "recycle.regroup_timeout_s=4")
 UNHEARD = "has heard nothing of the coordinator for 4 s"
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    """Whether those that the test has stopped have ended; the last of them may still be at it when the launcher goes."""
+    """Whether those that the test has stopped have ended; the last of them may still be at it when the launcher
+    goes.
+    """
     return not psutil.wait_procs(processes, timeout=30)[1]
 
 
 def of_guard(run, rank: int, name: str) -> psutil.Process:
-    (guard,) = [process for process in psutil.Process(run.launcher.pid).children() if f"--local_rank={rank}" in process.cmdline()]
+    (guard,) = [
+        process
+        for process in psutil.Process(run.launcher.pid).children()
+        if f"--local_rank={rank}" in process.cmdline()
+    ]
     (found,) = [process for process in guard.children() if process.name() == name]
     return found
 
@@ -35,7 +50,11 @@ def test_one_that_is_cut_off_stops_and_the_others_go_on(launch, reference):
     assert result.code == 0, result.output[-6000:]
     assert [event["seat"] for event in result.of("lost")] == ["0.1"] and set(result.records) == {0, 1, 3}
     assert difference(result, reference()).parameters <= PARAMETER_TOLERANCE
-    apart = [step for step, (loss, other) in enumerate(zip(result.losses, reference().losses), 1) if abs(loss - other) > LOSS_TOLERANCE]
+    apart = [
+        step
+        for step, (loss, other) in enumerate(zip(result.losses, reference().losses), 1)
+        if abs(loss - other) > LOSS_TOLERANCE
+    ]
     assert apart == [event["step"] for event in result.of("warning") if "loss of step" in event["text"]] == [7]
     (line,) = [line for line in result.output.splitlines() if UNHEARD in line]
     assert "seat 0.1 (rank 2) has" in line
@@ -75,7 +94,11 @@ def test_the_coordinator_stops_where_most_are_silent(launch):
     """Three of four hosts send nothing any more, and nobody knows whether they are dead."""
     run = launch("steps=100000", *SOON, shape=Shape(4, 1, 2))
     after_step(run, 4)
-    stopped = [process for rank in (1, 2, 3) for process in (of_guard(run, rank, "recycle-super"), psutil.Process(run.pids()[rank]))]
+    stopped = [
+        process
+        for rank in (1, 2, 3)
+        for process in (of_guard(run, rank, "recycle-super"), psutil.Process(run.pids()[rank]))
+    ]
     for process in stopped:
         process.send_signal(signal.SIGSTOP)
     run.wait_for(lambda: any(event["event"] == "end" for event in run.events()), "end of the job")
@@ -83,6 +106,8 @@ def test_the_coordinator_stops_where_most_are_silent(launch):
         process.send_signal(signal.SIGCONT)
     result = run.finish()
     assert gone(stopped)
-    assert_one_line(result, "the job ends: 3 workers can't be reached and aren't known to be dead, and only 1 are left here")
+    assert_one_line(
+        result, "the job ends: 3 workers can't be reached and aren't known to be dead, and only 1 are left here"
+    )
     lost, (end,) = result.of("lost"), result.of("end")
     assert len(lost) == 3 and not [event for event in result.of("committed") if event["time"] > lost[-1]["time"]]

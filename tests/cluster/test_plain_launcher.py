@@ -19,7 +19,8 @@ from tests.support.jobs import TRAIN, after_step, assert_one_line, assert_same_t
 
 SCRIPT = "tests/jobs/launched.py"
 SERVER = "recycle_plugin.runtime.processes.fork_server"
-# Of each process of a run, before anything else: nobody can import these, and who tries is found out although it may bear it.
+# Of each process of a run, before anything else: nobody can import these, and who tries is found out although it may
+# bear it.
 SITE = """
 import os, sys
 class Missing:
@@ -61,7 +62,9 @@ def forked_from(run: Run) -> list[psutil.Process]:
 
 
 def assert_gone(pids: list[int]) -> None:
-    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=DEADLINE_S / 10)
+    gone, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=DEADLINE_S / 10
+    )
     assert not alive
 
 
@@ -70,8 +73,14 @@ def test_workers_find_what_a_launcher_tells_them(start, tmp_path):
     assert result.code == 0, result.output
     for rank, record in enumerate(found(tmp_path)):
         assert record["environment"] == {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-        }  # fmt: skip
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_SIZE": "2",
+            "CROSS_RANK": "0",
+            "CROSS_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+        }
         assert f"worker {rank} is there" in result.output
     assert len(found(tmp_path)) == 2
 
@@ -130,7 +139,9 @@ def test_a_second_signal_ends_who_does_not_listen(start):
 
 
 def test_a_signal_before_there_are_workers(start, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(f"import signal, sys\nif {SERVER!r} in sys.orig_argv:\n    signal.pause()\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import signal, sys\nif {SERVER!r} in sys.orig_argv:\n    signal.pause()\n"
+    )
     run = start("wait", cold=True, PYTHONPATH=str(tmp_path))
     run.wait_for(lambda: forked_from(run), "process to fork from")
     os.kill(run.launcher.pid, signal.SIGTERM)
@@ -140,7 +151,9 @@ def test_a_signal_before_there_are_workers(start, tmp_path):
 
 def test_where_a_fork_is_unsafe_workers_are_children(start, tmp_path):
     thread = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    (tmp_path / "sitecustomize.py").write_text(f"import sys, threading\nif {SERVER!r} in sys.orig_argv:\n    {thread}\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys, threading\nif {SERVER!r} in sys.orig_argv:\n    {thread}\n"
+    )
     run = start(cold=True, PYTHONPATH=str(tmp_path))
     result = run.finish()
     warning = "recycle: warning: workers are not forked, and each imports everything itself: in the process to fork them from there are 2 threads (python"
@@ -163,11 +176,16 @@ def test_status_knows_of_a_launcher_that_was_killed_without_a_word(launch, capsy
     run = launch("steps=100000", launcher="plain")
     after_step(run, 2)
     pids = [run.launcher.pid, *run.pids().values()]
-    assert main(["status", str(run.folder)]) == 0 and capsys.readouterr().out.startswith("state      running; last event ")
+    assert main(["status", str(run.folder)]) == 0 and capsys.readouterr().out.startswith(
+        "state      running; last event "
+    )
     os.kill(run.launcher.pid, signal.SIGKILL)
     assert_gone(pids)
     assert main(["status", str(run.folder)]) == 0
-    assert re.match(f"state      killed: the coordinator's process on host .*, {pids[0]}, is gone, and has not said why", capsys.readouterr().out)
+    assert re.match(
+        f"state      killed: the coordinator's process on host .*, {pids[0]}, is gone, and has not said why",
+        capsys.readouterr().out,
+    )
 
 
 def test_the_death_of_the_process_that_workers_are_forked_from_ends_the_job(start):
@@ -178,7 +196,11 @@ def test_the_death_of_the_process_that_workers_are_forked_from_ends_the_job(star
     assert {record["parent"] for record in records} == {server.pid}
     server.kill()
     result = run.finish()
-    assert_one_line(result, "recycle: error: the process that all workers were forked from was killed by signal 9 (SIGKILL), and they with it")
+    assert_one_line(
+        result,
+        "recycle: error: the process that all workers were forked from was killed by signal 9 (SIGKILL), and they with "
+        "it",
+    )
     assert_gone([record["pid"] for record in records])
 
 
@@ -194,7 +216,10 @@ def test_a_signal_ends_the_job_at_a_commit(launch, number):
     os.kill(run.launcher.pid, number)
     result = run.finish()
     (finished,) = result.of("finished")
-    assert f": the launcher got {number.name} from process {os.getpid()} (" in finished["text"] and "all workers have left" not in result.output
+    assert (
+        f": the launcher got {number.name} from process {os.getpid()} (" in finished["text"]
+        and "all workers have left" not in result.output
+    )
     assert result.code == 1 and not result.of("lost"), result.output[-6000:]
     (step,) = {event["text"].split("after step ")[1].split()[0] for event in result.of("left")}
     assert len(result.of("left")) == 4 and int(step) == result.of("committed")[-1]["step"]

@@ -1,4 +1,6 @@
-"""Whoever comes to a job's ports and is none of it: scanners of ports, browsers, other programs that were given the wrong port."""
+"""Whoever comes to a job's ports and is none of it: scanners of ports, browsers, other programs that were given the
+wrong port.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,14 @@ from tests.support.jobs import WRAPPED, after_step, assert_same_training, hold
 TLS_HELLO = bytes.fromhex("16030100c1010000bd0303") + os.urandom(190)
 DEEP = b"\x91" * 1000 + b"\x01"
 SAID = (
-    b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", TLS_HELLO, bytes(64), os.urandom(400), HEAD.pack(b"RP", CONTROL.version, len(DEEP)) + DEEP,
+    b"",
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    TLS_HELLO,
+    bytes(64),
+    os.urandom(400),
+    HEAD.pack(b"RP", CONTROL.version, len(DEEP)) + DEEP,
     HEAD.pack(b"RP", transport.LANGUAGE.version, len(DEEP)) + DEEP,
-)  # fmt: skip
+)
 PATIENCE_S = 20.0
 
 
@@ -41,12 +48,21 @@ def knock(port: int, said: bytes, how: str) -> None:
 
 
 def ports(pid: int, kind: str) -> set[int]:
-    return {each.laddr.port for each in psutil.Process(pid).net_connections(kind) if each.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)}
+    return {
+        each.laddr.port
+        for each in psutil.Process(pid).net_connections(kind)
+        if each.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
+    }
 
 
 def transports(run: Run) -> set[int]:
     """What workers themselves listen at; Gloo does so at one address only."""
-    found = [each.laddr for pid in run.pids().values() for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    found = [
+        each.laddr
+        for pid in run.pids().values()
+        for each in psutil.Process(pid).net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    ]
     return {address.port for address in found if address.ip == "0.0.0.0"}
 
 

@@ -1,4 +1,7 @@
-"""SIGKILL from outside of the process at uniformly random times of the training; seeded.  The job does not end before the last of them."""
+"""SIGKILL from outside of the process at uniformly random times of the training; seeded.
+
+The job does not end before the last of them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What a loss costs: instructions that are executed twice, counted in the traces of real jobs; those with DeepSpeed have emulated layers.
+"""What a loss costs: instructions that are executed twice, counted in the traces of real jobs; those with DeepSpeed
+have emulated layers.
 
-One worker is killed from outside at a uniformly random instant.  Expected is that nothing runs twice but what the lost worker had
-finished: half of its share of the step on average, 4.2% with 3 replicas of 4 stages, 5.6% with 3 of 3.
+One worker is killed from outside at a uniformly random instant.  Expected is that nothing runs twice but what the lost
+worker had finished: half of its share of the step on average, 4.2% with 3 replicas of 4 stages, 5.6% with 3 of 3.
 """
 
 from __future__ import annotations
@@ -50,5 +51,7 @@ def test_only_what_the_lost_worker_had_finished_is_run_twice(launch, tmp_path, s
     finished = {str(span.instruction) for span in spans if str(span.seat) == seat and span.instruction.step > committed}
     twice = {str(span.instruction) for span in run_again(spans)}
     assert len({str(span.instruction) for span in spans}) == COMPUTED * STEPS
-    print(f"seat {seat}: {len(finished)} finished, {len(twice)} run twice, {100 * len(twice) / COMPUTED:.1f}% of a step")
+    print(
+        f"seat {seat}: {len(finished)} finished, {len(twice)} run twice, {100 * len(twice) / COMPUTED:.1f}% of a step"
+    )
     assert twice <= finished

@@ -30,7 +30,11 @@ def test_who_differs_from_two_others_is_given_up(launch, reference):
 @pytest.mark.plain_too(deepspeed=False)
 def test_of_two_that_differ_nobody_knows_which_is_right(launch):
     result = launch(CHECKED, script=WRAPPED, RECYCLE_TEST_WRAP=FLIP).finish()
-    assert_one_line(result, "the job ends: the replicas at seat 0.1 (rank 2), seat 1.1 (rank 3) differ after step 8, and no majority says which is right. No checkpoint was saved")
+    assert_one_line(
+        result,
+        "the job ends: the replicas at seat 0.1 (rank 2), seat 1.1 (rank 3) differ after step 8, and no majority says "
+        "which is right. No checkpoint was saved",
+    )
 
 
 @pytest.mark.plain_too(deepspeed=False)

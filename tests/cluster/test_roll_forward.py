@@ -1,7 +1,7 @@
 """Some workers of a stage have the whole reduced gradient, and others were cut off by a death before they had it.
 
-The collective is over on all of them; who is late has its result taken away by the failure, at the place where that would
-happen (wrappers.lose_result).  Trace and events show what the recovery did about it.
+The collective is over on all of them; who is late has its result taken away by the failure, at the place where that
+would happen (wrappers.lose_result).  Trace and events show what the recovery did about it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,22 @@ pytestmark = pytest.mark.plain_too
 
 
 def cut_off(launch, folder, shape: Shape, stage: int, late: list[str], *more: str, also: tuple[str, ...] = ()):
-    """The job's result: seat 0.stage dies with the reduced gradient once seat 1.stage has it too, and ``late`` don't."""
+    """The job's result: seat 0.stage dies with the reduced gradient once seat 1.stage has it too, and ``late``
+    don't.
+    """
     reduce, before = f"{stage}REDUCE@{STEP}", f"{stage}STEP@{STEP}"
-    wrap = {"name": "lose_result", "seats": late, "reduce": reduce, "folder": str(folder / "gate"), "before": before, "by": [f"1.{stage}"]}
+    wrap = {
+        "name": "lose_result",
+        "seats": late,
+        "reduce": reduce,
+        "folder": str(folder / "gate"),
+        "before": before,
+        "by": [f"1.{stage}"],
+    }
     kills = faults(f"kill 0.{stage} before {before}", *also)
-    return launch(kills, *more, "recycle.trace=true", shape=shape, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(wrap)).finish()
+    return launch(
+        kills, *more, "recycle.trace=true", shape=shape, script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(wrap)
+    ).finish()
 
 
 def runs(result, seat: str, op: Op) -> int:
@@ -59,10 +70,14 @@ def test_who_has_the_reduced_gradient_gives_it_to_who_has_not(launch, reference,
 
 @pytest.mark.plain_too(deepspeed=False)
 @pytest.mark.some_of(3)
-@pytest.mark.parametrize("when", ("at recovery.report:2", "at recovery.resume:2", "before {}REDUCE@7:2", "after {}REDUCE@7:2"))
+@pytest.mark.parametrize(
+    "when", ("at recovery.report:2", "at recovery.resume:2", "before {}REDUCE@7:2", "after {}REDUCE@7:2")
+)
 @pytest.mark.parametrize("stage", (0, 1))
 def test_who_has_the_reduced_gradient_dies_as_well(launch, reference, tmp_path, stage, when):
-    """Then the contributions of those that are left count, and the dead ones' are made again, or it was handed over just before."""
+    """Then the contributions of those that are left count, and the dead ones' are made again, or it was handed over
+    just before.
+    """
     holder, late = f"1.{stage}", [f"2.{stage}", f"3.{stage}"]
     kill = f"kill {holder} {when.format(stage)}"
     result = cut_off(launch, tmp_path, FOUR, stage, late, also=(kill,))

@@ -30,7 +30,9 @@ def counts(launch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("kills", [(), ("kill 0.1 before 1F0.1@4", "kill 1.0 after 0REDUCE@9"), ("kill 1.1 after 1STEP@7",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "kills", [(), ("kill 0.1 before 1F0.1@4", "kill 1.0 after 0REDUCE@9"), ("kill 1.1 after 1STEP@7",)], ids=" ".join
+)
 def test_every_sample_counts_once(counts, kills):
     found = counts(*kills)
     assert len(found) == 4 - len(kills)
@@ -40,7 +42,9 @@ def test_every_sample_counts_once(counts, kills):
 
 @pytest.mark.plain_too(deepspeed=False)
 def test_an_interrupted_sum_leaves_the_contributions_as_they_were(counts):
-    """Whoever had the sum is dead, so it is made again; stage 0's only gradient is a bucket of its own, which flattening does not copy."""
+    """Whoever had the sum is dead, so it is made again; stage 0's only gradient is a bucket of its own, which
+    flattening does not copy.
+    """
     found = counts("kill 1.0 before 0STEP@5", name="lose_result", seats=["0.0"], reduce="0REDUCE@5")
     assert len(found) == 3
     for rank, used in found.items():
@@ -53,5 +57,8 @@ def test_a_sample_left_out_or_used_twice_would_be_seen(counts, times):
     found = counts("kill 0.1 before 1F0.1@4", name="scale_micro_batch", micro_batch="0.1", step=4, factor=times)
     for used in found.values():
         wrong = (used != 1).nonzero().flatten().tolist()
-        assert wrong == [28, 30]  # step 4's samples are 24 to 31; replica 0 has the even ones, its second micro-batch the last two
+        assert wrong == [
+            28,
+            30,
+        ]  # step 4's samples are 24 to 31; replica 0 has the even ones, its second micro-batch the last two
         assert used[wrong].tolist() == [times, times]

@@ -26,7 +26,9 @@ def start(launch, tmp_path):
 
     def run(*overrides: str, shape: Shape = Shape(), **plan: object):
         plan = {"folder": str(tmp_path / "saved"), "flags": str(tmp_path / "flags")} | plan
-        return launch(f"steps={STEPS}", *overrides, shape=shape, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan))
+        return launch(
+            f"steps={STEPS}", *overrides, shape=shape, script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=json.dumps(plan)
+        )
 
     return run
 
@@ -55,9 +57,13 @@ def files(folder: Path) -> set[str]:
 
 
 def assert_whole(folder: Path, like: Path, step: int) -> None:
-    """``folder`` names the checkpoint of ``step`` as the latest, has each one up to that whole, as undisturbed jobs write it, and nothing else."""
+    """``folder`` names the checkpoint of ``step`` as the latest, has each one up to that whole, as undisturbed jobs
+    write it, and nothing else.
+    """
     assert (folder / "latest").read_text() == f"global_step{step}"
-    saved = {name for name in files(like) if name == "latest" or int(name.split("/")[0].removeprefix("global_step")) <= step}
+    saved = {
+        name for name in files(like) if name == "latest" or int(name.split("/")[0].removeprefix("global_step")) <= step
+    }
     assert files(folder) == saved
     for name in saved - {"latest"}:
         mine, theirs = (torch.load(place / name, weights_only=False) for place in (folder, like))
@@ -92,13 +98,21 @@ DEATHS = [  # of the victim's files "next" is the first one of the second save, 
 
 def kills(vehicle, deaths: tuple[str, ...]) -> str:
     files = FILES[vehicle.name]
-    numbers = {"next": files + 1, "second": files + min(2, files), "repeated": 2 * files + min(2, files), "third": 3 * files, "fourth": 3 * files + 1}
+    numbers = {
+        "next": files + 1,
+        "second": files + min(2, files),
+        "repeated": 2 * files + min(2, files),
+        "third": 3 * files,
+        "fourth": 3 * files + 1,
+    }
     return faults(*(f"kill {death.format(**numbers)}" for death in deaths))
 
 
 @PLAIN_TOO
 @pytest.mark.some_of(3)
-@pytest.mark.parametrize("deaths", [pytest.param(deaths, id=deaths[0].split(".")[-1].partition(":")[0]) for deaths in DEATHS])
+@pytest.mark.parametrize(
+    "deaths", [pytest.param(deaths, id=deaths[0].split(".")[-1].partition(":")[0]) for deaths in DEATHS]
+)
 def test_a_death_while_saving(start, vehicle, undisturbed, tmp_path, deaths):
     """One in the second save, and one in its repetition or in the third one; all three end up whole."""
     losses, like = undisturbed
@@ -130,11 +144,16 @@ def test_everybody_dies_while_saving(start, vehicle, undisturbed, tmp_path, poin
 
 @PLAIN_TOO
 def test_sigterm_to_everything_while_saving(start, undisturbed, tmp_path):
-    """The checkpoint is finished, and the job ends at a commit.  The process of the launcher for one host has all supervisors in it."""
+    """The checkpoint is finished, and the job ends at a commit.
+
+    The process of the launcher for one host has all supervisors in it.
+    """
     run = start("steps=1000", save_at=SAVES[:2], hold=True)
     saved = tmp_path / "saved"
     run.wait_for(lambda: list(saved.glob("global_step6.incomplete-*")), "the second save")
-    supervisors = [process.pid for process in processes_with(run.mark) if process.pid != run.launcher.pid or run.one_host]
+    supervisors = [
+        process.pid for process in processes_with(run.mark) if process.pid != run.launcher.pid or run.one_host
+    ]
     for pid in [*supervisors, *run.pids().values()]:
         os.kill(pid, signal.SIGTERM)
     (tmp_path / "flags").mkdir()
@@ -147,7 +166,9 @@ def test_sigterm_to_everything_while_saving(start, undisturbed, tmp_path):
 @PLAIN_TOO
 @pytest.mark.parametrize("deaths", ((), ("1.0 at load.start", "0.1 at load.end")), ids=("nobody", "two"))
 def test_load_while_training(start, vehicle, undisturbed, deaths):
-    """Back to the third step after the seventh, where the same numbers come once more; also where somebody dies meanwhile."""
+    """Back to the third step after the seventh, where the same numbers come once more; also where somebody dies
+    meanwhile.
+    """
     losses, _ = undisturbed
     result = start(kills(vehicle, deaths), save_at=[3], load_at=7, load_step=3).finish()
     assert result.code == 0 and len(result.of("lost")) == len(deaths), result.output[-6000:]
@@ -158,22 +179,33 @@ def test_load_while_training(start, vehicle, undisturbed, deaths):
 def test_another_number_of_replicas(start, undisturbed):
     """Any number goes on."""
     result = start("steps=11", shape=Shape(replicas=3), folder=str(undisturbed[1]), load=True).finish()
-    assert result.code == 0 and all(len(record["losses"]) == 2 for record in result.records.values()), result.output[-6000:]
+    assert result.code == 0 and all(len(record["losses"]) == 2 for record in result.records.values()), result.output[
+        -6000:
+    ]
 
 
 @PLAIN
 def test_another_number_of_stages(start, vehicle, undisturbed):
     result = start(shape=Shape(replicas=2, stages=1), folder=str(undisturbed[1]), load=True).finish()
-    assert_one_line(result, "is of 2 stages, and this pipeline has 1" if vehicle.name == "plain" else "is of 2 pipeline stages, and this job has 1")
+    assert_one_line(
+        result,
+        "is of 2 stages, and this pipeline has 1"
+        if vehicle.name == "plain"
+        else "is of 2 pipeline stages, and this job has 1",
+    )
 
 
 def test_other_numbers_of_replicas_and_stages(start, undisturbed):
     """With another number of stages weights alone are read."""
     losses, like = undisturbed
     result = start("steps=11", shape=Shape(replicas=3), folder=str(like), load=True).finish()
-    assert result.code == 0 and all(len(record["losses"]) == 2 for record in result.records.values()), result.output[-6000:]
+    assert result.code == 0 and all(len(record["losses"]) == 2 for record in result.records.values()), result.output[
+        -6000:
+    ]
     pair = Shape(replicas=2, stages=1)
-    assert_one_line(start(shape=pair, folder=str(like), load=True).finish(), "is of 2 pipeline stages, and this job has 1")
+    assert_one_line(
+        start(shape=pair, folder=str(like), load=True).finish(), "is of 2 pipeline stages, and this job has 1"
+    )
     result = start("steps=1", shape=pair, folder=str(like), load=True, module_only=True).finish()
     assert result.code == 0 and result.losses[0] < losses[0] - 0.1, result.output[-6000:]
 
@@ -183,8 +215,9 @@ def test_other_numbers_of_replicas_and_stages(start, undisturbed):
 
 @pytest.fixture
 def run_until(start, tmp_path):
-    """``run_until(enough, *overrides)``: the result of a job that ends once ``enough(run)``; how many checkpoints there are after so many steps is a matter of
-    what they cost."""
+    """``run_until(enough, *overrides)``: the result of a job that ends once ``enough(run)``; how many checkpoints there
+    are after so many steps is a matter of what they cost.
+    """
 
     def run(enough, *overrides: str):
         go = tmp_path / "enough"
@@ -204,7 +237,9 @@ def times(run, kind: str) -> list[float]:
 
 @PLAIN_TOO
 def test_checkpoints_by_themselves(start, run_until, vehicle, tmp_path):
-    """Written while training goes on: the first whole, the second dropped since one of its writers dies, and made up for."""
+    """Written while training goes on: the first whole, the second dropped since one of its writers dies, and made up
+    for.
+    """
     folder = tmp_path / "own"
 
     def made_up_for(run) -> bool:
@@ -212,15 +247,22 @@ def test_checkpoints_by_themselves(start, run_until, vehicle, tmp_path):
         return bool(lost and made) and made[-1] > lost[0]
 
     deaths = kills(vehicle, ("0.0 at checkpoint.file:{next}",))
-    result = run_until(made_up_for, "recycle.checkpoint={overhead: 0.9, keep: 1}", f"recycle.checkpoint_dir={folder}", deaths)
+    result = run_until(
+        made_up_for, "recycle.checkpoint={overhead: 0.9, keep: 1}", f"recycle.checkpoint_dir={folder}", deaths
+    )
     made = result.of("checkpoint")
     (lost,) = result.of("lost")
     assert sum(event["time"] < lost["time"] for event in made) == 1 and len(made) >= 2, result.output[-6000:]
     assert all(event["every"] >= event["cost_s"] / event["step_s"] / 0.9 - 1 for event in made[:1])
-    assert {path.name for path in folder.glob("automatic_step*") if ".incomplete-" not in path.name} == {Path(made[-1]["path"]).name}
+    assert {path.name for path in folder.glob("automatic_step*") if ".incomplete-" not in path.name} == {
+        Path(made[-1]["path"]).name
+    }
     step = int((folder / "latest").read_text().removeprefix("automatic_step"))
     assert made[-1]["path"] == str(folder / f"automatic_step{step}") and step > 11
-    resumed, whole = start(f"steps={step + 3}", folder=str(folder), load=True).finish(), start(f"steps={step + 3}").finish()
+    resumed, whole = (
+        start(f"steps={step + 3}", folder=str(folder), load=True).finish(),
+        start(f"steps={step + 3}").finish(),
+    )
     assert resumed.code == whole.code == 0, resumed.output[-6000:]
     assert resumed.losses == pytest.approx(whole.losses[step:], abs=LOSS_TOLERANCE)
     common = min(len(result.losses), step + 3)
@@ -230,7 +272,12 @@ def test_checkpoints_by_themselves(start, run_until, vehicle, tmp_path):
 @PLAIN
 def test_steps_that_are_rejected_drop_no_checkpoint(run_until, tmp_path):
     """Each makes another membership of the same members."""
-    settings = "gradient_clipping=0.05", "recycle.clip=validate", "recycle.checkpoint={overhead: 0.9}", f"recycle.checkpoint_dir={tmp_path}/own"
+    settings = (
+        "gradient_clipping=0.05",
+        "recycle.clip=validate",
+        "recycle.checkpoint={overhead: 0.9}",
+        f"recycle.checkpoint_dir={tmp_path}/own",
+    )
     result = run_until(lambda run: len(times(run, "checkpoint")) >= 2 and len(times(run, "rejected")) >= 25, *settings)
     assert len(result.of("rejected")) >= 5 / 6 * result.of("committed")[-1]["step"]
 
@@ -249,15 +296,23 @@ def scales(result, after: int = 0) -> dict[int, float]:
 
 
 def test_the_loss_scale_goes_on_from_a_checkpoint(start, undisturbed, tmp_path):
-    """It is in a file of its own; without that, as from stock DeepSpeed, it is as at a job's start, and that is said."""
+    """It is in a file of its own; without that, as from stock DeepSpeed, it is as at a job's start, and that is
+    said.
+    """
     whole = start(*SCALED, save_at=[6]).finish()
     saved = tmp_path / "saved" / "global_step6"
     resumed = start(*SCALED, load=True).finish()
     assert whole.code == resumed.code == 0, resumed.output[-6000:]
-    assert scales(resumed) == scales(whole, after=6) and len(scales(whole, after=6)) >= 1 and len(scales(whole)) > len(scales(whole, after=6))
+    assert (
+        scales(resumed) == scales(whole, after=6)
+        and len(scales(whole, after=6)) >= 1
+        and len(scales(whole)) > len(scales(whole, after=6))
+    )
     assert resumed.losses == pytest.approx(whole.losses[6:], abs=LOSS_TOLERANCE)
     own = {path.name for path in saved.glob("recycle_stage_*.pt")}
-    assert own == {"recycle_stage_00.pt", "recycle_stage_01.pt"} and not any("recycle_stage" in name for name in files(undisturbed[1]))
+    assert own == {"recycle_stage_00.pt", "recycle_stage_01.pt"} and not any(
+        "recycle_stage" in name for name in files(undisturbed[1])
+    )
     (saved / "recycle_stage_01.pt").unlink()
     assert_one_line(start(*SCALED, load=True).finish(), "recycle_stage_01.pt is missing")
     (saved / "recycle_stage_00.pt").unlink()
@@ -278,4 +333,8 @@ def test_a_worker_that_has_loaded_otherwise_than_its_peers_is_given_up(start, un
 @PLAIN
 def test_of_two_that_have_loaded_differently_nobody_knows_which_is_right(start):
     result = start(save_at=[3], load_at=7, load_step=3, flip="1.1").finish()
-    assert_one_line(result, "the job ends: the replicas at seat 0.1 (rank 2), seat 1.1 (rank 3) differ after step 3, and no majority says which is right")
+    assert_one_line(
+        result,
+        "the job ends: the replicas at seat 0.1 (rank 2), seat 1.1 (rank 3) differ after step 3, and no majority says "
+        "which is right",
+    )

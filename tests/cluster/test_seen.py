@@ -1,4 +1,6 @@
-"""What people see of a job from outside: DeepSpeed's monitors, ``recycle status``, the report, and the exit code of a job that is too slow."""
+"""What people see of a job from outside: DeepSpeed's monitors, ``recycle status``, the report, and the exit code of a
+job that is too slow.
+"""
 
 from __future__ import annotations
 
@@ -41,37 +43,62 @@ def test_monitors_status_and_report_when_rank_0_dies(launch, tmp_path, capsys):
     assert all(workers == (4 if step < 8 else 3) for step, workers in live.items()) and {1, 6, 9, STEPS} <= set(live)
     for name in ("samples_per_second", "bubble_share", "redone_share", "membership_changes"):
         assert set(curve(tmp_path / "csv", f"Recycle_{name}")) >= set(live) - {1}, name
-    assert curve(tmp_path / "csv", "Recycle_redone_share")[8] > 0 and curve(tmp_path / "csv", "Recycle_membership_changes")[STEPS] == 1
+    assert (
+        curve(tmp_path / "csv", "Recycle_redone_share")[8] > 0
+        and curve(tmp_path / "csv", "Recycle_membership_changes")[STEPS] == 1
+    )
 
     assert status["workers"] == {"live": 3, "of": 4} and status["step"] >= 12
     ((gone,), predicted) = status["gone"], status["predicted_throughput"]
-    assert gone["seat"] == "0.0" and "killed by signal 9 (SIGKILL), says its supervisor" in gone["why"] and 0.4 < predicted < 0.7
+    assert (
+        gone["seat"] == "0.0"
+        and "killed by signal 9 (SIGKILL), says its supervisor" in gone["why"]
+        and 0.4 < predicted < 0.7
+    )
     (told,) = result.of("report")
     await_reports(run.mark)
-    assert told["text"] == f"{run.folder / 'report.html'} is being written" and "0.0 lost" in (run.folder / "report.html").read_text()
+    assert (
+        told["text"] == f"{run.folder / 'report.html'} is being written"
+        and "0.0 lost" in (run.folder / "report.html").read_text()
+    )
 
 
 @pytest.mark.plain_too
 def test_a_job_that_is_too_slow_leaves_a_checkpoint_to_go_on_from(launch, reference, tmp_path):
     """As a scheduler would: exit code 75 means to start it again, with workers for every seat."""
     saved = str(tmp_path / "saved")
-    slow = launch("recycle.max_slowdown=0.4", f"recycle.checkpoint_dir={saved}", faults("kill 1.1 before 1F1.0@5")).finish()
+    slow = launch(
+        "recycle.max_slowdown=0.4", f"recycle.checkpoint_dir={saved}", faults("kill 1.1 before 1F1.0@5")
+    ).finish()
     assert slow.code == 75 and "Traceback" not in slow.output, slow.output[-6000:]
-    (margin, *_), (escalated,), (checkpoint,) = (slow.of(kind) for kind in ("throughput_margin", "throughput_floor", "checkpoint"))
-    assert (margin["losses"], margin["time"] < escalated["time"]) == (1, True) and "one more loss of stage" in margin["text"]
+    (margin, *_), (escalated,), (checkpoint,) = (
+        slow.of(kind) for kind in ("throughput_margin", "throughput_floor", "checkpoint")
+    )
+    assert (margin["losses"], margin["time"] < escalated["time"]) == (1, True) and "one more loss of stage" in margin[
+        "text"
+    ]
     last = escalated["step"]
     assert checkpoint["path"] == f"{saved}/global_step{last}" and last == slow.of("committed")[-1]["step"]
     plan = json.dumps({"folder": saved, "load": True})
     again = launch(script=CHECKPOINT, RECYCLE_TEST_CHECKPOINT=plan).finish()
-    assert again.code == 0 and again.losses == pytest.approx(reference().losses[last:], abs=LOSS_TOLERANCE), again.output[-6000:]
+    assert again.code == 0 and again.losses == pytest.approx(reference().losses[last:], abs=LOSS_TOLERANCE), (
+        again.output[-6000:]
+    )
 
 
 @pytest.mark.plain_too(deepspeed=False)
 def test_a_death_while_that_checkpoint_is_saved(launch, tmp_path):
-    """All steps are committed, and no step follows: the others save once more, where they would have waited for the lost one."""
+    """All steps are committed, and no step follows: the others save once more, where they would have waited for the
+    lost one.
+    """
     saved, deaths = tmp_path / "saved", ("kill 1.1 before 1F1.0@5", "kill 0.0 at checkpoint.written")
-    slow = launch("recycle.max_slowdown=0.2", f"recycle.checkpoint_dir={saved}", faults(*deaths), shape=Shape(replicas=3)).finish()
+    slow = launch(
+        "recycle.max_slowdown=0.2", f"recycle.checkpoint_dir={saved}", faults(*deaths), shape=Shape(replicas=3)
+    ).finish()
     assert slow.code == 75 and "Traceback" not in slow.output and len(slow.of("lost")) == 2, slow.output[-6000:]
     (escalated,), (checkpoint,) = (slow.of(kind) for kind in ("throughput_floor", "checkpoint"))
-    assert checkpoint["path"] == f"{saved}/global_step{escalated['step']}" and (saved / "latest").read_text() == f"global_step{escalated['step']}"
+    assert (
+        checkpoint["path"] == f"{saved}/global_step{escalated['step']}"
+        and (saved / "latest").read_text() == f"global_step{escalated['step']}"
+    )
     assert checkpoint["time"] > max(lost["time"] for lost in slow.of("lost"))

@@ -1,4 +1,6 @@
-"""Models of the shapes that people have, with kills: as uncut in one process, or as stock DeepSpeed (see tests/jobs/shapes.py)."""
+"""Models of the shapes that people have, with kills: as uncut in one process, or as stock DeepSpeed (see
+tests/jobs/shapes.py).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,21 @@ import shapes_models as models  # noqa: E402
 
 @pytest.fixture
 def train(launch, tmp_path):
-    """``train(case, *faults, enabled=, settings=, **more)``: the finished job, with ``settings`` of the plugin's and ``more`` of DeepSpeed's."""
+    """``train(case, *faults, enabled=, settings=, **more)``: the finished job, with ``settings`` of the plugin's and
+    ``more`` of DeepSpeed's.
+    """
     folders: list[str] = []
 
     def run(case: str, *faults: str, enabled: bool = True, settings: dict = {}, **more: object) -> Result:
         folders.append(str(tmp_path / f"run{len(folders)}"))
-        job = {"case": case, "folder": folders[-1], "enabled": enabled, "faults": faults, "more": more, "settings": settings}
+        job = {
+            "case": case,
+            "folder": folders[-1],
+            "enabled": enabled,
+            "faults": faults,
+            "more": more,
+            "settings": settings,
+        }
         result = launch(shape=SQUARE, script="tests/jobs/shapes.py", RECYCLE_TEST_SHAPES=json.dumps(job)).finish()
         assert result.code == 0 and len(result.of("lost")) == len(faults), result.output[-6000:]
         return result
@@ -42,10 +53,14 @@ def uncut(case: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     data, losses = models.Texts(), []
     for step in range(models.STEPS):
         found = []
-        for index in range(models.A_STEP // models.SIZE):  # replicas take turns with samples: two of every second one make a micro-batch
+        for index in range(
+            models.A_STEP // models.SIZE
+        ):  # replicas take turns with samples: two of every second one make a micro-batch
             replica, micro_batch = index % models.REPLICAS, index // models.REPLICAS
             first = step * models.A_STEP + micro_batch * models.REPLICAS * models.SIZE + replica
-            batch = torch.utils.data.default_collate([data[first + turn * models.REPLICAS] for turn in range(models.SIZE)])
+            batch = torch.utils.data.default_collate(
+                [data[first + turn * models.REPLICAS] for turn in range(models.SIZE)]
+            )
             given = (batch["ids"], batch["mask"])
             for layer in module.values():
                 given = layer(given)
@@ -67,7 +82,10 @@ def assert_weights(result: Result, expected: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     "kill, settings",
-    (("kill 0.1 before 1W0.1@3", {}), *(pytest.param("kill 0.0 before 0I0.0@4", each, marks=pytest.mark.all_kills) for each in ({}, {"exact": True}))),
+    (
+        ("kill 0.1 before 1W0.1@3", {}),
+        *(pytest.param("kill 0.0 before 0I0.0@4", each, marks=pytest.mark.all_kills) for each in ({}, {"exact": True})),
+    ),
 )
 def test_tuples_of_changing_shapes(train, kill, settings):
     """A bool comes first; steps 3, 4 and 6 have other shapes than those before."""
@@ -77,9 +95,13 @@ def test_tuples_of_changing_shapes(train, kill, settings):
     assert_weights(result, weights)
 
 
-@pytest.mark.parametrize("kill", ("kill 0.1 before 1F0.1@3", pytest.param("kill 0.0 before 0I0.1@4", marks=pytest.mark.all_kills)))
+@pytest.mark.parametrize(
+    "kill", ("kill 0.1 before 1F0.1@3", pytest.param("kill 0.0 before 0I0.1@4", marks=pytest.mark.all_kills))
+)
 def test_layers_of_all_kinds_as_with_stock(train, kill):
-    """Dropout too: seeded by layer and by how many forwards a replica has run, it has stock's masks, whoever runs it."""
+    """Dropout too: seeded by layer and by how many forwards a replica has run, it has stock's masks, whoever runs
+    it.
+    """
     stock = train("layers", enabled=False)
     assert not stock.of("start")
     result = train("layers", kill)
@@ -91,14 +113,21 @@ def test_layers_of_all_kinds_as_with_stock(train, kill):
 
 @pytest.mark.all_kills
 def test_gradients_that_are_rounded_on_their_way_as_with_stock(train):
-    more = {"communication_data_type": "bf16", "prescale_gradients": False, "gradient_predivide_factor": 2.0, "pipeline": {}}
+    more = {
+        "communication_data_type": "bf16",
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 2.0,
+        "pipeline": {},
+    }
     stock, result, other = train("layers", enabled=False, **more), train("layers", **more), train("layers")
     assert result.losses == pytest.approx(stock.losses, abs=LOSS_TOLERANCE)
     assert result.losses != pytest.approx(other.losses, abs=LOSS_TOLERANCE)
 
 
 @pytest.mark.all_kills
-@pytest.mark.parametrize("settings", ({}, {"clip": "validate"}, {"exact": True, "check_replicas": 1}, {"undo": "inverse"}), ids=str)
+@pytest.mark.parametrize(
+    "settings", ({}, {"clip": "validate"}, {"exact": True, "check_replicas": 1}, {"undo": "inverse"}), ids=str
+)
 @pytest.mark.parametrize("kill", ("kill 0.0 before 0F0.1@3", "kill 0.1 before 1STEP@4"))
 def test_a_stage_that_is_not_trained(train, kill, settings):
     more = {"gradient_clipping": 0.05 if settings else 0.0, "pipeline": {}}

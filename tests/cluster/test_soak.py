@@ -1,5 +1,7 @@
-"""Jobs that lose every worker that they can lose, one after the other: survivors gather neither descriptors nor threads, sockets or
-memory, and nothing is left running (the fixture ``launch`` looks).  ``--soak MINUTES`` repeats it with other orders of deaths."""
+"""Jobs that lose every worker that they can lose, one after the other: survivors gather neither descriptors nor
+threads, sockets or memory, and nothing is left running (the fixture ``launch`` looks).  ``--soak MINUTES`` repeats it
+with other orders of deaths.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,15 @@ class Used(NamedTuple):
     descriptors: int
     threads: int
     sockets: int
-    memory: int  # bytes; what is shared with the fork server counts from the start, and being copied on a write adds nothing
+    # bytes; what is shared with the fork server counts from the start, and being copied on a write adds nothing
+    memory: int
 
     @classmethod
     def by(cls, pid: int) -> Used:
         process = psutil.Process(pid)
-        return cls(process.num_fds(), process.num_threads(), len(process.net_connections("tcp")), process.memory_info().rss)
+        return cls(
+            process.num_fds(), process.num_threads(), len(process.net_connections("tcp")), process.memory_info().rss
+        )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -70,12 +75,21 @@ def lose_all(launch, shape: Shape, random: Random, folder: Path) -> None:
         run.wait_for(lambda: len(resumes(run)) > number, f"word that it goes on without seat {seat}")
         after_step(run, resumes(run)[-1]["committed"] + SETTLED)
         for survivor, pid in pids.items():
-            run.wait_for(lambda: fits(Used.by(pid), first[survivor], more_peers(survivor, pids)), f"end of what seat {survivor} held for {seat}", 20)
+            run.wait_for(
+                lambda: fits(Used.by(pid), first[survivor], more_peers(survivor, pids)),
+                f"end of what seat {survivor} held for {seat}",
+                20,
+            )
     last = {seat: Used.by(pid) for seat, pid in pids.items()}
     (folder / str(len(doomed) + 1)).touch()
     result = run.finish()
-    print(f"{', '.join(doomed)} lost; " + "; ".join(f"{seat}: {tuple(first[seat])} to {tuple(last[seat])}" for seat in last))
-    assert result.code == 0 and not result.restarted and len(result.losses) == EACH * (len(doomed) + 1), result.output[-6000:]
+    print(
+        f"{', '.join(doomed)} lost; "
+        + "; ".join(f"{seat}: {tuple(first[seat])} to {tuple(last[seat])}" for seat in last)
+    )
+    assert result.code == 0 and not result.restarted and len(result.losses) == EACH * (len(doomed) + 1), result.output[
+        -6000:
+    ]
     assert [event["seat"] for event in result.of("lost")] == doomed
     assert not [seat for seat in last if last[seat].memory > first[seat].memory + GROWTH_BYTES]
 
@@ -88,7 +102,9 @@ def deaths(shape: Shape, random: Random) -> list[str]:
 
 
 def more_peers(seat: str, live: dict[str, int]) -> int:
-    """With how many more workers of the neighbouring stages it may exchange tensors than at the start, when there was one in each."""
+    """With how many more workers of the neighbouring stages it may exchange tensors than at the start, when there was
+    one in each.
+    """
     stage = int(seat.partition(".")[2])
     others = [int(other.partition(".")[2]) for other in live]
     return sum(max(0, others.count(neighbour) - 1) for neighbour in (stage - 1, stage + 1))

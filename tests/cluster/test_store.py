@@ -1,4 +1,6 @@
-"""The end of the key-value store's process is the end of the job: at once, with one line, and with nothing left running."""
+"""The end of the key-value store's process is the end of the job: at once, with one line, and with nothing left
+running.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_while_training_goes_on_without_a_worker(launch):
 def test_before_the_workers_have_met(launch, tmp_path):
     """They are about to."""
     flags = [tmp_path / f"rank{rank}" for rank in range(4)]
-    wraps = [{"name": "strike_at", "moment": "meeting", "rank": rank, "flag": str(flag)} for rank, flag in enumerate(flags)]
+    wraps = [
+        {"name": "strike_at", "moment": "meeting", "rank": rank, "flag": str(flag)} for rank, flag in enumerate(flags)
+    ]
     run = launch(script=WRAPPED, RECYCLE_TEST_WRAP=json.dumps(wraps))
     run.wait_for(lambda: all(flag.exists() and flag.read_text() for flag in flags), "workers")
     (store,) = run.forked() - {int(flag.read_text()) for flag in flags}

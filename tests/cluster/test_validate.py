@@ -1,7 +1,8 @@
-"""``clip: validate``: steps are applied before their norm is known, and the training is that of a job that has waited for it.
+"""``clip: validate``: steps are applied before their norm is known, and the training is that of a job that has waited
+for it.
 
-The reference clips with ``clip: sync``.  The limit is one that some steps are over and some are not, which the tests check.  Loss scales have
-tests/cluster/test_loss_scale.py.
+The reference clips with ``clip: sync``.  The limit is one that some steps are over and some are not, which the tests
+check.  Loss scales have tests/cluster/test_loss_scale.py.
 """
 
 from __future__ import annotations
@@ -10,9 +11,22 @@ import json
 
 import pytest
 
-from tests.support.jobs import DEEPSPEED, PLAIN, STEPS, WRAPPED, Shape, assert_one_line, assert_same_training, difference, faults
+from tests.support.jobs import (
+    DEEPSPEED,
+    PLAIN,
+    STEPS,
+    WRAPPED,
+    Shape,
+    assert_one_line,
+    assert_same_training,
+    difference,
+    faults,
+)
 
-CLIPPED = {DEEPSPEED: ("gradient_clipping=1.25",), PLAIN: ("optimizer=sgd", "gradient_clipping=0.55")}  # Adam's steps hardly depend on how long gradients are
+CLIPPED = {
+    DEEPSPEED: ("gradient_clipping=1.25",),
+    PLAIN: ("optimizer=sgd", "gradient_clipping=0.55"),
+}  # Adam's steps hardly depend on how long gradients are
 
 pytestmark = pytest.mark.plain_too(deepspeed=False)
 
@@ -42,14 +56,22 @@ def test_without_a_failure_it_is_bit_for_bit_what_waiting_gives(reference, clipp
 
 def late_norm(folder, step: int) -> dict:
     """Stage 1 sums only once stage 0 has begun the step after, with weights that are then rejected."""
-    return {"name": "gate", "folder": str(folder / "gate"), "before": f"1REDUCE@{step}", "until": f"0F0.1@{step + 1}", "by": ["0.0"]}
+    return {
+        "name": "gate",
+        "folder": str(folder / "gate"),
+        "before": f"1REDUCE@{step}",
+        "until": f"0F0.1@{step + 1}",
+        "by": ["0.0"],
+    }
 
 
 @pytest.mark.parametrize("undo", ("snapshot", "inverse"))
 def test_what_was_computed_with_rejected_weights_counts_nowhere(launch, reference, clipped, validate, tmp_path, undo):
     step = rejected(reference(*validate))[1]
     wrap = json.dumps(late_norm(tmp_path, step))
-    result = launch(*validate, f"recycle.undo={undo}", "recycle.trace=true", script=WRAPPED, RECYCLE_TEST_WRAP=wrap).finish()
+    result = launch(
+        *validate, f"recycle.undo={undo}", "recycle.trace=true", script=WRAPPED, RECYCLE_TEST_WRAP=wrap
+    ).finish()
     assert step in rejected(result)
     assert_same_training(result, reference(*clipped))
 

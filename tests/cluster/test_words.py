@@ -1,4 +1,6 @@
-"""What people read of a job that ends otherwise than they meant: what was wrong, whose it was, who sent which signal."""
+"""What people read of a job that ends otherwise than they meant: what was wrong, whose it was, who sent which
+signal.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,18 @@ def test_an_error_in_all_scripts_is_shown_once_and_is_the_jobs_cause(launch):
     """A layer that does not fit those before it."""
     result = launch("layer=shape").finish()
     error = f"RuntimeError: mat1 and mat2 shapes cannot be multiplied (32x16 and 17x64) at {SCRIPT}:{line_of('.append(pipeline.step())')}"
-    assert result.code == 1 and result.output.count("Traceback") == 1 and "its connection broke" not in result.output, result.output[-6000:]
+    assert result.code == 1 and result.output.count("Traceback") == 1 and "its connection broke" not in result.output, (
+        result.output[-6000:]
+    )
     (told,) = result.of("error")
-    assert told["text"] == f"the script of {named(result, told['rank'])} ended with {error}" and told["traceback"].strip() in result.output
+    assert (
+        told["text"] == f"the script of {named(result, told['rank'])} ended with {error}"
+        and told["traceback"].strip() in result.output
+    )
     assert result.of("end")[0]["text"] == (
-        f"the job ends: the scripts of seat 0.1 (rank 2) and seat 1.1 (rank 3) ended with {error}, and so stage 1 has no live worker left. No checkpoint was saved"
-    )  # fmt: skip
+        f"the job ends: the scripts of seat 0.1 (rank 2) and seat 1.1 (rank 3) ended with {error}, and so stage 1 has "
+        "no live worker left. No checkpoint was saved"
+    )
 
 
 def named(result, rank: int) -> str:
@@ -44,22 +52,30 @@ def named(result, rank: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "wrong, error", (("raise", f"ValueError: two … at {SCRIPT}:{line_of('raise ValueError')}"), ("exit", "exit code 5")), ids=("an exception", "an exit code")
+    "wrong, error",
+    (("raise", f"ValueError: two … at {SCRIPT}:{line_of('raise ValueError')}"), ("exit", "exit code 5")),
+    ids=("an exception", "an exit code"),
 )
 def test_an_error_in_one_script_is_the_loss_of_its_worker(launch, wrong, error):
     result = launch(f"wrong={wrong} 1.0 after 4").finish()
     (told,), (lost,) = result.of("error"), result.of("lost")
-    assert told["text"] == f"the script of seat 1.0 (rank 1) ended with {error}" and ("two\nlines" in result.output) == (wrong == "raise")
+    assert told["text"] == f"the script of seat 1.0 (rank 1) ended with {error}" and (
+        "two\nlines" in result.output
+    ) == (wrong == "raise")
     assert lost["text"] == f"seat 1.0 (rank 1): its script ended with {error}. Stage 0 has one live worker left"
     assert len(result.losses) == 20
 
 
-@pytest.mark.parametrize("wrong, error", (("raise", "ValueError: two …"), ("exit", "exit code 5")), ids=("an exception", "an exit code"))
+@pytest.mark.parametrize(
+    "wrong, error", (("raise", "ValueError: two …"), ("exit", "exit code 5")), ids=("an exception", "an exit code")
+)
 def test_an_error_behind_the_last_step_is_the_jobs_end(launch, wrong, error):
     """Whichever script is through first."""
     result = launch(f"wrong={wrong} 1.0 after 20").finish()
     (finished,) = result.of("finished")
-    assert finished["text"].startswith(f"the job has ended after step 20: the script of seat 1.0 (rank 1) ended with {error}") and result.code in (1, 5), result.output[-6000:]
+    assert finished["text"].startswith(
+        f"the job has ended after step 20: the script of seat 1.0 (rank 1) ended with {error}"
+    ) and result.code in (1, 5), result.output[-6000:]
     assert len(result.of("left")) == 3
 
 
@@ -73,7 +89,9 @@ def test_an_error_before_training_is_the_jobs_cause(launch):
     result = launch("wrong=optimizer", "optimizer=adamw").finish()
     assert result.output.count("Traceback") == 1 and result.code == 1
     (line,) = (line for line in result.output.splitlines() if "the job ends" in line)
-    assert "the job ends: the script of rank " in line and line.endswith(f"{SCRIPT}:{line_of('optimizer = OPTIMIZERS')} before training started"), line
+    assert "the job ends: the script of rank " in line and line.endswith(
+        f"{SCRIPT}:{line_of('optimizer = OPTIMIZERS')} before training started"
+    ), line
 
 
 def test_exit_does_not_wait_for_the_report_which_is_whole_or_not_there(launch, tmp_path):
@@ -86,7 +104,9 @@ def test_exit_does_not_wait_for_the_report_which_is_whole_or_not_there(launch, t
     os.kill(writer.pid, signal.SIGTERM)  # the launcher's, for those that train
     (tmp_path / "go").touch()
     await_reports(run.mark)
-    assert [path.name for path in run.folder.glob("*report*")] == ["report.html"] and (run.folder / "report.html").read_text().endswith("</html>\n")
+    assert [path.name for path in run.folder.glob("*report*")] == ["report.html"] and (
+        run.folder / "report.html"
+    ).read_text().endswith("</html>\n")
 
 
 @pytest.mark.real_launcher
@@ -103,7 +123,9 @@ def test_a_job_whose_launcher_was_killed_goes_on_and_can_be_stopped(launch, caps
     os.kill(int(stop[stop.index("kill") + 1]), signal.SIGTERM)
     wait_for(lambda: not processes_with(run.mark))
     (finished,), left = (([event for event in run.events() if event["event"] == kind]) for kind in ("finished", "left"))
-    sender = f"the supervisor of seat 0.0 (rank 0) on host {socket.gethostname()} got SIGTERM from process {os.getpid()} ("
+    sender = (
+        f"the supervisor of seat 0.0 (rank 0) on host {socket.gethostname()} got SIGTERM from process {os.getpid()} ("
+    )
     assert finished["text"].startswith(f"the job has ended after step {finished['step']}: {sender}") and len(left) == 4
     assert main(["status", str(run.folder)]) == 0 and sender in capsys.readouterr().out
 

@@ -17,8 +17,15 @@ from recycle_plugin.cli import main
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 ASKED_FOR = (
-    "topology", "killed", "steps", "max_loss_difference", "survivors_restarted", "stall_s", "step_s_before", "step_s_after",
-)  # fmt: skip
+    "topology",
+    "killed",
+    "steps",
+    "max_loss_difference",
+    "survivors_restarted",
+    "stall_s",
+    "step_s_before",
+    "step_s_after",
+)
 STEPS = 10
 
 

@@ -40,7 +40,14 @@ def test_the_list_is_of_all_and_each_is_printed(capsys):
         assert capsys.readouterr().out == TEXTS[name].rstrip() + "\n"
 
 
-@pytest.mark.parametrize("name, said", [("tutorail", "did you mean tutorial?"), ("../settings", "did you mean settings?"), ("xyz", "there are tutorial, jobs,")])
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("tutorail", "did you mean tutorial?"),
+        ("../settings", "did you mean settings?"),
+        ("xyz", "there are tutorial, jobs,"),
+    ],
+)
 def test_a_wrong_name_is_one_line(capsys, name, said):
     assert main(["docs", name]) == 2
     error = capsys.readouterr().err
@@ -56,7 +63,9 @@ def test_the_readme_has_the_same_list():
 
 
 def test_the_settings_table_is_the_schemas():
-    assert reference() in TEXTS["settings"], "recycle_plugin/docs/settings.md: replace the table by what `recycle settings` prints"
+    assert reference() in TEXTS["settings"], (
+        "recycle_plugin/docs/settings.md: replace the table by what `recycle settings` prints"
+    )
 
 
 def kinds(source: str) -> Iterator[str]:
@@ -64,11 +73,16 @@ def kinds(source: str) -> Iterator[str]:
     tree = ast.parse(source)
     constants = {
         target.id: value.value
-        for node in ast.walk(tree) if isinstance(node, ast.Assign)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
         for targets, values in [(node.targets[0], node.value)]
-        for target, value in (zip(targets.elts, values.elts) if isinstance(targets, ast.Tuple) and isinstance(values, ast.Tuple) else [(targets, values)])
+        for target, value in (
+            zip(targets.elts, values.elts)
+            if isinstance(targets, ast.Tuple) and isinstance(values, ast.Tuple)
+            else [(targets, values)]
+        )
         if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str)
-    }  # fmt: skip
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in SAYERS:
             place = 1 if getattr(node.func, "id", "") == "Note" else 0
@@ -113,17 +127,26 @@ def test_what_the_package_knows_of_kinds_and_what_a_real_log_has_is_in_the_table
 
 def test_each_test_that_guarantees_name_exists():
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", TEXTS["guarantees"])
-    assert len(named) > 40 and [(file, name) for file, name in named if f"\ndef {name}(" not in (ROOT / "tests" / file).read_text()] == []
+    assert (
+        len(named) > 40
+        and [(file, name) for file, name in named if f"\ndef {name}(" not in (ROOT / "tests" / file).read_text()] == []
+    )
 
 
 def test_each_promise_has_a_test():
-    rows = [line for line in TEXTS["guarantees"].splitlines() if line.startswith("| ") and not line.startswith("| promise")]
+    rows = [
+        line for line in TEXTS["guarantees"].splitlines() if line.startswith("| ") and not line.startswith("| promise")
+    ]
     assert [row for row in rows if ".py::test_" not in row] == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_document_names_is_there(name):
-    links = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", TEXTS[name]) if not target.startswith("https://")]
+    links = [
+        target.partition("#")[0]
+        for target in re.findall(r"\]\(([^)]+)\)", TEXTS[name])
+        if not target.startswith("https://")
+    ]
     files = re.findall(rf"`({FOLDERS}/[\w/]*\.?\w*/?)[` ]", TEXTS[name])
     files += re.findall(r"(?:scripts|tests)/[\w/.]*\w", TEXTS[name])
     missing = [file for file in files if not (ROOT / file).exists() and not (PACKAGE / file).exists()]
@@ -132,7 +155,11 @@ def test_what_a_document_names_is_there(name):
 
 def test_figures_that_guarantees_name_are_measured_ones():
     """Every number of theirs stands among the figures."""
-    figures = [row.split("|")[3].strip() for row in TEXTS["guarantees"].splitlines() if row.startswith("| ") and not row.startswith("| promise")]
+    figures = [
+        row.split("|")[3].strip()
+        for row in TEXTS["guarantees"].splitlines()
+        if row.startswith("| ") and not row.startswith("| promise")
+    ]
     numbers = {number for figure in figures for number in re.findall(NUMBER, figure)}
     assert len(numbers) >= 12 and numbers <= set(re.findall(NUMBER, TEXTS["figures"]))
 
@@ -141,7 +168,18 @@ def test_figures_that_guarantees_name_are_measured_ones():
 
 
 def test_sphinx_builds_them_without_a_warning(tmp_path):
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", str(ROOT / "scripts/sphinx"), str(FOLDER), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-c",
+        str(ROOT / "scripts/sphinx"),
+        str(FOLDER),
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert {path.stem for path in tmp_path.glob("*.html")} >= {*NAMES, "index"}

@@ -31,8 +31,14 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 def folder(tmp_path) -> Path:
     """A run folder with the events; every step has a loss."""
     lines = [json.loads(line) for line in LOG.read_text().splitlines()]
-    losses = [{"time": one["time"], "event": "loss", "text": "", "step": one["step"], "loss": 5 - one["step"] / 10} for one in lines if one["event"] == "committed"]
-    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in sorted(lines + losses, key=lambda one: one["time"])))
+    losses = [
+        {"time": one["time"], "event": "loss", "text": "", "step": one["step"], "loss": 5 - one["step"] / 10}
+        for one in lines
+        if one["event"] == "committed"
+    ]
+    (tmp_path / "events.jsonl").write_text(
+        "".join(f"{json.dumps(one)}\n" for one in sorted(lines + losses, key=lambda one: one["time"]))
+    )
     return tmp_path
 
 
@@ -45,7 +51,9 @@ def trace(folder: Path) -> None:
 
 
 class Read(HTMLParser):
-    """Checks that every element is closed in its order; ``texts`` by element, ``links``: whatever a browser would fetch."""
+    """Checks that every element is closed in its order; ``texts`` by element, ``links``: whatever a browser would
+    fetch.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -81,13 +89,23 @@ def test_the_report(folder, traced, capsys):
     assert path == folder / "report.html"
     found = Read(path.read_text())
     assert found.texts["h2"] == ["Job", "Steps", "Failures", "Schedule", "Events"]
-    assert len(found.links) == 1 and found.links[0].startswith("data:image/png;base64,iVBOR"), "self-contained: nothing is fetched"
+    assert len(found.links) == 1 and found.links[0].startswith("data:image/png;base64,iVBOR"), (
+        "self-contained: nothing is fetched"
+    )
     cells = found.texts["td"]
-    assert {"0.1", "0.400 s", f"3 of 4 left; seat 0.1 (rank 2): {WHY}", "2 replicas of 2 stages, 4 micro-batches each"} <= set(cells)
+    assert {
+        "0.1",
+        "0.400 s",
+        f"3 of 4 left; seat 0.1 (rank 2): {WHY}",
+        "2 replicas of 2 stages, 4 micro-batches each",
+    } <= set(cells)
     assert "34.78 samples/s, 0.23 s a step; at the end 20 samples/s, 0.4 s a step: 58%, predicted 60%" in cells
     assert found.texts["text"].count("0.1 lost") == 2, "on the throughput's and the loss's chart"
     assert any("As it ran when 0.1 was lost" in text for text in found.texts["p"]) == traced
-    assert ("As planned, with the costs in the settings, before the first failure and after the last one." in found.texts["p"]) != traced
+    assert (
+        "As planned, with the costs in the settings, before the first failure and after the last one."
+        in found.texts["p"]
+    ) != traced
 
 
 def test_without_a_trace_it_shows_the_plans_before_and_after(folder):
@@ -112,7 +130,9 @@ def test_a_run_that_never_committed_a_step_has_a_report(folder):
 
 def test_only_the_last_job_of_a_folder_counts(folder):
     text = (folder / "events.jsonl").read_text()
-    (folder / "events.jsonl").write_text(text + text.replace('"kill 0.1', '"kill 1.1').replace('"seat": "0.1"', '"seat": "1.1"'))
+    (folder / "events.jsonl").write_text(
+        text + text.replace('"kill 0.1', '"kill 1.1').replace('"seat": "0.1"', '"seat": "1.1"')
+    )
     history = RunHistory.read(folder)
     assert set(history.gone) == {"1.1"} and len(history.of("start")) == 1 and len(history.of("worker")) == 4
 
@@ -132,28 +152,48 @@ def test_status(folder, capsys):
 def test_status_as_data(folder, capsys):
     more = [
         {"event": "checkpoint", "text": "", "path": "saved/global_step9"},
-        {"event": "throughput_margin", "text": "one more loss of stage 0 and nobody is left there", "stage": 0, "losses": 1},
+        {
+            "event": "throughput_margin",
+            "text": "one more loss of stage 0 and nobody is left there",
+            "stage": 0,
+            "losses": 1,
+        },
     ]
     lines = [line for line in (folder / "events.jsonl").read_text().splitlines() if '"finished"' not in line]
-    (folder / "events.jsonl").write_text("\n".join([*lines, *(json.dumps({"time": 104.6} | one) for one in more)]) + "\n")
+    (folder / "events.jsonl").write_text(
+        "\n".join([*lines, *(json.dumps({"time": 104.6} | one) for one in more)]) + "\n"
+    )
     assert main(["status", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["state"], found["end"], found["step"], found["workers"]) == ("running", None, 9, {"live": 3, "of": 4})
-    assert found["step_s"] == {"now": 0.4, "before": 0.23} and found["samples_per_s"] == {"now": 20.0, "before": 34.7826}
+    assert found["step_s"] == {"now": 0.4, "before": 0.23} and found["samples_per_s"] == {
+        "now": 20.0,
+        "before": 34.7826,
+    }
     assert found["checkpoint"] == "saved/global_step9" and found["margin"].startswith("one more loss")
 
 
 def test_status_says_where_metrics_are_while_the_job_runs(folder):
     url = "http://127.0.0.1:9400/metrics"
     assert without_end(folder, {"event": "metrics", "url": url})["metrics"] == url
-    assert "metrics" not in without_end(folder, {"event": "metrics", "url": url}, {"event": "finished", "text": "all have left"})
+    assert "metrics" not in without_end(
+        folder, {"event": "metrics", "url": url}, {"event": "finished", "text": "all have left"}
+    )
 
 
 def without_end(folder: Path, *more: dict, **start: object) -> dict[str, str]:
-    """``recycle status`` of that run before its end, with ``more`` events and another ``start``, by the word that each line begins with."""
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines() if '"finished"' not in line and '"left"' not in line]
+    """``recycle status`` of that run before its end, with ``more`` events and another ``start``, by the word that each
+    line begins with.
+    """
+    events = [
+        json.loads(line)
+        for line in (folder / "events.jsonl").read_text().splitlines()
+        if '"finished"' not in line and '"left"' not in line
+    ]
     next(event for event in events if event["event"] == "start").update(start)
-    (folder / "events.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in [*events, *({"time": 104.6, "text": ""} | one for one in more)]))
+    (folder / "events.jsonl").write_text(
+        "".join(f"{json.dumps(event)}\n" for event in [*events, *({"time": 104.6, "text": ""} | one for one in more)])
+    )
     known = status(RunHistory.read(folder), 200.0)
     assert json.loads(json.dumps(known)) == known
     return dict(lines(known))
@@ -171,11 +211,20 @@ def test_a_job_whose_coordinator_was_killed_runs_no_more(folder):
     ended.wait()
     here = {"host": "h", "stop": 7, "place": place()}
     killed = f"killed: the coordinator's process on host h, {ended.pid}, is gone, and has not said why"
-    assert without_end(folder, coordinator=here | {"pid": ended.pid})["state"] == killed and killed in Read(report.write(folder).read_text()).texts["td"]
-    assert without_end(folder, coordinator=here | {"pid": os.getpid()})["state"].startswith("killed"), "the log is of 1970, and this process is not"
+    assert (
+        without_end(folder, coordinator=here | {"pid": ended.pid})["state"] == killed
+        and killed in Read(report.write(folder).read_text()).texts["td"]
+    )
+    assert without_end(folder, coordinator=here | {"pid": os.getpid()})["state"].startswith("killed"), (
+        "the log is of 1970, and this process is not"
+    )
     running = without_end(folder, coordinator=here | {"pid": os.getpid()}, time=time.time())
-    assert running["state"].startswith("running") and running["to stop it"] == "kill 7 on host h ends the job at a commit"
-    assert without_end(folder, coordinator={"host": "h", "stop": 7, "place": "elsewhere", "pid": ended.pid})["state"].startswith("running")
+    assert (
+        running["state"].startswith("running") and running["to stop it"] == "kill 7 on host h ends the job at a commit"
+    )
+    assert without_end(folder, coordinator={"host": "h", "stop": 7, "place": "elsewhere", "pid": ended.pid})[
+        "state"
+    ].startswith("running")
 
 
 WRONG = {
@@ -208,7 +257,10 @@ def test_a_line_that_is_being_written_is_left_out(folder):
 # --- the page ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("low, high, expected", [(0, 9.4, [0, 5, 10]), (5.2, 5.6, [5.2, 5.3, 5.4, 5.5, 5.6]), (3, 3, [3, 4]), (-1, 1, [-1, -0.5, 0, 0.5, 1])])
+@pytest.mark.parametrize(
+    "low, high, expected",
+    [(0, 9.4, [0, 5, 10]), (5.2, 5.6, [5.2, 5.3, 5.4, 5.5, 5.6]), (3, 3, [3, 4]), (-1, 1, [-1, -0.5, 0, 0.5, 1])],
+)
 def test_ticks_are_round_and_hold_everything(low, high, expected):
     assert ticks(low, high) == pytest.approx(expected)
 
@@ -231,13 +283,25 @@ def test_a_browser_shows_it(folder):
     trace(folder)
     path = report.write(folder)
     measure = (
-        "<script>onload = () => { const seen = [...document.querySelectorAll('svg, img, table')].map(e => [e.tagName.toLowerCase(), "
-        "e.getBoundingClientRect().width, e.getBoundingClientRect().height, e.tagName != 'IMG' || e.naturalWidth > 0]); "
-        "document.title = JSON.stringify({seen, wide: document.documentElement.scrollWidth, fetched: performance.getEntriesByType('resource')"
+        "<script>onload = () => { const seen = [...document.querySelectorAll('svg, img, table')].map(e => "
+        "[e.tagName.toLowerCase(), "
+        "e.getBoundingClientRect().width, e.getBoundingClientRect().height, e.tagName != 'IMG' || e.naturalWidth > "
+        "0]); "
+        "document.title = JSON.stringify({seen, wide: document.documentElement.scrollWidth, fetched: "
+        "performance.getEntriesByType('resource')"
         ".map(r => r.name.slice(0, 5)).filter(n => n != 'data:')}); }</script></body>"
     )
     path.write_text(path.read_text().replace("</body>", measure))
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,900", f"--user-data-dir={folder / 'profile'}", "--dump-dom", path.as_uri()]
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1100,900",
+        f"--user-data-dir={folder / 'profile'}",
+        "--dump-dom",
+        path.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     title = Read(done.stdout).texts["title"][0]
     found = json.loads(title)
@@ -248,11 +312,18 @@ def test_a_browser_shows_it(folder):
 
 def test_tables_and_paragraphs_are_escaped():
     read = Read(page("a < b", [("x & y", [Table(("<",), [(">",)], {0: "bad"}), "c < d"])]))
-    assert read.texts["h1"] == ["a < b"] and read.texts["th"] == ["<"] and read.texts["td"] == [">"] and read.texts["p"] == ["c < d"]
+    assert (
+        read.texts["h1"] == ["a < b"]
+        and read.texts["th"] == ["<"]
+        and read.texts["td"] == [">"]
+        and read.texts["p"] == ["c < d"]
+    )
 
 
 @pytest.mark.parametrize("before, now", RENAMED.items())
 def test_logs_of_the_last_release_are_read(tmp_path, before, now):
     (tmp_path / EVENTS).write_text(json.dumps({"event": before, "time": 1.0}) + "\n")
     assert [event["event"] for event in read_events(tmp_path / EVENTS)] == [now]
-    assert f"`{before}` for `{now}`" in " ".join((Path(recycle_plugin.__file__).parent / "docs" / "operations.md").read_text().split())
+    assert f"`{before}` for `{now}`" in " ".join(
+        (Path(recycle_plugin.__file__).parent / "docs" / "operations.md").read_text().split()
+    )

@@ -26,11 +26,20 @@ def outcome(*killed: int, pids: dict[int, int] = {}, losses: dict[int, list[floa
     """The run of the hand-written events; ranks in ``killed`` have left no record."""
     events = tuple(map(json.loads, (Path(__file__).parent / "with_failure.jsonl").read_text().splitlines()))
     ranks = [rank for rank in range(4) if rank not in killed]
-    return RunOutcome(events, 0, {rank: {"rank": rank, "pid": pids.get(rank, 1000 + rank), "losses": losses.get(rank, LOSSES)} for rank in ranks})
+    return RunOutcome(
+        events,
+        0,
+        {
+            rank: {"rank": rank, "pid": pids.get(rank, 1000 + rank), "losses": losses.get(rank, LOSSES)}
+            for rank in ranks
+        },
+    )
 
 
 def spans() -> list[Span]:
-    """Steps of 200 ms from 101.7 s on: on each stage F 20 ms, I 10 ms, W 5 ms, REDUCE 8 ms for who comes last, STEP 3 ms."""
+    """Steps of 200 ms from 101.7 s on: on each stage F 20 ms, I 10 ms, W 5 ms, REDUCE 8 ms for who comes last, STEP 3
+    ms.
+    """
     made = []
     for step in range(1, STEPS + 1):
         for seat in (Seat(0, 0), Seat(1, 0), Seat(0, 1), Seat(1, 1)):
@@ -38,7 +47,13 @@ def spans() -> list[Span]:
                 continue
             at = 101_550_000 + 200_000 * step + 1000 * seat.stage
             reduce = 8000 if seat.replica else 30_000
-            for text, took in ((f"F{seat.replica}.0", 20_000), (f"I{seat.replica}.0", 10_000), (f"W{seat.replica}.0", 5000), ("REDUCE", reduce), ("STEP", 3000)):
+            for text, took in (
+                (f"F{seat.replica}.0", 20_000),
+                (f"I{seat.replica}.0", 10_000),
+                (f"W{seat.replica}.0", 5000),
+                ("REDUCE", reduce),
+                ("STEP", 3000),
+            ):
                 made.append(Span(seat, Instruction.parse(f"{seat.stage}{text}@{step}"), at, at + took))
                 at += took
     return made
@@ -50,9 +65,16 @@ FAULT_FREE, FAILED = outcome(), outcome(2)
 def test_what_the_failure_cost():
     (failure,) = demo.failures(FAILED)
     assert demo.as_report(failure) == {
-        "seat": "0.1", "instruction": "1F0.1@6", "when": "before", "pid": 1002, "step": 6,
-        "detection_s": 0.05, "regroup_s": 0.05, "rest_s": 0.3, "stall_s": 0.4,
-    }  # fmt: skip
+        "seat": "0.1",
+        "instruction": "1F0.1@6",
+        "when": "before",
+        "pid": 1002,
+        "step": 6,
+        "detection_s": 0.05,
+        "regroup_s": 0.05,
+        "rest_s": 0.3,
+        "stall_s": 0.4,
+    }
 
 
 def test_a_commit_that_was_on_its_way_does_not_end_the_stall():
@@ -79,7 +101,9 @@ def test_step_times_need_both_ends():
 
 
 def test_costs_are_medians_and_reduce_is_timed_at_who_comes_last():
-    assert demo.measured_costs(spans(), 2) == CostModel((20_000,) * 2, (10_000,) * 2, (5000,) * 2, 0, (8000,) * 2, (3000,) * 2)
+    assert demo.measured_costs(spans(), 2) == CostModel(
+        (20_000,) * 2, (10_000,) * 2, (5000,) * 2, 0, (8000,) * 2, (3000,) * 2
+    )
     assert demo.measured_costs([], 1).of(Instruction.parse("0STEP").op, 0) == 0
 
 
@@ -88,13 +112,22 @@ def test_the_planner_expects_a_step_to_take_longer_with_a_worker_less():
 
 
 WRONG = {
-    "differ": (outcome(2, losses={rank: [*LOSSES[:-1], LOSSES[-1] + 6e-6] for rank in (0, 1, 3)}), "the losses differ by 6.0e-06"),
-    "not a number": (outcome(2, losses={rank: [*LOSSES[:-1], math.nan] for rank in (0, 1, 3)}), "the losses differ by nan"),
-    "too short": (outcome(2, losses={rank: LOSSES[:-1] for rank in (0, 1, 3)}), "the run with_failure has not 9 losses"),
+    "differ": (
+        outcome(2, losses={rank: [*LOSSES[:-1], LOSSES[-1] + 6e-6] for rank in (0, 1, 3)}),
+        "the losses differ by 6.0e-06",
+    ),
+    "not a number": (
+        outcome(2, losses={rank: [*LOSSES[:-1], math.nan] for rank in (0, 1, 3)}),
+        "the losses differ by nan",
+    ),
+    "too short": (
+        outcome(2, losses={rank: LOSSES[:-1] for rank in (0, 1, 3)}),
+        "the run with_failure has not 9 losses",
+    ),
     "disagree": (outcome(2, losses={1: [0.0] * STEPS}), "the survivors do not agree"),
     "restarted": (outcome(2, pids={3: 2003}), "the worker of seat 1.1 was restarted: process 1003 became 2003"),
     "gone": (outcome(1, 2), "the worker of seat 1.0 (process 1001) did not get to the end"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("failed, problem", WRONG.values(), ids=WRONG)
@@ -115,11 +148,20 @@ def test_a_run_without_its_failure_is_no_demo():
 
 def test_the_picture_shows_consecutive_windows():
     (failure,) = demo.failures(FAILED)
-    lost, again = (Span(seat, Instruction.parse("1F0.0@6"), at, at + 10_000) for seat, at in ((Seat(0, 1), 102_740_000), (Seat(1, 1), 102_900_000)))
+    lost, again = (
+        Span(seat, Instruction.parse("1F0.0@6"), at, at + 10_000)
+        for seat, at in ((Seat(0, 1), 102_740_000), (Seat(1, 1), 102_900_000))
+    )
     before, interrupted, after = panels([*spans(), lost, again], failure)
-    assert [panel.title for panel in (before, interrupted, after)] == ["steps 4 and 5", "step 6, interrupted", "steps 7 and 8"]
+    assert [panel.title for panel in (before, interrupted, after)] == [
+        "steps 4 and 5",
+        "step 6, interrupted",
+        "steps 7 and 8",
+    ]
     assert {span.instruction.step for span in before.spans} == {4, 5} and not before.deaths
-    assert interrupted.deaths == {Seat(0, 1): 102_750_000} and interrupted.pauses[0].text == "100 ms to notice and regroup"
+    assert (
+        interrupted.deaths == {Seat(0, 1): 102_750_000} and interrupted.pauses[0].text == "100 ms to notice and regroup"
+    )
     assert interrupted.again == {lost: again} and not before.again and not after.again
     assert max(span.end_us for span in before.spans) <= min(span.start_us for span in interrupted.spans)
 
@@ -130,10 +172,20 @@ def test_files_and_summary(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text()) == found
     assert (tmp_path / "losses.csv").read_text().splitlines()[:2] == ["step,fault_free,with_failure", "1,5.0,5.0"]
     assert (tmp_path / "gantt.png").read_bytes().startswith(b"\x89PNG")
-    marks = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "i"]
+    marks = [
+        event["name"]
+        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        if event["ph"] == "i"
+    ]
     assert marks == ["SIGKILL 0.1", "0.1 seen lost", "went on without 0.1"]
     text = demo.summary(found, tmp_path)
-    for part in ("<-- killed", "stall     0.400 s", "0.230 s before, 0.400 s after", "1.1 is process 1003; 0 restarted", str(tmp_path)):
+    for part in (
+        "<-- killed",
+        "stall     0.400 s",
+        "0.230 s before, 0.400 s after",
+        "1.1 is process 1003; 0 restarted",
+        str(tmp_path),
+    ):
         assert part in text
 
 
@@ -145,9 +197,19 @@ def test_wrong_arguments_are_refused_before_anything_starts(tmp_path, scenario, 
 
 
 def test_samples_per_second_where_the_batch_size_has_changed():
-    """Steps 1 to 6 of 8 samples in 0.1 s, then of 24 in 0.2 s; those before the change don't count for the time of a step."""
-    job = {"event": "start", "time": 0.0, "job": {"batch": 8, "replicas": 2, "stages": 2, "micro_batches": 2}, "seats": {}}
-    commits = [{"event": "committed", "time": 0.1 * min(step, 6) + 0.2 * max(0, step - 6), "step": step} for step in range(1, 13)]
+    """Steps 1 to 6 of 8 samples in 0.1 s, then of 24 in 0.2 s; those before the change don't count for the time of a
+    step.
+    """
+    job = {
+        "event": "start",
+        "time": 0.0,
+        "job": {"batch": 8, "replicas": 2, "stages": 2, "micro_batches": 2},
+        "seats": {},
+    }
+    commits = [
+        {"event": "committed", "time": 0.1 * min(step, 6) + 0.2 * max(0, step - 6), "step": step}
+        for step in range(1, 13)
+    ]
     resized = {"event": "batch", "time": 0.6, "step": 7, "batch": 24, "micro_batches": 6}
     history = RunHistory((job, *commits, resized))
     assert history.rate(0.1, 6) == pytest.approx(80) and history.rate(history.now_s, history.last) == pytest.approx(120)

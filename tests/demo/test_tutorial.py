@@ -44,15 +44,24 @@ def variables(tmp_path_factory):
 
 def test_the_tutorial_has_what_it_says():
     assert set(files()) == {"train.py", "ds_config.json"}
-    assert [word for word in ("recycle doctor", "deepspeed --num_gpus 4 --module", "kill -9", "recycle status", "recycle report") if word not in commands()] == []
+    assert [
+        word
+        for word in ("recycle doctor", "deepspeed --num_gpus 4 --module", "kill -9", "recycle status", "recycle report")
+        if word not in commands()
+    ] == []
 
 
 def test_the_tutorial_as_it_stands(variables, tmp_path):
     for name, text in files().items():
         (tmp_path / name).write_text(text)
-    own_port = f'deepspeed() {{ command deepspeed --master_port {free_port()} "$@"; }}\n'  # the default one may be another test's
+    # the default one may be another test's
+    own_port = f'deepspeed() {{ command deepspeed --master_port {free_port()} "$@"; }}\n'
     script = f"set -e\n{own_port}{commands()}"
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=DEADLINE_S
+    )
     logs = "\n".join(log.read_text()[-4000:] for log in sorted(tmp_path.glob("*.log")))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
-    assert "lost: seat 1.1 (rank 3)" in done.stdout and "3 of 4" in done.stdout and (tmp_path / "run/report.html").exists()
+    assert (
+        "lost: seat 1.1 (rank 3)" in done.stdout and "3 of 4" in done.stdout and (tmp_path / "run/report.html").exists()
+    )

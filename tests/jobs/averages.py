@@ -1,7 +1,8 @@
 """Averages what it sees after each step as four frameworks' training scripts do, and as recycle_plugin.mean does.
 
-RECYCLE_TEST_AVERAGES holds as JSON: ``folder``; ``lost``, [rank, step]: that worker kills itself after that step, while the others are about to average;
-``settings`` of the plugin's.  Each rank writes the step's loss and each average to folder/losses/rank<r>.json.
+RECYCLE_TEST_AVERAGES holds as JSON: ``folder``; ``lost``, [rank, step]: that worker kills itself after that step, while
+the others are about to average; ``settings`` of the plugin's.  Each rank writes the step's loss and each average to
+folder/losses/rank<r>.json.
 """
 
 from __future__ import annotations
@@ -47,14 +48,19 @@ def neox(losses: list[torch.Tensor]) -> torch.Tensor:
 
 
 def gathered(value: torch.Tensor, group=None) -> list[torch.Tensor]:
-    """As torchmetrics brings everybody's state together: their sizes first, then the values, filled up to the largest."""
+    """As torchmetrics brings everybody's state together: their sizes first, then the values, filled up to the
+    largest.
+    """
     group = group or torch.distributed.group.WORLD
     world = torch.distributed.get_world_size(group)
     torch.distributed.barrier(group=group)
     sizes = [torch.zeros(value.dim(), dtype=torch.long) for _ in range(world)]
     torch.distributed.all_gather(sizes, torch.tensor(value.shape, dtype=torch.long), group=group)
     most = torch.stack(sizes).max(dim=0).values
-    filled = torch.nn.functional.pad(value, [side for here, there in zip(reversed(value.shape), reversed(most.tolist())) for side in (0, there - here)])
+    filled = torch.nn.functional.pad(
+        value,
+        [side for here, there in zip(reversed(value.shape), reversed(most.tolist())) for side in (0, there - here)],
+    )
     found = [torch.zeros_like(filled) for _ in range(world)]
     torch.distributed.all_gather(found, filled, group=group)
     return [each[tuple(slice(0, length) for length in size)] for each, size in zip(found, sizes)]
@@ -95,13 +101,24 @@ def tried(call) -> object:
 deepspeed.init_distributed()
 torch.manual_seed(7)
 config = {
-    "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0, "steps_per_print": 10**9,
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
+    "steps_per_print": 10**9,
     "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
     "recycle": {"enabled": True, "run_dir": job["folder"], "report": False} | job["settings"],
-}  # fmt: skip
+}
 layers = [LayerSpec(torch.nn.Linear, WIDTH, WIDTH), LayerSpec(torch.nn.Tanh), LayerSpec(torch.nn.Linear, WIDTH, WIDTH)]
-model = PipelineModule(layers, topology=PipeDataParallelTopology(2, 2), loss_fn=torch.nn.functional.mse_loss, partition_method="uniform", seed_layers=True)
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=Samples(WIDTH))
+model = PipelineModule(
+    layers,
+    topology=PipeDataParallelTopology(2, 2),
+    loss_fn=torch.nn.functional.mse_loss,
+    partition_method="uniform",
+    seed_layers=True,
+)
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=config, training_data=Samples(WIDTH)
+)
 record = {"rank": engine.global_rank, "pid": os.getpid(), "losses": [], "seen": []}
 for step in range(1, STEPS + 1):
     loss = engine.train_batch()

@@ -1,11 +1,12 @@
 """Trains as scripts/train_gpt.py does, and saves, loads, evaluates and reads parameters on the way.
 
-RECYCLE_TEST_CHECKPOINT holds as JSON: ``folder`` of the checkpoints; ``save_at`` steps; ``load`` true to start from the last one,
-``module_only`` true from its weights alone; ``load_at`` a step after which, once, that of the step ``load_step`` is loaded; ``evaluate_at``
-a step, after which ``times`` (1) evaluations come; ``read_at`` a step after which stage 1 reads its parameters while stage 0 waits for
-the file ``flags``/seat; ``hold`` true: who has written a file of the last save waits for ``flags``/go; ``flip`` a seat where a bit turns round in each load;
-``until`` a file: the job ends when it is there; ``full`` whose disk is full when (plans.fill_disk); ``catch`` true: a checkpoint that can't be written is not the
-job's end.  Each rank writes what it saw to run_dir/losses/rank<r>.json.
+RECYCLE_TEST_CHECKPOINT holds as JSON: ``folder`` of the checkpoints; ``save_at`` steps; ``load`` true to start from the
+last one, ``module_only`` true from its weights alone; ``load_at`` a step after which, once, that of the step
+``load_step`` is loaded; ``evaluate_at`` a step, after which ``times`` (1) evaluations come; ``read_at`` a step after
+which stage 1 reads its parameters while stage 0 waits for the file ``flags``/seat; ``hold`` true: who has written a
+file of the last save waits for ``flags``/go; ``flip`` a seat where a bit turns round in each load; ``until`` a file:
+the job ends when it is there; ``full`` whose disk is full when (plans.fill_disk); ``catch`` true: a checkpoint that
+can't be written is not the job's end.  Each rank writes what it saw to run_dir/losses/rank<r>.json.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ deepspeed.init_distributed()
 layers, loss, data = gpt(job)
 topology = PipeDataParallelTopology(job.topology.stages, job.topology.replicas)
 model = PipelineModule(layers=layers, topology=topology, loss_fn=loss, partition_method="uniform")
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=job.deepspeed_config(), training_data=data)
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=job.deepspeed_config(), training_data=data
+)
 record = {"rank": RANK, "pid": os.getpid(), "losses": [], "engine": type(engine).__name__}
 
 

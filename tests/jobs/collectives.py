@@ -1,7 +1,8 @@
-"""A model with collectives wherever one can be written, each of which is refused: what it says is kept, and training goes on without.
+"""A model with collectives wherever one can be written, each of which is refused: what it says is kept, and training
+goes on without.
 
-RECYCLE_TEST_COLLECTIVES holds as JSON: ``folder``; ``uncaught``, the step in which a layer lets the refusal through, or null.
-Each rank writes what was said, by place, to folder/losses/rank<r>.json.
+RECYCLE_TEST_COLLECTIVES holds as JSON: ``folder``; ``uncaught``, the step in which a layer lets the refusal through, or
+null. Each rank writes what was said, by place, to folder/losses/rank<r>.json.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Asks(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        self.first.weight.register_hook(lambda gradient: tried("hook", lambda: dist.all_reduce(gradient.clone(), group=groups["replicas"])))
+        self.first.weight.register_hook(
+            lambda gradient: tried("hook", lambda: dist.all_reduce(gradient.clone(), group=groups["replicas"]))
+        )
 
     def forward(self, value):
         own, replicas, rank = value.detach().clone(), groups["replicas"], dist.get_rank()
@@ -70,7 +73,9 @@ class Asks(torch.nn.Module):
             tried("receive", lambda: dist.recv(own, other))
             tried("gather", lambda: dist.all_gather_object([None] * 2, rank, group=replicas))
             tried("alone", lambda: dist.all_reduce(own, group=groups["alone"]))
-        return Reducing.apply(checkpoint(self.inner, checkpoint(self.outer, self.first(value), use_reentrant=True), use_reentrant=False))
+        return Reducing.apply(
+            checkpoint(self.inner, checkpoint(self.outer, self.first(value), use_reentrant=True), use_reentrant=False)
+        )
 
     def outer(self, value):
         tried("recomputed", lambda: dist.all_reduce(value.detach().clone()))
@@ -101,10 +106,19 @@ torch.manual_seed(7)
 groups["alone"] = [dist.new_group([rank], backend="gloo") for rank in range(4)][dist.get_rank()]
 groups["gloo"] = dist.new_group(backend="gloo")
 config = {
-    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0, "steps_per_print": 10**9,
-    "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}, "recycle": {"enabled": True, "run_dir": job["folder"], "report": False},
-}  # fmt: skip
-model = PipelineModule([LayerSpec(Asks), LayerSpec(Asks)], topology=PipeDataParallelTopology(2, 2), loss_fn=loss_function, partition_method="uniform")
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
+    "steps_per_print": 10**9,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+    "recycle": {"enabled": True, "run_dir": job["folder"], "report": False},
+}
+model = PipelineModule(
+    [LayerSpec(Asks), LayerSpec(Asks)],
+    topology=PipeDataParallelTopology(2, 2),
+    loss_fn=loss_function,
+    partition_method="uniform",
+)
 engine, optimizer, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 groups["replicas"] = engine.mpu.get_data_parallel_group()
 optimizer.register_step_pre_hook(lambda *_: tried("optimizer", dist.barrier))
@@ -120,5 +134,9 @@ for step in range(1, STEPS + 1):
         dist.barrier()
     path = Path(job["folder"]) / "losses" / f"rank{engine.global_rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"rank": engine.global_rank, "pid": os.getpid(), "said": said, "backend": dist.get_backend(groups["gloo"])}))
+    path.write_text(
+        json.dumps(
+            {"rank": engine.global_rank, "pid": os.getpid(), "said": said, "backend": dist.get_backend(groups["gloo"])}
+        )
+    )
     losses.append(engine.train_batch().item())

@@ -13,12 +13,20 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from rows import MICRO_BATCHES, REPLICAS, SIZE, STAGES, Rows, Samples, job, loss, settings, write
 
 deepspeed.init_distributed()
-model = PipelineModule([LayerSpec(Rows) for _ in range(STAGES)], topology=PipeDataParallelTopology(STAGES, REPLICAS), loss_fn=loss)
+model = PipelineModule(
+    [LayerSpec(Rows) for _ in range(STAGES)], topology=PipeDataParallelTopology(STAGES, REPLICAS), loss_fn=loss
+)
 config = {
-    "train_micro_batch_size_per_gpu": SIZE, "gradient_accumulation_steps": MICRO_BATCHES, "gradient_clipping": 0.0,
-    "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "steps_per_print": 10**9, "recycle": {"enabled": True} | settings,
-}  # fmt: skip
-engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=Samples())
+    "train_micro_batch_size_per_gpu": SIZE,
+    "gradient_accumulation_steps": MICRO_BATCHES,
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    "steps_per_print": 10**9,
+    "recycle": {"enabled": True} | settings,
+}
+engine, *_ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), config=config, training_data=Samples()
+)
 for _ in range(job["steps"]):
     engine.train_batch()
 write(engine.module)

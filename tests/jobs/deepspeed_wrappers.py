@@ -1,4 +1,6 @@
-"""Changes to a DeepSpeed job from outside of it: its config, its model, what its script does with weights between steps."""
+"""Changes to a DeepSpeed job from outside of it: its config, its model, what its script does with weights between
+steps.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def _dtype(engine: RecycleEngine) -> torch.dtype:
     return torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
 
 
-SCRIPT = touching.Script(RecycleEngine, "train_batch", lambda engine: engine.global_steps, lambda engine: engine.basic_optimizer, _dtype)
+SCRIPT = touching.Script(
+    RecycleEngine, "train_batch", lambda engine: engine.global_steps, lambda engine: engine.basic_optimizer, _dtype
+)
 touch_weights = partial(touching.touch_weights, SCRIPT)
 wait_for_reader = partial(touching.wait_for_reader, SCRIPT)
 
@@ -77,7 +81,9 @@ wait_for_reader = partial(touching.wait_for_reader, SCRIPT)
 
 def a_replica_a_host() -> None:
     """Ranks go through a replica's stages first: where a host has as many as there are stages, it has one replica."""
-    topology.PipeDataParallelTopology = lambda num_pp, num_dp: topology.ProcessTopology(axes=["data", "pipe"], dims=[num_dp, num_pp])
+    topology.PipeDataParallelTopology = lambda num_pp, num_dp: topology.ProcessTopology(
+        axes=["data", "pipe"], dims=[num_dp, num_pp]
+    )
 
 
 def config_file() -> None:
@@ -93,7 +99,9 @@ def config_file() -> None:
 
 
 def record_norms(folder: str) -> None:
-    """At each clipping by a norm that is known, that norm, this stage's own sum of squares, and that of what other stages have too, go to folder/rank<r>.txt."""
+    """At each clipping by a norm that is known, that norm, this stage's own sum of squares, and that of what other
+    stages have too, go to folder/rank<r>.txt.
+    """
     clip = RecycleEngine.clip_fp32_gradients
     path = Path(folder) / f"rank{os.environ['RANK']}.txt"
     path.parent.mkdir(parents=True, exist_ok=True)

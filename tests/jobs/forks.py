@@ -1,4 +1,7 @@
-"""A plain pipeline whose script forks helpers after step 4: ``forks.py HOW RUN_DIR``.  Each rank writes what it found to RUN_DIR/losses/rank<r>.json."""
+"""A plain pipeline whose script forks helpers after step 4: ``forks.py HOW RUN_DIR``.
+
+Each rank writes what it found to RUN_DIR/losses/rank<r>.json.
+"""
 
 from __future__ import annotations
 
@@ -98,13 +101,34 @@ def outliving() -> object:
     return None
 
 
-settings = {"run_dir": str(run_dir), "report": False, "faults": ["kill 1.1 before 1W1.0@7"] if how == "outliving" else []}
-pipeline = Pipeline([lambda: nn.Embedding(64, 16), lambda: nn.Linear(16, 64)], loss, lambda given: torch.optim.Adam(given), batch, 2, 2, settings=settings)
+settings = {
+    "run_dir": str(run_dir),
+    "report": False,
+    "faults": ["kill 1.1 before 1W1.0@7"] if how == "outliving" else [],
+}
+pipeline = Pipeline(
+    [lambda: nn.Embedding(64, 16), lambda: nn.Linear(16, 64)],
+    loss,
+    lambda given: torch.optim.Adam(given),
+    batch,
+    2,
+    2,
+    settings=settings,
+)
 HELPERS = {
-    "terminated": terminated, "one terminated": lambda: RANK == 1 and terminated(), "pool": pool, "loader": loader, "sockets": sockets, "outliving": outliving,
-    "exits": lambda: forked(lambda: sys.exit(0)), "exits with 3": lambda: forked(lambda: sys.exit(3)), "fails": lambda: forked(lambda: 1 / 0),
-    "trains on": lambda: forked(pipeline.step), "is interrupted": lambda: forked(interrupted), "meets": lambda: forked(torch.distributed.barrier),
-}  # fmt: skip
+    "terminated": terminated,
+    "one terminated": lambda: RANK == 1 and terminated(),
+    "pool": pool,
+    "loader": loader,
+    "sockets": sockets,
+    "outliving": outliving,
+    "exits": lambda: forked(lambda: sys.exit(0)),
+    "exits with 3": lambda: forked(lambda: sys.exit(3)),
+    "fails": lambda: forked(lambda: 1 / 0),
+    "trains on": lambda: forked(pipeline.step),
+    "is interrupted": lambda: forked(interrupted),
+    "meets": lambda: forked(torch.distributed.barrier),
+}
 losses = []
 for step in range(1, STEPS + 1):
     losses.append(pipeline.step())

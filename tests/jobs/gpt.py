@@ -1,4 +1,6 @@
-"""scripts/train_gpt.py with something changed from outside: RECYCLE_TEST_WRAP holds {"name": …, other arguments …}, or a list of these, as JSON."""
+"""scripts/train_gpt.py with something changed from outside: RECYCLE_TEST_WRAP holds {"name": …, other arguments …}, or
+a list of these, as JSON.
+"""
 
 from __future__ import annotations
 

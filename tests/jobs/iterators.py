@@ -1,8 +1,8 @@
 """A user's own script with plain iterators; counts by the weights how often each sample was used (as count.py does).
 
-Sample n of replica r's iterator is the number r × EACH + n, its label a function of it that the loss checks.  The iterators, of
-both ends of a replica, are generators: they can't be read again.  RECYCLE_TEST_ITERATORS: {"folder", "faults", "steps",
-"replicas", "stages", "case"}; each rank writes its rows, losses and how many batches it has read.
+Sample n of replica r's iterator is the number r × EACH + n, its label a function of it that the loss checks.  The
+iterators, of both ends of a replica, are generators: they can't be read again.  RECYCLE_TEST_ITERATORS: {"folder",
+"faults", "steps", "replicas", "stages", "case"}; each rank writes its rows, losses and how many batches it has read.
 """
 
 from __future__ import annotations
@@ -83,12 +83,23 @@ model = PipelineModule(
     loss_fn=loss,
 )
 config = {
-    "train_micro_batch_size_per_gpu": SIZE, "gradient_accumulation_steps": MICRO_BATCHES, "gradient_clipping": 0.0,
-    "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "steps_per_print": 10**9,
-    "recycle": {"enabled": True, "run_dir": job["folder"], "report": False, "faults": job["faults"], "exact": job["case"] == "exact"},
-}  # fmt: skip
+    "train_micro_batch_size_per_gpu": SIZE,
+    "gradient_accumulation_steps": MICRO_BATCHES,
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    "steps_per_print": 10**9,
+    "recycle": {
+        "enabled": True,
+        "run_dir": job["folder"],
+        "report": False,
+        "faults": job["faults"],
+        "exact": job["case"] == "exact",
+    },
+}
 if job["case"] == "validate":  # half of the norm of a step's gradient, which is the same for all
-    config["gradient_clipping"] = 0.5 * (SIZE * MICRO_BATCHES * job["replicas"] * job["stages"]) ** 0.5 / (MICRO_BATCHES * job["replicas"])
+    config["gradient_clipping"] = (
+        0.5 * (SIZE * MICRO_BATCHES * job["replicas"] * job["stages"]) ** 0.5 / (MICRO_BATCHES * job["replicas"])
+    )
     config["recycle"]["clip"] = "validate"
 data = Samples(0, EACH) if job["case"] == "set_dataloader" else None
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, training_data=data)

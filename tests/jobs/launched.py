@@ -1,4 +1,5 @@
-"""What a worker finds when its launcher has started it, written to FOLDER/rankN.json: ``launched.py FOLDER [wait | exit RANK CODE]``.
+"""What a worker finds when its launcher has started it, written to FOLDER/rankN.json: ``launched.py FOLDER [wait | exit
+RANK CODE]``.
 
 ``wait``: until it is ended.  ``exit``: that rank ends with that code, all others wait.
 """
@@ -22,9 +23,17 @@ NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_
 folder, *then = sys.argv[1:]
 rank = os.environ["RANK"]
 record = {
-    "pid": os.getpid(), "parent": os.getppid(), "environment": {name: os.environ[name] for name in NAMES}, "arguments": then, "threads": threads,
-    "modules": started_with, "numpy": int(numpy.random.randint(2**31)), "torch": torch.initial_seed(), "random": random.random(), "omp": torch.get_num_threads(),
-}  # fmt: skip
+    "pid": os.getpid(),
+    "parent": os.getppid(),
+    "environment": {name: os.environ[name] for name in NAMES},
+    "arguments": then,
+    "threads": threads,
+    "modules": started_with,
+    "numpy": int(numpy.random.randint(2**31)),
+    "torch": torch.initial_seed(),
+    "random": random.random(),
+    "omp": torch.get_num_threads(),
+}
 whole = Path(folder) / f"rank{rank}.part"
 whole.write_text(json.dumps(record))
 whole.rename(whole.with_suffix(".json"))

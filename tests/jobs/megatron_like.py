@@ -1,6 +1,7 @@
-"""Calls the engine as Megatron-DeepSpeed's pretraining does: own optimizer and scheduler, a tied embedding, a batch function, cyclic iterators on the
-first and last stage and None between them, and questions to the engine after each step.  RECYCLE_TEST_SCRIPT: {"folder", "faults", "steps"}, and maybe more
-of DeepSpeed's {"config"} and of the plugin's {"settings"}.
+"""Calls the engine as Megatron-DeepSpeed's pretraining does: own optimizer and scheduler, a tied embedding, a batch
+function, cyclic iterators on the first and last stage and None between them, and questions to the engine after each
+step.  RECYCLE_TEST_SCRIPT: {"folder", "faults", "steps"}, and maybe more of DeepSpeed's {"config"} and of the plugin's
+{"settings"}.
 """
 
 from __future__ import annotations
@@ -18,12 +19,21 @@ from scripts_models import VOCABULARY, Block, Embed, Tokens, logits, masked_loss
 
 job = json.loads(os.environ["RECYCLE_TEST_SCRIPT"])
 args = SimpleNamespace(
-    deepspeed=True, iteration=0, consumed_train_samples=0, micro_batch_size=2, global_batch_size=8, train_iters=job["steps"], seq_length=8, curr_iteration=0
+    deepspeed=True,
+    iteration=0,
+    consumed_train_samples=0,
+    micro_batch_size=2,
+    global_batch_size=8,
+    train_iters=job["steps"],
+    seq_length=8,
+    curr_iteration=0,
 )
 
 
 class SequentialSampler:
-    """Megatron's: global batches of micro-batch size × data parallel size, of which each rank takes its slice, from where training stands."""
+    """Megatron's: global batches of micro-batch size × data parallel size, of which each rank takes its slice, from
+    where training stands.
+    """
 
     def __init__(self, total: int, consumed: int, size: int, rank: int, ranks: int) -> None:
         self.total, self.consumed, self.size, self.rank, self.ranks = total, consumed, size, rank, ranks
@@ -76,15 +86,22 @@ def setup():
     embed = partial(TiedLayerSpec, "embed", Embed, args.seq_length, tied_weight_attr="word_embeddings_weight")
     model = PipelineModule(
         [embed(), LayerSpec(Block), LayerSpec(Block), embed(forward_fn=logits)],
-        loss_fn=masked_loss, topology=PipeDataParallelTopology(2, 2), partition_method="type:Embed|Block",
+        loss_fn=masked_loss,
+        topology=PipeDataParallelTopology(2, 2),
+        partition_method="type:Embed|Block",
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     config = {
-        "train_micro_batch_size_per_gpu": args.micro_batch_size, "train_batch_size": args.global_batch_size, "gradient_clipping": 1.0,
-        "steps_per_print": 10**9, **job.get("config", {}),
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "train_batch_size": args.global_batch_size,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        **job.get("config", {}),
         "recycle": {"enabled": True, "run_dir": job["folder"], "faults": job["faults"]} | job.get("settings", {}),
-    }  # fmt: skip
-    engine, optimizer, _, scheduler = deepspeed.initialize(model=model, optimizer=optimizer, args=args, lr_scheduler=Annealing(optimizer, 1e-2, 4), config=config)
+    }
+    engine, optimizer, _, scheduler = deepspeed.initialize(
+        model=model, optimizer=optimizer, args=args, lr_scheduler=Annealing(optimizer, 1e-2, 4), config=config
+    )
     engine.set_batch_fn(get_batch_pipe)
     return [engine], optimizer, scheduler
 
@@ -93,7 +110,9 @@ def train_data_iterator(engine):
     if not (engine.is_first_stage() or engine.is_last_stage()):
         return None
     data = Tokens(400, args.seq_length + 1, VOCABULARY)
-    sampler = SequentialSampler(len(data), args.consumed_train_samples, args.micro_batch_size, engine.grid.get_data_parallel_rank(), 2)
+    sampler = SequentialSampler(
+        len(data), args.consumed_train_samples, args.micro_batch_size, engine.grid.get_data_parallel_rank(), 2
+    )
     return iter(cyclic(torch.utils.data.DataLoader(data, batch_sampler=sampler)))
 
 
@@ -114,4 +133,8 @@ while args.iteration < args.train_iters:
     args.consumed_train_samples += args.global_batch_size
     losses.append(loss_dict["lm loss"].item())
     rates.append(optimizer.param_groups[0]["lr"])
-save(job["folder"], model[0], {"losses": losses, "rates": rates, "steps": model[0].global_steps, "samples": model[0].global_samples})
+save(
+    job["folder"],
+    model[0],
+    {"losses": losses, "rates": rates, "steps": model[0].global_steps, "samples": model[0].global_samples},
+)

@@ -1,5 +1,6 @@
-"""Calls the engine as GPT-NeoX's training does: three stages, loaders on the ends only and flags broadcast over each pipeline, parameter
-groups, a batch function of the model's, the same iterator for a step of evaluation in between.  RECYCLE_TEST_SCRIPT: as megatron_like.py's.
+"""Calls the engine as GPT-NeoX's training does: three stages, loaders on the ends only and flags broadcast over each
+pipeline, parameter groups, a batch function of the model's, the same iterator for a step of evaluation in between.
+RECYCLE_TEST_SCRIPT: as megatron_like.py's.
 """
 
 from __future__ import annotations
@@ -34,14 +35,20 @@ def groups(module: torch.nn.Module) -> list[dict]:
     """Weight decay for matrices only."""
     decayed = [parameter for parameter in module.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in module.parameters() if parameter.dim() <= 1]
-    return [group for group in ({"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}) if group["params"]]
+    return [
+        group
+        for group in ({"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0})
+        if group["params"]
+    ]
 
 
 class Distributed(torch.utils.data.Sampler):
     """Every ``replicas``-th batch is this replica's."""
 
     def __init__(self, length: int, replica: int) -> None:
-        self.batches = [list(range(first, first + BATCH)) for first in range(replica * BATCH, length - BATCH + 1, REPLICAS * BATCH)]
+        self.batches = [
+            list(range(first, first + BATCH)) for first in range(replica * BATCH, length - BATCH + 1, REPLICAS * BATCH)
+        ]
 
     def __iter__(self):
         return iter(self.batches)
@@ -53,7 +60,11 @@ class Distributed(torch.utils.data.Sampler):
 def build_iterator(engine):
     ends = engine.grid.get_pipe_parallel_rank() in (0, STAGES - 1)
     data = Tokens(4000, LENGTH + 1, VOCABULARY)
-    loader = torch.utils.data.DataLoader(data, batch_sampler=Distributed(len(data), engine.grid.get_data_parallel_id())) if ends else None
+    loader = (
+        torch.utils.data.DataLoader(data, batch_sampler=Distributed(len(data), engine.grid.get_data_parallel_id()))
+        if ends
+        else None
+    )
     flags = torch.tensor([int(loader is not None)])
     torch.distributed.all_reduce(flags, group=engine.grid.get_pipe_parallel_group())
     assert flags.item() == 2
@@ -64,16 +75,28 @@ deepspeed.init_distributed()
 torch.manual_seed(1234)
 model = Pipe(
     [LayerSpec(Embed, LENGTH), *[LayerSpec(Block) for _ in range(3)], LayerSpec(Head)],
-    loss_fn=masked_loss, topology=PipeDataParallelTopology(STAGES, REPLICAS), partition_method="parameters",
+    loss_fn=masked_loss,
+    topology=PipeDataParallelTopology(STAGES, REPLICAS),
+    partition_method="parameters",
 )
 optimizer = torch.optim.AdamW(groups(model), lr=5e-3, betas=(0.9, 0.95))
-scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(1.0, step / job["steps"]))))
+scheduler = torch.optim.lr_scheduler.LambdaLR(
+    optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(1.0, step / job["steps"])))
+)
 config = {
-    "train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0, "steps_per_print": 10**9,
+    "train_micro_batch_size_per_gpu": BATCH,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
+    "steps_per_print": 10**9,
     "recycle": {"enabled": True, "run_dir": job["folder"], "faults": job["faults"]},
-}  # fmt: skip
+}
 engine, optimizer, _, scheduler = deepspeed.initialize(
-    model=model, optimizer=optimizer, lr_scheduler=scheduler, dist_init_required=False, model_parameters=None, config=config
+    model=model,
+    optimizer=optimizer,
+    lr_scheduler=scheduler,
+    dist_init_required=False,
+    model_parameters=None,
+    config=config,
 )
 engine.total_params = sum(parameter.numel() for parameter in engine.module.parameters())
 engine.set_has_attention_mask(True)
@@ -85,4 +108,13 @@ for iteration in range(job["steps"]):
     if iteration == 1:
         engine.eval_batch(iterator)
         torch.distributed.barrier()
-save(job["folder"], engine, {"losses": losses, "rates": [group["lr"] for group in optimizer.param_groups], "steps": engine.global_steps, "samples": engine.global_samples})
+save(
+    job["folder"],
+    engine,
+    {
+        "losses": losses,
+        "rates": [group["lr"] for group in optimizer.param_groups],
+        "steps": engine.global_steps,
+        "samples": engine.global_samples,
+    },
+)

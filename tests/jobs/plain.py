@@ -1,7 +1,8 @@
-"""A small pipeline in plain torch, with dropout and Adam, by the overrides of tests/support/jobs.py: ``topology.replicas=2 steps=20 recycle.undo=inverse …``.
+"""A small pipeline in plain torch, with dropout and Adam, by the overrides of tests/support/jobs.py:
+``topology.replicas=2 steps=20 recycle.undo=inverse …``.
 
-RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for checkpoint.py, but for ``module_only``.
-``data``, ``layer``, ``wrong``: what is refused.
+RECYCLE_TEST_WRAP: as for gpt.py, those of wrappers.py and plain_wrappers.py.  RECYCLE_TEST_CHECKPOINT: as for
+checkpoint.py, but for ``module_only``. ``data``, ``layer``, ``wrong``: what is refused.
 """
 
 from __future__ import annotations
@@ -22,9 +23,19 @@ from recycle_plugin.adapters.plain import Pipeline
 
 RANK, WIDTH, TOKENS = os.environ["RANK"], 16, 32
 DEFAULTS = {
-    "topology": {"replicas": 2, "stages": 2, "micro_batches": 2}, "model": {"layers": 2}, "steps": 20, "gradient_clipping": 0.0, "optimizer": "adam",
-    "run_dir": "", "recycle": {}, "schedule": False, "parts": None, "data": None, "layer": "", "wrong": "",
-}  # fmt: skip
+    "topology": {"replicas": 2, "stages": 2, "micro_batches": 2},
+    "model": {"layers": 2},
+    "steps": 20,
+    "gradient_clipping": 0.0,
+    "optimizer": "adam",
+    "run_dir": "",
+    "recycle": {},
+    "schedule": False,
+    "parts": None,
+    "data": None,
+    "layer": "",
+    "wrong": "",
+}
 plan = json.loads(os.environ.get("RECYCLE_TEST_CHECKPOINT", "{}"))
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
@@ -35,7 +46,12 @@ OPTIMIZERS = {
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.wide, self.narrow, self.dropout = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+        self.norm, self.wide, self.narrow, self.dropout = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.dropout(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
@@ -74,7 +90,9 @@ def evaluated(replica: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def main() -> None:
-    overrides = [text.lstrip("+") for text in sys.argv[1:]]  # Hydra, which reads those of DeepSpeed jobs, asks for a + where there is no default
+    overrides = [
+        text.lstrip("+") for text in sys.argv[1:]
+    ]  # Hydra, which reads those of DeepSpeed jobs, asks for a + where there is no default
     job = OmegaConf.merge(DEFAULTS, OmegaConf.from_dotlist(overrides))
     wraps = json.loads(os.environ.get("RECYCLE_TEST_WRAP", "[]"))
     for arguments in wraps if isinstance(wraps, list) else [wraps]:
@@ -93,17 +111,35 @@ def main() -> None:
     if job.layer == "shape":
         layers[-1] = lambda: nn.Linear(WIDTH + 1, 64)
     settings = OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir}
-    scheduler = (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))) if job.schedule else None
+    scheduler = (
+        (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+        if job.schedule
+        else None
+    )
     optimizer = OPTIMIZERS[job.optimizer]
     if job.wrong == "optimizer":
         optimizer = optimizer([torch.zeros(2, requires_grad=True)])
     if job.wrong == "plateau":
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau
     pipeline = Pipeline(
-        layers, loss, optimizer, job.data or batch, job.topology.stages, job.topology.micro_batches, parts=job.parts, scheduler=scheduler,
-        clip=job.gradient_clipping, settings=settings,
-    )  # fmt: skip
-    record = {"rank": int(RANK), "pid": os.getpid(), "losses": [], "evaluated": [], "deepspeed": "deepspeed" in sys.modules}
+        layers,
+        loss,
+        optimizer,
+        job.data or batch,
+        job.topology.stages,
+        job.topology.micro_batches,
+        parts=job.parts,
+        scheduler=scheduler,
+        clip=job.gradient_clipping,
+        settings=settings,
+    )
+    record = {
+        "rank": int(RANK),
+        "pid": os.getpid(),
+        "losses": [],
+        "evaluated": [],
+        "deepspeed": "deepspeed" in sys.modules,
+    }
     if plan.get("load"):
         pipeline.load(plan["folder"])
         record["evaluated"].append(pipeline.evaluate(evaluated))
@@ -116,7 +152,10 @@ def main() -> None:
         if job.wrong == f"vanish after {pipeline.steps}":
             os._exit(0)
         between_steps(pipeline, record)
-    for name, write in (("losses", lambda path: path.write_text(json.dumps(record))), ("parameters", lambda path: torch.save(pipeline.module.state_dict(), path))):
+    for name, write in (
+        ("losses", lambda path: path.write_text(json.dumps(record))),
+        ("parameters", lambda path: torch.save(pipeline.module.state_dict(), path)),
+    ):
         path = Path(job.run_dir) / name / f"rank{RANK}.{'json' if name == 'losses' else 'pt'}"
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)

@@ -1,4 +1,5 @@
-"""A pipeline in plain torch, and the same layers in one process: each rank writes both losses, and by how much its stage's weights differ.
+"""A pipeline in plain torch, and the same layers in one process: each rank writes both losses, and by how much its
+stage's weights differ.
 
 Overrides as in plain.py, and ``dataset=true``: the data is a map-style dataset.
 """
@@ -19,11 +20,27 @@ from recycle_plugin.runtime.device import CPU
 from recycle_plugin.runtime.stage.randomness import keyed
 
 WIDTH, STEPS, SEED = 8, 6, 3
-job = OmegaConf.merge({"optimizer": "adam", "gradient_clipping": 0.0, "schedule": False, "parts": None, "dataset": False, "recycle": {}}, OmegaConf.from_dotlist(sys.argv[1:]))
+job = OmegaConf.merge(
+    {"optimizer": "adam", "gradient_clipping": 0.0, "schedule": False, "parts": None, "dataset": False, "recycle": {}},
+    OmegaConf.from_dotlist(sys.argv[1:]),
+)
 replicas, stages, micro_batches = job.topology.replicas, job.topology.stages, job.topology.micro_batches
-LAYERS = [lambda: nn.Linear(WIDTH, WIDTH), nn.Tanh, lambda: nn.LayerNorm(WIDTH), lambda: nn.Linear(WIDTH, WIDTH, bias=False), lambda: nn.Linear(WIDTH, 2)]
-make_optimizer = {"adam": lambda given: torch.optim.Adam(given, lr=1e-2), "sgd": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9)}[job.optimizer]
-make_scheduler = (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))) if job.schedule else None
+LAYERS = [
+    lambda: nn.Linear(WIDTH, WIDTH),
+    nn.Tanh,
+    lambda: nn.LayerNorm(WIDTH),
+    lambda: nn.Linear(WIDTH, WIDTH, bias=False),
+    lambda: nn.Linear(WIDTH, 2),
+]
+make_optimizer = {
+    "adam": lambda given: torch.optim.Adam(given, lr=1e-2),
+    "sgd": lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9),
+}[job.optimizer]
+make_scheduler = (
+    (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    if job.schedule
+    else None
+)
 loss = nn.functional.mse_loss
 
 
@@ -52,7 +69,12 @@ def alone() -> tuple[list[float], list[nn.Module]]:
     scheduler = make_scheduler and make_scheduler(optimizer)
     losses = []
     for step in range(1, STEPS + 1):
-        each = [loss(model(inputs), labels) for replica in range(replicas) for number in range(micro_batches) for inputs, labels in [batch(step, replica, number)]]
+        each = [
+            loss(model(inputs), labels)
+            for replica in range(replicas)
+            for number in range(micro_batches)
+            for inputs, labels in [batch(step, replica, number)]
+        ]
         total = sum(each) / len(each)
         optimizer.zero_grad()
         total.backward()
@@ -67,9 +89,18 @@ def alone() -> tuple[list[float], list[nn.Module]]:
 
 settings = OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir}
 pipeline = Pipeline(
-    LAYERS, loss, make_optimizer, Samples() if job.dataset else batch, stages, micro_batches, parts=job.parts, scheduler=make_scheduler,
-    clip=job.gradient_clipping, seed=SEED, settings=settings,
-)  # fmt: skip
+    LAYERS,
+    loss,
+    make_optimizer,
+    Samples() if job.dataset else batch,
+    stages,
+    micro_batches,
+    parts=job.parts,
+    scheduler=make_scheduler,
+    clip=job.gradient_clipping,
+    seed=SEED,
+    settings=settings,
+)
 begun = [parameter.detach().clone() for parameter in pipeline.module.parameters()]
 losses = [pipeline.step() for _ in range(STEPS)]
 expected, built = alone()
@@ -79,7 +110,14 @@ for name, layer in pipeline.module.named_children():
         differ = max(differ, (mine - theirs).abs().max().item())
 for mine, first in zip(pipeline.module.parameters(), begun, strict=True):
     changed = max(changed, (mine - first).abs().max().item())
-record = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "losses": losses, "alone": {"losses": expected}, "weights_differ": differ, "weights_changed": changed}
+record = {
+    "rank": int(os.environ["RANK"]),
+    "pid": os.getpid(),
+    "losses": losses,
+    "alone": {"losses": expected},
+    "weights_differ": differ,
+    "weights_changed": changed,
+}
 path = Path(job.run_dir) / "losses" / f"rank{record['rank']}.json"
 path.parent.mkdir(parents=True, exist_ok=True)
 path.write_text(json.dumps(record | {"deepspeed": "deepspeed" in sys.modules}))

@@ -9,5 +9,11 @@ import touching
 
 from recycle_plugin.adapters.plain import Pipeline
 
-SCRIPT = touching.Script(Pipeline, "step", lambda pipeline: pipeline.steps, lambda pipeline: pipeline.optimizer, lambda pipeline: torch.float32)
+SCRIPT = touching.Script(
+    Pipeline,
+    "step",
+    lambda pipeline: pipeline.steps,
+    lambda pipeline: pipeline.optimizer,
+    lambda pipeline: torch.float32,
+)
 touch_weights = partial(touching.touch_weights, SCRIPT)

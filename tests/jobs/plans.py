@@ -1,4 +1,6 @@
-"""What a job's script does between steps, by a plan (tests/jobs/checkpoint.py says what stands in one), as far as it is the same with every framework."""
+"""What a job's script does between steps, by a plan (tests/jobs/checkpoint.py says what stands in one), as far as it is
+the same with every framework.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def save(plan: dict, record: dict, save: Callable[[str], object]) -> None:
 
 
 def fill_disk(seats: dict[str, str]) -> None:
-    """From the first file of the checkpoint of a step on, as long as the training is at that step, there is no room for what a seat writes, or for "latest" of whoever writes it.
+    """From the first file of the checkpoint of a step on, as long as the training is at that step, there is no room for
+    what a seat writes, or for "latest" of whoever writes it.
 
     ``seats``: by step; a path in place of a step: at every step, as long as there is no such file.
     """

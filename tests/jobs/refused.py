@@ -19,9 +19,12 @@ class Endless(torch.utils.data.IterableDataset):
 case = os.environ["RECYCLE_TEST_CASE"]
 ranks = int(os.environ["WORLD_SIZE"])
 config = {
-    "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "recycle": {"enabled": True, "run_dir": os.environ["RECYCLE_TEST_FOLDER"]},
-}  # fmt: skip
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.0,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "recycle": {"enabled": True, "run_dir": os.environ["RECYCLE_TEST_FOLDER"]},
+}
 layer = LayerSpec(torch.nn.Linear, 4, 4)
 layers = [layer] * 2
 topology = PipeDataParallelTopology(1, ranks)

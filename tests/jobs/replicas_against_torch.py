@@ -1,4 +1,5 @@
-"""A script that runs forward and backward itself, and the same training in one process: each rank writes both losses, and by how much its weights differ.
+"""A script that runs forward and backward itself, and the same training in one process: each rank writes both losses,
+and by how much its weights differ.
 
 Overrides as in plain.py; ``wrong``: what is refused; ``kept=true``: gradients are made in memory that the script keeps.
 """
@@ -17,7 +18,9 @@ from torch import nn
 from recycle_plugin.adapters.plain import Replicas
 
 WIDTH, STEPS = 8, 6
-job = OmegaConf.merge({"gradient_clipping": 0.0, "wrong": "", "kept": False, "recycle": {}}, OmegaConf.from_dotlist(sys.argv[1:]))
+job = OmegaConf.merge(
+    {"gradient_clipping": 0.0, "wrong": "", "kept": False, "recycle": {}}, OmegaConf.from_dotlist(sys.argv[1:])
+)
 replicas, micro_batches = job.topology.replicas, job.topology.micro_batches
 computed = []
 
@@ -41,7 +44,9 @@ def compute(step: int, replica: int, micro_batch: int) -> torch.Tensor:
         replica = len(computed)
     loss = loss_of(model, step, replica, micro_batch)
     if job.kept:
-        for parameter, gradient, memory in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), kept, strict=True):
+        for parameter, gradient, memory in zip(
+            model.parameters(), torch.autograd.grad(loss, list(model.parameters())), kept, strict=True
+        ):
             parameter.grad = memory.copy_(gradient)
     elif job.wrong != "backward":
         loss.backward()
@@ -55,7 +60,9 @@ def alone() -> tuple[list[float], nn.Module]:
     other, optimizer, scheduler = make(0)
     losses = []
     for step in range(1, STEPS + 1):
-        total = sum(loss_of(other, step, replica, number) for replica in range(replicas) for number in range(micro_batches)) / (replicas * micro_batches)
+        total = sum(
+            loss_of(other, step, replica, number) for replica in range(replicas) for number in range(micro_batches)
+        ) / (replicas * micro_batches)
         optimizer.zero_grad()
         total.backward()
         if job.gradient_clipping:
@@ -75,13 +82,24 @@ if job.wrong == "closure":
 if job.wrong == "statistics":
     model[0] = nn.utils.parametrizations.spectral_norm(model[0])
 settings = OmegaConf.to_container(job.recycle) | {"run_dir": job.run_dir}
-trained = Replicas(model, optimizer, compute, micro_batches, scheduler=scheduler, clip=job.gradient_clipping, settings=settings)
+trained = Replicas(
+    model, optimizer, compute, micro_batches, scheduler=scheduler, clip=job.gradient_clipping, settings=settings
+)
 if job.wrong == "second":
     Replicas(*make(1)[:2], compute)
 losses = [trained.step() for _ in range(STEPS)]
 expected, other = alone()
-differ = max((mine - theirs).abs().max().item() for mine, theirs in zip(model.parameters(), other.parameters(), strict=True))
-record = {"rank": int(os.environ["RANK"]), "pid": os.getpid(), "losses": losses, "alone": {"losses": expected}, "weights_differ": differ, "computed": computed}
+differ = max(
+    (mine - theirs).abs().max().item() for mine, theirs in zip(model.parameters(), other.parameters(), strict=True)
+)
+record = {
+    "rank": int(os.environ["RANK"]),
+    "pid": os.getpid(),
+    "losses": losses,
+    "alone": {"losses": expected},
+    "weights_differ": differ,
+    "computed": computed,
+}
 path = Path(job.run_dir) / "losses" / f"rank{record['rank']}.json"
 path.parent.mkdir(parents=True, exist_ok=True)
 path.write_text(json.dumps(record))

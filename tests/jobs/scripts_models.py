@@ -49,7 +49,11 @@ class Block(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.qkv, self.out = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.norm, self.qkv, self.out = (
+            torch.nn.LayerNorm(WIDTH),
+            torch.nn.Linear(WIDTH, 3 * WIDTH),
+            torch.nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, given):
         hidden, mask = given

@@ -53,7 +53,11 @@ class Masked(nn.Module):
 
     def forward(self, given):
         mask, hidden, ids, total = given
-        hidden = hidden + torch.tanh(self.always(hidden)).masked_fill(mask.unsqueeze(-1), 0.0) + 0.1 * ids.unsqueeze(-1).to(hidden.dtype)
+        hidden = (
+            hidden
+            + torch.tanh(self.always(hidden)).masked_fill(mask.unsqueeze(-1), 0.0)
+            + 0.1 * ids.unsqueeze(-1).to(hidden.dtype)
+        )
         hidden = self.often(hidden) if ids.size(1) % 2 == 0 else hidden
         return mask, hidden, ids, total + 0.01 * hidden.pow(2).mean()
 
@@ -101,7 +105,9 @@ class Head(nn.Module):
 
 
 class Slope(nn.Module):
-    """Differentiates an energy in its forward, and that gradient once more in the backward; has a hook on a weight that is used twice."""
+    """Differentiates an energy in its forward, and that gradient once more in the backward; has a hook on a weight that
+    is used twice.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,8 +13,9 @@ from wrappers import wait_until
 
 @dataclass(frozen=True)
 class Script:
-    """Of one that calls ``method`` of an ``owner`` for each step, which has a ``module`` and a ``seat``: the ``steps`` so far, the ``optimizer``, and the ``dtype`` of
-    what goes between stages."""
+    """Of one that calls ``method`` of an ``owner`` for each step, which has a ``module`` and a ``seat``: the ``steps``
+    so far, the ``optimizer``, and the ``dtype`` of what goes between stages.
+    """
 
     owner: type
     method: str
@@ -45,7 +46,11 @@ class Script:
 
     def evaluated(self, engine: Any) -> list[torch.Tensor]:
         """By hand, first in another precision; the shapes of the smallest GPT, and of the plain job."""
-        given = torch.arange(16)[None] if engine.seat.stage == 0 else torch.linspace(-1, 1, 256, dtype=self.dtype(engine)).view(16, 1, 16)
+        given = (
+            torch.arange(16)[None]
+            if engine.seat.stage == 0
+            else torch.linspace(-1, 1, 256, dtype=self.dtype(engine)).view(16, 1, 16)
+        )
         with torch.no_grad():
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 engine.module(given)
@@ -56,7 +61,9 @@ class Script:
 
     def averaged(self, engine: Any) -> list[torch.Tensor]:
         trained = list(engine.module.parameters())
-        averages = vars(engine).setdefault("averages", [torch.zeros_like(parameter, requires_grad=False) for parameter in trained])
+        averages = vars(engine).setdefault(
+            "averages", [torch.zeros_like(parameter, requires_grad=False) for parameter in trained]
+        )
         with torch.no_grad():
             torch._foreach_lerp_(averages, trained, 0.1)
         return [average.clone() for average in averages]
@@ -69,9 +76,14 @@ class Script:
 
 
 def touch_weights(script: Script, folder: str, alone: str, flag_at: int = 0) -> None:
-    """After each step a script reads and writes weights, each time in another order: what it found goes to folder/seat<replica.stage>.pt.  After every third
-    step only the seat ``alone`` reads, and nobody writes; every second time the others wait for it in a collective.  Before that of step ``flag_at`` folder/<seat> is made."""
-    ways, found = [script.parameters, script.saved, script.evaluated, script.moments, script.averaged, script.shrunk], {}
+    """After each step a script reads and writes weights, each time in another order: what it found goes to
+    folder/seat<replica.stage>.pt.  After every third step only the seat ``alone`` reads, and nobody writes; every
+    second time the others wait for it in a collective.  Before that of step ``flag_at`` folder/<seat> is made.
+    """
+    ways, found = (
+        [script.parameters, script.saved, script.evaluated, script.moments, script.averaged, script.shrunk],
+        {},
+    )
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
 
@@ -93,7 +105,9 @@ def touch_weights(script: Script, folder: str, alone: str, flag_at: int = 0) -> 
 
 
 def wait_for_reader(script: Script, folder: str, alone: str) -> None:
-    """After each step the script's workers wait, where the plugin does not see it, until the one at ``alone`` has read its weights."""
+    """After each step the script's workers wait, where the plugin does not see it, until the one at ``alone`` has read
+    its weights.
+    """
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
 

@@ -1,4 +1,6 @@
-"""Changes to a job from outside of it, whatever framework it uses: what a broken recovery would do, gates that fix an order of events, and deaths at odd moments."""
+"""Changes to a job from outside of it, whatever framework it uses: what a broken recovery would do, gates that fix an
+order of events, and deaths at odd moments.
+"""
 
 from __future__ import annotations
 
@@ -53,18 +55,23 @@ _note_trainer()
 
 
 def note_way(folder: str, at: str) -> None:
-    """The packages of ours that call each other from the script's train_batch to the model's forward in the instruction ``at``, outermost first, and how many
-    calls of ours that is, stand in a file."""
+    """The packages of ours that call each other from the script's train_batch to the model's forward in the instruction
+    ``at``, outermost first, and how many calls of ours that is, stand in a file.
+    """
     forward = Stage.forward
 
     def changed(self: Stage, key, *given):
         step, micro_batch = key
         if f"F{micro_batch}@{step}" == at:
             frames = [frame.filename.partition("recycle_plugin/")[2] for frame in reversed(inspect.stack())]
-            inside = frames[next(place for place, name in enumerate(frames) if name.startswith("adapters/deepspeed/engine")) :]
+            inside = frames[
+                next(place for place, name in enumerate(frames) if name.startswith("adapters/deepspeed/engine")) :
+            ]
             packages = [name.split("/")[0] for name in inside if name]
             crossed = [name for name, before in zip(packages, ["", *packages]) if name != before]
-            Path(folder, f"way-{os.environ['RANK']}.json").write_text(json.dumps({"packages": crossed, "calls": len(packages)}))
+            Path(folder, f"way-{os.environ['RANK']}.json").write_text(
+                json.dumps({"packages": crossed, "calls": len(packages)})
+            )
         return forward(self, key, *given)
 
     Stage.forward = changed
@@ -79,7 +86,11 @@ def scale_micro_batch(micro_batch: str, step: int, factor: float) -> None:
 
     def changed(self: Stage, instruction, have, boundary_only: bool) -> dict:
         made = compute(self, instruction, have, boundary_only)
-        if (instruction.op, instruction.step, str(instruction.micro_batch)) == (Op.F, step, micro_batch) and self._model.last:
+        if (instruction.op, instruction.step, str(instruction.micro_batch)) == (
+            Op.F,
+            step,
+            micro_batch,
+        ) and self._model.last:
             (stash,) = (datum for datum in made if datum.kind == "stash")
             made[stash] = replace(made[stash], loss=factor * made[stash].loss)
         return made
@@ -103,7 +114,9 @@ def divide_by_live() -> None:
 
 
 def scale_tied(stage: int, factor: float) -> None:
-    """What ``stage`` brings to the sums over the stages that share weights counts ``factor`` times: 0 leaves it out, 2 counts it twice."""
+    """What ``stage`` brings to the sums over the stages that share weights counts ``factor`` times: 0 leaves it out, 2
+    counts it twice.
+    """
     total = TiedWeight.total
 
     def changed(self: TiedWeight, own: torch.Tensor) -> torch.Tensor:
@@ -127,7 +140,9 @@ def overflow(at: list[str]) -> None:
 
 
 def keep_rejected(**gated: object) -> None:
-    """What was computed with rejected weights is used, and not replaced by what comes later; ``gated``: see :func:`gate`."""
+    """What was computed with rejected weights is used, and not replaced by what comes later; ``gated``: see
+    :func:`gate`.
+    """
     gate(**gated)
     arrive = StepStore.arrive
     Worker.discard_after = lambda self, after, valid_from: None
@@ -151,8 +166,9 @@ def masks_by_worker() -> None:
 
 
 def gate(folder: str, before: str, until: str, by: list[str]) -> None:
-    """Whoever is about to run ``before`` waits until the seats ``by`` have run ``until``; and these, having run it, wait for each other: one of
-    them may die then, which would keep another from running it."""
+    """Whoever is about to run ``before`` waits until the seats ``by`` have run ``until``; and these, having run it,
+    wait for each other: one of them may die then, which would keep another from running it.
+    """
     reach = TorchMachine.reach
     flags = Path(folder)
     flags.mkdir(parents=True, exist_ok=True)
@@ -160,7 +176,11 @@ def gate(folder: str, before: str, until: str, by: list[str]) -> None:
     def changed(self: TorchMachine, when: str, seat=None, instruction=None) -> None:
         if (when, str(instruction)) == ("after", until):
             (flags / str(seat)).touch()
-        if (when, str(instruction)) == ("before", before) or (when, str(instruction), str(seat) in by) == ("after", until, True):
+        if (when, str(instruction)) == ("before", before) or (when, str(instruction), str(seat) in by) == (
+            "after",
+            until,
+            True,
+        ):
             wait_until(lambda: all((flags / name).exists() for name in by), f"{until} by {by}")
         reach(self, when, seat, instruction)
 
@@ -168,8 +188,9 @@ def gate(folder: str, before: str, until: str, by: list[str]) -> None:
 
 
 def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "", by: list[str] = ()) -> None:
-    """``seats`` take part in the collective of ``reduce``, whose result the others get, and a membership change comes before they
-    have it themselves.  ``before``, ``by``: a gate, so that whoever is about to run that waits until these have the result.
+    """``seats`` take part in the collective of ``reduce``, whose result the others get, and a membership change comes
+    before they have it themselves.  ``before``, ``by``: a gate, so that whoever is about to run that waits until these
+    have the result.
     """
     if by:
         gate(folder, before, reduce, by)
@@ -177,7 +198,11 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
 
     def changed(self: Gradients, bucket, step: int, *of: object) -> torch.Tensor:
         made, (trainer,) = collective(self, bucket, step, *of), TRAINERS
-        if str(trainer.seat) in seats and f"{trainer.seat.stage}REDUCE@{step}" == reduce and not trainer.program.resumed:
+        if (
+            str(trainer.seat) in seats
+            and f"{trainer.seat.stage}REDUCE@{step}" == reduce
+            and not trainer.program.resumed
+        ):
             trainer._session.wait("a membership change", lambda: None)
         return made
 
@@ -185,7 +210,9 @@ def lose_result(seats: list[str], reduce: str, folder: str = "", before: str = "
 
 
 def lose_tied(seats: list[str], step: int) -> None:
-    """``seats`` take part in the TIE of ``step``, whose result the others get, and a membership change comes before they have it themselves."""
+    """``seats`` take part in the TIE of ``step``, whose result the others get, and a membership change comes before
+    they have it themselves.
+    """
     tie = Gradients.tie
 
     def changed(self: Gradients, of: int) -> dict[int, torch.Tensor]:
@@ -223,8 +250,9 @@ def flip_bit(seat: str, step: int) -> None:
 
 
 def slow(seat: str, times: float, steps: list[int]) -> None:
-    """From the first to the last of ``steps`` the worker at ``seat`` needs ``times`` as long to compute, all others as long as they do: by the clock
-    of each worker, which nothing else moves."""
+    """From the first to the last of ``steps`` the worker at ``seat`` needs ``times`` as long to compute, all others as
+    long as they do: by the clock of each worker, which nothing else moves.
+    """
     compute, now = Operations.compute, [0]
 
     def changed(self: Operations, instruction, have, *given) -> dict:
@@ -237,11 +265,18 @@ def slow(seat: str, times: float, steps: list[int]) -> None:
 
 
 def linger(seat: str, seconds: float, step: int, only: str = "", computes: bool = False) -> None:
-    """The worker at ``seat``, or whoever does it, spends ``seconds`` in each compute instruction of ``step``, or in the instruction ``only``: asleep, or computing."""
+    """The worker at ``seat``, or whoever does it, spends ``seconds`` in each compute instruction of ``step``, or in the
+    instruction ``only``: asleep, or computing.
+    """
     compute = Operations.compute
 
     def changed(self: Operations, instruction, have, *given) -> dict:
-        if seat in ("", str(have.seat)) and instruction.step == step and instruction.op in COMPUTE and only in ("", str(instruction)):
+        if (
+            seat in ("", str(have.seat))
+            and instruction.step == step
+            and instruction.op in COMPUTE
+            and only in ("", str(instruction))
+        ):
             until = time.monotonic() + seconds
             while computes and time.monotonic() < until:
                 pass
@@ -298,8 +333,9 @@ def helped(every: int) -> None:
 
 
 def restless(unit_s: float, times: float, first_s: float, pauses: list[int], pause_s: float) -> None:
-    """Every computation takes ``unit_s`` longer, or up to ``times`` that; the first one ``first_s``; before the steps ``pauses`` replica 0's data come
-    ``pause_s`` late."""
+    """Every computation takes ``unit_s`` longer, or up to ``times`` that; the first one ``first_s``; before the steps
+    ``pauses`` replica 0's data come ``pause_s`` late.
+    """
     compute, random = Operations.compute, Random(int(os.environ["RANK"]))
     late = {f"0LOAD0.0@{step}" for step in pauses}
 
@@ -314,7 +350,9 @@ def restless(unit_s: float, times: float, first_s: float, pauses: list[int], pau
 
 
 def break_sum(seat: str, step: int, times: int) -> None:
-    """The first ``times`` that the worker at ``seat`` begins its stage's sum of ``step``, the connections to the others break."""
+    """The first ``times`` that the worker at ``seat`` begins its stage's sum of ``step``, the connections to the others
+    break.
+    """
     add_up, start, left, due = Operations.add_up, GlooLink.start, [True] * times, []
 
     def changed(self: Operations, instruction, have, *given):
@@ -333,8 +371,10 @@ def break_sum(seat: str, step: int, times: int) -> None:
 
 
 def die_within_sum(seat: str, step: int, after: int, folder: str) -> None:
-    """Sums are made a parameter at a time, and the worker at ``seat`` dies in that of ``step``, once it has ``after`` of them.  A peer whose sum is interrupted writes
-    to folder/<seat> whether its contributions, and all that a step changes, are bit for bit as they were before."""
+    """Sums are made a parameter at a time, and the worker at ``seat`` dies in that of ``step``, once it has ``after``
+    of them.  A peer whose sum is interrupted writes to folder/<seat> whether its contributions, and all that a step
+    changes, are bit for bit as they were before.
+    """
     one, reduce, made = Gradients._sum, Gradients.reduce, []
 
     def bits(trainer: Trainer) -> list:
@@ -355,7 +395,9 @@ def die_within_sum(seat: str, step: int, after: int, folder: str) -> None:
             return reduce(self, of, holder)
         except Interrupted:
             (digest, grads), (now, their) = before, bits(trainer)
-            same = digest == now and all((a is b is None) or torch.equal(a, b) for a, b in zip(grads, their, strict=True))
+            same = digest == now and all(
+                (a is b is None) or torch.equal(a, b) for a, b in zip(grads, their, strict=True)
+            )
             Path(folder).mkdir(parents=True, exist_ok=True)
             (Path(folder) / str(self._store.seat)).write_text(f"{len(made)} {same}")
             raise
@@ -376,7 +418,9 @@ def _shut(inodes: set[int]) -> None:
 
 
 def cut_line(seat: str, step: int) -> None:
-    """From ``step`` on nothing gets through between the worker at ``seat`` and the coordinator, and neither end sees a broken line."""
+    """From ``step`` on nothing gets through between the worker at ``seat`` and the coordinator, and neither end sees a
+    broken line.
+    """
     execute, send, take, heard = Worker.execute, Session.send, Session.take, Heartbeats.heard
     cut = []
 
@@ -426,7 +470,9 @@ def record_states(folder: str) -> None:
 
 
 def strike_at(moment: str, rank: int, flag: str = "") -> None:
-    """At a moment before the first step or after the last one that worker is killed; or, where there is a ``flag``, its number is in that file, and it waits."""
+    """At a moment before the first step or after the last one that worker is killed; or, where there is a ``flag``, its
+    number is in that file, and it waits.
+    """
     owner, name, before = {
         "meeting": (torch.distributed, "init_process_group", True),
         "initialize": (Trainer, "__init__", True),

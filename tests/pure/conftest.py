@@ -10,13 +10,20 @@ from hypothesis import HealthCheck, settings
 GOLDEN = Path(__file__).parent / "golden"
 
 settings.register_profile(
-    "pure", max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "pure",
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("pure")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="rewrite the golden texts instead of comparing with them")
+    parser.addoption(
+        "--update-golden", action="store_true", help="rewrite the golden texts instead of comparing with them"
+    )
 
 
 @pytest.fixture

@@ -22,10 +22,16 @@ BLOCK = st.sampled_from([1, 1, 2, 3, None])  # micro-batches that stay together
 
 @st.composite
 def views(draw: st.DrawFn, replicas: int = 3, stages: int = 4, micro_batches: int = 5) -> ClusterView:
-    """Any topology up to these sizes, stages that share weights included, with any losses that leave each stage a live worker."""
-    topology = Topology(draw(st.integers(1, replicas)), draw(st.integers(1, stages)), draw(st.integers(1, micro_batches)))
+    """Any topology up to these sizes, stages that share weights included, with any losses that leave each stage a live
+    worker.
+    """
+    topology = Topology(
+        draw(st.integers(1, replicas)), draw(st.integers(1, stages)), draw(st.integers(1, micro_batches))
+    )
     if topology.stages > 1:
-        topology = replace(topology, ties=tied(draw(st.lists(st.sets(st.integers(0, topology.stages - 1), min_size=2), max_size=2))))
+        topology = replace(
+            topology, ties=tied(draw(st.lists(st.sets(st.integers(0, topology.stages - 1), min_size=2), max_size=2)))
+        )
     lost = []
     for stage in range(topology.stages):
         gone = draw(st.sets(st.integers(0, topology.replicas - 1), max_size=topology.replicas - 1))
@@ -39,7 +45,17 @@ def costs(stages: int) -> st.SearchStrategy[CostModel]:
     def row(least: int, most: int) -> st.SearchStrategy[tuple[int, ...]]:
         return st.tuples(*[st.integers(least, most)] * stages)
 
-    return st.builds(CostModel, row(1, 5), row(0, 5), row(0, 5), st.integers(0, 4), row(0, 3), row(0, 3), st.integers(0, 1), tie=st.integers(0, 3))
+    return st.builds(
+        CostModel,
+        row(1, 5),
+        row(0, 5),
+        row(0, 5),
+        st.integers(0, 4),
+        row(0, 3),
+        row(0, 3),
+        st.integers(0, 1),
+        tie=st.integers(0, 3),
+    )
 
 
 def policies(stages: int) -> st.SearchStrategy[Policy]:
@@ -57,7 +73,9 @@ def jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
 
 @st.composite
 def wide_jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
-    """Jobs with everything unequal: caps per stage or bytes, slow and fast workers, slower links between replicas, B mixed in."""
+    """Jobs with everything unequal: caps per stage or bytes, slow and fast workers, slower links between replicas, B
+    mixed in.
+    """
     view = draw(views())
     stages, seats = view.topology.stages, sorted(view.live)
     rows = st.tuples(*[st.integers(1, 6)] * stages)
@@ -73,4 +91,17 @@ def wide_jobs(draw: st.DrawFn) -> tuple[ClusterView, CostModel, Policy]:
     cap = draw(st.none() | st.just("1f1b") | st.integers(1, 2 * stages) | st.tuples(*[st.integers(1, 6)] * stages))
     room = draw(st.none() | st.integers(6, 40) | st.tuples(*[st.integers(6, 40)] * stages))
     block = draw(BLOCK)
-    return view, model, Policy(draw(st.booleans()), draw(st.booleans()), True, cap, draw(st.booleans()), room, draw(st.booleans()) and block == 1, block)
+    return (
+        view,
+        model,
+        Policy(
+            draw(st.booleans()),
+            draw(st.booleans()),
+            True,
+            cap,
+            draw(st.booleans()),
+            room,
+            draw(st.booleans()) and block == 1,
+            block,
+        ),
+    )

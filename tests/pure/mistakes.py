@@ -1,7 +1,7 @@
 """Mistakes in recovery, each to be switched on alone: what the campaign has to notice.
 
-Those of the loop, lineage, step machine and membership change production code; those of what the campaign simulates (sums,
-tensors, lines) change that.
+Those of the loop, lineage, step machine and membership change production code; those of what the campaign simulates
+(sums, tensors, lines) change that.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
     """Only what ``keeps`` is true of is taken to have survived."""
 
     def unfinished(plan, committed, held, rejected):
-        return lineage.unfinished(plan, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()}, rejected)
+        return lineage.unfinished(
+            plan, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()}, rejected
+        )
 
     monkeypatch.setattr(loop, "unfinished", unfinished)
 
@@ -86,11 +88,15 @@ def no_holder(monkeypatch) -> None:
 @mistake("a weight gradient is left out", seen=2)
 def left_out(monkeypatch) -> None:
     def change(recovery):
-        seat = next((seat for seat, work in sorted(recovery.compute.items()) if any(one.op is Op.W for one in work)), None)
+        seat = next(
+            (seat for seat, work in sorted(recovery.compute.items()) if any(one.op is Op.W for one in work)), None
+        )
         if seat is None:
             return recovery
         dropped = next(one for one in recovery.compute[seat] if one.op is Op.W)
-        return replace(recovery, compute=recovery.compute | {seat: tuple(one for one in recovery.compute[seat] if one != dropped)})
+        return replace(
+            recovery, compute=recovery.compute | {seat: tuple(one for one in recovery.compute[seat] if one != dropped)}
+        )
 
     changed_recovery_plans(monkeypatch, change)
 
@@ -98,7 +104,10 @@ def left_out(monkeypatch) -> None:
 @mistake("a step that was taken back is not done again", seen=6)
 def not_again(monkeypatch) -> None:
     def change(recovery):
-        closing = {seat: tuple(one for one in ops if seat not in recovery.undo or one.op is not Op.STEP) for seat, ops in recovery.closing.items()}
+        closing = {
+            seat: tuple(one for one in ops if seat not in recovery.undo or one.op is not Op.STEP)
+            for seat, ops in recovery.closing.items()
+        }
         return replace(recovery, closing=closing)
 
     changed_recovery_plans(monkeypatch, change)
@@ -144,7 +153,11 @@ def stash_stays(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "undo", kept_stashes)
 
 
-@mistake("a later step's stash outlives a step that is taken back until its forward is run again, and another failure comes before that", seen=904)
+@mistake(
+    "a later step's stash outlives a step that is taken back until its forward is run again, and another failure comes "
+    "before that",
+    seen=904,
+)
 def stash_lingers(monkeypatch) -> None:
     changed(monkeypatch, StepStore, "undo", kept_stashes)
 
@@ -173,7 +186,12 @@ def committed_by_one(monkeypatch) -> None:
 
 @mistake("a report for an older membership counts", seen=5)
 def stale_report(monkeypatch) -> None:
-    changed(monkeypatch, Regrouping, "add", lambda self, before, report: before(self, replace(report, generation=self.generation)))
+    changed(
+        monkeypatch,
+        Regrouping,
+        "add",
+        lambda self, before, report: before(self, replace(report, generation=self.generation)),
+    )
 
 
 @mistake("what a lost worker says counts", seen=1)
@@ -224,7 +242,9 @@ def patient(monkeypatch) -> None:
 @mistake("who does not hear itself is no more to be doubted than others", seen=2)
 def deaf_unheard(monkeypatch) -> None:
     def add(self, before, missing, roster, *given):
-        return None if str(roster.member(missing.worker).seat) == missing.source else before(self, missing, roster, *given)
+        return (
+            None if str(roster.member(missing.worker).seat) == missing.source else before(self, missing, roster, *given)
+        )
 
     changed(monkeypatch, Complaints, "add", add)
 
@@ -316,7 +336,10 @@ def partial_sum(monkeypatch) -> None:
             raise
         except BaseException:
             if instruction.op is Op.REDUCE and holder is None:
-                have.put(Datum("reduced", self.seat.stage, None, instruction.step), self.numbers.total([self.numbers.sums(instruction.step)]))
+                have.put(
+                    Datum("reduced", self.seat.stage, None, instruction.step),
+                    self.numbers.total([self.numbers.sums(instruction.step)]),
+                )
             raise
 
     changed(monkeypatch, worker.SimulatedMachine, "add_up", add_up)
@@ -338,7 +361,9 @@ def masks_by_worker(monkeypatch) -> None:
     def compute(self, before, instruction, have, boundary_only):
         made = before(self, instruction, have, boundary_only)
         if instruction.op is Op.F:
-            made[Datum("act", instruction.stage, instruction.micro_batch, instruction.step)] += self.seat.replica - instruction.micro_batch.replica
+            made[Datum("act", instruction.stage, instruction.micro_batch, instruction.step)] += (
+                self.seat.replica - instruction.micro_batch.replica
+            )
         return made
 
     changed(monkeypatch, worker.SimulatedMachine, "compute", compute)
@@ -346,7 +371,10 @@ def masks_by_worker(monkeypatch) -> None:
 
 @mistake("kept tensors go although peers plan with them", seen=2)
 def broken_promise(monkeypatch) -> None:
-    forgetful(monkeypatch, lambda self: [datum for datum in self if datum.kind in ("act", "grad") and datum.stage == self.seat.stage])
+    forgetful(
+        monkeypatch,
+        lambda self: [datum for datum in self if datum.kind in ("act", "grad") and datum.stage == self.seat.stage],
+    )
 
 
 @mistake("what takes a step back goes with the step", seen=6)
@@ -412,11 +440,19 @@ def turned_round(monkeypatch) -> None:
 
     def changed(recovery, plan, costs, held):
         def turned(program):
-            last = iter(sorted((one for one in program if one.op is Op.W), key=lambda one: one.micro_batch, reverse=True))
+            last = iter(
+                sorted((one for one in program if one.op is Op.W), key=lambda one: one.micro_batch, reverse=True)
+            )
             return tuple(next(last) if one.op is Op.W else one for one in program)
 
-        return {seat: turned(program) if all(Datum("inner", one.stage, one.micro_batch, one.step) in held[seat] for one in program if one.op is Op.W) else program
-                for seat, program in arranged(recovery, plan, costs, held).items()}  # fmt: skip
+        return {
+            seat: turned(program)
+            if all(
+                Datum("inner", one.stage, one.micro_batch, one.step) in held[seat] for one in program if one.op is Op.W
+            )
+            else program
+            for seat, program in arranged(recovery, plan, costs, held).items()
+        }
 
     monkeypatch.setattr(planner, "arrange", changed)
 
@@ -431,7 +467,12 @@ def not_void(monkeypatch) -> None:
 
 @mistake("a late tensor computed with rejected weights counts", seen=6)
 def late_counts(monkeypatch) -> None:
-    changed(monkeypatch, StepStore, "arrive", lambda self, before, datum, value, valid_from: before(self, datum, value, self.valid_from))
+    changed(
+        monkeypatch,
+        StepStore,
+        "arrive",
+        lambda self, before, datum, value, valid_from: before(self, datum, value, self.valid_from),
+    )
 
 
 @mistake("who has stepped does not hear of a rejection", seen=6)
@@ -454,7 +495,12 @@ def unknown_norm(monkeypatch) -> None:
 
 @mistake("one stage's part of a tied gradient is left out", seen=10)
 def part_left_out(monkeypatch) -> None:
-    changed(monkeypatch, Numbers, "over_tie", lambda self, before, by_stage: before(self, dict(sorted(by_stage.items())[:-1])))
+    changed(
+        monkeypatch,
+        Numbers,
+        "over_tie",
+        lambda self, before, by_stage: before(self, dict(sorted(by_stage.items())[:-1])),
+    )
 
 
 @mistake("a tied gradient is made again by those alone who lack it", seen=106)
@@ -462,7 +508,10 @@ def by_those_who_lack_it(monkeypatch) -> None:
     def unfinished(plan, committed, held, rejected):
         def change(recovery):
             has = {seat for seat, have in held.items() if Datum("tied", seat.stage, None, recovery.step) in have}
-            closing = {seat: tuple(one for one in ops if one.op is not Op.TIE or seat not in has) for seat, ops in recovery.closing.items()}
+            closing = {
+                seat: tuple(one for one in ops if one.op is not Op.TIE or seat not in has)
+                for seat, ops in recovery.closing.items()
+            }
             return replace(recovery, closing=closing)
 
         return tuple(map(change, lineage.unfinished(plan, committed, held, rejected)))
@@ -496,7 +545,15 @@ def sums_from_inputs(monkeypatch) -> None:
 
 @mistake("what is begun of the next step goes with a commit", seen=6)
 def committed_too_far(monkeypatch) -> None:
-    changed(monkeypatch, StepStore, "commit", lambda self, before, step: (before(self, step), self._remove_all(lambda datum: datum.step == step + 1 and datum.kind == "stash")))
+    changed(
+        monkeypatch,
+        StepStore,
+        "commit",
+        lambda self, before, step: (
+            before(self, step),
+            self._remove_all(lambda datum: datum.step == step + 1 and datum.kind == "stash"),
+        ),
+    )
 
 
 @mistake("a promise does not keep a tensor from going for want of room", seen=42)
@@ -533,7 +590,12 @@ def both_weights(monkeypatch) -> None:
 
 @mistake("of what follows a rejected step, only what is behind the next one is void", seen=6)
 def void_nothing_later(monkeypatch) -> None:
-    changed(monkeypatch, StepStore, "discard_after", lambda self, before, after, valid_from: before(self, after + 1, valid_from))
+    changed(
+        monkeypatch,
+        StepStore,
+        "discard_after",
+        lambda self, before, after, valid_from: before(self, after + 1, valid_from),
+    )
 
 
 @mistake("what survivors keep for others is not sent", seen=5)
@@ -571,7 +633,11 @@ def committed_after_failure(monkeypatch) -> None:
 
 @mistake("whoever is gone without a goodbye once its leave holds is looked for among the members", seen=249)
 def departed_looked_for(monkeypatch) -> None:
-    monkeypatch.setattr(Course, "_depart", lambda self, worker, out: self.attendance.lose(self.roster.member(worker), Cause.DIED, "is gone", 0.0, out))
+    monkeypatch.setattr(
+        Course,
+        "_depart",
+        lambda self, worker, out: self.attendance.lose(self.roster.member(worker), Cause.DIED, "is gone", 0.0, out),
+    )
 
 
 @mistake("a death at a planned end is a loss", seen=1505)
@@ -604,4 +670,6 @@ def believed_of_many(monkeypatch) -> None:
 
 def void_is_not_heard_again(monkeypatch) -> None:
     """Who has found out about a rejection for itself need not hear that what others have computed since is void."""
-    changed(monkeypatch, StepLedger, "_unheard", lambda self, before, step, held, behind: before(self, step, held, False))
+    changed(
+        monkeypatch, StepLedger, "_unheard", lambda self, before, step, held, behind: before(self, step, held, False)
+    )

@@ -1,4 +1,7 @@
-"""Mistakes in what goes on around steps: plain iterators' data, evaluations, checkpoints, paces, and the planned end.  As tests/pure/mistakes.py."""
+"""Mistakes in what goes on around steps: plain iterators' data, evaluations, checkpoints, paces, and the planned end.
+
+As tests/pure/mistakes.py.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,10 @@ def drawn_twice(monkeypatch) -> None:
 
     def changed(view, step, known, wanted, traced):
         own = view.topology.micro_batches
-        return {one: sources.Draw(draw.source, draw.position % own) if one not in known else draw for one, draw in deal(view, step, known, wanted, traced).items()}
+        return {
+            one: sources.Draw(draw.source, draw.position % own) if one not in known else draw
+            for one, draw in deal(view, step, known, wanted, traced).items()
+        }
 
     monkeypatch.setattr(sources, "_deal", changed)
 
@@ -81,7 +87,11 @@ def one_more(monkeypatch) -> None:
 
     def changed(self, iterator_state):
         stand(self, iterator_state)
-        if len(iterator_state.plan.view.live) < len(iterator_state.plan.view.topology.seats) and self._store.seat.stage > 0 and not hasattr(self, "_more"):
+        if (
+            len(iterator_state.plan.view.live) < len(iterator_state.plan.view.topology.seats)
+            and self._store.seat.stage > 0
+            and not hasattr(self, "_more")
+        ):
             self._more = self._iterator.read(0, 0, None)
 
     monkeypatch.setattr(IteratorData, "take_state", changed)
@@ -103,7 +113,9 @@ def not_handed_out(monkeypatch) -> None:
 
 @mistake("a meeting that a failure has broken up is waited for", seen=1)
 def met_never(monkeypatch) -> None:
-    monkeypatch.setattr(ControlView, "barrier_passed", lambda self, place, number: self._barriers_passed.pop(place, None))
+    monkeypatch.setattr(
+        ControlView, "barrier_passed", lambda self, place, number: self._barriers_passed.pop(place, None)
+    )
 
 
 @mistake("who is lost since was at the meeting", seen=346)
@@ -178,7 +190,9 @@ def removed_early(monkeypatch) -> None:
                 why = saving.verdict(written)
                 if control_view.is_first and not why:
                     error = yield from files.publish(control_view.number)
-                return why or saving.verdict((yield from loop.barrier(f"the end of {place}", {str(control_view.rank): error} if error else {})))
+                return why or saving.verdict(
+                    (yield from loop.barrier(f"the end of {place}", {str(control_view.rank): error} if error else {}))
+                )
             except Interrupted:
                 yield from recover()
 

@@ -18,10 +18,17 @@ def acceptable(plan: Plan) -> bool:
 
 def _ends(plan: Plan) -> bool:
     for seat, program in plan.programs.items():
-        tied, validated = bool(plan.view.topology.tie(seat.stage)), plan.policy.validate or not plan.policy.stagger_optimizer
+        tied, validated = (
+            bool(plan.view.topology.tie(seat.stage)),
+            plan.policy.validate or not plan.policy.stagger_optimizer,
+        )
         tail = (Op.REDUCE, *[Op.TIE] * tied, *[Op.VALIDATE] * validated, Op.STEP)
         ops = tuple(one.op for one in program)
-        if ops[-len(tail) :] != tail or not set(ops[: -len(tail)]) <= COMPUTE or any(one.stage != seat.stage for one in program):
+        if (
+            ops[-len(tail) :] != tail
+            or not set(ops[: -len(tail)]) <= COMPUTE
+            or any(one.stage != seat.stage for one in program)
+        ):
             return False
     return True
 
@@ -81,6 +88,8 @@ def _progress(plan: Plan) -> bool:
                 if one.op is Op.TIE:
                     if {other for other in plan.view.live if other.stage in tie} <= set(arrived[one.op]):
                         made.update(Datum("tied", stage, None, 0) for stage in tie)
-                elif one.op is not Op.REDUCE or {other for other in plan.view.live if other.stage == seat.stage} <= set(arrived[one.op]):
+                elif one.op is not Op.REDUCE or {other for other in plan.view.live if other.stage == seat.stage} <= set(
+                    arrived[one.op]
+                ):
                     made.update(provides(one))
     return all(place[seat] == len(program) for seat, program in plan.programs.items())

@@ -27,7 +27,13 @@ from tests.support.membership import agree, resumed, said, started, step
 
 
 def arrive(membership, generation: int, ranks, place: str = "here") -> list[BarrierPassed]:
-    return [met for rank in ranks for met in said(membership.receive(BarrierReached(rank, generation, place, {str(rank): rank}), 0.0), BarrierPassed)]
+    return [
+        met
+        for rank in ranks
+        for met in said(
+            membership.receive(BarrierReached(rank, generation, place, {str(rank): rank}), 0.0), BarrierPassed
+        )
+    ]
 
 
 def test_all_meet_when_the_last_one_arrives_and_know_what_each_has_brought():
@@ -39,7 +45,9 @@ def test_all_meet_when_the_last_one_arrives_and_know_what_each_has_brought():
 
 
 def at_its_end():
-    """A membership that has committed all steps up to a planned end, and the three that wait for rank 2 to save the last one."""
+    """A membership that has committed all steps up to a planned end, and the three that wait for rank 2 to save the
+    last one.
+    """
     membership = started()
     (end,) = said(membership.receive(Terminate(0, "SIGTERM"), 0.0), End)
     for number in range(1, end.step):
@@ -52,7 +60,9 @@ def test_a_death_in_the_last_save_before_a_planned_end_makes_everybody_save_once
     membership, last = at_its_end()
     (generation,) = said(membership.receive(Exited(2, -9, 0.0), 0.0), Generation)
     agree(membership, generation.number, dict.fromkeys((0, 1, 3), last))
-    assert [met.values.keys() for met in arrive(membership, generation.number, [0, 1, 3], "the last save")] == [{"0", "1", "3"}]
+    assert [met.values.keys() for met in arrive(membership, generation.number, [0, 1, 3], "the last save")] == [
+        {"0", "1", "3"}
+    ]
     for rank in (0, 1, 3):
         out = membership.receive(Left(rank), 0.0)
     assert said(out, Over) == [Over(0)]

@@ -1,4 +1,6 @@
-"""Recovery under seeded failures: the production code in virtual time, with exact numbers, and checks that would notice."""
+"""Recovery under seeded failures: the production code in virtual time, with exact numbers, and checks that would
+notice.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,21 @@ RARE = (114, 147, 585)  # whose failures need rules that few others do
 def test_random_failures_need_every_rule_and_break_none(request) -> None:
     seeds = request.config.getoption("--campaign-seeds")
     report = campaign.campaign(range(seeds))
-    assert not report.violations, "\n".join(f"recycle campaign {one.name}: {one.violations}" for one in report.violations)
+    assert not report.violations, "\n".join(
+        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
+    )
     assert report.seeds == seeds and report.faults > seeds
     assert list(report.exercised) == list(ProtocolRule) and not unneeded(report.exercised, seeds)
     jobs = [campaign.scenario(seed) for seed in range(seeds)]
     assert sum(len(given.troubles) + len(given.faults) > 1 for given in jobs) >= seeds / 3
     assert sum(given.exact for given in jobs) > seeds / 4
-    assert min(sum(map(bool, each)) for each in zip(*((given.iterators, given.between, given.rebalances) for given in jobs))) > seeds / 12
+    assert (
+        min(
+            sum(map(bool, each))
+            for each in zip(*((given.iterators, given.between, given.rebalances) for given in jobs))
+        )
+        > seeds / 12
+    )
     tied = [given for given in jobs if given.shape.ties]
     assert len(tied) > seeds / 5 and report.hits["kill", Op.TIE] > seeds / 50
 
@@ -55,9 +65,14 @@ def unneeded(exercised: Counter, seeds: int) -> list[str]:
 
 
 def test_every_worker_killed_around_its_instructions() -> None:
-    """A sample; all of them with ``recycle campaign --every-instant``.  What is run again is what the lost worker had done."""
+    """A sample; all of them with ``recycle campaign --every-instant``.
+
+    What is run again is what the lost worker had done.
+    """
     report = campaign.every_instant(every=61)
-    assert not report.violations, "\n".join(f"recycle campaign {one.name}: {one.violations}" for one in report.violations)
+    assert not report.violations, "\n".join(
+        f"recycle campaign {one.name}: {one.violations}" for one in report.violations
+    )
     assert report.seeds > 12 and 0 < report.redone_share < 1 / len(campaign.EVERY.seats) / 2
 
 
@@ -91,9 +106,10 @@ def test_the_reference_is_what_the_fault_free_run_computes(ties) -> None:
 def one_norm_at_risk(torn: int) -> Scenario:
     """Who clips by what, where a stage's sum is made again one rounding apart.
 
-    In step 2 seat 0.1 dies when stage 1 has its sum, which so gets to 2.1, and, as ``torn`` has it, not to 1.1; 2.1 says its share, all stages'
-    norm is told, and 2.1 dies too.  What 2.0 has said of step 1 comes late, so all others wait for the commit of that before they step; the news
-    finds 1.0 and 2.0 in time, and 0.0, which knows the norm, only together with the deaths, so that it judges once more.
+    In step 2 seat 0.1 dies when stage 1 has its sum, which so gets to 2.1, and, as ``torn`` has it, not to 1.1; 2.1
+    says its share, all stages' norm is told, and 2.1 dies too.  What 2.0 has said of step 1 comes late, so all others
+    wait for the commit of that before they step; the news finds 1.0 and 2.0 in time, and 0.0, which knows the norm,
+    only together with the deaths, so that it judges once more.
     """
     costs, policy = CostModel.uniform(2, 5_000, 5_000, 5_000, 500, 3_000, 2_000), Policy(validate=True)
     calm = Scenario(Topology(3, 2, 4), costs, policy, 3, clip=1.0, rounds=True)
@@ -117,7 +133,10 @@ def test_one_norm_is_that_of_the_step_for_all_where_a_sum_is_made_again_one_roun
 
 @pytest.mark.parametrize("step", (1, 2))
 def test_a_death_in_what_all_do_after_the_last_step_before_a_planned_end(step, monkeypatch) -> None:
-    """That is step 2.  The survivors save, or evaluate, once more: nobody waits in vain, or goes on with the losses of those who are left."""
+    """That is step 2.
+
+    The survivors save, or evaluate, once more: nobody waits in vain, or goes on with the losses of those who are left.
+    """
     costs = CostModel.uniform(2, 5_000, 5_000, 5_000, 500)
     end = Trouble("end", 1, (Seat(0, 0),))
     given = Scenario(Topology(2, 2, 2), costs, Policy(), 6, (end,), between=((step, "evaluate"), (step, "save")))
@@ -125,26 +144,49 @@ def test_a_death_in_what_all_do_after_the_last_step_before_a_planned_end(step, m
         outcome = campaign.run("x", replace(given, faults=(Fault.parse(fault),)))
         assert not outcome.violations and any("lost: seat 1." in line for line in outcome.story)
     MISTAKES["nobody needs anybody any more at a planned end"](monkeypatch)
-    assert bool(campaign.run("x", replace(given, faults=(Fault.parse("kill 1.1 before 1F1.0@-1"),))).violations) == (step == 2)
+    assert bool(campaign.run("x", replace(given, faults=(Fault.parse("kill 1.1 before 1F1.0@-1"),))).violations) == (
+        step == 2
+    )
 
 
 def judged_by_oneself() -> Scenario:
-    """Who finds a share that is not finite knows the verdict, and skips the step at once.  In step 3 seat 0.0 does, far from the coordinator, and two of three
-    replicas die before the news of the rejection reaches it: a newer membership overtakes that, in which all have the step as it stays."""
+    """Who finds a share that is not finite knows the verdict, and skips the step at once.
+
+    In step 3 seat 0.0 does, far from the coordinator, and two of three replicas die before the news of the rejection
+    reaches it: a newer membership overtakes that, in which all have the step as it stays.
+    """
     costs = CostModel((5_000, 7_000, 3_000), (4_000, 9_000, 8_000), (9_000, 4_000, 6_000), 500)
     lost = tuple(Seat(replica, stage) for replica in (1, 2) for stage in range(3))
-    return Scenario(Topology(3, 3, 2), costs, Policy(activation_cap=6, block=2), 6, (Trouble("kill", 803_888, lost),), torn=538, budget=2, clip=25.0, weather=UNEVEN)
+    return Scenario(
+        Topology(3, 3, 2),
+        costs,
+        Policy(activation_cap=6, block=2),
+        6,
+        (Trouble("kill", 803_888, lost),),
+        torn=538,
+        budget=2,
+        clip=25.0,
+        weather=UNEVEN,
+    )
 
 
 def test_who_has_judged_a_step_itself_hears_that_what_the_others_have_computed_since_is_void(monkeypatch) -> None:
     assert not campaign.run("x", judged_by_oneself()).violations
     void_is_not_heard_again(monkeypatch)
-    assert any("waits in vain" in text for text in campaign.run("x", judged_by_oneself()).violations), "the others are in another era than 0.0, and take nothing of it"
+    assert any("waits in vain" in text for text in campaign.run("x", judged_by_oneself()).violations), (
+        "the others are in another era than 0.0, and take nothing of it"
+    )
 
 
 def hears_nobody(seat: Seat) -> Scenario:
     """... from the first step on, and can't tell that from peers that send nothing."""
-    return Scenario(Topology(2, 2, 4), CostModel.uniform(2, 5_000, 5_000, 5_000, 500), Policy(), 4, (Trouble("walled", MILLISECOND, (seat,)),))
+    return Scenario(
+        Topology(2, 2, 4),
+        CostModel.uniform(2, 5_000, 5_000, 5_000, 500),
+        Policy(),
+        4,
+        (Trouble("walled", MILLISECOND, (seat,)),),
+    )
 
 
 @pytest.mark.parametrize("seat", Topology(2, 2, 4).seats, ids=str)
@@ -156,13 +198,31 @@ def test_who_hears_nobody_and_can_t_tell_costs_one_peer_and_then_goes_itself(sea
 
 
 def two_that_go_at_a_planned_end() -> Scenario:
-    """Stages 0 and 1 share weights.  Both workers of stage 0 die where they should say goodbye, and those of stage 1 before, one after the other."""
+    """Stages 0 and 1 share weights.
+
+    Both workers of stage 0 die where they should say goodbye, and those of stage 1 before, one after the other.
+    """
     costs = CostModel((8_000, 5_000), (5_000, 8_000), (6_000, 5_000), 500, tie=4_000)
     one, other, *rest = (Seat(replica, stage) for stage in (0, 1) for replica in (0, 1))
-    asked = Trouble("end", 561_758, (one,)), Trouble("leave", 106_738, (one,)), Trouble("leave", 486_044, (rest[1],)), Trouble("rude", 0, (one, other))
+    asked = (
+        Trouble("end", 561_758, (one,)),
+        Trouble("leave", 106_738, (one,)),
+        Trouble("leave", 486_044, (rest[1],)),
+        Trouble("rude", 0, (one, other)),
+    )
     pauses = tuple((step, "pause") for step in (2, 4, 6))
     dies = Trouble("kill", 1_100_000, (rest[0],))
-    return Scenario(Topology(2, 2, 2, ((0, 1),)), costs, Policy(block=2), 6, (dies, *asked), (Fault.parse("kill 1.1 after 1TIE@4"),), torn=4829, weather=UNEVEN, between=pauses)
+    return Scenario(
+        Topology(2, 2, 2, ((0, 1),)),
+        costs,
+        Policy(block=2),
+        6,
+        (dies, *asked),
+        (Fault.parse("kill 1.1 after 1TIE@4"),),
+        torn=4829,
+        weather=UNEVEN,
+        between=pauses,
+    )
 
 
 def test_who_knows_that_all_is_committed_at_a_planned_end_reports_for_no_change(monkeypatch) -> None:
@@ -192,7 +252,13 @@ def test_command(capsys) -> None:
     assert cli.main(["campaign", "--seeds", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["exercised"].keys() == {rule.value for rule in ProtocolRule}
-    assert found["seeds"] == 3 and found["faults"] >= 3 and found["violations"] == [] and found["seconds"] > 0 and found["redone_share"] >= 0
+    assert (
+        found["seeds"] == 3
+        and found["faults"] >= 3
+        and found["violations"] == []
+        and found["seconds"] > 0
+        and found["redone_share"] >= 0
+    )
 
 
 def test_a_violation_prints_what_runs_it_again_and_the_grid(capsys, monkeypatch) -> None:
@@ -205,7 +271,9 @@ def test_a_violation_prints_what_runs_it_again_and_the_grid(capsys, monkeypatch)
     assert "VIOLATION" in (story := capsys.readouterr().out) and "lost: seat" in story
 
 
-@pytest.mark.parametrize("wrong", (["--seeds", "0"], ["--stride", "0", "--every-instant"], ["--seed", "-1"], ["--kill", "kill nobody"]))
+@pytest.mark.parametrize(
+    "wrong", (["--seeds", "0"], ["--stride", "0", "--every-instant"], ["--seed", "-1"], ["--kill", "kill nobody"])
+)
 def test_bad_input_is_one_line(capsys, wrong) -> None:
     assert cli.main(["campaign", *wrong]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,4 +1,6 @@
-"""What a worker is given up for is said in one word of few, by which metrics count, and each of them can come to be said."""
+"""What a worker is given up for is said in one word of few, by which metrics count, and each of them can come to be
+said.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from typing import Callable, Iterator
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS
-from recycle_plugin.core.messages.protocol import Crashed, Exited, Fingerprint, Heartbeat, Missing, Ready, Stepped, SupervisorHeartbeat
+from recycle_plugin.core.messages.protocol import (
+    Crashed,
+    Exited,
+    Fingerprint,
+    Heartbeat,
+    Missing,
+    Ready,
+    Stepped,
+    SupervisorHeartbeat,
+)
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.roster import FailureDomain
@@ -54,7 +65,9 @@ def together() -> Outputs:
 
 
 def owing(pulses: Callable[[int], SupervisorHeartbeat | None], at: tuple[str, str] = (WAITS, "")) -> Outputs:
-    """While the last rank is ``at`` that, its supervisor says what ``pulses`` has; it and its supervisor nothing, where that is None."""
+    """While the last rank is ``at`` that, its supervisor says what ``pulses`` has; it and its supervisor nothing, where
+    that is None.
+    """
     membership, now = started(), 0.0
     step(membership, 0, 1)
     for _ in range(round(60 / TICK_S)):
@@ -82,11 +95,21 @@ SAID = {
 def test_each_cause_is_said_of_who_is_lost_by_it():
     for cause in Cause:
         for happens in SAID[cause]:
-            lost = {event.details["rank"]: event.details["cause"] for out in happens() for event in out.events if event.kind == "lost"}
+            lost = {
+                event.details["rank"]: event.details["cause"]
+                for out in happens()
+                for event in out.events
+                if event.kind == "lost"
+            }
             assert lost[LAST] == cause.value, (cause, lost)
 
 
 def test_who_is_suspected_first_is_lost_for_the_same():
     for cause in (Cause.SILENT, Cause.STOPPED, Cause.STUCK):
-        said = [(event.kind, event.details["cause"]) for out in SAID[cause][0]() for event in out.events if event.kind in ("suspected", "lost") and event.details["rank"] == LAST]
+        said = [
+            (event.kind, event.details["cause"])
+            for out in SAID[cause][0]()
+            for event in out.events
+            if event.kind in ("suspected", "lost") and event.details["rank"] == LAST
+        ]
         assert said == [("suspected", cause.value), ("lost", cause.value)]

@@ -31,14 +31,23 @@ def test_all_meet_again_where_a_connection_breaks_and_each_commit_gives_new_trie
 
 
 @pytest.mark.parametrize("source, lost", [("0.0", {0}), ("", set())], ids=["tensor", "collective"])
-def test_where_that_does_not_help_the_one_that_is_not_heard_goes_and_the_job_ends_where_nobody_knows_which(source, lost):
+def test_where_that_does_not_help_the_one_that_is_not_heard_goes_and_the_job_ends_where_nobody_knows_which(
+    source, lost
+):
     membership = started()
     for generation in range(2):
         fails(membership, generation, source)
     out = membership.receive(Missing(1, 2, "what it waits for", source), 0.0)
     assert {worker.rank for worker in membership.lost} == lost and {fence.rank for fence in said(out, Fence)} == lost
     reasons = [end.reason.partition(" between")[0] for end in said(out, End)]
-    assert reasons == ([] if lost else ["seat 1.0 (rank 1) could not finish what it waits for, 3 times, and nobody in it is lost: see to the network"])
+    assert reasons == (
+        []
+        if lost
+        else [
+            "seat 1.0 (rank 1) could not finish what it waits for, 3 times, and nobody in it is lost: see to the "
+            "network"
+        ]
+    )
 
 
 def given_up(out: CoordinatorOutput) -> set[int]:
@@ -76,11 +85,15 @@ def test_who_has_cost_one_peer_and_still_misses_something_is_the_next_to_go():
 
 
 def test_who_does_not_hear_itself_goes_whoever_complains():
-    """It also says so while all meet again, which then changes nothing; a worker that waits for it complains of another."""
+    """It also says so while all meet again, which then changes nothing; a worker that waits for it complains of
+    another.
+    """
     membership = started()
     assert not given_up(membership.receive(Missing(3, 0, "act", "0.1"), 0.0))
     assert not membership.receive(Missing(1, 0, "what peers send", "1.0"), 0.0).messages, "all meet already"
-    assert not membership.receive(Missing(2, 0, "what peers send", "0.0"), 0.0).messages, "what others miss from each other meanwhile is of an older membership"
+    assert not membership.receive(Missing(2, 0, "what peers send", "0.0"), 0.0).messages, (
+        "what others miss from each other meanwhile is of an older membership"
+    )
     agree(membership, 1, dict.fromkeys(range(4), 0))
     out = membership.receive(Missing(3, 1, "act", "0.1"), 0.0)
     assert given_up(out) == {1}
@@ -99,4 +112,6 @@ def test_a_stages_last_worker_stays_and_who_does_not_hear_it_goes():
     for generation in range(1, 4):
         agree(membership, generation, dict.fromkeys((0, 1, 3), 0))
         out = fails(membership, generation, "1.1")
-    assert given_up(out) == {1} and "which is the last one of its stage" in next(event.text for event in out.events if event.kind == "lost")
+    assert given_up(out) == {1} and "which is the last one of its stage" in next(
+        event.text for event in out.events if event.kind == "lost"
+    )

@@ -42,14 +42,18 @@ def test_fault_text_form_reads_back(fault: Fault) -> None:
     assert Fault.parse(str(fault)) == fault
 
 
-@pytest.mark.parametrize("text", ["", "F", "2F", "2F1", "2F1.3@", "x2F1.3", "2REDUCE1.3", "2SA1.3", "2SA1.3<0.1", "2RA1.3>0.1", "2F1.3>0.1"])
+@pytest.mark.parametrize(
+    "text", ["", "F", "2F", "2F1", "2F1.3@", "x2F1.3", "2REDUCE1.3", "2SA1.3", "2SA1.3<0.1", "2RA1.3>0.1", "2F1.3>0.1"]
+)
 def test_bad_instructions_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         Instruction.parse(text)
 
 
 def example(op: Op) -> Instruction:
-    return Instruction(op, 1, None if op in STAGE_WIDE else MicroBatch(0, 2), 3, Seat(0, 0) if op in SENDS | RECEIVES else None)
+    return Instruction(
+        op, 1, None if op in STAGE_WIDE else MicroBatch(0, 2), 3, Seat(0, 0) if op in SENDS | RECEIVES else None
+    )
 
 
 @pytest.mark.parametrize("op", list(Op))
@@ -63,7 +67,12 @@ def test_dependencies_are_stated_for_every_op(op: Op) -> None:
 
 def test_whatever_is_required_somebody_provides() -> None:
     made = {datum.kind for op in Op for datum in provides(example(op))}
-    needed = {datum.kind for op in Op for stages in (2, 3) for datum in requires(example(op), stages, (MicroBatch(0, 2),), tied=True)}
+    needed = {
+        datum.kind
+        for op in Op
+        for stages in (2, 3)
+        for datum in requires(example(op), stages, (MicroBatch(0, 2),), tied=True)
+    }
     assert needed <= made
 
 
@@ -75,4 +84,6 @@ def test_forward_and_backward_require_the_parameters_of_their_step() -> None:
 def test_blocks_have_their_micro_batches_in_the_order_of_the_sum() -> None:
     members = Blocks(Topology(2, 1, 3), 2).members()
     named = {tuple(block): [str(one) for one in each] for block, each in members.items()}
-    assert named == {(0, 0): ["0.0", "0.1"], (0, 1): ["0.2"], (1, 0): ["1.0", "1.1"], (1, 1): ["1.2"]} and list(members) == sorted(members)
+    assert named == {(0, 0): ["0.0", "0.1"], (0, 1): ["0.2"], (1, 0): ["1.0", "1.1"], (1, 1): ["1.2"]} and list(
+        members
+    ) == sorted(members)

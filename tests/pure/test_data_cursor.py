@@ -9,11 +9,15 @@ def test_places_follow_from_all_earlier_steps():
     places, sizes = DataCursor(2), {1: 2, 2: 2, 3: 2, 4: 5, 5: 5, 6: 1, 7: 1}
     places.change(4, 5)
     places.change(6, 1)
-    assert [places.before(step) for step in sizes] == [sum(size for earlier, size in sizes.items() if earlier < step) for step in sizes]
+    assert [places.before(step) for step in sizes] == [
+        sum(size for earlier, size in sizes.items() if earlier < step) for step in sizes
+    ]
 
 
 def test_a_change_holds_instead_of_what_was_said_of_the_same_and_later_steps():
-    """A checkpoint of an earlier step is loaded; its data is that of the first time, as far as the size goes on the same."""
+    """A checkpoint of an earlier step is loaded; its data is that of the first time, as far as the size goes on the
+    same.
+    """
     places = DataCursor(2)
     places.change(4, 5)
     places.change(3, 5)

@@ -1,4 +1,6 @@
-"""Messages as bytes: what is read is what was written, and whatever else comes is a value that says what is wrong with it."""
+"""Messages as bytes: what is read is what was written, and whatever else comes is a value that says what is wrong with
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,32 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recycle_plugin.core.messages import encoding
-from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LARGE, LARGEST, LIMIT, MAGIC, MOST, Frames, decode, encode
+from recycle_plugin.core.messages.encoding import (
+    CONTROL,
+    HEAD,
+    LARGE,
+    LARGEST,
+    LIMIT,
+    MAGIC,
+    MOST,
+    Frames,
+    decode,
+    encode,
+)
 from recycle_plugin.core.messages.job_spec import JobSpec
-from recycle_plugin.core.messages.protocol import MESSAGES, Committed, Generation, Heartbeat, Lease, Note, Over, Ready, Resume, Stepped, SurvivorReport
+from recycle_plugin.core.messages.protocol import (
+    MESSAGES,
+    Committed,
+    Generation,
+    Heartbeat,
+    Lease,
+    Note,
+    Over,
+    Ready,
+    Resume,
+    Stepped,
+    SurvivorReport,
+)
 from recycle_plugin.core.messages.typed import DEEPEST, Unreadable, form_of, names_of, read, values
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum
@@ -28,13 +53,30 @@ from tests.support.membership import job, member
 
 VERSION = CONTROL.version
 RICH = job(
-    ties=((0, 1),), costs=CostModel((1, 2), (3, 4), (5, 6), slowness=((Seat(1, 0), 150),)), policy=Policy(activation_cap=(2, 3), block=None),
-    max_slowdown=0.5, keep_bytes=7, clipping=1, arithmetic="torch", seed=1 << 70,
-)  # fmt: skip
+    ties=((0, 1),),
+    costs=CostModel((1, 2), (3, 4), (5, 6), slowness=((Seat(1, 0), 150),)),
+    policy=Policy(activation_cap=(2, 3), block=None),
+    max_slowdown=0.5,
+    keep_bytes=7,
+    clipping=1,
+    arithmetic="torch",
+    seed=1 << 70,
+)
 texts = st.text(st.characters(codec=None), max_size=8)  # lone surrogates too, which paths and errors may have in them
 numbers = st.one_of(st.floats(), st.integers())
-plain = st.recursive(st.one_of(st.none(), st.booleans(), numbers, texts), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3))
-SIMPLE = {int: st.integers(), float: numbers, str: texts, bool: st.booleans(), type(None): st.none(), Any: plain, JobSpec: st.sampled_from((job(), RICH))}
+plain = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, texts),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+)
+SIMPLE = {
+    int: st.integers(),
+    float: numbers,
+    str: texts,
+    bool: st.booleans(),
+    type(None): st.none(),
+    Any: plain,
+    JobSpec: st.sampled_from((job(), RICH)),
+}
 
 
 def of(hint: Any) -> st.SearchStrategy:
@@ -77,36 +119,53 @@ def check(frame: bytes) -> None:
 @example(Resume(1, 0, {"0.0": {"act 0@1": "0.0 0.1", "params 0@1": ""}}, inf, True))
 def test_what_is_read_is_what_was_written(message):
     found = decode(encode(message))
-    assert type(found) is type(message) and repr(found) == repr(message)  # a repr tells tuples from lists, and one NaN is like another
+    assert type(found) is type(message) and repr(found) == repr(
+        message
+    )  # a repr tells tuples from lists, and one NaN is like another
 
 
 def test_every_kind_of_message_has_a_number_and_a_form():
-    assert len(set(MESSAGES)) == len(MESSAGES) and all(form_of(kind).text.startswith(f"{kind.__name__}(") for kind in MESSAGES)
+    assert len(set(MESSAGES)) == len(MESSAGES) and all(
+        form_of(kind).text.startswith(f"{kind.__name__}(") for kind in MESSAGES
+    )
 
 
 @pytest.mark.parametrize(
     "thing",
     [
-        Datum("act", 1, MicroBatch(0, 2), 17), Datum("params", 1, None, 3), Seat(1, 2), Instruction.parse("1SA0.2>0.2@7"), FailureDomain.REPLICA,
+        Datum("act", 1, MicroBatch(0, 2), 17),
+        Datum("params", 1, None, 3),
+        Seat(1, 2),
+        Instruction.parse("1SA0.2>0.2@7"),
+        FailureDomain.REPLICA,
         Topology(2, 3, 4, ((0, 2),)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_messages_may_be_made_of(thing):
     """Named tuples, dataclasses with slots and without, enumerations."""
     found = read(type(thing), msgpack.unpackb(msgpack.packb(thing, default=encoding._other)), "it")
     assert found == thing and type(found) is type(thing)
 
 
-@pytest.mark.parametrize("value, said", [("X", "it.op is 'X', and it has to be Op('LOAD', 'RA', 'F'"), (3, "it.op is 3"), ([], "it.op is []")])
+@pytest.mark.parametrize(
+    "value, said",
+    [("X", "it.op is 'X', and it has to be Op('LOAD', 'RA', 'F'"), (3, "it.op is 3"), ([], "it.op is []")],
+)
 def test_what_is_no_member_of_an_enumeration_is_refused(value, said):
     assert str(read(Instruction, [value, 1, None, 0, None], "it")).startswith(said)
 
 
 def test_the_version_says_what_messages_have_in_them():
     """... in whatever is in them too: a field more, or another type, is another version."""
-    assert "job: JobSpec(replicas: int" in form_of(Ready).text and "costs: CostModel(forward: tuple[int, ...]" in form_of(Ready).text
-    assert "members: tuple[Member(rank: int, seat: Seat(replica: int, stage: int), address: str" in form_of(Generation).text
+    assert (
+        "job: JobSpec(replicas: int" in form_of(Ready).text
+        and "costs: CostModel(forward: tuple[int, ...]" in form_of(Ready).text
+    )
+    assert (
+        "members: tuple[Member(rank: int, seat: Seat(replica: int, stage: int), address: str"
+        in form_of(Generation).text
+    )
 
 
 def test_what_cannot_be_said_is_named_where_it_is_said():
@@ -153,9 +212,15 @@ def test_a_field_of_another_type_is_named(message, data):
     record = list(values(message))
     place = data.draw(st.integers(0, len(record) - 1))
     record[place] = msgpack.Timestamp(1)
-    body = msgpack.packb([MESSAGES.index(type(message)), *record], default=encoding._other, unicode_errors="surrogatepass")
+    body = msgpack.packb(
+        [MESSAGES.index(type(message)), *record], default=encoding._other, unicode_errors="surrogatepass"
+    )
     found = decode(framed(body))
-    assert isinstance(found, Unreadable) and found.what == f"{type(message).__name__}.{names_of(type(message))[place]}" and "Timestamp" in found.why
+    assert (
+        isinstance(found, Unreadable)
+        and found.what == f"{type(message).__name__}.{names_of(type(message))[place]}"
+        and "Timestamp" in found.why
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,16 +230,34 @@ def test_a_field_of_another_type_is_named(message, data):
         (Stepped(3, 0, True), "Stepped.step is True, and it has to be int"),
         (Stepped(3, 0, 1.0), "Stepped.step is 1.0, and it has to be int"),
         (SurvivorReport(0, 0, 0, "plan", {"params": 1}), "SurvivorReport.held['params'] is 1, and it has to be str"),
-        (SurvivorReport(0, 0, 0, "plan", {b"params": "x"}), "SurvivorReport.held is {b'params': 'x'}, and it has to be a dict with texts for keys"),
+        (
+            SurvivorReport(0, 0, 0, "plan", {b"params": "x"}),
+            "SurvivorReport.held is {b'params': 'x'}, and it has to be a dict with texts for keys",
+        ),
         (Lease(1, True), "Lease.for_s is True, and it has to be float"),
         (Committed(1, {"workers": "4"}), "Committed.figures['workers'] is '4', and it has to be float"),
-        (Generation(1, (member(0), replace(member(1), seat=(1,))), 0, "x", 0.0), "Generation.members[1].seat is [1], and it has to be a list of 2"),
-        (Generation(1, (member(0), replace(member(1), seat=(1, None))), 0, "x", 0.0), "Generation.members[1].seat.stage is None, and it has to be int"),
-        (Generation(1, (), 0, "x", 0.0, ((Seat(0, 0), "x"),)), "Generation.slowness[0][1] is 'x', and it has to be int"),
-        (Ready(member(1), 0, replace(job(), max_slowdown="much")), "Ready.job.max_slowdown is 'much', and it has to be float | None"),
+        (
+            Generation(1, (member(0), replace(member(1), seat=(1,))), 0, "x", 0.0),
+            "Generation.members[1].seat is [1], and it has to be a list of 2",
+        ),
+        (
+            Generation(1, (member(0), replace(member(1), seat=(1, None))), 0, "x", 0.0),
+            "Generation.members[1].seat.stage is None, and it has to be int",
+        ),
+        (
+            Generation(1, (), 0, "x", 0.0, ((Seat(0, 0), "x"),)),
+            "Generation.slowness[0][1] is 'x', and it has to be int",
+        ),
+        (
+            Ready(member(1), 0, replace(job(), max_slowdown="much")),
+            "Ready.job.max_slowdown is 'much', and it has to be float | None",
+        ),
         (Ready(member(1), 0, replace(job(), costs=None)), "Ready.job.costs is None, and it has to be a list of 13"),
         (Resume(1, 0, {"0.0": {"act": []}}), "Resume.held['0.0']['act'] is [], and it has to be str"),
-        (Note(0, "x", "y", {"z": [b"x"]}), "Note.details['z'] is b'x', and it has to be made of numbers, texts, lists, and dicts with texts for keys"),
+        (
+            Note(0, "x", "y", {"z": [b"x"]}),
+            "Note.details['z'] is b'x', and it has to be made of numbers, texts, lists, and dicts with texts for keys",
+        ),
     ],
     ids=lambda given: "" if isinstance(given, str) else type(given).__name__,
 )
@@ -186,7 +269,10 @@ def test_what_a_class_refuses_is_said_with_its_place():
     record = json.loads(json.dumps(asdict(Ready(member(1), 0, job()))))
     record["job"]["policy"]["block"] = 0
     assert str(read(Ready, record, "Ready")) == "Ready.job.policy can't be: block is 0: it has at least 1 micro-batch"
-    body = msgpack.packb([MESSAGES.index(Ready), *values(Ready(member(1), 0, job()))], default=lambda one: (1,) if type(one) is Member else values(one))
+    body = msgpack.packb(
+        [MESSAGES.index(Ready), *values(Ready(member(1), 0, job()))],
+        default=lambda one: (1,) if type(one) is Member else values(one),
+    )
     assert str(decode(framed(body))) == "Ready.member is [1], and it has to be a list of 6"
 
 
@@ -229,9 +315,16 @@ def test_frames_may_come_in_any_pieces(given_, data):
 @pytest.mark.parametrize(
     "frame, said",
     [
-        (b'{"type":"Over","code":0}\n', "a frame begins with b'{\"type\":\"O', and no message does"),
-        (HEAD.pack(MAGIC, VERSION ^ 1, 3), f"a frame is of version {VERSION ^ 1:08x}, and this is {VERSION:08x}: all need the same version of the plugin"),
-        (HEAD.pack(MAGIC, VERSION, LIMIT + 1), f"a frame has a body of {LIMIT + 1} bytes, and at most {LIMIT} are read"),
+        (b'{"type":"Over","code":0}\n', 'a frame begins with b\'{"type":"O\', and no message does'),
+        (
+            HEAD.pack(MAGIC, VERSION ^ 1, 3),
+            f"a frame is of version {VERSION ^ 1:08x}, and this is {VERSION:08x}: all need the same version of the "
+            "plugin",
+        ),
+        (
+            HEAD.pack(MAGIC, VERSION, LIMIT + 1),
+            f"a frame has a body of {LIMIT + 1} bytes, and at most {LIMIT} are read",
+        ),
         (encode(Over(0))[:-1], "a frame ends before its message does"),
         (b"", "a frame ends before its message does"),
         (encode(Over(0)) * 2, "a frame has something behind its message"),
@@ -261,7 +354,10 @@ def test_a_list_that_says_it_is_long_makes_no_room():
         assert "no msgpack" in str(decode(framed(body)))
 
 
-@pytest.mark.parametrize("number", (0, -1, 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 63) - 1, 1 << 300, -(1 << 300), (1 << 1015) - 1, -(1 << 1015) + 1))
+@pytest.mark.parametrize(
+    "number",
+    (0, -1, 1 << 63, (1 << 64) - 1, 1 << 64, -(1 << 63) - 1, 1 << 300, -(1 << 300), (1 << 1015) - 1, -(1 << 1015) + 1),
+)
 def test_whole_numbers_of_any_size(number):
     assert decode(encode(Heartbeat(number, 1, 2, "at", "what"))).rank == number
 
@@ -270,4 +366,6 @@ def test_a_number_that_no_float_can_hold_and_nobody_could_print_is_refused():
     for size in (LARGEST + 1, 3000):
         number = msgpack.packb(msgpack.ExtType(LARGE, b"\x7f" * size))
         for body in (b"\x91" + number, bytes([0x92, MESSAGES.index(Over)]) + number):
-            assert str(decode(framed(body))).endswith(f"is no msgpack: a number of {size} bytes, and at most 127 are read")
+            assert str(decode(framed(body))).endswith(
+                f"is no msgpack: a number of {size} bytes, and at most 127 are read"
+            )

@@ -1,4 +1,6 @@
-"""Who is given up for stopped or stuck, and above all who is not; and what becomes of a membership that is broken apart."""
+"""Who is given up for stopped or stuck, and above all who is not; and what becomes of a membership that is broken
+apart.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Played:
     def signs(self, rank: int) -> None:
         if rank in self.gone:
             return
-        self.membership.receive(SupervisorHeartbeat(rank, rank in self.stopped, self.cpu_s if rank in self.busy else 0.0), self.now)
+        self.membership.receive(
+            SupervisorHeartbeat(rank, rank in self.stopped, self.cpu_s if rank in self.busy else 0.0), self.now
+        )
         if self.at[rank] is not None and rank not in self.stopped:
             self.membership.receive(Heartbeat(rank, 1, self.done[rank], *self.at[rank]), self.now)
 
@@ -140,7 +144,9 @@ def test_the_deadline_of_slow_steps_is_three_of_them():
     assert len(played.given_up()) == 1
 
 
-@pytest.mark.parametrize("at", [(WAITS, "0F0.0@2 from 0.0"), (COMPUTES, "1F0.1@2"), (ELSEWHERE, "the training script")], ids=lambda at: at[0])
+@pytest.mark.parametrize(
+    "at", [(WAITS, "0F0.0@2 from 0.0"), (COMPUTES, "1F0.1@2"), (ELSEWHERE, "the training script")], ids=lambda at: at[0]
+)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_stopped_process_is_given_up_whatever_it_was_at(at, first):
     played = Played()
@@ -153,7 +159,10 @@ def test_a_stopped_process_is_given_up_whatever_it_was_at(at, first):
     assert played.events == []
     played.live_for(DEADLINE_S)
     (why,) = played.given_up()
-    assert why in ("its process is stopped", f"it computes {at[1]}") and played.fenced() == [(SUPERVISORS, 2), (WorkerId(2), 2)]
+    assert why in ("its process is stopped", f"it computes {at[1]}") and played.fenced() == [
+        (SUPERVISORS, 2),
+        (WorkerId(2), 2),
+    ]
 
 
 def test_a_short_stop_is_nothing():
@@ -202,19 +211,27 @@ LONGEST_S = {WAITS: IDLE_S, "gone": HEARTBEAT_S, "stopped": DEADLINE_S, COMPUTES
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_is_shorter_than_its_deadline_is_nothing(seed):
-    """Every worker is silent, stopped, computes or is elsewhere for random times, and the coordinator is held up now and then."""
+    """Every worker is silent, stopped, computes or is elsewhere for random times, and the coordinator is held up now
+    and then.
+    """
     rng, played = random.Random(seed), Played()
     played.first_step()
     doing, until = dict.fromkeys(range(4), "done"), dict.fromkeys(range(4), 0.0)
     for _ in range(2000):
         for rank in range(4):
             if doing[rank] == "done":
-                doing[rank] = rng.choice(list(LONGEST_S)[rank == 0:])  # somebody always does something, or else they all stand still
-                until[rank] = played.membership.course.attendance.failure_detector.clock + rng.uniform(0, LONGEST_S[doing[rank]] - LATE_S - 2 * TICK_S)
+                doing[rank] = rng.choice(
+                    list(LONGEST_S)[rank == 0 :]
+                )  # somebody always does something, or else they all stand still
+                until[rank] = played.membership.course.attendance.failure_detector.clock + rng.uniform(
+                    0, LONGEST_S[doing[rank]] - LATE_S - 2 * TICK_S
+                )
             elif played.membership.course.attendance.failure_detector.clock >= until[rank]:
                 doing[rank] = "done"  # one sign of that
                 played.done[rank] += 1
-            played.at[rank] = (doing[rank], f"what {rank} is at") if doing[rank] in (COMPUTES, ELSEWHERE) else (WAITS, "")
+            played.at[rank] = (
+                (doing[rank], f"what {rank} is at") if doing[rank] in (COMPUTES, ELSEWHERE) else (WAITS, "")
+            )
         played.stopped, played.gone = ({rank for rank in range(4) if doing[rank] == of} for of in ("stopped", "gone"))
         for rank in range(4):
             played.signs(rank)
@@ -233,7 +250,9 @@ def test_no_beats_while_the_interpreter_is_held_up_is_no_death():
     assert played.events == []
 
 
-@pytest.mark.parametrize("at", [(ELSEWHERE, "the training script"), (COMPUTES, "0F0.0@1")], ids=["script", "first step"])
+@pytest.mark.parametrize(
+    "at", [(ELSEWHERE, "the training script"), (COMPUTES, "0F0.0@1")], ids=["script", "first step"]
+)
 def test_what_may_take_long_has_the_long_deadline_while_somebody_waits(at):
     played = Played()
     if at[0] == ELSEWHERE:
@@ -290,7 +309,9 @@ def test_the_promise_to_a_worker_ends_before_it_is_given_up_for_silence(heartbea
     played.live_for(heard.for_s)
     assert played.events == []
     played.live_for(2 * LATE_S)
-    assert played.given_up() == ["nothing was heard of it or its supervisor" if played.gone else "its process is stopped"]
+    assert played.given_up() == [
+        "nothing was heard of it or its supervisor" if played.gone else "its process is stopped"
+    ]
 
 
 def test_a_worker_that_wakes_up_is_not_heard():
@@ -299,7 +320,12 @@ def test_a_worker_that_wakes_up_is_not_heard():
     played.stopped = {2}
     played.live_for(DEADLINE_S + 1)
     agree(played.membership, 1, {0: 1, 1: 1, 3: 1})
-    for late in (Heartbeat(2, 1, 0, COMPUTES, "1F0.1@2"), Stepped(2, 1, 2), SurvivorReport(2, 1, 9, "plan"), Leaving(2, "SIGTERM")):
+    for late in (
+        Heartbeat(2, 1, 0, COMPUTES, "1F0.1@2"),
+        Stepped(2, 1, 2),
+        SurvivorReport(2, 1, 9, "plan"),
+        Leaving(2, "SIGTERM"),
+    ):
         assert played.membership.receive(late, played.now).messages == []
     out = played.membership.receive(Exited(2, -9, played.now), played.now)
     assert [event.kind for event in out.events] == ["confirmed"] and not out.messages
@@ -324,7 +350,9 @@ def test_who_goes_after_a_failed_end_is_no_loss():
     assert not [event for event in out.events if event.kind == "lost"] and not out.messages
 
 
-@pytest.mark.parametrize("message", [Heartbeat(1, 2, 3, WAITS, "x"), SupervisorHeartbeat(1, True), Lease(3, 5.0), Fence(2, "why")])
+@pytest.mark.parametrize(
+    "message", [Heartbeat(1, 2, 3, WAITS, "x"), SupervisorHeartbeat(1, True), Lease(3, 5.0), Fence(2, "why")]
+)
 def test_the_messages_survive_the_wire(message):
     assert decode(encode(message)) == message
 
@@ -379,12 +407,16 @@ def test_the_smaller_side_commits_nothing_and_ends_with_a_line():
         played.outs.append(played.membership.connection_lost(WorkerId(rank), played.now))
     assert not any(said(played.membership.receive(Stepped(0, number, 2), played.now), Committed) for number in range(4))
     for rank in range(4):  # also where the report of a lost one was still under way
-        assert not said(played.membership.receive(SurvivorReport(rank, played.membership.generation, 1, "plan"), played.now), Resume)
+        assert not said(
+            played.membership.receive(SurvivorReport(rank, played.membership.generation, 1, "plan"), played.now), Resume
+        )
     played.live_for(DEADLINE_S - 0.5)
     assert not ends(played)
     played.live_for(1.0)
     (end,) = ends(played)
-    assert end.failed and end.reason.startswith("3 workers can't be reached and aren't known to be dead, and only 1 are left here")
+    assert end.failed and end.reason.startswith(
+        "3 workers can't be reached and aren't known to be dead, and only 1 are left here"
+    )
 
 
 def test_a_planned_leave_is_no_loss():
@@ -431,7 +463,12 @@ def test_random_histories_never_go_on_with_less_than_half(seed):
                     assert 2 * (4 - len(lost)) >= 4 - len(dead)
                 if isinstance(message, Generation) and rng.random() < 0.8:
                     members = rng.sample(message.members, len(message.members))
-                    pending += [membership.receive(SurvivorReport(m.rank, message.number, membership.committed, "plan"), played.now) for m in members]
+                    pending += [
+                        membership.receive(
+                            SurvivorReport(m.rank, message.number, membership.committed, "plan"), played.now
+                        )
+                        for m in members
+                    ]
                 if isinstance(message, End):
                     return
 
@@ -449,7 +486,11 @@ def test_suspicion_is_said_before_anybody_is_given_up_and_taken_back_where_it_wa
     played.done[2] += 1
     played.live_for(1.0)
     suspected, cleared = played.said
-    assert re.fullmatch(r"seat 0\.1 \(rank 2\): it computes 1F0\.1@2 for 6\.\d s, its process using 1\d\d% of a core; it is given up after 20\.0 s", suspected.text)
+    assert re.fullmatch(
+        r"seat 0\.1 \(rank 2\): it computes 1F0\.1@2 for 6\.\d s, its process using 1\d\d% of a core; it is given up "
+        r"after 20\.0 s",
+        suspected.text,
+    )
     assert cleared.text.startswith("seat 0.1 (rank 2) goes on after 7.")
 
 
@@ -475,7 +516,9 @@ def test_where_nobody_can_tell_what_it_uses_it_may_be_computing():
     assert played.events == [] and played.doubts() == [("suspected", "0.1")]
 
 
-@pytest.mark.parametrize("again, for_s", [("0F0.1@2", IDLE_S), ("0I0.1@2", IDLE_S), ("0F1.0@2", DEADLINE_S), ("0F0.1@3", DEADLINE_S)])
+@pytest.mark.parametrize(
+    "again, for_s", [("0F0.1@2", IDLE_S), ("0I0.1@2", IDLE_S), ("0F1.0@2", DEADLINE_S), ("0F0.1@3", DEADLINE_S)]
+)
 def test_what_has_cost_one_worker_is_no_proof_against_the_next(again, for_s):
     """... whatever the next does with that micro-batch, in that step."""
     played = Played(started(replicas=4, stages=1))
@@ -527,10 +570,18 @@ def test_the_last_worker_of_a_stage_is_not_given_up_but_the_job_ends_after_its_o
     else:
         setattr(played, how, {3})
     played.live_for(LAST_S - 1)
-    assert played.events == [] and played.doubts() == [("suspected", "1.1")] and "the job ends after 40 s" in played.said[0].text
+    assert (
+        played.events == []
+        and played.doubts() == [("suspected", "1.1")]
+        and "the job ends after 40 s" in played.said[0].text
+    )
     played.live_for(2.0)
     (end,) = ends(played)
-    assert end.failed and "seat 1.1 (rank 3), the last worker of stage 1: " in end.reason and "Who waits for whom: seats 0.0 (rank 0), 1.0 (rank 1) wait for something" in end.reason
+    assert (
+        end.failed
+        and "seat 1.1 (rank 3), the last worker of stage 1: " in end.reason
+        and "Who waits for whom: seats 0.0 (rank 0), 1.0 (rank 1) wait for something" in end.reason
+    )
     assert not played.given_up() and not played.fenced()
 
 
@@ -551,7 +602,12 @@ def test_the_last_worker_may_come_back_until_then():
 
 
 def all_wait(played: Played) -> None:
-    played.at = {0: (WAITS, "grad 0.1@2 from seat 0.1"), 1: (WAITS, "the commit of step 2"), 2: (WAITS, "act 0.1@2 from seat 0.0, once more"), 3: (WAITS, "the commit of step 2")}
+    played.at = {
+        0: (WAITS, "grad 0.1@2 from seat 0.1"),
+        1: (WAITS, "the commit of step 2"),
+        2: (WAITS, "act 0.1@2 from seat 0.0, once more"),
+        3: (WAITS, "the commit of step 2"),
+    }
 
 
 def test_where_everybody_waits_all_meet_again_once_and_then_the_job_ends_with_the_graph():
@@ -564,9 +620,27 @@ def test_where_everybody_waits_all_meet_again_once_and_then_the_job_ends_with_th
     assert [len(each) for each in generations(played)] == [4] and not ends(played)
     (waits,) = (event for event in played.events if event.kind == "wait_graph")
     assert waits.details["edges"] == [
-        {"who": ["0.0"], "at": WAITS, "what": "grad 0.1@2 from seat 0.1", "whom": ["0.1"], "for_s": pytest.approx(10.0, abs=0.5)},
-        {"who": ["1.0", "1.1"], "at": WAITS, "what": "the commit of step 2", "whom": ["0.0", "0.1"], "for_s": pytest.approx(10.0, abs=0.5)},
-        {"who": ["0.1"], "at": WAITS, "what": "act 0.1@2 from seat 0.0, once more", "whom": ["0.0"], "for_s": pytest.approx(10.0, abs=0.5)},
+        {
+            "who": ["0.0"],
+            "at": WAITS,
+            "what": "grad 0.1@2 from seat 0.1",
+            "whom": ["0.1"],
+            "for_s": pytest.approx(10.0, abs=0.5),
+        },
+        {
+            "who": ["1.0", "1.1"],
+            "at": WAITS,
+            "what": "the commit of step 2",
+            "whom": ["0.0", "0.1"],
+            "for_s": pytest.approx(10.0, abs=0.5),
+        },
+        {
+            "who": ["0.1"],
+            "at": WAITS,
+            "what": "act 0.1@2 from seat 0.0, once more",
+            "whom": ["0.0"],
+            "for_s": pytest.approx(10.0, abs=0.5),
+        },
     ]
     agree(played.membership, 1, dict.fromkeys(range(4), 1))
     for rank in range(4):
@@ -575,7 +649,11 @@ def test_where_everybody_waits_all_meet_again_once_and_then_the_job_ends_with_th
     assert not ends(played)
     played.live_for(1.0)
     (end,) = ends(played)
-    assert end.failed and "once more since step 1 was committed" in end.reason and "seats 1.0 (rank 1), 1.1 (rank 3) wait for the commit of step 2 for" in end.reason
+    assert (
+        end.failed
+        and "once more since step 1 was committed" in end.reason
+        and "seats 1.0 (rank 1), 1.1 (rank 3) wait for the commit of step 2 for" in end.reason
+    )
     assert "which seats 0.0 (rank 0), 0.1 (rank 2) have not come to" in end.reason
 
 
@@ -593,12 +671,18 @@ def test_the_second_time_counts_from_when_all_had_met_again():
     assert "everybody waits for 10.2 s, once more" in end.reason, end.reason
 
 
-@pytest.mark.parametrize("what, missing", [
-    ("all_reduce among ranks 0, 2", "seat 0.1 (rank 2) has"),
-    ("the connections among ranks 0, 2; not there of 2 are number 1 for all_reduce among ranks 0, 2", "seat 0.1 (rank 2) has"),
-    ("all_reduce among ranks 0, 1, 2, 3", "seats 1.0 (rank 1), 0.1 (rank 2), 1.1 (rank 3) have"),
-    ("barrier among ranks 0, 1".ljust(200, "0"), "seats 1.0 (rank 1), 0.1 (rank 2), 1.1 (rank 3) have"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "what, missing",
+    [
+        ("all_reduce among ranks 0, 2", "seat 0.1 (rank 2) has"),
+        (
+            "the connections among ranks 0, 2; not there of 2 are number 1 for all_reduce among ranks 0, 2",
+            "seat 0.1 (rank 2) has",
+        ),
+        ("all_reduce among ranks 0, 1, 2, 3", "seats 1.0 (rank 1), 0.1 (rank 2), 1.1 (rank 3) have"),
+        ("barrier among ranks 0, 1".ljust(200, "0"), "seats 1.0 (rank 1), 0.1 (rank 2), 1.1 (rank 3) have"),
+    ],
+)
 def test_a_collective_waits_for_members_of_its_group_only(what, missing):
     """A name that was cut off does not have all of them."""
     played = Played()
@@ -623,7 +707,9 @@ def test_after_a_commit_it_may_happen_again():
     assert len(generations(played)) == 3 and not ends(played)
 
 
-@pytest.mark.parametrize("other", [(COMPUTES, "1F0.1@2"), (ELSEWHERE, "the training script")], ids=lambda other: other[0])
+@pytest.mark.parametrize(
+    "other", [(COMPUTES, "1F0.1@2"), (ELSEWHERE, "the training script")], ids=lambda other: other[0]
+)
 def test_as_long_as_one_does_something_nobody_stands_still(other):
     played = Played(busy={2})
     played.first_step()
@@ -658,7 +744,8 @@ def test_a_script_that_ends_earlier_than_the_others_ends_the_job(order):
         played.outs.append(played.membership.receive(message, played.now))
     (end,) = ends(played)
     assert end.failed and end.reason.startswith(
-        "the training script of seat 0.0 (rank 0) ended after step 1, and that of seat 1.0 (rank 1) is in step 2: all have to train equally many steps"
+        "the training script of seat 0.0 (rank 0) ended after step 1, and that of seat 1.0 (rank 1) is in step 2: all "
+        "have to train equally many steps"
     )
     assert [one.code for out in played.outs for whom, one in out.messages if isinstance(one, Over)] == [1]
 

@@ -41,7 +41,11 @@ def test_they_run_to_the_end_with_every_send_received_where_it_goes(view, count)
     left = {seat: list(forwards(plan, seat, -1, count)) for seat in view.live}
     sent: set[tuple[Seat, Instruction]] = set()
     while any(left.values()):
-        ready = [seat for seat, program in left.items() if program and (program[0].op is not Op.RECV_ACT or (seat, program[0]) in sent)]
+        ready = [
+            seat
+            for seat, program in left.items()
+            if program and (program[0].op is not Op.RECV_ACT or (seat, program[0]) in sent)
+        ]
         assert ready, left
         for seat in ready:
             one = left[seat].pop(0)

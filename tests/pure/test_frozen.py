@@ -1,6 +1,7 @@
 """Two thousand simulated jobs with failures happen as they happened when they were written down.
 
-Where a change of the protocol is meant to change them, they are written anew, with ``--freeze``, by the commit that says why.
+Where a change of the protocol is meant to change them, they are written anew, with ``--freeze``, by the commit that
+says why.
 """
 
 from __future__ import annotations
@@ -39,4 +40,6 @@ def test_a_mistake_in_the_protocol_changes_a_digest(monkeypatch) -> None:
     records = frozen.frozen()[:40]
     MISTAKES["a weight gradient is left out"](monkeypatch)
     with pytest.raises(AssertionError):
-        assert [frozen.digest(frozen.read(record["scenario"])) for record in records] == [record["digest"] for record in records]
+        assert [frozen.digest(frozen.read(record["scenario"])) for record in records] == [
+            record["digest"] for record in records
+        ]

@@ -43,7 +43,9 @@ def test_who_comes_late_hears_at_once_that_it_cannot_take_part_and_why(lost):
     (event,), ((whom, end),) = ready_again(membership)
     assert event.kind == "late" and event.details == {"rank": 2, "host": "h", "incarnation": 1}
     assert "as rank 2: the job has started, and is at step 2; nobody can join yet" in event.text
-    assert whom == LATE and end == End(0, "the job has started, and is at step 2; nobody can join as rank 2 yet", failed=True)
+    assert whom == LATE and end == End(
+        0, "the job has started, and is at step 2; nobody can join as rank 2 yet", failed=True
+    )
     assert membership.ended is None and len(membership.roster) == 4 - lost
 
 
@@ -55,7 +57,9 @@ def test_of_two_processes_with_one_rank_the_first_one_takes_part():
     assert not membership.connection_lost(LATE, 0.0).messages
     for rank in (0, 1, 3):
         out = membership.receive(Ready(member(rank), 0, job()), 0.0)
-    assert membership.started and [one.worker for one in said(out, Generation)[0].members] == [WorkerId(rank) for rank in range(4)]
+    assert membership.started and [one.worker for one in said(out, Generation)[0].members] == [
+        WorkerId(rank) for rank in range(4)
+    ]
 
 
 def test_who_comes_late_hears_so_when_it_connects_and_only_once():
@@ -63,7 +67,9 @@ def test_who_comes_late_hears_so_when_it_connects_and_only_once():
     assert not membership.greet(WorkerId(2), "h").messages
     out = membership.greet(LATE, "h")
     assert [(whom, type(end)) for whom, end in out.messages] == [(LATE, End)] and out.events[0].details["rank"] == 2
-    assert not membership.connection_lost(LATE, 0.0).messages and membership.ended is None, "it was never part of the job"
+    assert not membership.connection_lost(LATE, 0.0).messages and membership.ended is None, (
+        "it was never part of the job"
+    )
     membership = started()
     assert said(membership.greet(LATE, "h"), End) and ready_again(membership) == ([], [])
 
@@ -76,7 +82,15 @@ def test_what_is_nobodys_fault_ends_the_job_also_when_rank_0_is_lost():
 
 
 @pytest.mark.parametrize(
-    "message", [Fatal(2, "nobody answers"), Left(2, 3), Heartbeat(2, 1, 1, "waits", ""), Stepped(2, 0, 1), Missing(2, 0, "x", "0.0")], ids=lambda one: type(one).__name__
+    "message",
+    [
+        Fatal(2, "nobody answers"),
+        Left(2, 3),
+        Heartbeat(2, 1, 1, "waits", ""),
+        Stepped(2, 0, 1),
+        Missing(2, 0, "x", "0.0"),
+    ],
+    ids=lambda one: type(one).__name__,
 )
 def test_nothing_that_it_says_counts(message):
     membership = started()
@@ -107,7 +121,11 @@ def test_what_is_said_of_the_next_incarnation_does_not_count_for_the_lost_one():
 
 
 def test_messages_say_of_which_process_they_are():
-    for message in (Stepped(2, 0, 1, incarnation=1), Contribution(2, 1, "loss", {}, 1, incarnation=1), Fence(2, "why", incarnation=1)):
+    for message in (
+        Stepped(2, 0, 1, incarnation=1),
+        Contribution(2, 1, "loss", {}, 1, incarnation=1),
+        Fence(2, "why", incarnation=1),
+    ):
         assert decode(encode(message)) == message and message.worker == LATE
     assert Stepped(2, 0, 1).worker == WorkerId(2)
 
@@ -126,16 +144,24 @@ def with_domain(domain: FailureDomain) -> Membership:
     return membership
 
 
-@pytest.mark.parametrize("domain, gone", [(FailureDomain.WORKER, [1]), (FailureDomain.SEAT, [1]), (FailureDomain.REPLICA, [1, 4])], ids=str)
+@pytest.mark.parametrize(
+    "domain, gone", [(FailureDomain.WORKER, [1]), (FailureDomain.SEAT, [1]), (FailureDomain.REPLICA, [1, 4])], ids=str
+)
 def test_a_loss_takes_its_domain_with_it(domain, gone):
     membership = with_domain(domain)
     out = membership.receive(Exited(1, -9, 0.0), 0.0)
     assert [event.details["rank"] for event in out.events if event.kind == "lost"] == gone
     (generation,) = said(out, Generation)
-    assert [one.rank for one in generation.members] == [rank for rank in range(6) if rank not in gone] and generation.cause == "loss of 1.0"
+    assert [one.rank for one in generation.members] == [
+        rank for rank in range(6) if rank not in gone
+    ] and generation.cause == "loss of 1.0"
     fenced = [(whom, one.rank) for whom, one in out.messages if isinstance(one, Fence)]
-    assert fenced == [(whom, rank) for rank in gone[1:] for whom in (SUPERVISORS, WorkerId(rank))], "the dead one needs none"
-    assert membership.lost == {WorkerId(rank) for rank in gone} and membership.unreachable == {WorkerId(rank) for rank in gone[1:]}
+    assert fenced == [(whom, rank) for rank in gone[1:] for whom in (SUPERVISORS, WorkerId(rank))], (
+        "the dead one needs none"
+    )
+    assert membership.lost == {WorkerId(rank) for rank in gone} and membership.unreachable == {
+        WorkerId(rank) for rank in gone[1:]
+    }
     assert not membership.receive(Exited(4, -9, 0.0), 0.0).messages or 4 not in gone
 
 

@@ -1,4 +1,6 @@
-"""Where a plain iterator stands: counted over all steps, and taken over by a worker whose own one begins anew; what it gives is in the store."""
+"""Where a plain iterator stands: counted over all steps, and taken over by a worker whose own one begins anew; what it
+gives is in the store.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Numbers:
 def end():
     """Replica 0's first stage: its supply, its store, its iterator, and what it hands on and says."""
     store, iterator, handed, said = StepStore(Seat(0, 0), SHAPE.stages), Numbers(), [], []
-    iterator_data = IteratorData(store, iterator, lambda *given: handed.append(given), lambda *given: said.append(given))
+    iterator_data = IteratorData(
+        store, iterator, lambda *given: handed.append(given), lambda *given: said.append(given)
+    )
     iterator_data.take_state(IteratorState(plan(SHAPE.full(), CostModel.uniform(2), Policy()), {}, {}, {}))
     store.reads_iterator = True
     return iterator_data, store, iterator, handed, said
@@ -47,8 +51,12 @@ def test_what_is_drawn_is_in_the_store_and_a_peer_has_a_copy(end):
     iterator_data, store, iterator, handed, said = end
     iterator_data.provide(1, ControlView(0))
     assert store.of("drawn", 1) == {MicroBatch(0, index): Draw(0, index) for index in range(3)}
-    assert [(datum.micro_batch, taker) for datum, _, taker in handed] == [(MicroBatch(0, index), Seat(1, 0)) for index in range(3)] and not said
-    assert {step: dict(found) for step, found in unpack(iterator_data.held_draws()).items()} == {1: store.of("drawn", 1)}
+    assert [(datum.micro_batch, taker) for datum, _, taker in handed] == [
+        (MicroBatch(0, index), Seat(1, 0)) for index in range(3)
+    ] and not said
+    assert {step: dict(found) for step, found in unpack(iterator_data.held_draws()).items()} == {
+        1: store.of("drawn", 1)
+    }
     store.commit(1)
     assert iterator_data.held_draws() == {}
 
@@ -79,7 +87,11 @@ def test_an_iterator_that_begins_anew_goes_on_where_another_stood(end):
     iterator_data, _, iterator, *_ = end
     iterator_data.skip_to(4)
     iterator_data.provide(3, ControlView(0))
-    assert len(iterator.read_of) == 7 == iterator_data.batches_read() and iterator.read_of[4:] == [(3, 0), (3, 1), (3, 2)]
+    assert len(iterator.read_of) == 7 == iterator_data.batches_read() and iterator.read_of[4:] == [
+        (3, 0),
+        (3, 1),
+        (3, 2),
+    ]
     iterator_data.skip_to(7)
     assert len(iterator.read_of) == 7
 
@@ -87,7 +99,10 @@ def test_an_iterator_that_begins_anew_goes_on_where_another_stood(end):
 def test_it_does_not_go_back(end):
     iterator_data, *_ = end
     iterator_data.provide(1, ControlView(0))
-    with pytest.raises(ValueError, match="the data iterator of seat 0.0 has given 3 batches, and is to stand behind 2: it can't be read again"):
+    with pytest.raises(
+        ValueError,
+        match="the data iterator of seat 0.0 has given 3 batches, and is to stand behind 2: it can't be read again",
+    ):
         iterator_data.skip_to(2)
 
 

@@ -1,4 +1,6 @@
-"""Plain iterators: after any losses both ends of a micro-batch have the same draw, and no survivor's sample is left out or used twice."""
+"""Plain iterators: after any losses both ends of a micro-batch have the same draw, and no survivor's sample is left out
+or used twice.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 from recycle_plugin.planner import plan
 
 names = st.builds(MicroBatch, st.integers(0, 50), st.integers(0, 99))
-drawn = st.dictionaries(st.integers(1, 10**6), st.dictionaries(names, st.builds(Draw, st.integers(0, 50), st.integers(0, 200)), min_size=1), max_size=2)
+drawn = st.dictionaries(
+    st.integers(1, 10**6),
+    st.dictionaries(names, st.builds(Draw, st.integers(0, 50), st.integers(0, 200)), min_size=1),
+    max_size=2,
+)
 
 
 @given(drawn)
@@ -47,13 +53,30 @@ class Ends:
 
     def begin(self, step: int) -> None:
         self.step = step
-        self.kept, self.traces, self.traced_with = {seat: {} for seat in self.ends}, {seat: set() for seat in self.view.live}, {}
+        self.kept, self.traces, self.traced_with = (
+            {seat: {} for seat in self.ends},
+            {seat: set() for seat in self.view.live},
+            {},
+        )
         self.meet()
 
     def meet(self) -> None:
         """Everybody hears what everybody has."""
-        held = {seat: frozenset((Datum("params", seat.stage, None, self.step), *(Datum("act", 0, one, self.step) for one in self.traces[seat]))) for seat in self.view.live}
-        self.iterator_state = IteratorState(planned(self.view), held, {seat: {self.step: dict(self.kept[seat])} for seat in self.ends if self.kept[seat]}, {})
+        held = {
+            seat: frozenset(
+                (
+                    Datum("params", seat.stage, None, self.step),
+                    *(Datum("act", 0, one, self.step) for one in self.traces[seat]),
+                )
+            )
+            for seat in self.view.live
+        }
+        self.iterator_state = IteratorState(
+            planned(self.view),
+            held,
+            {seat: {self.step: dict(self.kept[seat])} for seat in self.ends if self.kept[seat]},
+            {},
+        )
 
     def provide(self, seat: Seat, sends: int | None = None) -> None:
         """``sends``: how many copies leave it before it dies."""
@@ -88,9 +111,13 @@ class Ends:
         for one in set().union(*self.traces.values()):
             assert draws[one] == self.traced_with[one], f"{one} was computed with another draw"
         for source in alive:
-            assert self.reads[Seat(source, 0)] == self.reads[Seat(source, last)], "the ends stand at different positions"
+            assert self.reads[Seat(source, 0)] == self.reads[Seat(source, last)], (
+                "the ends stand at different positions"
+            )
             used = sorted(draw.position for draw in draws.values() if draw.source == source)
-            assert [(self.step, position) for position in used] == [read for read in self.reads[Seat(source, 0)] if read[0] == self.step]
+            assert [(self.step, position) for position in used] == [
+                read for read in self.reads[Seat(source, 0)] if read[0] == self.step
+            ]
 
 
 @st.composite
@@ -122,7 +149,9 @@ def test_any_losses_at_any_point(topology: Topology, one_a_step: bool, drawn: st
 
 
 def lose_some(ends: Ends, only_one: bool, drawn: st.DataObject) -> None:
-    """Some of the ends provide, something is computed of what they have, and somebody dies, perhaps while it hands out."""
+    """Some of the ends provide, something is computed of what they have, and somebody dies, perhaps while it hands
+    out.
+    """
     order = drawn.draw(st.permutations(ends.ends))
     ready = order[: drawn.draw(st.integers(0, len(order)))]
     for seat in ready:
@@ -144,7 +173,11 @@ def lose_some(ends: Ends, only_one: bool, drawn: st.DataObject) -> None:
 
 def _copied(ends: Ends, one: MicroBatch, runner: Seat, ready: list[Seat]) -> bool:
     """Whether the runner has it, and whoever had to hand it out has done so."""
-    givers = {transfer.giver for transfer in share(ends.iterator_state, ends.step).transfers if transfer.micro_batch == one and transfer.taker.stage == 0}
+    givers = {
+        transfer.giver
+        for transfer in share(ends.iterator_state, ends.step).transfers
+        if transfer.micro_batch == one and transfer.taker.stage == 0
+    }
     return one in ends.kept[runner] and givers <= set(ready)
 
 
@@ -167,7 +200,9 @@ def test_what_was_computed_with_data_that_nobody_has_ends_the_job() -> None:
     with pytest.raises(Gone, match=r"step 5: everybody who kept the inputs of micro-batch 0\.1 is lost"):
         share(IteratorState(planned(view), held, labels, {}), 5)
     unseen = share(IteratorState(planned(view), {}, labels, {}), 5)
-    assert unseen.draws[MicroBatch(0, 1)] == Draw(0, 1), "the other end's draw will do where nobody has computed with the lost one"
+    assert unseen.draws[MicroBatch(0, 1)] == Draw(0, 1), (
+        "the other end's draw will do where nobody has computed with the lost one"
+    )
 
 
 def test_without_a_source_the_job_ends() -> None:
@@ -178,5 +213,7 @@ def test_without_a_source_the_job_ends() -> None:
 
 def test_two_draws_for_one_micro_batch_are_a_contradiction() -> None:
     drawn = {Seat(0, 0): {5: {MicroBatch(0, 0): Draw(0, 0)}}, Seat(1, 0): {5: {MicroBatch(0, 0): Draw(1, 2)}}}
-    with pytest.raises(Torn, match=r"seat 1\.0 has draw 1\.2 for micro-batch 0\.0 of step 5, and another worker draw 0\.0"):
+    with pytest.raises(
+        Torn, match=r"seat 1\.0 has draw 1\.2 for micro-batch 0\.0 of step 5, and another worker draw 0\.0"
+    ):
         share(IteratorState(planned(SQUARE.full()), {}, drawn, {}), 5)

@@ -19,9 +19,14 @@ from recycle_plugin.observability.run_history import RunHistory
 from tests.support.membership import job, member, said
 
 RICH = job(
-    ties=((0, 1),), costs=CostModel((1, 2), (3, 4), (5, 6), slowness=((Seat(1, 0), 150),)), policy=Policy(activation_cap=(2, 3), block=None),
-    max_slowdown=0.5, keep_bytes=7, clipping=1, arithmetic="torch",
-)  # fmt: skip
+    ties=((0, 1),),
+    costs=CostModel((1, 2), (3, 4), (5, 6), slowness=((Seat(1, 0), 150),)),
+    policy=Policy(activation_cap=(2, 3), block=None),
+    max_slowdown=0.5,
+    keep_bytes=7,
+    clipping=1,
+    arithmetic="torch",
+)
 
 
 def over_json(record: dict) -> dict:
@@ -74,7 +79,8 @@ def test_workers_that_want_different_things_are_told_which_and_who():
         out = membership.receive(Ready(member(rank), 4 * (rank == 2), each), 0.0)
     (end,) = said(out, End)
     assert end.reason == (
-        "workers were started with different recycle settings or from different checkpoints: policy.block is 1 (ranks 0, 2), 2 (rank 1); "
+        "workers were started with different recycle settings or from different checkpoints: policy.block is 1 (ranks "
+        "0, 2), 2 (rank 1); "
         "clip is sync (ranks 0, 2), validate (rank 1); the checkpoint's step is 0 (ranks 0, 1), 4 (rank 2)"
     )
     assert not membership.started and replace(wants[1], clip="sync", policy=Policy()) == wants[0]

@@ -31,7 +31,16 @@ BELOW = {
     "runtime": {*OBSERVES, "observability", "settings"},
     "adapters": {*OBSERVES, "observability", "settings", "runtime", "versions"},
     "experiments": {"core.vocabulary", "observability"},
-    "worker_process": {"core.messages", "core.vocabulary", "core.worker", "planner", "settings", "runtime", "adapters", "errors"},
+    "worker_process": {
+        "core.messages",
+        "core.vocabulary",
+        "core.worker",
+        "planner",
+        "settings",
+        "runtime",
+        "adapters",
+        "errors",
+    },
     "launch": {"runtime", "settings", "experiments"},
     "commands": {*OBSERVES, "observability", "settings", "simulator", "runtime", "adapters", "experiments", "versions"},
     "cli": {"commands", "errors", "settings"},
@@ -84,12 +93,20 @@ def test_imports_point_down(name: str) -> None:
             root = imported.split(".")[0]
             if root == "recycle_plugin":
                 allowed = BELOW[name] | {name, ""} | ({"core"} if name.startswith("core") else set())
-                assert part(imported) in allowed, f"{path.relative_to(PACKAGE)} imports {imported}: {name} stands below {part(imported)}"
-            assert root not in FOREIGN.get(name.split(".")[0], ()), f"{path.relative_to(PACKAGE)} imports {imported}: not in {name}"
+                assert part(imported) in allowed, (
+                    f"{path.relative_to(PACKAGE)} imports {imported}: {name} stands below {part(imported)}"
+                )
+            assert root not in FOREIGN.get(name.split(".")[0], ()), (
+                f"{path.relative_to(PACKAGE)} imports {imported}: not in {name}"
+            )
 
 
 def test_every_part_is_there_and_nothing_is_above_itself() -> None:
-    assert {part(module(path)) for path in files()} <= set(BELOW) <= {part(module(path)) for path in PACKAGE.rglob("*.py")} | {"docs"}
+    assert (
+        {part(module(path)) for path in files()}
+        <= set(BELOW)
+        <= {part(module(path)) for path in PACKAGE.rglob("*.py")} | {"docs"}
+    )
     above = {name: {other for other, below in BELOW.items() if name in below} for name in BELOW}
     order: list[str] = []
     while len(order) < len(BELOW):
@@ -100,6 +117,10 @@ def test_every_part_is_there_and_nothing_is_above_itself() -> None:
 
 @pytest.mark.parametrize("layer", ["", ".planner", ".simulator", ".render.grid"])
 def test_importing_needs_no_framework(layer: str) -> None:
-    script = f"import recycle_plugin{layer}, sys; print(sorted({{'torch', 'deepspeed', 'matplotlib'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    script = (
+        f"import recycle_plugin{layer}, sys; print(sorted({{'torch', 'deepspeed', 'matplotlib'}} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,6 @@
-"""The coordinator's state machine: who leaves as planned, who says goodbye when all is done, and how that ends the job, whoever dies meanwhile."""
+"""The coordinator's state machine: who leaves as planned, who says goodbye when all is done, and how that ends the job,
+whoever dies meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_a_loss_before_a_planned_leave_comes_first_and_the_leave_is_planned_agai
 
 
 def test_a_leave_that_is_planned_again_waits_for_who_has_not_resumed_yet():
-    """A worker may read both in one go: what holds at once, and where it goes on, are not forgotten for what holds later."""
+    """A worker may read both in one go: what holds at once, and where it goes on, are not forgotten for what holds
+    later.
+    """
     membership, line = started(), ControlView(1)
     membership.receive(Leaving(3, "SIGTERM"), 0.0)
     (at_once,) = said(membership.receive(Exited(0, -9, 0.0), 0.0), Generation)
@@ -78,7 +82,9 @@ def test_a_leave_that_follows_one_that_all_have_come_to_waits_for_who_has_not_re
 
 @pytest.mark.parametrize("gone", (True, False))
 def test_a_leave_does_not_put_off_an_earlier_one_whose_step_has_come(gone):
-    """Who leaves by that is gone, or on its way, while the others may still be in their scripts: the step that they come to is to be without it."""
+    """Who leaves by that is gone, or on its way, while the others may still be in their scripts: the step that they
+    come to is to be without it.
+    """
     membership = Membership(6)
     for rank in range(6):
         membership.receive(Ready(member(rank, replicas=3), 0, job(replicas=3)), 0.0)
@@ -92,7 +98,11 @@ def test_a_leave_does_not_put_off_an_earlier_one_whose_step_has_come(gone):
     assert not said(membership.receive(Leaving(4, "SIGTERM"), 0.0), Generation)
     out = agree(membership, first.number, dict.fromkeys(range(1, 6), 2))
     (second,) = said(out, Generation)
-    assert resumed(out) == [(first.number, 2)] and second.from_step == 5 and [one.rank for one in second.members] == [1, 2, 3, 5]
+    assert (
+        resumed(out) == [(first.number, 2)]
+        and second.from_step == 5
+        and [one.rank for one in second.members] == [1, 2, 3, 5]
+    )
 
 
 def test_the_last_worker_of_a_stage_may_only_leave_with_the_job():
@@ -172,12 +182,17 @@ def test_who_is_gone_without_a_goodbye_once_its_leave_holds_has_left():
     out = membership.connection_lost(WorkerId(3), 0.0)
     assert [event.kind for event in out.events] == ["left"] and not out.messages and not membership.lost
     (generation,) = said(membership.receive(Exited(0, -9, 0.0), 0.0), Generation)
-    assert said(agree(membership, generation.number, {1: 2, 2: 2}), Generation) == [], "nobody plans the leave once more"
+    assert said(agree(membership, generation.number, {1: 2, 2: 2}), Generation) == [], (
+        "nobody plans the leave once more"
+    )
 
 
 @pytest.mark.parametrize("gone", ([], [0], [0, 1]))
 def test_a_death_at_a_planned_end_is_no_failure(gone):
-    """The last of its stage, or the first to go at all: all steps up to the end are committed.  Before anybody is through they may have to meet yet."""
+    """The last of its stage, or the first to go at all: all steps up to the end are committed.
+
+    Before anybody is through they may have to meet yet.
+    """
     membership = started()
     (end,) = said(membership.receive(Terminate(0, "SIGTERM"), 0.0), End)
     for number in range(1, end.step):
@@ -233,14 +248,18 @@ def test_who_was_to_leave_and_comes_to_its_scripts_end_before_leaves_no_stage_em
 
 @pytest.mark.parametrize("ends", (Terminate(0, "a supervisor got SIGTERM"), Leaving(2, "SIGTERM")))
 def test_where_a_guard_was_killed_a_planned_end_has_a_checkpoint_and_says_so(ends):
-    """Launchers that end the job for it send SIGTERM to supervisors and workers, in whatever order: the stage's last worker may seem to leave by itself."""
+    """Launchers that end the job for it send SIGTERM to supervisors and workers, in whatever order: the stage's last
+    worker may seem to leave by itself.
+    """
     membership = started()
     membership.receive(Unguarded(3, 77), 0.0)
     (lost,) = [event for event in membership.receive(Exited(3, -9, 0.0), 0.0).events if event.kind == "lost"]
     assert "went with its guard, process 77, which was killed" in lost.text
     agree(membership, 1, {0: 0, 1: 0, 2: 0})
     (end,) = said(membership.receive(ends, 0.0), End)
-    assert (end.failed, end.code) == (False, TRY_AGAIN) and end.reason.endswith(", after the guard of rank 3, process 77, was killed")
+    assert (end.failed, end.code) == (False, TRY_AGAIN) and end.reason.endswith(
+        ", after the guard of rank 3, process 77, was killed"
+    )
 
 
 def test_a_guard_that_is_killed_is_no_end():

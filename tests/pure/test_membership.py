@@ -32,7 +32,7 @@ from recycle_plugin.core.messages.protocol import (
     Resume,
     Stepped,
     SurvivorReport,
-)  # fmt: skip
+)
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.roster import Roster
 from recycle_plugin.core.worker.control_view import ControlView
@@ -72,10 +72,23 @@ def test_late_messages_of_an_older_generation_change_nothing():
 
 
 OF_LOST = (
-    Stepped(2, 1, 1), Contribution(2, 1, "loss", {"0.0": 1.0}, 1), Contribution(2, 1, "share", {"1": 1e9}, 1), SurvivorReport(2, 1, 0, "another plan"), Left(2),
-    Leaving(2, "SIGTERM"), Missing(2, 1, "a tensor", "0.0"), Fatal(2, "nobody answers"), Note(2, "checkpoint", "saved", {"path": "of nobody"}), Crashed(2, "KeyError: 0", "Traceback …"),
-    Heartbeat(2, 1, 1, "computes", "1F0.0"), BarrierReached(2, 1, "saving", {}), ComputeTime(2, 1, 10, 10), Fingerprint(2, 1, "unlike"), CheckpointLoaded(2, 1), Resized(2, 1, 2, 4, 10),
-)  # fmt: skip
+    Stepped(2, 1, 1),
+    Contribution(2, 1, "loss", {"0.0": 1.0}, 1),
+    Contribution(2, 1, "share", {"1": 1e9}, 1),
+    SurvivorReport(2, 1, 0, "another plan"),
+    Left(2),
+    Leaving(2, "SIGTERM"),
+    Missing(2, 1, "a tensor", "0.0"),
+    Fatal(2, "nobody answers"),
+    Note(2, "checkpoint", "saved", {"path": "of nobody"}),
+    Crashed(2, "KeyError: 0", "Traceback …"),
+    Heartbeat(2, 1, 1, "computes", "1F0.0"),
+    BarrierReached(2, 1, "saving", {}),
+    ComputeTime(2, 1, 10, 10),
+    Fingerprint(2, 1, "unlike"),
+    CheckpointLoaded(2, 1),
+    Resized(2, 1, 2, 4, 10),
+)
 
 
 @pytest.mark.parametrize("message", OF_LOST, ids=lambda message: type(message).__name__)
@@ -87,7 +100,11 @@ def test_nothing_counts_of_what_a_lost_worker_says(message, agreed):
     if agreed:
         agree(membership, 1, {0: 0, 1: 0, 3: 0})
     assert membership.receive(message, 0.0) == CoordinatorOutput()
-    assert membership.course.ending.checkpoint == "" and membership.course.attendance.left == set() and membership.ended is None
+    assert (
+        membership.course.ending.checkpoint == ""
+        and membership.course.attendance.left == set()
+        and membership.ended is None
+    )
     if not agreed:
         assert resumed(agree(membership, 1, {0: 0, 1: 0, 3: 0})) == [(1, 0)]
     assert step(membership, 1, 1, [0, 1, 3]) == [Committed(1)]
@@ -127,8 +144,11 @@ def test_what_was_said_of_a_step_stays_good_over_a_regrouping(name, keys):
 
 
 def test_one_norm_once_told_is_the_norm_of_the_step_for_all():
-    """Seat 0.1, rank 2, alone has its stage's sum; it says its share, the norm is told, and seat 0.0 steps with it.  Then 0.1 dies, and the
-    sum that is made again is one rounding apart: whoever has not stepped yet clips by the norm that 0.0 has stepped with."""
+    """Seat 0.1, rank 2, alone has its stage's sum; it says its share, the norm is told, and seat 0.0 steps with it.
+
+    Then 0.1 dies, and the sum that is made again is one rounding apart: whoever has not stepped yet clips by the norm
+    that 0.0 has stepped with.
+    """
     membership, line = started(clipping=1.0), ControlView(1)
     membership.receive(Contribution(2, 1, "norm", {"1": 4.0}, 2), 0.0)
     (told,) = said(membership.receive(Contribution(0, 1, "norm", {"0": 2.0}, 2), 0.0), Collected)
@@ -158,7 +178,9 @@ def test_what_is_said_of_a_committed_step_counts_no_more(name, keys):
 
 
 def test_losses_that_went_down_with_a_worker_are_not_waited_for():
-    """A host dies with them under way: the step counts, its loss is that of the others, and nothing that is said again replaces it."""
+    """A host dies with them under way: the step counts, its loss is that of the others, and nothing that is said again
+    replaces it.
+    """
     membership = started()
     membership.receive(Contribution(3, 1, "loss", {"1.0": 4.0}, 2), 0.0)
     membership.receive(Exited(2, -9, 0.0), 0.0)
@@ -223,7 +245,9 @@ def test_workers_with_different_settings_do_not_start():
 def test_a_host_that_holds_a_whole_stage_is_named(strict):
     membership = Membership(4)
     for rank in range(4):
-        out = membership.receive(Ready(member(rank, host="one" if rank < 2 else "two"), 0, job(strict_placement=strict)), 0.0)
+        out = membership.receive(
+            Ready(member(rank, host="one" if rank < 2 else "two"), 0, job(strict_placement=strict)), 0.0
+        )
     texts = [event.text for event in out.events if "holds every replica" in event.text]
     assert bool(said(out, End)) is strict and any("host one holds every replica of stage 0" in text for text in texts)
 
@@ -277,7 +301,10 @@ def test_random_histories_never_tear_a_step(seed):
                     case Generation():
                         generation = message.number
                         order = rng.sample(sorted(live), len(live))
-                        outs += [membership.receive(SurvivorReport(r, generation, machines[r].stepped, "plan"), 0.0) for r in order]
+                        outs += [
+                            membership.receive(SurvivorReport(r, generation, machines[r].stepped, "plan"), 0.0)
+                            for r in order
+                        ]
                     case Resume():
                         assert message.committed == committed
                         for r in sorted(live):
@@ -306,5 +333,9 @@ def test_what_nobody_can_change_is_a_note_and_said_once(hosts):
     for rank in range(4):
         out = membership.receive(Ready(member(rank, host=f"h{rank // 2 % hosts}"), 0, job()), 0.0)
     notes = [event.text for event in out.events if event.kind == "note"]
-    assert notes == ["single point of failure: host h0 runs " + ("all workers, " if hosts == 1 else "") + "the coordinator and the store; its loss ends the job"]
+    assert notes == [
+        "single point of failure: host h0 runs "
+        + ("all workers, " if hosts == 1 else "")
+        + "the coordinator and the store; its loss ends the job"
+    ]
     assert len([event for event in out.events if event.kind == "warning"]) == (0 if hosts == 1 else 2)

@@ -99,7 +99,14 @@ def test_a_sample_is_the_same_whatever_else_is_added(scripts) -> None:
 def test_each_module_has_one_behind_the_first_forty(scripts) -> None:
     mutants = scripts[0]
     many = "def f(x):\n    return " + " + ".join(f"{number} * x" for number in range(100, 200))
-    found = mutants.sample([*mutants.mutants(many, "many"), *mutants.mutants(TOY, "toy"), *mutants.mutants("def g(x):\n    return x < 1", "few")], seed=1)
+    found = mutants.sample(
+        [
+            *mutants.mutants(many, "many"),
+            *mutants.mutants(TOY, "toy"),
+            *mutants.mutants("def g(x):\n    return x < 1", "few"),
+        ],
+        seed=1,
+    )
     assert {mutant.module for mutant in found[:43]} == {"many", "toy", "few"}
     assert len(found) == len(set(found)) == 200 + len(EXPECTED) + 3
 
@@ -114,10 +121,17 @@ def test_what_a_test_kills_is_found_and_what_none_sees_survives(scripts, tmp_pat
     toy = importlib.import_module("toy")
     units = mutate.Units((str(test),), deadline_s=2.0)
     wanted = {EXPECTED[-4][1:], EXPECTED[6][1:], EXPECTED[-2][1:]}
-    work = [(each, lambda each=each: mutants.install(TOY, each, str(file)), units) for each in mutants.mutants(TOY, "toy") if described(each)[1:] in wanted]
+    work = [
+        (each, lambda each=each: mutants.install(TOY, each, str(file)), units)
+        for each in mutants.mutants(TOY, "toy")
+        if described(each)[1:] in wanted
+    ]
     results = {mutant.function: result for mutant, result in mutate.run(iter(work), jobs=2)}
     assert (results["least"]["found"], results["least"]["by"].rpartition("::")[2]) == ("unit", "test_least")
-    assert (results["Counter.add"]["found"], results["Counter.add"]["by"].rpartition("::")[2]) == ("deadline", "test_counter")
+    assert (results["Counter.add"]["found"], results["Counter.add"]["by"].rpartition("::")[2]) == (
+        "deadline",
+        "test_counter",
+    )
     assert results["unseen"]["found"] is None
     assert toy.least([1, 2]) == 2, "nothing is changed here"
     monkeypatch.delitem(sys.modules, "toy")

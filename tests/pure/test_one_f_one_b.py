@@ -39,7 +39,10 @@ def test_period_is_the_textbook_one(stages: int, micro_batches: int) -> None:
 
 def test_unsplit_and_fault_free_is_1f1b_whatever_else_is_on() -> None:
     view, costs = Topology(2, 4, 6).full(), CostModel.uniform(4)
-    assert plan(view, costs, Policy(split_backward=False)).digest == plan(view, costs, replace(STOCK, stagger_optimizer=True)).digest
+    assert (
+        plan(view, costs, Policy(split_backward=False)).digest
+        == plan(view, costs, replace(STOCK, stagger_optimizer=True)).digest
+    )
 
 
 def test_a_cap_below_1f1b_is_kept() -> None:

@@ -27,40 +27,73 @@ def test_transport_is_put_around_computation_in_one_module() -> None:
     """... which alone makes instructions of these kinds; whoever else names them, reads."""
     makers = set()
     for name, tree in modules():
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Instruction"):
-            named = {node.attr for node in ast.walk(call) if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "Op"}
+        for call in (
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Instruction"
+        ):
+            named = {
+                node.attr
+                for node in ast.walk(call)
+                if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "Op"
+            }
             makers |= {name} & ({name} if named & (TRANSPORT | {"LOAD"}) else set())
     assert makers == {"planner/lower.py"}
 
 
 def test_what_an_instruction_uses_up_is_asked_for_in_one_module() -> None:
-    users = {name for name, tree in modules() for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "consumes"}
+    users = {
+        name
+        for name, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "consumes"
+    }
     assert users == {"core/worker/step_store.py"}
 
 
 def test_data_of_a_step_is_held_voided_and_dropped_in_one_class() -> None:
-    """No other class has methods of these names for data of a step; the coordinator's have words of workers, by step."""
+    """No other class has methods of these names for data of a step; the coordinator's have words of workers, by
+    step.
+    """
     verbs = {"held", "discard_after", "drop", "promise", "forget_evaluation"}
     found = {
         f"{name}: {each.name}.{method.name}"
-        for name, tree in modules("core", "runtime", "adapters", "simulator") for each in ast.walk(tree) if isinstance(each, ast.ClassDef)
-        for method in each.body if isinstance(method, ast.FunctionDef) and method.name in verbs
-    }  # fmt: skip
+        for name, tree in modules("core", "runtime", "adapters", "simulator")
+        for each in ast.walk(tree)
+        if isinstance(each, ast.ClassDef)
+        for method in each.body
+        if isinstance(method, ast.FunctionDef) and method.name in verbs
+    }
     store = {f"core/worker/step_store.py: StepStore.{verb}" for verb in ("held", "discard_after", "forget_evaluation")}
-    handed_on = {f"core/worker/worker.py: Worker.{verb}" for verb in ("held", "discard_after", "forget_evaluation")} | {f"core/worker/training_loop.py: StepRunner.{verb}" for verb in ("held", "discard_after")}
-    coordinators = {"core/messages/contributions.py: Contributions.discard_after", "core/coordinator/step_validation.py: StepValidation.discard_after"}
+    handed_on = {f"core/worker/worker.py: Worker.{verb}" for verb in ("held", "discard_after", "forget_evaluation")} | {
+        f"core/worker/training_loop.py: StepRunner.{verb}" for verb in ("held", "discard_after")
+    }
+    coordinators = {
+        "core/messages/contributions.py: Contributions.discard_after",
+        "core/coordinator/step_validation.py: StepValidation.discard_after",
+    }
     assert found == store | handed_on | coordinators
 
 
 # --- members -----------------------------------------------------------------------------------------------
 
 FACTS = {"rank", "seat", "address", "worker", "shard"}  # that a member is known by
-SEVERAL = {"stage", "stages", "group", "replica", "without", "joins", "leaves"}  # a roster's answers that are several members
+SEVERAL = {
+    "stage",
+    "stages",
+    "group",
+    "replica",
+    "without",
+    "joins",
+    "leaves",
+}  # a roster's answers that are several members
 LOOPS = (ast.For, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
 
 
 def searches(source: str) -> Iterator[str]:
-    """Where each of several things is compared with what a member is known by, or put into a dict by that, and where the first of members is taken."""
+    """Where each of several things is compared with what a member is known by, or put into a dict by that, and where
+    the first of members is taken.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, LOOPS):
             each = names_of(node)
@@ -69,10 +102,22 @@ def searches(source: str) -> Iterator[str]:
                     yield ast.unparse(one)
             if isinstance(node, ast.DictComp) and fact(node.key, each):
                 yield ast.unparse(node)
-        elif isinstance(node, ast.Subscript) and are_members(node.value) and isinstance(node.slice, (ast.Constant, ast.UnaryOp)):
+        elif (
+            isinstance(node, ast.Subscript)
+            and are_members(node.value)
+            and isinstance(node.slice, (ast.Constant, ast.UnaryOp))
+        ):
             yield ast.unparse(node)
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"next", "min", "max", "iter", "sorted"} and node.args:
-            over = node.args[0].generators[0].iter if isinstance(node.args[0], ast.GeneratorExp) and node.func.id != "sorted" else node.args[0]
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", "") in {"next", "min", "max", "iter", "sorted"}
+            and node.args
+        ):
+            over = (
+                node.args[0].generators[0].iter
+                if isinstance(node.args[0], ast.GeneratorExp) and node.func.id != "sorted"
+                else node.args[0]
+            )
             if are_members(over):
                 yield ast.unparse(node)
 
@@ -107,18 +152,35 @@ def are_members(node: ast.AST) -> bool:
 
 
 PLANTED = (
-    "next(member for member in generation.members if member.rank == rank)", "[one for one in roster if one.seat == seat]",
-    "{m.worker for m in members if m.seat.stage == stage}", "any(each.address != address for each in generation.roster)",
-    "for member in roster:\n    if member.shard == shard:\n        found = member", "next(filter(lambda member: member.rank == rank, roster))",
-    "min(roster, key=lambda member: member.rank)", "generation.members[0]", "next(iter(self.roster))", "roster.stage(stage)[0]", "roster.without(gone).members[-1]",
-    "{member.rank: member for member in roster}", "{member.seat: member.rank for member in roster.stage(0)}", "min(member.rank for member in roster)",
-    "[member for member in roster if member.seat in seats]", "sorted(generation.roster, key=lambda member: member.rank)",
-)  # fmt: skip
+    "next(member for member in generation.members if member.rank == rank)",
+    "[one for one in roster if one.seat == seat]",
+    "{m.worker for m in members if m.seat.stage == stage}",
+    "any(each.address != address for each in generation.roster)",
+    "for member in roster:\n    if member.shard == shard:\n        found = member",
+    "next(filter(lambda member: member.rank == rank, roster))",
+    "min(roster, key=lambda member: member.rank)",
+    "generation.members[0]",
+    "next(iter(self.roster))",
+    "roster.stage(stage)[0]",
+    "roster.without(gone).members[-1]",
+    "{member.rank: member for member in roster}",
+    "{member.seat: member.rank for member in roster.stage(0)}",
+    "min(member.rank for member in roster)",
+    "[member for member in roster if member.seat in seats]",
+    "sorted(generation.roster, key=lambda member: member.rank)",
+)
 NONE = (
-    "roster.member(worker)", "roster.holder(seat).rank", "[member.rank for member in roster]", "{member.host for member in roster}", "message.seat == self.seat",
-    "{seat: roster.holder(seat).rank for seat in roster.seats}", "[said[member.worker] for member in roster if member.worker in said]",
-    "sorted(member.seat.replica for member in roster.stage(stage))", "[seat for seat in seats if seat.stage == stage]", "spans[0]",
-)  # fmt: skip
+    "roster.member(worker)",
+    "roster.holder(seat).rank",
+    "[member.rank for member in roster]",
+    "{member.host for member in roster}",
+    "message.seat == self.seat",
+    "{seat: roster.holder(seat).rank for seat in roster.seats}",
+    "[said[member.worker] for member in roster if member.worker in said]",
+    "sorted(member.seat.replica for member in roster.stage(stage))",
+    "[seat for seat in seats if seat.stage == stage]",
+    "spans[0]",
+)
 
 
 @pytest.mark.parametrize("source", PLANTED)
@@ -133,8 +195,16 @@ def test_what_is_asked_of_a_roster_is_no_search(source) -> None:
 
 def test_members_are_searched_in_one_module() -> None:
     """Who has a rank, seat, stage or address, and who comes first, a roster says; what else is found are no members."""
-    found = {(path.relative_to(PACKAGE).as_posix(), each) for path in sorted(PACKAGE.rglob("*.py")) for each in searches(path.read_text())}
-    faults = {("runtime/worker/trainer.py", "fault.seat not in topology.seats"), ("commands/failure.py", "fault.seat not in struck"), ("core/vocabulary/faults.py", "fault.seat == seat")}
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), each)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for each in searches(path.read_text())
+    }
+    faults = {
+        ("runtime/worker/trainer.py", "fault.seat not in topology.seats"),
+        ("commands/failure.py", "fault.seat not in struck"),
+        ("core/vocabulary/faults.py", "fault.seat == seat"),
+    }
     spans = {("render/perfetto.py", "source.seat == span.seat")}
     assert {each for each in found if each[0] != "core/vocabulary/roster.py"} == faults | spans
     assert any(name == "core/vocabulary/roster.py" for name, _ in found)
@@ -146,7 +216,9 @@ KINDS = {"cpu", "cuda"}
 ASKS = {"get_accelerator", "is_cpu", "is_cuda"}
 DEVICES = "runtime/device.py"
 NAMED = {  # elsewhere, and why
-    "adapters/deepspeed/engine_checks.py": {"get_accelerator"},  # asks what DeepSpeed has found, for that module to judge
+    "adapters/deepspeed/engine_checks.py": {
+        "get_accelerator"
+    },  # asks what DeepSpeed has found, for that module to judge
     "commands/doctor.py": {"cpu"},  # what DeepSpeed's variable has to be, said without torch
     "experiments/runs.py": {"cpu"},  # sets it for the jobs that it starts
     "commands/profile.py": {"cpu", "cuda"},  # the choices of a measurement, also of devices that nothing trains on yet
@@ -166,15 +238,36 @@ def device_names(source: str) -> Iterator[str]:
                 yield name
             case ast.Import(names=names) | ast.ImportFrom(names=names):
                 of = getattr(node, "module", None) or ""
-                yield from (f"{of}.{one.name}".lstrip(".") for one in names if KINDS & {*of.split("."), *one.name.split(".")})
+                yield from (
+                    f"{of}.{one.name}".lstrip(".") for one in names if KINDS & {*of.split("."), *one.name.split(".")}
+                )
 
 
 NAMING = (
-    'torch.zeros(1, device="cpu")', 'torch.device("cuda:0")', 'backend == "cpu:gloo"', "tensor.cpu()", "tensor.detach().cuda()", "torch.cuda.synchronize()",
-    "torch.backends.cpu.get_cpu_capability()", "get_accelerator().name()", "accelerator.get_accelerator()", "tensor.is_cuda", "move = torch.Tensor.cpu",
-    "from torch import cuda", "from torch.cuda import amp", "import torch.cuda",
-)  # fmt: skip
-NOT_NAMING = ('"""Of the cpu."""', 'raise ValueError("cpu: no")', "tensor.to(device)", "cpu = 1", "run(cuda_graph_scope=[])", "tracker.get_cuda_rng_tracker()", "device.kind")
+    'torch.zeros(1, device="cpu")',
+    'torch.device("cuda:0")',
+    'backend == "cpu:gloo"',
+    "tensor.cpu()",
+    "tensor.detach().cuda()",
+    "torch.cuda.synchronize()",
+    "torch.backends.cpu.get_cpu_capability()",
+    "get_accelerator().name()",
+    "accelerator.get_accelerator()",
+    "tensor.is_cuda",
+    "move = torch.Tensor.cpu",
+    "from torch import cuda",
+    "from torch.cuda import amp",
+    "import torch.cuda",
+)
+NOT_NAMING = (
+    '"""Of the cpu."""',
+    'raise ValueError("cpu: no")',
+    "tensor.to(device)",
+    "cpu = 1",
+    "run(cuda_graph_scope=[])",
+    "tracker.get_cuda_rng_tracker()",
+    "device.kind",
+)
 
 
 @pytest.mark.parametrize("source", NAMING)
@@ -188,7 +281,11 @@ def test_what_names_no_kind_of_device_is_none(source) -> None:
 
 
 def test_a_kind_of_device_is_named_in_one_module() -> None:
-    found = {path.relative_to(PACKAGE).as_posix(): names for path in sorted(PACKAGE.rglob("*.py")) if (names := set(device_names(path.read_text())))}
+    found = {
+        path.relative_to(PACKAGE).as_posix(): names
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (names := set(device_names(path.read_text())))
+    }
     assert "cpu" in found.pop(DEVICES) and found == NAMED
 
 
@@ -207,11 +304,46 @@ def test_the_campaign_runs_what_trains() -> None:
         sys.setprofile(None)
     core = {name.rpartition(".")[2] for name in ran if name.startswith("recycle_plugin.core.")}
     assert core >= {
-        "attendance", "barriers", "blocks", "checkpoint_saving", "commit_rule", "complaints", "contributions", "control_view", "course", "dataflow", "ending",
-        "enrolment", "evaluation", "executor", "failure_detector", "faults", "iterator_data", "iterator_draws", "membership", "output", "plan", "program",
-        "protocol", "recovery_plan", "regrouping", "roster", "step_figures", "step_ledger", "step_store", "step_validation", "stopwatch", "straggler_detector",
-        "throughput_floor", "training_loop", "worker",
-    }  # fmt: skip
-    planner = {name.removeprefix("recycle_plugin.planner.") for name in ran if name.startswith("recycle_plugin.planner.")}
+        "attendance",
+        "barriers",
+        "blocks",
+        "checkpoint_saving",
+        "commit_rule",
+        "complaints",
+        "contributions",
+        "control_view",
+        "course",
+        "dataflow",
+        "ending",
+        "enrolment",
+        "evaluation",
+        "executor",
+        "failure_detector",
+        "faults",
+        "iterator_data",
+        "iterator_draws",
+        "membership",
+        "output",
+        "plan",
+        "program",
+        "protocol",
+        "recovery_plan",
+        "regrouping",
+        "roster",
+        "step_figures",
+        "step_ledger",
+        "step_store",
+        "step_validation",
+        "stopwatch",
+        "straggler_detector",
+        "throughput_floor",
+        "training_loop",
+        "worker",
+    }
+    planner = {
+        name.removeprefix("recycle_plugin.planner.") for name in ran if name.startswith("recycle_plugin.planner.")
+    }
     assert planner >= {"forwards", "lower", "recovery_order", "make"}
-    assert not any(name.startswith(("recycle_plugin.runtime", "recycle_plugin.adapters")) for name in ran), "which need torch, and do what core tells them"
+    assert not any(name.startswith(("recycle_plugin.runtime", "recycle_plugin.adapters")) for name in ran), (
+        "which need torch, and do what core tells them"
+    )

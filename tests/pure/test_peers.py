@@ -27,7 +27,7 @@ from recycle_plugin.simulator.peers import (
     published,
     regular_losses,
     replay,
-)  # fmt: skip
+)
 from recycle_plugin.simulator.peers.bamboo import Nodes, fits_memory
 from recycle_plugin.simulator.peers.oobleck import Template, distribute, multisets, template
 from recycle_plugin.simulator.peers.recycle import techniques
@@ -41,9 +41,15 @@ END_S = published.TRACE_ENDS_H * 3600
 @cache
 def policies() -> list:
     return [
-        FaultScaled(JOB.fault_free, 24), ElasticBatching(JOB), RestartFromCheckpoint(JOB), CheckFreq(JOB), ElasticHorovod(JOB),
-        Oobleck.of_job(JOB, 3.0, 15), Bamboo.of_job(JOB), Recycle(JOB, techniques(JOB)),
-    ]  # fmt: skip
+        FaultScaled(JOB.fault_free, 24),
+        ElasticBatching(JOB),
+        RestartFromCheckpoint(JOB),
+        CheckFreq(JOB),
+        ElasticHorovod(JOB),
+        Oobleck.of_job(JOB, 3.0, 15),
+        Bamboo.of_job(JOB),
+        Recycle(JOB, techniques(JOB)),
+    ]
 
 
 @pytest.mark.parametrize("model", published.OOBLECK_MEASURED)
@@ -51,13 +57,17 @@ def policies() -> list:
 def test_oobleck_reproduces_its_own_simulator_from_its_measured_tables(model: str, place: int) -> None:
     """Papers.md section 2: within 2%."""
     every_s = published.OOBLECK_EVERY_S[place]
-    policy = Oobleck(published.oobleck_measured(model), published.OOBLECK_BATCH[model], published.OOBLECK_PAUSE_S[model], 30)
+    policy = Oobleck(
+        published.oobleck_measured(model), published.OOBLECK_BATCH[model], published.OOBLECK_PAUSE_S[model], 30
+    )
     run = replay(policy, regular_losses(every_s, 15), 30, 15 * every_s)
     assert run.average == pytest.approx(published.OOBLECK_AVERAGES[model][place], rel=0.02)
 
 
 @pytest.mark.parametrize("model, pause_s, batch", [("350M", 29.0, 1.0), ("big", 83.0, 1.0)])
-def test_oobleck_with_the_implied_pause_reproduces_the_published_average(model: str, pause_s: float, batch: float) -> None:
+def test_oobleck_with_the_implied_pause_reproduces_the_published_average(
+    model: str, pause_s: float, batch: float
+) -> None:
     """Papers.md: 29 s and 83 s per change; fed with the published steady speeds, the trace's average comes out."""
     row, fault_free = published.FRACTIONS["Oobleck", model], published.FAULT_FREE[model]
     speeds = {gpus: fault_free * part for gpus, part in zip(published.GPUS, row)}
@@ -68,9 +78,14 @@ def test_oobleck_with_the_implied_pause_reproduces_the_published_average(model: 
 def test_the_trace_and_the_published_points_give_the_published_averages() -> None:
     """To 1%; to 2% for Bamboo, whose published curve seems to hold some transition cost, unlike the others'."""
     for system, model in (("ReCycle", "big"), ("ReCycle", "350M"), ("fault-scaled", "big"), ("Bamboo", "350M")):
-        speeds = {gpus: published.FAULT_FREE[model] * part for gpus, part in zip(published.GPUS, published.FRACTIONS[system, model])}
+        speeds = {
+            gpus: published.FAULT_FREE[model] * part
+            for gpus, part in zip(published.GPUS, published.FRACTIONS[system, model])
+        }
         run = replay(Oobleck(speeds, 1, 0.0, 24), TRACE, 24, END_S)
-        assert run.average == pytest.approx(published.AVERAGES[system, model], rel=0.02 if system == "Bamboo" else 0.01), (system, model)
+        assert run.average == pytest.approx(
+            published.AVERAGES[system, model], rel=0.02 if system == "Bamboo" else 0.01
+        ), (system, model)
 
 
 def test_bamboo_has_both_published_fault_free_rates_and_its_degraded_fractions() -> None:
@@ -132,7 +147,10 @@ def test_a_loss_costs_us_the_lost_workers_part_of_the_step() -> None:
 def test_who_has_no_check_is_called_unvalidated() -> None:
     labels = [label(policy) for policy in policies()]
     unvalidated = {name for name in labels if name.endswith("(unvalidated)")}
-    assert unvalidated == {f"{name} (unvalidated)" for name in ("elastic batching", "restart from checkpoint", "CheckFreq", "Elastic Horovod")}
+    assert unvalidated == {
+        f"{name} (unvalidated)"
+        for name in ("elastic batching", "restart from checkpoint", "CheckFreq", "Elastic Horovod")
+    }
     assert all(policy.source for policy in policies())
     assert label(Bamboo.of_job(JOB, rate=0.25)) == "Bamboo (unvalidated)"
 

@@ -126,14 +126,22 @@ def test_numbering_of_replicas_changes_nothing(job, random) -> None:
 
 def test_digest_does_not_depend_on_the_hash_seed() -> None:
     script = (
-        "from recycle_plugin.core.vocabulary.cost import CostModel; from recycle_plugin.core.vocabulary.ids import Seat\n"
-        "from recycle_plugin.core.vocabulary.plan import Policy; from recycle_plugin.core.vocabulary.topology import Topology\n"
+        "from recycle_plugin.core.vocabulary.cost import CostModel; from recycle_plugin.core.vocabulary.ids import "
+        "Seat\n"
+        "from recycle_plugin.core.vocabulary.plan import Policy; from recycle_plugin.core.vocabulary.topology import "
+        "Topology\n"
         "from recycle_plugin.planner import plan\n"
         "view = Topology(4, 4, 6).full().without(Seat(1, 2), Seat(0, 1), Seat(3, 2))\n"
         "print(plan(view, CostModel.uniform(4, 9, 11, 10, 2), Policy(activation_cap=5)).digest)"
     )
     runs = [
-        subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True)
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         for seed in ("1", "2")
     ]
     assert runs[0].stdout == runs[1].stdout and len(runs[0].stdout.strip()) == 16
@@ -146,8 +154,18 @@ def test_lowering_loads_at_the_ends_and_pairs_every_message(stages: int, micro_b
     planned = plan(view, CostModel.uniform(stages), Policy())
     programs = {seat: lowered(planned, seat, 7) for seat in planned.programs}
     assert all(one.step == 7 for program in programs.values() for one in program)
-    sent = {(seat, one.peer, one.op.value[1], one.micro_batch) for seat, program in programs.items() for one in program if one.op in SENDS}
-    received = {(one.peer, seat, one.op.value[1], one.micro_batch) for seat, program in programs.items() for one in program if one.op in RECEIVES}
+    sent = {
+        (seat, one.peer, one.op.value[1], one.micro_batch)
+        for seat, program in programs.items()
+        for one in program
+        if one.op in SENDS
+    }
+    received = {
+        (one.peer, seat, one.op.value[1], one.micro_batch)
+        for seat, program in programs.items()
+        for one in program
+        if one.op in RECEIVES
+    }
     assert sent == received and len(sent) == 2 * (stages - 1) * 3 * micro_batches
     loads = [(one.stage, one.micro_batch) for program in programs.values() for one in program if one.op is Op.LOAD]
     assert sorted(loads) == sorted((stage, mb) for stage in {0, stages - 1} for mb in view.topology.batch)

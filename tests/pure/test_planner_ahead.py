@@ -34,7 +34,11 @@ def test_local_search_never_makes_a_plan_longer_or_invalid(job) -> None:
 
 
 def test_local_search_is_the_same_each_time() -> None:
-    problem = prepare(EXAMPLE.full().without(LOST), CostModel((8, 9, 12, 10), (9, 10, 13, 11), (7, 8, 11, 9), 1), Policy(activation_cap=4))
+    problem = prepare(
+        EXAMPLE.full().without(LOST),
+        CostModel((8, 9, 12, 10), (9, 10, 13, 11), (7, 8, 11, 9), 1),
+        Policy(activation_cap=4),
+    )
     best, least = solve(problem)
     one, two = (climbed(problem, best, least, 300, 5, seed=3)[1] for _ in range(2))
     assert one.order.tolist() == two.order.tolist() and one.period == two.period
@@ -74,7 +78,10 @@ def test_a_stored_plan_is_the_plan() -> None:
     for seat in sorted(HURT.live):
         after = HURT.without(seat)
         assert after in store
-        assert store.plan(after) == plan(after, COSTS, ROOMY) and store.plan(after).digest == plan(after, COSTS, ROOMY).digest
+        assert (
+            store.plan(after) == plan(after, COSTS, ROOMY)
+            and store.plan(after).digest == plan(after, COSTS, ROOMY).digest
+        )
     assert len(store) == len(prepared)
 
 
@@ -110,7 +117,10 @@ def test_nothing_to_normalise_without_a_loss() -> None:
 def test_other_options_win_where_the_load_is_beyond_the_bubbles() -> None:
     one_lost = SHAPE.full().without(Seat(1, 2))
     assert options(SHAPE.full(), COSTS, ROOMY)[0].name == "reroute"
-    many = {option.name: option for option in options(Topology(4, 4, 64).full().without(Seat(0, 1), Seat(1, 1)), COSTS, ROOMY)}
+    many = {
+        option.name: option
+        for option in options(Topology(4, 4, 64).full().without(Seat(0, 1), Seat(1, 1)), COSTS, ROOMY)
+    }
     assert many["cut the layers anew"].period_us < many["reroute"].period_us
     assert many["move workers into whole replicas"].copies == 1 and many["drop the hurt replicas"].idle == 6
     assert all(str(option).startswith(option.name) for option in options(one_lost, COSTS, ROOMY))

@@ -1,4 +1,6 @@
-"""The search beyond plain plans: moves against timing from scratch, dealing rerouted micro-batches anew, the exact stage, tensors on their way."""
+"""The search beyond plain plans: moves against timing from scratch, dealing rerouted micro-batches anew, the exact
+stage, tensors on their way.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ IMPROVABLE = Topology(1, 3, 3).full(), CostModel((3,) * 3, (2, 1, 2), (3,) * 3, 
 def test_what_a_climb_measures_move_by_move_is_what_the_order_takes(seed: int, deal: bool) -> None:
     """Of the order that it leaves, timed from scratch; which also keeps memory, dependencies and blocks."""
     view, costs, policy = small_case(Random(seed), 300)
-    problem = prepare(view, costs, replace(policy, couple=policy.split_backward and seed % 3 == 0, block=(1, 2, None)[seed % 3]))
+    problem = prepare(
+        view, costs, replace(policy, couple=policy.split_backward and seed % 3 == 0, block=(1, 2, None)[seed % 3])
+    )
     solution, _ = solve(problem)
     graph = net(problem, solution.order, np.zeros(problem.stages, np.int64), problem.closing, deal)
     order, who = solution.order[np.argsort(solution.starts, kind="stable")], np.tile(problem.worker, 4)
@@ -42,7 +46,10 @@ def test_what_a_climb_measures_move_by_move_is_what_the_order_takes(seed: int, d
     held, done = np.zeros(problem.workers, np.int64), set()
     for operation in order.tolist():
         held[who[operation]] += graph.change[operation]
-        assert held[who[operation]] <= graph.cap[who[operation]] and {int(graph.source[operation]), int(graph.ahead[operation])} <= done | {-1}
+        assert held[who[operation]] <= graph.cap[who[operation]] and {
+            int(graph.source[operation]),
+            int(graph.ahead[operation]),
+        } <= done | {-1}
         done.add(operation)
     assert done == set(solution.order.tolist()) and not held.any()
     assert (who[: problem.records][graph.mate] == who[: problem.records]).all()
@@ -88,7 +95,11 @@ def test_the_exact_stage_ends_at_the_optimum() -> None:
     assert refine(planned, costs, 0.0, exact_s=20.0).period_us == 28
 
 
-@pytest.mark.parametrize("policy", (Policy(activation_cap="1f1b"), Policy(activation_cap="1f1b", stagger_optimizer=False)), ids=("staggered", "together"))
+@pytest.mark.parametrize(
+    "policy",
+    (Policy(activation_cap="1f1b"), Policy(activation_cap="1f1b", stagger_optimizer=False)),
+    ids=("staggered", "together"),
+)
 def test_an_exact_schedule_with_gradients_that_take_no_time_keeps_the_bound(policy) -> None:
     """Some then start together that need each other: 26, by an order that nobody can run."""
     pytest.importorskip("ortools")

@@ -1,4 +1,6 @@
-"""Unequal workers and links, memory in bytes, mixed backwards; packed programs; the compiled verifier against a slow one."""
+"""Unequal workers and links, memory in bytes, mixed backwards; packed programs; the compiled verifier against a slow
+one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,14 @@ def test_plans_of_unequal_jobs_keep_bound_memory_and_dependencies(job) -> None:
     assert planned.bound_us <= planned.period_us
     assert planned.gap == planned.period_us / planned.bound_us - 1
     spans = timeline(planned, costs)
-    ran = {(span.instruction.op if span.instruction.op is not Op.B else Op.I, span.instruction.stage, span.instruction.micro_batch): span for span in spans}
+    ran = {
+        (
+            span.instruction.op if span.instruction.op is not Op.B else Op.I,
+            span.instruction.stage,
+            span.instruction.micro_batch,
+        ): span
+        for span in spans
+    }
     for one, two in zip(spans, spans[1:]):
         assert one.seat != two.seat or one.end_us <= two.start_us
     for (op, stage, micro_batch), span in ran.items():
@@ -149,7 +158,9 @@ def test_packed_programs_are_the_programs(job) -> None:
     assert again == planned and again.digest == planned.digest and again.programs.data == planned.programs.data
     assert all(decode(encode(one)) == one for program in tuples.values() for one in program)
     owned = [(seat, mb) for seat in planned.programs for mb in planned.own(seat)]
-    assert sorted(owned) == sorted((seat, mb) for (_, mb), seat in planned.route.items()) and len(owned) == len(planned.route)
+    assert sorted(owned) == sorted((seat, mb) for (_, mb), seat in planned.route.items()) and len(owned) == len(
+        planned.route
+    )
 
 
 def test_what_cannot_be_packed_is_named() -> None:

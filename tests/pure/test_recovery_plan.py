@@ -30,9 +30,14 @@ COSTS = CostModel.uniform(4)
 STEP = 7
 
 data = st.builds(
-    Datum, st.sampled_from(["act", "grad", "stash", "inner", "wgrad"]), st.integers(0, 40), st.builds(MicroBatch, st.integers(0, 50), st.integers(0, 99)),
+    Datum,
+    st.sampled_from(["act", "grad", "stash", "inner", "wgrad"]),
+    st.integers(0, 40),
+    st.builds(MicroBatch, st.integers(0, 50), st.integers(0, 99)),
     st.integers(0, 10**6),
-) | st.builds(Datum, st.sampled_from(["reduced", "tied", "params"]), st.integers(0, 40), st.none(), st.integers(0, 10**6))  # fmt: skip
+) | st.builds(
+    Datum, st.sampled_from(["reduced", "tied", "params"]), st.integers(0, 40), st.none(), st.integers(0, 10**6)
+)
 
 
 @given(st.frozensets(data, max_size=30))
@@ -52,7 +57,11 @@ def test_where_nothing_has_survived_the_whole_step_is_left(job) -> None:
     assert unfinished(planned, STEP - 1, start(planned)) == ()
     recovery = plan_recovery(planned, STEP, start(planned))
     assert not recovery.undo and not recovery.holders and not recovery.boundary_only
-    split = lambda one: {one} if one.op is not Op.B or not policy.split_backward else {Instruction(op, one.stage, one.micro_batch, STEP) for op in (Op.I, Op.W)}  # noqa: E731
+    split = (
+        lambda one: {one}
+        if one.op is not Op.B or not policy.split_backward
+        else {Instruction(op, one.stage, one.micro_batch, STEP) for op in (Op.I, Op.W)}
+    )  # noqa: E731
     for seat, program in planned.programs.items():
         expected = {part for one in program if one.op in COMPUTE for part in split(one.at(STEP))}
         assert set(recovery.compute[seat]) == expected
@@ -62,7 +71,9 @@ def test_where_nothing_has_survived_the_whole_step_is_left(job) -> None:
 @given(jobs(), st.data())
 @settings(max_examples=60)
 def test_every_program_of_a_rest_finds_what_it_needs(job, drawn) -> None:
-    """All workers stop at any instruction; in any order that their waits allow, what is left ends with every gradient once."""
+    """All workers stop at any instruction; in any order that their waits allow, what is left ends with every gradient
+    once.
+    """
     view, costs, policy = job
     planned = plan(view, costs, policy)
     stages, held = view.topology.stages, start(planned)
@@ -71,7 +82,14 @@ def test_every_program_of_a_rest_finds_what_it_needs(job, drawn) -> None:
     blocks = policy.blocks(view.topology)
     counted = _run(programs, held, view.topology, wanted, defaultdict(int), blocks)
     recovery = plan_recovery(planned, STEP, held)
-    _run({seat: list(program) for seat, program in arrange(recovery, planned, costs, held).items()}, held, view.topology, None, counted, blocks)
+    _run(
+        {seat: list(program) for seat, program in arrange(recovery, planned, costs, held).items()},
+        held,
+        view.topology,
+        None,
+        counted,
+        blocks,
+    )
     assert all(Datum("params", seat.stage, None, STEP + 1) in have for seat, have in held.items())
     assert set(counted.values()) == {1} and len(counted) == stages * len(view.topology.batch)
 
@@ -86,8 +104,9 @@ def wide_full_jobs(draw: st.DrawFn):
 @given(wide_full_jobs(), st.data())
 @settings(max_examples=150)
 def test_blocks_stay_whole_whoever_dies(job, drawn) -> None:
-    """Up to four losses, one after the other, each while what is left of the step runs: every block's weight gradients are added
-    on one worker and in order (``_perform`` looks), and none is missing."""
+    """Up to four losses, one after the other, each while what is left of the step runs: every block's weight gradients
+    are added on one worker and in order (``_perform`` looks), and none is missing.
+    """
     view, model, policy = job
     stages, blocks = view.topology.stages, policy.blocks(view.topology)
     planned = plan(view, model, policy)
@@ -96,28 +115,43 @@ def test_blocks_stay_whole_whoever_dies(job, drawn) -> None:
         able = sorted(seat for seat in view.live if len(view.live_replicas(seat.stage)) > 1)
         if not able:
             break
-        _run(programs, held, view.topology, {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()}, defaultdict(int), blocks)
+        _run(
+            programs,
+            held,
+            view.topology,
+            {seat: drawn.draw(st.integers(0, len(program))) for seat, program in programs.items()},
+            defaultdict(int),
+            blocks,
+        )
         view = view.without(drawn.draw(st.sampled_from(able)))
         planned = plan(view, model, policy)
         held = {seat: held[seat] for seat in view.live}
-        if unfinished(planned, STEP - 1, held) == () and any(Datum("params", seat.stage, None, STEP + 1) in held[seat] for seat in held):
+        if unfinished(planned, STEP - 1, held) == () and any(
+            Datum("params", seat.stage, None, STEP + 1) in held[seat] for seat in held
+        ):
             return  # applied by all who are left
         recovery = plan_recovery(planned, STEP, held)
         for seat in recovery.undo:
             held[seat] ^= {Datum("params", seat.stage, None, step) for step in (STEP, STEP + 1)}
         programs = {seat: list(program) for seat, program in arrange(recovery, planned, model, held).items()}
-    counted = defaultdict(int, {(datum.stage, datum.micro_batch): 1 for have in held.values() for datum in have if datum.kind == "wgrad"})
+    counted = defaultdict(
+        int, {(datum.stage, datum.micro_batch): 1 for have in held.values() for datum in have if datum.kind == "wgrad"}
+    )
     whole = {seat.stage for seat, have in held.items() if Datum("reduced", seat.stage, None, STEP) in have}
     _run(programs, held, view.topology, None, counted, blocks)
     assert all(Datum("params", seat.stage, None, STEP + 1) in have for seat, have in held.items())
-    assert all(counted[stage, micro_batch] == 1 for stage in set(range(stages)) - whole for micro_batch in view.topology.batch)
+    assert all(
+        counted[stage, micro_batch] == 1 for stage in set(range(stages)) - whole for micro_batch in view.topology.batch
+    )
 
 
 def test_a_weight_gradient_that_is_ready_waits_for_those_before_it_in_its_block() -> None:
     """Also for one whose input gradient was overtaken, and beyond ten, which text sorts before two."""
     planned = plan(Topology(2, 2, 12).full(), CostModel.uniform(2), Policy(block=None))
     held, home = start(planned), Seat(0, 1)
-    held[home] |= {Datum("stash", 1, MicroBatch(0, 0), STEP)} | {Datum(kind, 1, MicroBatch(0, index), STEP) for index in range(1, 12) for kind in ("inner", "grad")}
+    held[home] |= {Datum("stash", 1, MicroBatch(0, 0), STEP)} | {
+        Datum(kind, 1, MicroBatch(0, index), STEP) for index in range(1, 12) for kind in ("inner", "grad")
+    }
     program = arrange(plan_recovery(planned, STEP, held), planned, CostModel.uniform(2), held)[home]
     assert [one.micro_batch for one in program if one.op is Op.W] == [MicroBatch(0, index) for index in range(12)]
 
@@ -129,18 +163,28 @@ def test_a_block_that_is_not_added_in_order_by_one_worker_is_refused(wrong) -> N
     for replica, home, index in wrong:
         held[Seat(replica, 2)].add(Datum("wgrad", 2, MicroBatch(home, index), STEP))
     held[Seat(0, 2)].add(Datum("wgrad", 2, MicroBatch(0, 0), STEP))
-    with pytest.raises(Torn, match=r"micro-batch 0\.2 on stage 2, step 7, is in the sum of seat [01]\.2, and what its block adds before it is not"):
+    with pytest.raises(
+        Torn,
+        match=r"micro-batch 0\.2 on stage 2, step 7, is in the sum of seat [01]\.2, and what its block adds before it "
+        r"is not",
+    ):
         plan_recovery(planned, STEP, held)
 
 
 def _run(programs, held, shape, wanted, counted, blocks):
-    """Let workers run until nobody can, each at most ``wanted`` instructions; REDUCE waits for its stage, TIE for those of its tie."""
+    """Let workers run until nobody can, each at most ``wanted`` instructions; REDUCE waits for its stage, TIE for those
+    of its tie.
+    """
     done = dict.fromkeys(programs, 0)
     moved = True
     while moved:
         moved = False
         for seat, program in programs.items():
-            while done[seat] < len(program) and (wanted is None or done[seat] < wanted[seat]) and _able(seat, program[done[seat]], programs, done, held, shape):
+            while (
+                done[seat] < len(program)
+                and (wanted is None or done[seat] < wanted[seat])
+                and _able(seat, program[done[seat]], programs, done, held, shape)
+            ):
                 _perform(seat, program[done[seat]], programs, held, shape.stages, counted, blocks)
                 done[seat] += 1
                 moved = True
@@ -152,8 +196,14 @@ def _run(programs, held, shape, wanted, counted, blocks):
 def _able(seat, one, programs, done, held, shape) -> bool:
     if one.op in (Op.REDUCE, Op.TIE):
         group = (seat.stage,) if one.op is Op.REDUCE else shape.tie(seat.stage)
-        return all(replace(one, stage=peer.stage) in programs[peer][: done[peer] + 1] for peer in programs if peer.stage in group)
-    return one.op is Op.VALIDATE or all(datum in held[seat] for datum in requires(one, shape.stages, (), bool(shape.tie(seat.stage))))
+        return all(
+            replace(one, stage=peer.stage) in programs[peer][: done[peer] + 1]
+            for peer in programs
+            if peer.stage in group
+        )
+    return one.op is Op.VALIDATE or all(
+        datum in held[seat] for datum in requires(one, shape.stages, (), bool(shape.tie(seat.stage)))
+    )
 
 
 def _perform(seat, one, programs, held, stages, counted, blocks) -> None:
@@ -166,7 +216,9 @@ def _perform(seat, one, programs, held, stages, counted, blocks) -> None:
     if one.op in (Op.W, Op.B):
         counted[one.stage, one.micro_batch] += 1
         before = blocks.before(one.micro_batch)
-        assert before is None or Datum("wgrad", one.stage, before, one.step) in held[seat], f"{one} is not in its block's turn"
+        assert before is None or Datum("wgrad", one.stage, before, one.step) in held[seat], (
+            f"{one} is not in its block's turn"
+        )
     if one.op is Op.STEP:
         held[seat].discard(Datum("params", seat.stage, None, STEP))
 
@@ -191,19 +243,27 @@ def test_who_has_most_of_a_block_goes_on_with_it(block, most, least) -> None:
     if block == 2:
         held[most].add(Datum("wgrad", 2, MicroBatch(0, 0), STEP))
     recovery = plan_recovery(planned, STEP, held)
-    assert {seat: [str(work) for work in works if work.micro_batch == one and work.op is Op.W] for seat, works in recovery.compute.items() if seat in (most, least)} == {
-        most: ["2W0.1@7"], least: []
-    }  # fmt: skip
+    assert {
+        seat: [str(work) for work in works if work.micro_batch == one and work.op is Op.W]
+        for seat, works in recovery.compute.items()
+        if seat in (most, least)
+    } == {most: ["2W0.1@7"], least: []}
     assert not any(work.op is Op.I and work.stage == 2 and work.micro_batch == one for work in recovery.compute[least])
 
 
 def test_a_stage_rolls_forward_from_who_holds_its_sum() -> None:
     planned = plan(SHAPE.full().without(Seat(0, 1)), COSTS, Policy())
-    held = {seat: {Datum("reduced", seat.stage, None, STEP), Datum("params", seat.stage, None, STEP + 1)} for seat in planned.programs}
+    held = {
+        seat: {Datum("reduced", seat.stage, None, STEP), Datum("params", seat.stage, None, STEP + 1)}
+        for seat in planned.programs
+    }
     held[Seat(1, 1)] = {Datum("params", 1, None, STEP)}
     recovery = plan_recovery(planned, STEP, held)
     assert recovery.holders == {1: Seat(2, 1)} and not recovery.undo
-    assert not any(recovery.compute.values()) and [one.op for one in recovery.closing[Seat(1, 1)]] == [Op.REDUCE, Op.STEP]
+    assert not any(recovery.compute.values()) and [one.op for one in recovery.closing[Seat(1, 1)]] == [
+        Op.REDUCE,
+        Op.STEP,
+    ]
     assert [one.op for one in recovery.closing[Seat(2, 1)]] == [Op.REDUCE]
 
 
@@ -220,7 +280,14 @@ for seed in (14, 16):
 def test_every_process_works_out_the_same_rest() -> None:
     """Workers don't compare their rests: text is hashed differently in each of them, and nothing may depend on that."""
     texts = [
-        subprocess.run([sys.executable, "-c", HASHED], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True, timeout=120).stdout
+        subprocess.run(
+            [sys.executable, "-c", HASHED],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
         for seed in ("1", "2", "3")
     ]
     assert len(set(texts)) == 1 and "2I1.3@2" in texts[0]
@@ -228,7 +295,9 @@ def test_every_process_works_out_the_same_rest() -> None:
 
 def test_what_the_lost_worker_had_done_is_run_again_and_nothing_else() -> None:
     """One loss at any instruction of a step: its peers repeat its finished work, from what its neighbours have kept."""
-    job = SimulatedJob(SHAPE.full(), CostModel.uniform(4, 10, 10, 10, 2, 5, 5), Policy(activation_cap=8), by_name("free"))
+    job = SimulatedJob(
+        SHAPE.full(), CostModel.uniform(4, 10, 10, 10, 2, 5, 5), Policy(activation_cap=8), by_name("free")
+    )
     victim = Seat(1, 2)
     shares = []
     for one in lowered(plan(job.view, job.costs, job.policy), victim, 1)[::5]:

@@ -46,7 +46,11 @@ def test_grid_refuses_ticks_of_no_length_and_draws_nothing_for_nothing() -> None
 def test_every_op_that_takes_time_has_a_colour_and_a_name() -> None:
     timed = {op for op in Op if op is Op.VALIDATE or replace(CostModel.uniform(1, 1, 1, 1, 0, 1, 1), tie=1).of(op, 0)}
     assert timed <= gantt.LOOKS.keys() == COMPUTE | STAGE_WIDE
-    assert len({look.colour for look in gantt.LOOKS.values()}) == len({look.name for look in gantt.LOOKS.values()}) == len(gantt.LOOKS)
+    assert (
+        len({look.colour for look in gantt.LOOKS.values()})
+        == len({look.name for look in gantt.LOOKS.values()})
+        == len(gantt.LOOKS)
+    )
     assert len({op.value[0] for op in STAGE_WIDE}) == len(STAGE_WIDE), "in a grid they show their first letter"
 
 
@@ -54,7 +58,9 @@ def test_every_op_that_takes_time_has_a_colour_and_a_name() -> None:
 def test_pictures_are_written(tmp_path, ending: str, magic: bytes) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"steps.{ending}"
-    gantt.draw(path, gantt.Panel("before the failure", spans()), gantt.Panel("after the failure", spans(LOST), {LOST: -5}))
+    gantt.draw(
+        path, gantt.Panel("before the failure", spans()), gantt.Panel("after the failure", spans(LOST), {LOST: -5})
+    )
     assert path.read_bytes().startswith(magic)
 
 
@@ -89,7 +95,11 @@ def test_trace_has_a_slice_per_span_and_an_arrow_per_message(tmp_path) -> None:
     assert kinds["X"] == len(ran) and kinds["s"] == kinds["f"] == received == 8
     slices = {(event["pid"], event["tid"], event["name"]): event for event in events if event["ph"] == "X"}
     for start in (event for event in events if event["ph"] == "s"):
-        producers = [e for (pid, tid, _), e in slices.items() if (pid, tid) == (start["pid"], start["tid"]) and e["ts"] <= start["ts"] < e["ts"] + e["dur"]]
+        producers = [
+            e
+            for (pid, tid, _), e in slices.items()
+            if (pid, tid) == (start["pid"], start["tid"]) and e["ts"] <= start["ts"] < e["ts"] + e["dur"]
+        ]
         assert len(producers) == 1 and producers[0]["cat"] in ("F", "I", "B")
     assert slices[1, 1, "1F0.1"]["args"]["rerouted"] is True
 

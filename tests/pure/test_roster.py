@@ -15,7 +15,14 @@ SHARDS, REPLICAS, STAGES = 2, 3, 2
 def member(rank: int, incarnation: int = 0) -> Member:
     """Of 3 replicas of 2 stages of 2 shards."""
     place, shard = divmod(rank, SHARDS)
-    return Member(rank, Seat(place // STAGES, place % STAGES), f"tcp://a:{rank}.{incarnation}", f"host{rank // 4}", incarnation, shard)
+    return Member(
+        rank,
+        Seat(place // STAGES, place % STAGES),
+        f"tcp://a:{rank}.{incarnation}",
+        f"host{rank // 4}",
+        incarnation,
+        shard,
+    )
 
 
 ALL = Roster(tuple(map(member, range(SHARDS * REPLICAS * STAGES))))
@@ -26,21 +33,39 @@ alive = st.sets(st.sampled_from([one.worker for one in ALL])).map(lambda gone: A
 def test_every_answer_is_what_a_search_of_the_members_finds(roster, random):
     shuffled = list(roster.members)
     random.shuffle(shuffled)
-    assert Roster(tuple(shuffled)) == roster and len(roster) == len(shuffled) and list(roster) == sorted(shuffled, key=lambda one: one.rank)
+    assert (
+        Roster(tuple(shuffled)) == roster
+        and len(roster) == len(shuffled)
+        and list(roster) == sorted(shuffled, key=lambda one: one.rank)
+    )
     assert roster.ranks == {one.rank for one in shuffled} and set(roster.workers) == {one.worker for one in shuffled}
-    assert set(roster.seats) == {one.seat for one in shuffled} and set(roster.addresses) == {one.address for one in shuffled}
+    assert set(roster.seats) == {one.seat for one in shuffled} and set(roster.addresses) == {
+        one.address for one in shuffled
+    }
     for one in ALL:
         here = one in shuffled
-        assert (roster.member(one.worker) is None, roster.holder(one.seat, one.shard) is None, roster.at(one.address) is None) == (not here,) * 3
-        assert not here or roster.member(one.worker) == roster.holder(one.seat, one.shard) == roster.at(one.address) == one
-        assert list(roster.group(one.seat)) == sorted((other for other in shuffled if other.seat == one.seat), key=lambda other: other.shard)
+        assert (
+            roster.member(one.worker) is None,
+            roster.holder(one.seat, one.shard) is None,
+            roster.at(one.address) is None,
+        ) == (not here,) * 3
+        assert (
+            not here or roster.member(one.worker) == roster.holder(one.seat, one.shard) == roster.at(one.address) == one
+        )
+        assert list(roster.group(one.seat)) == sorted(
+            (other for other in shuffled if other.seat == one.seat), key=lambda other: other.shard
+        )
     for stage in range(STAGES):
-        assert [one.rank for one in roster.stage(stage)] == sorted(one.rank for one in shuffled if one.seat.stage == stage)
+        assert [one.rank for one in roster.stage(stage)] == sorted(
+            one.rank for one in shuffled if one.seat.stage == stage
+        )
     assert roster.live_stages == tuple(sorted({one.seat.stage for one in shuffled}))
     for stage in roster.live_stages:
         assert roster.first_of(stage).rank == min(one.rank for one in shuffled if one.seat.stage == stage)
     shards = sorted({one.shard for one in shuffled})
-    assert [list(group) for group in roster.counterparts] == [sorted((one for one in shuffled if one.shard == shard), key=lambda one: one.seat) for shard in shards]
+    assert [list(group) for group in roster.counterparts] == [
+        sorted((one for one in shuffled if one.shard == shard), key=lambda one: one.seat) for shard in shards
+    ]
     assert roster.stages((1, 0, 1)) == roster.members and roster.stages((7,)) == ()
     for replica in range(REPLICAS):
         assert set(roster.replica(replica)) == {one for one in shuffled if one.seat.replica == replica}
@@ -66,13 +91,20 @@ def test_first_is_the_lowest_rank_alive():
         Roster().first
 
 
-@pytest.mark.parametrize("twice, said", [(member(3, incarnation=1), "the rank 3"), (Member(99, Seat(1, 1), "", "h", 0, 1), "the seat and shard")])
+@pytest.mark.parametrize(
+    "twice, said",
+    [(member(3, incarnation=1), "the rank 3"), (Member(99, Seat(1, 1), "", "h", 0, 1), "the seat and shard")],
+)
 def test_nobody_has_what_another_has(twice, said):
     with pytest.raises(ValueError, match=said):
         Roster((*ALL, twice))
 
 
-@pytest.mark.parametrize("domain, ranks", [(FailureDomain.WORKER, [6]), (FailureDomain.SEAT, [6, 7]), (FailureDomain.REPLICA, [6, 4, 5, 7])], ids=str)
+@pytest.mark.parametrize(
+    "domain, ranks",
+    [(FailureDomain.WORKER, [6]), (FailureDomain.SEAT, [6, 7]), (FailureDomain.REPLICA, [6, 4, 5, 7])],
+    ids=str,
+)
 def test_who_is_given_up_with_whom(domain, ranks):
     assert [one.rank for one in domain.of(member(6), ALL)] == ranks
     alone = ALL.without({WorkerId(rank) for rank in (4, 5, 7)})

@@ -28,7 +28,7 @@ from recycle_plugin.core.messages.protocol import (
     Resume,
     Stepped,
     SurvivorReport,
-)  # fmt: skip
+)
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack, provides, requires, unpack
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
@@ -43,7 +43,9 @@ SHAPE = Topology(2, 3, 3)
 COSTS = CostModel.uniform(SHAPE.stages)
 POLICIES = (Policy(), Policy(split_backward=False), Policy(validate=True), Policy(activation_cap="1f1b"))
 PROGRAMS = [lowered(plan(SHAPE.full(), COSTS, policy), seat, 4) for policy in POLICIES for seat in SHAPE.seats]
-TIED = [lowered(plan(Topology(2, 3, 3, ((0, 2),)).full(), COSTS, Policy(validate=True)), seat, 4) for seat in SHAPE.seats]
+TIED = [
+    lowered(plan(Topology(2, 3, 3, ((0, 2),)).full(), COSTS, Policy(validate=True)), seat, 4) for seat in SHAPE.seats
+]
 
 # --- where they stop ------------------------------------------------------------------------------------
 
@@ -77,13 +79,20 @@ def test_both_stop_at_the_same_instruction_with_the_same_data(program, random, t
     shards.run(turns)
     control_view, lockstep = max(shards.finished), Lockstep(program, SHAPE.stages)
     lost = {one for one in program if one.op in WITH_OTHERS and random.random() < share}
-    ran = [[*program[:finished], *lockstep.catch_up(finished, control_view, lambda one: one not in lost)] for finished in shards.finished]
+    ran = [
+        [*program[:finished], *lockstep.catch_up(finished, control_view, lambda one: one not in lost)]
+        for finished in shards.finished
+    ]
     ahead, behind = sorted(ran, key=len, reverse=True)
     assert ahead == list(program[:control_view]) and set(behind) <= set(ahead)
     left_out = [one for one in ahead if one not in behind]
     assert all(one.op in WITH_OTHERS for one in left_out) and (share or not left_out)
-    void = {datum for one in left_out for datum in (requires(one, SHAPE.stages) if one.op in RECEIVES else provides(one))}
-    assert not any(void & set(requires(one, SHAPE.stages, tied=True)) for one in behind if one not in left_out), "nobody has used what is not there"
+    void = {
+        datum for one in left_out for datum in (requires(one, SHAPE.stages) if one.op in RECEIVES else provides(one))
+    }
+    assert not any(void & set(requires(one, SHAPE.stages, tied=True)) for one in behind if one not in left_out), (
+        "nobody has used what is not there"
+    )
 
 
 def test_who_is_behind_finishes_the_joint_instruction_that_it_is_in_and_what_needs_nobody():
@@ -92,7 +101,9 @@ def test_who_is_behind_finishes_the_joint_instruction_that_it_is_in_and_what_nee
     assert lockstep.catch_up(0, 4, lambda one: True) == program[:4]
     assert lockstep.catch_up(0, 4, lambda one: False) == (*program[:2], program[3])
     assert lockstep.catch_up(4, 4, lambda one: False) == ()
-    with pytest.raises(AssertionError, match="has finished 1F1.0@1, and another has not come to it: it stands before 1W0.0@1"):
+    with pytest.raises(
+        AssertionError, match="has finished 1F1.0@1, and another has not come to it: it stands before 1W0.0@1"
+    ):
         lockstep.catch_up(3, 5, lambda one: True)
 
 
@@ -124,7 +135,9 @@ def test_contributions_are_complete_when_every_shard_has_said_its_own():
 
 def test_a_norm_is_that_of_all_shards():
     validation = StepValidation(stages=2, limit=5.0, shards=2)
-    assert [validation.add(1, {str(stage): 9.0}, shard) for stage, shard in ((0, 0), (0, 0), (0, 1), (1, 0))] == [None] * 4
+    assert [validation.add(1, {str(stage): 9.0}, shard) for stage, shard in ((0, 0), (0, 0), (0, 1), (1, 0))] == [
+        None
+    ] * 4
     assert validation.add(1, {"1": 9.0}, 1) == 6.0
 
 
@@ -145,12 +158,18 @@ def begun() -> Membership:
 
 
 def report(membership: Membership, generation: int, ranks, held=lambda rank: {}, stepped: int = 0) -> list:
-    return [one for rank in ranks for _, one in membership.receive(SurvivorReport(rank, generation, stepped, "plan", held(rank)), 0.0).messages]
+    return [
+        one
+        for rank in ranks
+        for _, one in membership.receive(SurvivorReport(rank, generation, stepped, "plan", held(rank)), 0.0).messages
+    ]
 
 
 def committed(membership: Membership, number: int, ranks) -> list[int]:
     """Of which ranks' words a step was committed."""
-    return [rank for rank in ranks if said(membership.receive(Stepped(rank, membership.generation, number), 0.0), Committed)]
+    return [
+        rank for rank in ranks if said(membership.receive(Stepped(rank, membership.generation, number), 0.0), Committed)
+    ]
 
 
 def test_a_step_is_committed_when_all_shards_of_all_seats_have_applied_it():
@@ -161,10 +180,20 @@ def test_a_lost_shard_takes_its_seat_and_what_the_seats_hold_is_what_all_their_s
     membership = begun()
     out = membership.receive(Exited(4, -9, 0.0), 0.0)
     (generation,) = said(out, Generation)
-    assert [one.rank for one in generation.members] == [0, 1, 2, 3, 6, 7] and {one.rank for one in said(out, Fence)} == {5}
+    assert [one.rank for one in generation.members] == [0, 1, 2, 3, 6, 7] and {
+        one.rank for one in said(out, Fence)
+    } == {5}
     mine = Datum("wgrad", 0, MicroBatch(0, 0), 1)
-    (resume,) = [one for one in report(membership, 1, (0, 1, 2, 3, 6, 7), lambda rank: pack({mine}) if rank in (0, 1, 2) else {}) if isinstance(one, Resume)]
-    assert {seat: set(unpack(held)) for seat, held in resume.held.items()} == {"0.0": {mine}, "1.0": set(), "1.1": set()}
+    (resume,) = [
+        one
+        for one in report(membership, 1, (0, 1, 2, 3, 6, 7), lambda rank: pack({mine}) if rank in (0, 1, 2) else {})
+        if isinstance(one, Resume)
+    ]
+    assert {seat: set(unpack(held)) for seat, held in resume.held.items()} == {
+        "0.0": {mine},
+        "1.0": set(),
+        "1.1": set(),
+    }
     assert committed(membership, 1, (0, 1, 2, 3, 6, 7)) == [7]
 
 
@@ -187,7 +216,10 @@ def test_shards_are_compared_with_the_same_shard_of_other_seats():
         membership.receive(Fingerprint(rank, 2, "bad" if rank == 3 else f"shard {rank % 2}"), 0.0)
         out = membership.receive(Stepped(rank, 0, 2), 0.0)
     (end,) = said(out, End)
-    assert "the replicas at seat 0.0 (rank 1), seat 1.0 (rank 3) differ after step 2, and no majority says which is right" in end.reason
+    assert (
+        "the replicas at seat 0.0 (rank 1), seat 1.0 (rank 3) differ after step 2, and no majority says which is right"
+        in end.reason
+    )
 
 
 def test_a_seat_is_as_slow_as_its_slowest_shard():
@@ -202,5 +234,11 @@ def test_a_seat_is_as_slow_as_its_slowest_shard():
 
 def test_all_shards_say_what_becomes_of_a_loss():
     membership = begun()
-    told = [one for rank in (4, 5, 6, 7) for _, one in membership.receive(Contribution(rank, 1, LOSS, {f"{rank // 2 - 2}.0": 1.0}, 2, shard=rank % 2), 0.0).messages]
+    told = [
+        one
+        for rank in (4, 5, 6, 7)
+        for _, one in membership.receive(
+            Contribution(rank, 1, LOSS, {f"{rank // 2 - 2}.0": 1.0}, 2, shard=rank % 2), 0.0
+        ).messages
+    ]
     assert told == [Collected(1, LOSS, {"0.0": 1.0, "1.0": 1.0})]

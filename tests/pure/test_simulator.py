@@ -58,7 +58,10 @@ def test_deadlock_says_who_waits_for_what() -> None:
         Seat(0, 0): program("0F0.1 0I0.1 0W0.1 0F0.0 0I0.0 0W0.0 0REDUCE 0STEP"),
         Seat(0, 1): program("1F0.0 1I0.0 1W0.0 1F0.1 1I0.1 1W0.1 1REDUCE 1STEP"),
     }
-    with pytest.raises(Deadlock, match="0.0 waits for grad of stage 1, micro-batch 0.1, step 0; 0.1 waits for act of stage 0, micro-batch 0.0"):
+    with pytest.raises(
+        Deadlock,
+        match="0.0 waits for grad of stage 1, micro-batch 0.1, step 0; 0.1 waits for act of stage 0, micro-batch 0.0",
+    ):
         simulate(replace(good, programs=crossed), CostModel.uniform(2))
 
 
@@ -68,7 +71,9 @@ def test_weights_are_those_of_the_fault_free_run(job, steps: int) -> None:
     view, costs, policy = job
     stages = view.topology.stages
     weights = initial_weights(view.topology)
-    fault_free = train(plan(view.topology.full(), CostModel.uniform(stages), STOCK), CostModel.uniform(stages), weights, steps)
+    fault_free = train(
+        plan(view.topology.full(), CostModel.uniform(stages), STOCK), CostModel.uniform(stages), weights, steps
+    )
     degraded = train(plan(view, costs, policy), costs, weights, steps)
     assert set(degraded) == set(view.live)
     assert all(weight == fault_free[seat] for seat, weight in degraded.items())
@@ -78,11 +83,14 @@ def test_a_dropped_micro_batch_changes_the_weights() -> None:
     """The negative control: the numbers notice."""
     good = plan(EXAMPLE.full(), UNIT, STOCK)
     dropped = {
-        seat: tuple(one for one in program if one.micro_batch is None or one.micro_batch != (1, 5)) for seat, program in good.programs.items()
+        seat: tuple(one for one in program if one.micro_batch is None or one.micro_batch != (1, 5))
+        for seat, program in good.programs.items()
     }
     route = {key: seat for key, seat in good.route.items()}
     fewer = replace(good, programs=dropped)
-    object.__setattr__(fewer, "own", lambda seat: tuple(mb for mb in EXAMPLE.batch if route[seat.stage, mb] == seat and mb != (1, 5)))
+    object.__setattr__(
+        fewer, "own", lambda seat: tuple(mb for mb in EXAMPLE.batch if route[seat.stage, mb] == seat and mb != (1, 5))
+    )
     assert train(fewer, UNIT, WEIGHTS) != train(good, UNIT, WEIGHTS)
 
 
@@ -90,5 +98,11 @@ def test_everything_runs_once_per_step() -> None:
     planned = plan(EXAMPLE.full().without(LOST), UNIT, Policy())
     spans = simulate(planned, UNIT, 2)
     for op in (Op.F, Op.I, Op.W):
-        ran = [(span.instruction.step, span.instruction.stage, span.instruction.micro_batch) for span in spans if span.instruction.op is op]
-        assert sorted(ran) == sorted((step, stage, mb) for step in range(2) for stage in range(4) for mb in EXAMPLE.batch)
+        ran = [
+            (span.instruction.step, span.instruction.stage, span.instruction.micro_batch)
+            for span in spans
+            if span.instruction.op is op
+        ]
+        assert sorted(ran) == sorted(
+            (step, stage, mb) for step in range(2) for stage in range(4) for mb in EXAMPLE.batch
+        )

@@ -32,17 +32,27 @@ def test_without_failures_steps_follow_each_other() -> None:
     assert history.transitions == [] and history.fraction == pytest.approx(1, abs=0.01)
 
 
-def late(shape: Topology, lost: tuple[Seat, ...], machine, instants: int = 24, steps: int = 5) -> tuple[list[float], float]:
-    """By how much the coarse job ends later than the one that is simulated instruction by instruction, for losses spread
-    evenly over a step on a full pipeline; and how long noticing takes.  In steps of the pace after the loss."""
-    costs, policy = CostModel.uniform(shape.stages, 10_000, 10_000, 10_000, 1_000, 2_000, 3_000), Policy(activation_cap=2 * shape.stages)
+def late(
+    shape: Topology, lost: tuple[Seat, ...], machine, instants: int = 24, steps: int = 5
+) -> tuple[list[float], float]:
+    """By how much the coarse job ends later than the one that is simulated instruction by instruction, for losses
+    spread evenly over a step on a full pipeline; and how long noticing takes.  In steps of the pace after the loss.
+    """
+    costs, policy = (
+        CostModel.uniform(shape.stages, 10_000, 10_000, 10_000, 1_000, 2_000, 3_000),
+        Policy(activation_cap=2 * shape.stages),
+    )
     paces = StepPeriods(costs, policy)
     full, slower = paces.of(shape.full()), paces.of(shape.full().without(*lost))
     found = []
     for number in range(instants):
         at_us = full.first_us + full.period_us * (instants + number) // instants + 1
         fine = SimulatedJob(shape.full(), costs, policy, machine).run(steps, deaths=dict.fromkeys(lost, at_us))
-        before, after = SimulatedTrainer(shape, costs, policy, machine, normalise=False).run([MembershipChange(at_us / 1e6, seats=lost)], 100).segments
+        before, after = (
+            SimulatedTrainer(shape, costs, policy, machine, normalise=False)
+            .run([MembershipChange(at_us / 1e6, seats=lost)], 100)
+            .segments
+        )
         end_us = after.first_s * 1e6 + (steps - before.steps - 1) * slower.period_us
         found.append((end_us - max(fine.commits.values())) / slower.period_us)
     return found, machine.detection_us / slower.period_us
@@ -60,8 +70,10 @@ CASES = {
 @pytest.mark.parametrize("machine", [FREE, replace(LOCAL, commit_us=0)], ids=["free", "local"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_loss_costs_what_it_costs_instruction_by_instruction(case: str, machine) -> None:
-    """Within 0.12 of a step, and 0.1 on average; too much by no more than the time to notice, in which survivors do work here.
-    Beyond that are instants within a step's last instructions, when the lost worker had summed its gradients already: one in eight."""
+    """Within 0.12 of a step, and 0.1 on average; too much by no more than the time to notice, in which survivors do
+    work here. Beyond that are instants within a step's last instructions, when the lost worker had summed its gradients
+    already: one in eight.
+    """
     found, notice = late(*CASES[case], machine)
     assert -0.03 <= mean(found) <= 0.1 + notice
     assert min(found) >= -0.12 and sorted(found)[len(found) * 7 // 8 - 1] <= 0.12 + notice
@@ -71,12 +83,22 @@ def test_memberships_that_differ_in_names_only_are_one() -> None:
     paces = StepPeriods(COSTS, Policy())
     one, two = SHAPE.full().without(Seat(0, 1)), SHAPE.full().without(Seat(2, 1))
     assert pattern(one) == pattern(two) and paces.of(one) is paces.of(two) and len(paces) == 1
-    assert pattern(SHAPE.full().without(Seat(0, 1), Seat(0, 2))) != pattern(SHAPE.full().without(Seat(0, 1), Seat(1, 2)))
+    assert pattern(SHAPE.full().without(Seat(0, 1), Seat(0, 2))) != pattern(
+        SHAPE.full().without(Seat(0, 1), Seat(1, 2))
+    )
 
 
 def test_changes_in_a_row_and_during_a_pause() -> None:
     slow = replace(FREE, detection_us=5_000_000)
-    history = trainer(slow).run([MembershipChange(10, lost=1), MembershipChange(12, lost=1), MembershipChange(13, joined=1), MembershipChange(50, joined=1)], 100)
+    history = trainer(slow).run(
+        [
+            MembershipChange(10, lost=1),
+            MembershipChange(12, lost=1),
+            MembershipChange(13, joined=1),
+            MembershipChange(50, joined=1),
+        ],
+        100,
+    )
     assert [len(transition.lost) for transition in history.transitions] == [1, 1, 0, 0]
     assert [segment.live for segment in history.segments] == [9, 7, 8, 9]
     assert history.segments[1].start_s == pytest.approx(17.01, abs=0.05), "5 s after the second loss"
@@ -84,14 +106,22 @@ def test_changes_in_a_row_and_during_a_pause() -> None:
 
 
 def test_workers_that_return_within_a_step_enter_together() -> None:
-    history = trainer().run([MembershipChange(10, lost=2), MembershipChange(20.001, joined=1), MembershipChange(20.002, joined=1)], 30)
+    history = trainer().run(
+        [MembershipChange(10, lost=2), MembershipChange(20.001, joined=1), MembershipChange(20.002, joined=1)], 30
+    )
     assert [len(transition.joined) for transition in history.transitions] == [0, 2]
 
 
 def test_a_loss_moves_the_line_at_which_others_return() -> None:
     slow = replace(FREE, detection_us=5_000_000)
-    history = trainer(slow).run([MembershipChange(10, lost=1), MembershipChange(20.001, joined=1), MembershipChange(20.002, lost=1)], 60)
-    assert [(len(transition.lost), len(transition.joined)) for transition in history.transitions] == [(1, 0), (1, 0), (0, 1)]
+    history = trainer(slow).run(
+        [MembershipChange(10, lost=1), MembershipChange(20.001, joined=1), MembershipChange(20.002, lost=1)], 60
+    )
+    assert [(len(transition.lost), len(transition.joined)) for transition in history.transitions] == [
+        (1, 0),
+        (1, 0),
+        (0, 1),
+    ]
     assert history.transitions[2].at_s > 25
 
 
@@ -143,12 +173,17 @@ def test_traces_from_files(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text("0 9 | 0.5 8  # a comment\n0.75 lost 0.1,1.2\n1 end")
     changes, end = traces.read(str(path), 9)
-    assert end == 3600 and changes == [MembershipChange(1800.0, lost=1), MembershipChange(2700.0, seats=(Seat(0, 1), Seat(1, 2)))]
+    assert end == 3600 and changes == [
+        MembershipChange(1800.0, lost=1),
+        MembershipChange(2700.0, seats=(Seat(0, 1), Seat(1, 2))),
+    ]
     path.write_text('{"gpus": [[-0.0, 9], [0.5, 7.99], [1, 9]]}')
     assert traces.read(str(path), 9) == ([MembershipChange(1800.0, lost=1), MembershipChange(3600.0, joined=1)], None)
 
 
-@pytest.mark.parametrize("text, says", [("0 10", "1 to 9"), ("1 9 | 0.5 8", "rise"), ("0 nine", "nine"), ("1 9 8 7", "hour workers")])
+@pytest.mark.parametrize(
+    "text, says", [("0 10", "1 to 9"), ("1 9 | 0.5 8", "rise"), ("0 nine", "nine"), ("1 9 8 7", "hour workers")]
+)
 def test_broken_traces(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "trace"
     path.write_text(text)

@@ -24,13 +24,25 @@ def test_shapes_are_those_of_the_configs(name: str) -> None:
     assert all(getattr(shape, key) == config[key] for key in ("layers", "hidden", "sequence", "vocabulary"))
 
 
-@pytest.mark.parametrize("name, billions", [("gpt3_3_35b", 3.35), ("gpt3_6_7b", 6.7), ("gpt_18_4b", 18.4), ("gpt_39_1b", 39.1), ("gpt_76_1b", 76.1), ("gpt_145_6b", 145.6)])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        ("gpt3_3_35b", 3.35),
+        ("gpt3_6_7b", 6.7),
+        ("gpt_18_4b", 18.4),
+        ("gpt_39_1b", 39.1),
+        ("gpt_76_1b", 76.1),
+        ("gpt_145_6b", 145.6),
+    ],
+)
 def test_sizes_are_those_of_the_names(name: str, billions: float) -> None:
     shape = analytic.SHAPES[name]
     tied = shape.parameters - shape.vocabulary * shape.hidden
     assert tied / 1e9 == pytest.approx(billions, rel=0.01)
     parts = analytic.preset(name)
-    assert parts.first.parameters + parts.layers * parts.layer.parameters + parts.last.parameters == pytest.approx(shape.parameters, rel=1e-4)
+    assert parts.first.parameters + parts.layers * parts.layer.parameters + parts.last.parameters == pytest.approx(
+        shape.parameters, rel=1e-4
+    )
 
 
 def test_a_whole_model_takes_six_operations_a_parameter_and_token() -> None:
@@ -79,7 +91,19 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     assert profile.read(path) == MEDIUM
 
 
-@pytest.mark.parametrize("change", [{"layers": 0}, {"first": {}}, {"origin": "x"}, {"more": 1}, {"boundary_bytes": "x"}, {"gpus_per_worker": 0}, {"device_bytes": 1.5}, {"layer": {**{k: 1 for k in MEDIUM.layer.__dict__}, "forward_us": -1}}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": 0},
+        {"first": {}},
+        {"origin": "x"},
+        {"more": 1},
+        {"boundary_bytes": "x"},
+        {"gpus_per_worker": 0},
+        {"device_bytes": 1.5},
+        {"layer": {**{k: 1 for k in MEDIUM.layer.__dict__}, "forward_us": -1}},
+    ],
+)
 def test_a_broken_profile_is_named(tmp_path: Path, change: dict) -> None:
     path = tmp_path / "profile.json"
     profile.write(MEDIUM, path)

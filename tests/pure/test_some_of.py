@@ -17,7 +17,10 @@ def case(name: str, *marks: pytest.MarkDecorator) -> SimpleNamespace:
 
 
 CASES = [case(f"test_many[{number}]", pytest.mark.some_of(3)) for number in range(MANY)]
-ALL = [case(f"test_few[{number}]", pytest.mark.some_of(3)) for number in range(FEW)] + [case("test_one"), case("test_unmarked[1]")]
+ALL = [case(f"test_few[{number}]", pytest.mark.some_of(3)) for number in range(FEW)] + [
+    case("test_one"),
+    case("test_unmarked[1]"),
+]
 LAUNCHED = case("test_many[launched]", pytest.mark.some_of(3), pytest.mark.real_launcher)
 
 

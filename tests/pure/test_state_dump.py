@@ -1,4 +1,6 @@
-"""The coordinator's state, written down and read again: nothing of it is forgotten, and what can't be written down says so."""
+"""The coordinator's state, written down and read again: nothing of it is forgotten, and what can't be written down says
+so.
+"""
 
 from __future__ import annotations
 
@@ -50,12 +52,32 @@ def attributes(thing: Any, seen: set) -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize(
     "thing",
     [
-        None, True, 1, 1.0, -inf, "x", (), (1, (2.5, "x")), [1, [2]], set(), {3, 1, 2}, frozenset({Seat(1, 2), Seat(0, 1)}), {}, {1: "x", "1": 2, (1, "y"): [3]},
-        {"tuple": [1]}, deque([1.0, 2.0], maxlen=3), Seat(1, 2), WorkerId(3, 1), FailureDomain.REPLICA, member(2), Roster((member(1), member(0))),
-        Heartbeat(1, 2, 3, "waits", "", incarnation=4), FailureDetector(1.0, inf, 3.0),
+        None,
+        True,
+        1,
+        1.0,
+        -inf,
+        "x",
+        (),
+        (1, (2.5, "x")),
+        [1, [2]],
+        set(),
+        {3, 1, 2},
+        frozenset({Seat(1, 2), Seat(0, 1)}),
+        {},
+        {1: "x", "1": 2, (1, "y"): [3]},
+        {"tuple": [1]},
+        deque([1.0, 2.0], maxlen=3),
+        Seat(1, 2),
+        WorkerId(3, 1),
+        FailureDomain.REPLICA,
+        member(2),
+        Roster((member(1), member(0))),
+        Heartbeat(1, 2, 3, "waits", "", incarnation=4),
+        FailureDetector(1.0, inf, 3.0),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_what_is_read_is_what_was_written(thing):
     read = again(thing)
     assert read == thing and type(read) is type(thing)
@@ -77,7 +99,11 @@ def test_nothing_of_a_membership_is_forgotten():
     membership.receive(Missing(1, 0, "x", "0.0"), 1.0)
     membership.tick(1.5)
     membership.course.steps.newly_added = {WorkerId(1): deque([1, 2])}
-    made = {name: json.dumps(dump(value)) for name, value in attributes(membership, set()) if not name.startswith("Roster._") and name != "Generation.roster"}
+    made = {
+        name: json.dumps(dump(value))
+        for name, value in attributes(membership, set())
+        if not name.startswith("Roster._") and name != "Generation.roster"
+    }
     read = {name: json.dumps(dump(value)) for name, value in attributes(again(membership), set())}
     assert made == {name: value for name, value in read.items() if name in made} and len(made) > 60
     assert made.keys() == read.keys() and "StepLedger.newly_added" in made and "ThroughputFloor._max_slowdown" in made
@@ -89,23 +115,42 @@ def test_what_is_worked_out_again_is_not_written_down():
     assert roster.first and roster.stage(0) and roster.addresses and json.dumps(dump(roster)) == before
 
 
-@pytest.mark.parametrize("value, said", [(iter(()), "tuple_iterator"), (lambda: 0, "function"), (object(), "object"), (sys, "module")], ids=("iterator", "function", "object", "module"))
+@pytest.mark.parametrize(
+    "value, said",
+    [(iter(()), "tuple_iterator"), (lambda: 0, "function"), (object(), "object"), (sys, "module")],
+    ids=("iterator", "function", "object", "module"),
+)
 def test_what_cannot_be_written_down_is_named(value, said):
     membership = started()
     membership.course.steps._work.odd = [value]
-    with pytest.raises(TypeError, match=rf"Membership\.course\.steps\._work\.odd\[0\] is a {said}, and nobody knows how to write that down"):
+    with pytest.raises(
+        TypeError,
+        match=rf"Membership\.course\.steps\._work\.odd\[0\] is a {said}, and nobody knows how to write that down",
+    ):
         dump(membership)
 
 
 def test_what_two_share_is_named():
     membership = started()
     membership.course._barriers.also = membership.course.steps
-    with pytest.raises(TypeError, match=r"Membership\.course\._barriers\.also and Membership\.course\.steps are one object, and would be two"):
+    with pytest.raises(
+        TypeError,
+        match=r"Membership\.course\._barriers\.also and Membership\.course\.steps are one object, and would be two",
+    ):
         dump(membership)
 
 
 @pytest.mark.parametrize(
-    "record", [{}, {"a": 1, "b": 2}, {"coordinator.step_ledger.Nobody": {}}, {"coordinator.nowhere.StepLedger": {}}, {"posix.system": "true"}, {"coordinator.state_dump.import_module": "os"}], ids=str
+    "record",
+    [
+        {},
+        {"a": 1, "b": 2},
+        {"coordinator.step_ledger.Nobody": {}},
+        {"coordinator.nowhere.StepLedger": {}},
+        {"posix.system": "true"},
+        {"coordinator.state_dump.import_module": "os"},
+    ],
+    ids=str,
 )
 def test_a_record_of_something_else_is_refused(record):
     with pytest.raises(ValueError, match="no dumped state"):
@@ -116,12 +161,19 @@ def test_a_record_of_something_else_is_refused(record):
 
 
 def digest(monkeypatch, seed: int, reloads: float) -> tuple[str, int]:
-    """Of everything that happens in a run: executed instructions, messages, events; and how often the state was read again."""
+    """Of everything that happens in a run: executed instructions, messages, events; and how often the state was read
+    again.
+    """
     found, act, again_ = sha256(), cluster.Cluster._act, []
     with monkeypatch.context() as patched:
-        patched.setattr(cluster.Cluster, "_act", lambda self, output, *more, **named: (
-            [found.update(f"{self.now} {whom} ".encode() + encode(message)) for whom, message in output.messages], act(self, output, *more, **named)
-        ))  # fmt: skip
+        patched.setattr(
+            cluster.Cluster,
+            "_act",
+            lambda self, output, *more, **named: (
+                [found.update(f"{self.now} {whom} ".encode() + encode(message)) for whom, message in output.messages],
+                act(self, output, *more, **named),
+            ),
+        )
         patched.setattr(cluster, "load", lambda record: (again_.append(1), load(record))[1])
         outcome = campaign.run("x", replace(campaign.scenario(seed), reloads=reloads))
     found.update(repr((outcome.violations, outcome.spans, outcome.story)).encode())
@@ -139,5 +191,9 @@ def test_a_field_that_is_forgotten_shows(forgotten, monkeypatch):
     """A negative control of the one before."""
     found = module._attributes
     fresh = vars(StepLedger())[forgotten]
-    monkeypatch.setattr(module, "_attributes", lambda thing: ((name, fresh if name == forgotten else value) for name, value in found(thing)))
+    monkeypatch.setattr(
+        module,
+        "_attributes",
+        lambda thing: ((name, fresh if name == forgotten else value) for name, value in found(thing)),
+    )
     assert any(digest(monkeypatch, seed, 0.1)[0] != digest(monkeypatch, seed, 0.0)[0] for seed in SEEDS)

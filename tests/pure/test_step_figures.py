@@ -39,7 +39,10 @@ def test_what_is_said_of_a_later_step_waits_for_it():
     assert work.committed(1, {0: 0}, 0.0) == ({"workers": 1}, {"redone_s": 0.0})
     told(work, 2, {0: (500_000, 500_000)})  # it was taken back and applied again
     figures, more = work.committed(2, {0: 0}, 2.0)
-    assert figures == {"workers": 1, "step_s": 2.0, "bubble_share": 0.25, "redone_share": 0.3333} and more["redone_s"] == 0.5
+    assert (
+        figures == {"workers": 1, "step_s": 2.0, "bubble_share": 0.25, "redone_share": 0.3333}
+        and more["redone_s"] == 0.5
+    )
 
 
 def test_steps_that_overlap_are_no_negative_bubble():
@@ -58,7 +61,9 @@ def test_everybody_hears_the_figures_and_so_does_the_log():
             out = membership.receive(Stepped(rank, 0, step), now)
     expected = {"workers": 4, "step_s": 0.5, "bubble_share": 0.5, "redone_share": 0.0}
     assert [commit.figures for commit in said(out, Committed)] == [expected]
-    assert [event.details for event in out.events if event.kind == "committed"] == [{"step": 2, **expected, "redone_s": 0.0, "stage_bubbles": [0.5, 0.5]}]
+    assert [event.details for event in out.events if event.kind == "committed"] == [
+        {"step": 2, **expected, "redone_s": 0.0, "stage_bubbles": [0.5, 0.5]}
+    ]
 
 
 def test_paces_deal_nothing_out_anew_unless_that_is_wanted():

@@ -37,7 +37,9 @@ def made(one: Instruction, have: StepStore) -> dict[Datum, str]:
     return {each: f"{each} by {one}" for each in provides(one)}
 
 
-def run(here: StepStore, *ops: Op, micro_batch: MicroBatch = ONE, step: int = STEP, boundary_only: bool = False) -> None:
+def run(
+    here: StepStore, *ops: Op, micro_batch: MicroBatch = ONE, step: int = STEP, boundary_only: bool = False
+) -> None:
     """What comes from other stages comes right before it is needed."""
     for op in ops:
         one = instruction(op, micro_batch, step)
@@ -67,7 +69,10 @@ def test_what_is_here_is_what_the_dataflow_says(order, fused):
 def test_who_lacks_something_is_told_what_and_nothing_is_computed():
     here = store()
     assert list(here.missing(instruction(Op.I))) == [datum("stash"), datum("grad", stage=STAGE + 1)]
-    with pytest.raises(AssertionError, match=r"1I0\.0@7 needs stash of stage 1, micro-batch 0\.0, step 7, which seat 0\.1 does not have"):
+    with pytest.raises(
+        AssertionError,
+        match=r"1I0\.0@7 needs stash of stage 1, micro-batch 0\.0, step 7, which seat 0\.1 does not have",
+    ):
         here.run(instruction(Op.I), lambda one, have: pytest.fail("it was computed"))
     with pytest.raises(AssertionError, match="1F0.0@8 needs .*step 8"):
         here.run(instruction(Op.F, step=8), made)
@@ -85,7 +90,10 @@ def test_what_nobody_needs_is_not_kept():
     first, last = StepStore(Seat(0, 0), 2), StepStore(Seat(0, 1), 2)
     first.conclude(Instruction(Op.I, 0, ONE, 1), made(Instruction(Op.I, 0, ONE, 1), first))
     last.conclude(Instruction(Op.F, 1, ONE, 1), made(Instruction(Op.F, 1, ONE, 1), last))
-    assert {each.kind for each in first.held()} == {"inner", "params"} and {each.kind for each in last.held()} == {"stash", "params"}
+    assert {each.kind for each in first.held()} == {"inner", "params"} and {each.kind for each in last.held()} == {
+        "stash",
+        "params",
+    }
 
 
 def test_a_weight_gradient_is_counted_once():
@@ -115,12 +123,16 @@ def test_a_step_whose_weights_are_tied_needs_the_sum_over_stages():
     tied, plain = (StepStore(Seat(0, STAGE), STAGES, tied=each) for each in (True, False))
     for here in (tied, plain):
         here.put(datum("reduced", None, 1))
-    assert list(tied.missing(instruction(Op.STEP, step=1))) == [datum("tied", None, 1)] and not list(plain.missing(instruction(Op.STEP, step=1)))
+    assert list(tied.missing(instruction(Op.STEP, step=1))) == [datum("tied", None, 1)] and not list(
+        plain.missing(instruction(Op.STEP, step=1))
+    )
 
 
 def test_data_that_is_drawn_is_waited_for_as_is_what_is_evaluated():
     here = store()
-    assert not list(here.missing(instruction(Op.LOAD))) and list(here.missing(instruction(Op.LOAD, step=-1))) == [datum("drawn", step=-1)]
+    assert not list(here.missing(instruction(Op.LOAD))) and list(here.missing(instruction(Op.LOAD, step=-1))) == [
+        datum("drawn", step=-1)
+    ]
     here.reads_iterator = True
     assert list(here.missing(instruction(Op.LOAD))) == [datum("drawn")]
     here.put(datum("drawn"), "a batch")
@@ -204,8 +216,17 @@ def test_what_was_computed_with_rejected_weights_is_void_wherever_it_comes_from(
     here.arrive(datum("grad", OTHER, STEP + 1, STAGE + 1), "of rejected weights", 0)
     here.arrive(datum("act", OTHER, STEP + 1, STAGE - 1), "of the right ones", 4)
     gone = here.discard_after(STEP, valid_from=4)
-    assert gone == {datum("act", step=STEP + 1), datum("stash", step=STEP + 1), datum("grad", OTHER, STEP + 1, STAGE + 1)}
-    assert {params(STEP + 1), datum("drawn", step=STEP + 1), datum("reduced", None), datum("act", OTHER, STEP + 1, STAGE - 1)} <= set(here)
+    assert gone == {
+        datum("act", step=STEP + 1),
+        datum("stash", step=STEP + 1),
+        datum("grad", OTHER, STEP + 1, STAGE + 1),
+    }
+    assert {
+        params(STEP + 1),
+        datum("drawn", step=STEP + 1),
+        datum("reduced", None),
+        datum("act", OTHER, STEP + 1, STAGE - 1),
+    } <= set(here)
     assert not here.arrive(datum("grad", step=STEP + 1, stage=STAGE + 1), "late", 3)
     run(here, Op.F, step=STEP + 1)
     assert not here.discard_after(STEP, valid_from=4), "what was made in this era is not of an earlier one"
@@ -216,7 +237,9 @@ def test_a_checkpoint_takes_the_place_of_everything():
     run(here, Op.F)
     here.rewind(2, valid_from=9)
     assert set(here) == {params(3)} and here.committed == 2
-    assert not here.arrive(datum("act", step=3, stage=0), "of the first time", 8) and here.arrive(datum("act", step=3, stage=0), "again", 9)
+    assert not here.arrive(datum("act", step=3, stage=0), "of the first time", 8) and here.arrive(
+        datum("act", step=3, stage=0), "again", 9
+    )
 
 
 def test_evaluations_have_steps_of_their_own_and_need_no_weights():

@@ -1,4 +1,6 @@
-"""Steps that are judged after they have been applied: when one is rejected, who has to hear of it, and what counts meanwhile."""
+"""Steps that are judged after they have been applied: when one is rejected, who has to hear of it, and what counts
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from recycle_plugin.core.coordinator.output import CoordinatorOutput
 from recycle_plugin.core.coordinator.step_validation import StepValidation, over
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.encoding import decode, encode
-from recycle_plugin.core.messages.protocol import Collected, Committed, Contribution, End, Exited, Generation, Resume, SurvivorReport
+from recycle_plugin.core.messages.protocol import (
+    Collected,
+    Committed,
+    Contribution,
+    End,
+    Exited,
+    Generation,
+    Resume,
+    SurvivorReport,
+)
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.recovery_plan import uninformed
@@ -26,7 +37,9 @@ def test_a_step_is_rejected_where_waiting_for_its_norm_would_have_clipped_it(sha
     validation = StepValidation(len(shares), limit)
     found = [validation.add(1, {str(stage): share}) for stage, share in enumerate(shares)]
     norm = math.sqrt(math.fsum(shares))
-    assert found[:-1] == [None] * (len(shares) - 1) and found[-1] == (norm if min(1.0, limit / (norm + 1e-6)) < 1 else None)
+    assert found[:-1] == [None] * (len(shares) - 1) and found[-1] == (
+        norm if min(1.0, limit / (norm + 1e-6)) < 1 else None
+    )
     assert (validation.judged, validation.rejected) == (1, found[-1] is not None)
 
 
@@ -59,7 +72,9 @@ def reported(membership, stepped: dict[int, int], informed: dict[int, int]) -> C
     """All of ``stepped`` report: the steps they have applied, and the last one whose norm they know."""
     for rank, count in stepped.items():
         stage = rank // 2
-        held = {Datum("params", stage, None, count + 1)} | {Datum("norm", stage, None, number) for number in range(1, informed.get(rank, 0) + 1)}
+        held = {Datum("params", stage, None, count + 1)} | {
+            Datum("norm", stage, None, number) for number in range(1, informed.get(rank, 0) + 1)
+        }
         out = membership.receive(SurvivorReport(rank, membership.generation, count, "plan", pack(held)), 0.0)
     return out
 
@@ -84,7 +99,9 @@ def test_a_rejected_step_is_heard_of_by_everybody_and_not_committed_before_it_is
     assert step(membership, 1, 1) == [Committed(1)]
 
 
-@pytest.mark.parametrize("informed, committed, rejected", (({}, 0, True), ({0: 1, 1: 1, 3: 1}, 1, False), ({0: 1, 1: 1}, 0, True)))
+@pytest.mark.parametrize(
+    "informed, committed, rejected", (({}, 0, True), ({0: 1, 1: 1, 3: 1}, 1, False), ({0: 1, 1: 1}, 0, True))
+)
 def test_a_failure_after_a_rejection_asks_who_has_heard_of_it(informed, committed, rejected):
     membership = validating()
     share(membership, 0, 1, 5.0)
@@ -115,7 +132,11 @@ def test_a_norm_that_is_not_finite_ends_the_job_unless_such_steps_are_to_be_skip
         ends = said(out, End)
         assert bool(ends) == (nonfinite == "end")
         if ends:
-            assert ends[0].failed and 'the gradient norm of step 1 is nan' in ends[0].reason and 'recycle.nonfinite to "skip"' in ends[0].reason
+            assert (
+                ends[0].failed
+                and "the gradient norm of step 1 is nan" in ends[0].reason
+                and 'recycle.nonfinite to "skip"' in ends[0].reason
+            )
 
 
 def test_norms_that_are_not_finite_travel():
@@ -124,7 +145,10 @@ def test_norms_that_are_not_finite_travel():
 
 
 def test_who_is_uninformed():
-    held = {Seat(0, 0): {Datum("norm", 0, None, 3)}, Seat(0, 1): {Datum("norm", 1, None, 2), Datum("params", 1, None, 4)}}
+    held = {
+        Seat(0, 0): {Datum("norm", 0, None, 3)},
+        Seat(0, 1): {Datum("norm", 1, None, 2), Datum("params", 1, None, 4)},
+    }
     assert uninformed(held, 3) == {Seat(0, 1)}
 
 

@@ -18,8 +18,12 @@ ROSTER = Roster(tuple(member(rank, replicas=3) for rank in range(3)))
 PERIOD_US = 1000
 
 
-def walked(paces: StragglerDetector, step: int, times: tuple[float, ...], work: tuple[int, ...] = (4, 4, 4)) -> dict[Seat, int]:
-    """What is new after the three workers have done ``step``, each ``times`` as slow as planned, with ``work`` instructions."""
+def walked(
+    paces: StragglerDetector, step: int, times: tuple[float, ...], work: tuple[int, ...] = (4, 4, 4)
+) -> dict[Seat, int]:
+    """What is new after the three workers have done ``step``, each ``times`` as slow as planned, with ``work``
+    instructions.
+    """
     for rank, (slow, count) in enumerate(zip(times, work)):
         paces.add(ComputeTime(rank, step, round(count * slow * PERIOD_US), count * PERIOD_US))
     paces.committed(step, Roster(ROSTER.members[: len(times)]))
@@ -29,7 +33,9 @@ def walked(paces: StragglerDetector, step: int, times: tuple[float, ...], work: 
 def test_three_steps_in_a_row_make_a_worker_slow_and_three_others_end_that():
     paces = StragglerDetector()
     slow, even = (1.0, 2.0, 1.0), (1.0, 1.0, 1.0)
-    found = [walked(paces, step, times) for step, times in enumerate([slow, slow, slow, slow, even, even, even, even], 1)]
+    found = [
+        walked(paces, step, times) for step, times in enumerate([slow, slow, slow, slow, even, even, even, even], 1)
+    ]
     assert found == [{}, {}, {Seat(1, 0): 200}, {}, {}, {}, {Seat(1, 0): 100}, {}] and paces.percent == {}
 
 
@@ -61,7 +67,10 @@ def test_two_slow_steps_and_a_good_one_are_nothing():
 def test_noise_of_a_tenth_around_any_level_changes_nothing_after_the_first_word(level, seed):
     rng = random.Random(seed)
     paces = StragglerDetector()
-    found = [walked(paces, step, tuple(slow * rng.uniform(0.95, 1.05) for slow in (1.0, level, 1.0))) for step in range(1, 300)]
+    found = [
+        walked(paces, step, tuple(slow * rng.uniform(0.95, 1.05) for slow in (1.0, level, 1.0)))
+        for step in range(1, 300)
+    ]
     assert sum(map(bool, found)) <= 1
 
 

@@ -1,4 +1,6 @@
-"""``max_slowdown``: where the survivors are too slow, the job ends at a commit with a checkpoint and a code of its own."""
+"""``max_slowdown``: where the survivors are too slow, the job ends at a commit with a checkpoint and a code of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,13 @@ from recycle_plugin.core.worker.control_view import ControlView, JobEnded
 from tests.support.membership import job, member, resumed, said, step
 
 
-def report(membership: Membership, generation: int, ranks: list[int], period_us: int, stepped: int = 0) -> CoordinatorOutput:
+def report(
+    membership: Membership, generation: int, ranks: list[int], period_us: int, stepped: int = 0
+) -> CoordinatorOutput:
     for rank in ranks:
-        out = membership.receive(SurvivorReport(rank, generation, stepped, "plan", {"params": f"of rank {rank}"}, period_us=period_us), 0.0)
+        out = membership.receive(
+            SurvivorReport(rank, generation, stepped, "plan", {"params": f"of rank {rank}"}, period_us=period_us), 0.0
+        )
     return out
 
 
@@ -40,7 +46,10 @@ def test_too_slow_is_the_end_of_a_step_that_nobody_can_have_started():
     assert (end.step, end.failed, end.code) == (4, False, TRY_AGAIN) and "50% of the fault-free plan's" in end.reason
     assert resumed(out) == [(1, 1)], "the interrupted step is finished first"
     (event,) = [event for event in out.events if event.kind == "throughput_floor"]
-    assert event.details == {"throughput": 0.4998, "step": 3, "code": 75} and "checkpoint of step 3 and exit code 75" in event.text
+    assert (
+        event.details == {"throughput": 0.4998, "step": 3, "code": 75}
+        and "checkpoint of step 3 and exit code 75" in event.text
+    )
     assert decode(encode(end)) == end
 
 
@@ -80,4 +89,8 @@ def test_an_end_carries_its_code_to_the_script():
     line.take(End(0, "lost", True))
     with pytest.raises(JobEnded) as caught:
         line.check()
-    assert caught.value.code == 1 and JobEnded("slow", False, TRY_AGAIN).code == TRY_AGAIN and JobEnded("leave", False).code == 0
+    assert (
+        caught.value.code == 1
+        and JobEnded("slow", False, TRY_AGAIN).code == TRY_AGAIN
+        and JobEnded("leave", False).code == 0
+    )

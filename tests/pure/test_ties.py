@@ -24,7 +24,13 @@ STEP = 7
 
 @pytest.mark.parametrize(
     "groups, ties",
-    [([], ()), ([[2]], ()), ([[3, 0], [0, 3]], ((0, 3),)), ([[2, 3], [0, 1]], ((0, 1), (2, 3))), ([[0, 1], [2, 3], [1, 2]], ((0, 1, 2, 3),))],
+    [
+        ([], ()),
+        ([[2]], ()),
+        ([[3, 0], [0, 3]], ((0, 3),)),
+        ([[2, 3], [0, 1]], ((0, 1), (2, 3))),
+        ([[0, 1], [2, 3], [1, 2]], ((0, 1, 2, 3),)),
+    ],
 )
 def test_groups_that_have_a_stage_in_common_are_one_tie(groups, ties) -> None:
     assert tied(groups) == ties and tied(reversed(groups)) == ties
@@ -37,9 +43,12 @@ def test_ties_that_are_none_are_refused(ties) -> None:
 
 
 def test_the_last_stage_waits_for_the_first_one_and_the_bound_knows_it() -> None:
-    """The fault-free period of the running example goes from 19 to 21 slots: the last stage can't begin the next step while the first
-    still has gradients to take.  After a loss the hurt stage is the narrower place."""
-    free, coupled, degraded = (plan(view, UNIT, ROOMY) for view in (EXAMPLE.full(), ENDS.full(), ENDS.full().without(LOST)))
+    """The fault-free period of the running example goes from 19 to 21 slots: the last stage can't begin the next step
+    while the first still has gradients to take.  After a loss the hurt stage is the narrower place.
+    """
+    free, coupled, degraded = (
+        plan(view, UNIT, ROOMY) for view in (EXAMPLE.full(), ENDS.full(), ENDS.full().without(LOST))
+    )
     assert (free.period_us, coupled.period_us, degraded.period_us) == (19, 21, 27)
     assert (free.bound_us, coupled.bound_us, degraded.bound_us) == (19, 21, 27)
     assert [predict(planned, UNIT, 8).period_us for planned in (free, coupled, degraded)] == [19, 21, 27]
@@ -56,7 +65,9 @@ def test_a_sum_over_stages_takes_its_time_in_each_of_them() -> None:
 
 
 def held_by(planned, *kinds: str) -> dict[Seat, set[Datum]]:
-    return {seat: {Datum(kind, seat.stage, None, STEP + (kind == "params")) for kind in kinds} for seat in planned.programs}
+    return {
+        seat: {Datum(kind, seat.stage, None, STEP + (kind == "params")) for kind in kinds} for seat in planned.programs
+    }
 
 
 def closing(planned, held) -> dict[Seat, list[Op]]:
@@ -84,8 +95,11 @@ def test_a_stage_rolls_forward_before_its_tie_is_summed() -> None:
     held[Seat(1, 0)].discard(Datum("reduced", 0, None, STEP))
     ops = closing(planned, held)
     assert {stage: {tuple(ops[seat]) for seat in ops if seat.stage == stage} for stage in range(4)} == {
-        0: {(Op.REDUCE, Op.TIE, Op.STEP)}, 1: {(Op.STEP,)}, 2: {(Op.STEP,)}, 3: {(Op.TIE, Op.STEP)},
-    }  # fmt: skip
+        0: {(Op.REDUCE, Op.TIE, Op.STEP)},
+        1: {(Op.STEP,)},
+        2: {(Op.STEP,)},
+        3: {(Op.TIE, Op.STEP)},
+    }
 
 
 def test_where_all_have_it_nothing_is_summed_again() -> None:

@@ -1,4 +1,5 @@
-"""The staggered optimizer, and what 'not staggered' means everywhere: no stage steps before all stages have their gradients.
+"""The staggered optimizer, and what 'not staggered' means everywhere: no stage steps before all stages have their
+gradients.
 
 ``python -m tests.pure.test_together 2500`` replays the plans of so many random jobs, larger than Hypothesis's.
 """
@@ -47,9 +48,13 @@ def check(view: ClusterView, costs: CostModel, policy: Policy) -> None:
     assert max(late[-1] - late[0] for late in ends) >= (STEPS - 1) * planned.bound_us, "a replay beats the bound"
     half = STEPS // 2
     if policy.together:
-        assert all(two - one == planned.period_us for late in ends for one, two in zip(late, late[1:])), "a replay takes another time than planned"
+        assert all(two - one == planned.period_us for late in ends for one, two in zip(late, late[1:])), (
+            "a replay takes another time than planned"
+        )
     else:
-        assert max(late[-1] for late in ends) - max(late[half] for late in ends) <= (STEPS - 1 - half) * planned.period_us, "slower than planned"
+        assert (
+            max(late[-1] for late in ends) - max(late[half] for late in ends) <= (STEPS - 1 - half) * planned.period_us
+        ), "slower than planned"
 
 
 def random_job(random: Random) -> tuple[ClusterView, CostModel, Policy]:
@@ -58,14 +63,38 @@ def random_job(random: Random) -> tuple[ClusterView, CostModel, Policy]:
     shape = Topology(replicas, stages, random.randint(1, 8))
     if stages > 1:
         shape = replace(shape, ties=tied(random.sample(range(stages), 2) for _ in range(random.choice((0, 1, 1, 2)))))
-    lost = [Seat(replica, stage) for stage in range(stages) for replica in random.sample(range(replicas), random.choice((0, 0, 0, min(1, replicas - 1))))]
+    lost = [
+        Seat(replica, stage)
+        for stage in range(stages)
+        for replica in random.sample(range(replicas), random.choice((0, 0, 0, min(1, replicas - 1))))
+    ]
 
     def row(least: int, most: int) -> tuple[int, ...]:
-        return tuple(random.randint(least, most) for _ in range(stages)) if random.random() < 0.7 else (random.randint(least, most),) * stages
+        return (
+            tuple(random.randint(least, most) for _ in range(stages))
+            if random.random() < 0.7
+            else (random.randint(least, most),) * stages
+        )
 
-    costs = CostModel(row(1, 6), row(0, 6), row(0, 6), random.choice((0, 0, 2)), row(0, 4), row(0, 6), random.choice((0, 0, 1)), tie=random.randint(0, 4))
+    costs = CostModel(
+        row(1, 6),
+        row(0, 6),
+        row(0, 6),
+        random.choice((0, 0, 2)),
+        row(0, 4),
+        row(0, 6),
+        random.choice((0, 0, 1)),
+        tie=random.randint(0, 4),
+    )
     cap = random.choice((None, "1f1b", random.randint(1, 2 * stages)))
-    policy = Policy(random.random() < 0.8, random.random() < 1 / 3, True, cap, random.random() < 0.3, block=random.choice((1, 1, 2, None)))
+    policy = Policy(
+        random.random() < 0.8,
+        random.random() < 1 / 3,
+        True,
+        cap,
+        random.random() < 0.3,
+        block=random.choice((1, 1, 2, None)),
+    )
     return shape.full().without(*lost), costs, policy
 
 
@@ -81,7 +110,9 @@ def test_a_replay_takes_what_the_plan_says_and_no_less_than_the_bound(job) -> No
 
 
 def test_ties_of_stages_that_end_early_cost_nothing_where_all_step_together() -> None:
-    """The bound added the longest tie behind the last of all ends, also where that is another stage's: 29, and a replay takes 27."""
+    """The bound added the longest tie behind the last of all ends, also where that is another stage's: 29, and a replay
+    takes 27.
+    """
     view = Topology(3, 5, 5, ((2, 4),)).full().without(Seat(2, 0))
     costs = replace(CostModel.uniform(5, step=1), tie=2)
     planned = plan(view, costs, Policy(activation_cap=7, stagger_optimizer=False))
@@ -92,12 +123,18 @@ def test_ties_of_stages_that_end_early_cost_nothing_where_all_step_together() ->
 def test_a_stage_that_has_stepped_does_not_wait_for_the_others_steps() -> None:
     """Together they begin to step; the next step's forwards wait for their own stage alone."""
     costs = replace(CostModel.uniform(2, 10, 10, 10), step=(1, 50))
-    spans = {str(span.instruction): span for span in simulate(plan(Topology(1, 2, 3).full(), costs, TOGETHER), costs, 2)}
+    spans = {
+        str(span.instruction): span for span in simulate(plan(Topology(1, 2, 3).full(), costs, TOGETHER), costs, 2)
+    }
     assert spans["0STEP"].start_us == spans["1STEP"].start_us
     assert spans["0F0.0@1"].start_us == spans["0STEP"].end_us < spans["1STEP"].end_us
 
 
-@pytest.mark.parametrize("policy", (Policy(activation_cap=8), TOGETHER, Policy(activation_cap=8, validate=True)), ids=("staggered", "together", "norm"))
+@pytest.mark.parametrize(
+    "policy",
+    (Policy(activation_cap=8), TOGETHER, Policy(activation_cap=8, validate=True)),
+    ids=("staggered", "together", "norm"),
+)
 def test_in_plan_and_replay_steps_begin_together_or_not(policy) -> None:
     costs = CostModel.uniform(4, 10, 10, 10, reduce=20, step=10)
     planned = plan(EXAMPLE.full().without(LOST), costs, policy)
@@ -108,7 +145,10 @@ def test_in_plan_and_replay_steps_begin_together_or_not(policy) -> None:
         assert policy.together or min(begins) < reduced
 
 
-@pytest.mark.parametrize("fault", ("kill 1.2 before 2I0.3@1", "kill 0.1 before 1REDUCE@1", "kill 2.3 before 3STEP@1", "kill 2.0 after 0STEP@1"))
+@pytest.mark.parametrize(
+    "fault",
+    ("kill 1.2 before 2I0.3@1", "kill 0.1 before 1REDUCE@1", "kill 2.3 before 3STEP@1", "kill 2.0 after 0STEP@1"),
+)
 def test_nobody_steps_early_in_a_recovery_either(fault) -> None:
     costs = CostModel.uniform(4, 10, 10, 10, reduce=20, step=10)
     ran = SimulatedJob(EXAMPLE.full(), costs, TOGETHER, LOCAL).run(3, (Fault.parse(fault),))
@@ -116,7 +156,9 @@ def test_nobody_steps_early_in_a_recovery_either(fault) -> None:
         spans = [span for span in ran.spans if span.instruction.step == step]
         begins = min(span.start_us for span in spans if span.instruction.op is Op.STEP)
         for stage in range(4):
-            assert begins >= min(span.end_us for span in spans if span.instruction == Instruction(Op.REDUCE, stage, None, step))
+            assert begins >= min(
+                span.end_us for span in spans if span.instruction == Instruction(Op.REDUCE, stage, None, step)
+            )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,10 @@ MEMBERS = tuple(Member(rank, seat, str(rank), "here") for rank, seat in enumerat
 
 
 class Worker:
-    """Rank 0's port and replica: whatever it reports holds at once, and each step that it executes is committed.  No wait may be needed."""
+    """Rank 0's port and replica: whatever it reports holds at once, and each step that it executes is committed.
+
+    No wait may be needed.
+    """
 
     valid_from = 0
 
@@ -102,7 +105,9 @@ def test_a_planned_leave_is_left_at_its_step() -> None:
 
 
 def test_who_was_to_leave_while_its_script_did_something_else_has_left_whatever_the_others_do_since() -> None:
-    """They go on without it from the step before which it is to leave, and lose somebody, before it comes to that step."""
+    """They go on without it from the step before which it is to leave, and lose somebody, before it comes to that
+    step.
+    """
     worker = Worker()
     worker.train(2)
     worker.control_view.take(Generation(2, MEMBERS[1:], 3, "leave", 0.0))
@@ -121,7 +126,9 @@ def test_a_leave_that_a_loss_puts_off_is_none_yet() -> None:
 
 def test_who_stays_does_the_others_work_from_that_step_on() -> None:
     worker = Worker()
-    worker.control_view.take(Generation(2, tuple(member for member in MEMBERS if member.seat != Seat(1, 0)), 3, "leave", 0.0))
+    worker.control_view.take(
+        Generation(2, tuple(member for member in MEMBERS if member.seat != Seat(1, 0)), 3, "leave", 0.0)
+    )
     assert worker.train(4) == [1, 2, 3, 4]
     assert [sum(one.op is Op.F for one in program.instructions) for program in worker.ran] == [2, 2, 4, 4]
 
@@ -131,7 +138,11 @@ def test_what_is_void_has_no_say_in_where_data_comes_from() -> None:
     worker = Worker()
     worker.train(1)
     held = {seat: {Datum("params", seat.stage, None, 2)} for seat in SHAPE.seats}
-    held[Seat(1, 0)] |= {Datum("stash", 0, MicroBatch(1, 0), 3), Datum("act", 0, MicroBatch(1, 0), 3), Datum("wgrad", 0, MicroBatch(1, 1), 2)}
+    held[Seat(1, 0)] |= {
+        Datum("stash", 0, MicroBatch(1, 0), 3),
+        Datum("act", 0, MicroBatch(1, 0), 3),
+        Datum("wgrad", 0, MicroBatch(1, 1), 2),
+    }
     generation = Generation(2, MEMBERS, 0, "rejection of step 2", 0.0)
     worker.control_view.take(generation)
     resume = Resume(2, 1, {str(seat): pack(have) for seat, have in held.items()}, norm=50.0, rejected=True)
@@ -153,4 +164,8 @@ def test_an_end_that_has_failed_says_why_also_when_the_coordinator_goes() -> Non
     control_view.take(End(0, "stage 1 has no live worker left", failed=True))
     assert not control_view.lose_coordinator() and control_view.end.reason == "stage 1 has no live worker left"
     control_view.take(End(7, "SIGTERM", failed=False))
-    assert control_view.lose_coordinator() and control_view.end.failed and "coordinator's host is gone" in control_view.end.reason
+    assert (
+        control_view.lose_coordinator()
+        and control_view.end.failed
+        and "coordinator's host is gone" in control_view.end.reason
+    )

@@ -37,7 +37,10 @@ BROKEN = {
     "a weight gradient left out": (with_program(tuple(one for one in PROGRAM if str(one) != "2W0.5")), "runs F I"),
     "no step": (with_program(PROGRAM[:-1]), "does not end with REDUCE, STEP"),
     "a reduce too early": (with_program(PROGRAM[-2:-1] + PROGRAM), "before the end"),
-    "somebody else's micro-batch": (with_program((Instruction(Op.F, 2, MicroBatch(2, 0)),) + PROGRAM), "the route gives this to 2.2"),
+    "somebody else's micro-batch": (
+        with_program((Instruction(Op.F, 2, MicroBatch(2, 0)),) + PROGRAM),
+        "the route gives this to 2.2",
+    ),
     "another stage": (with_program((Instruction(Op.F, 1, MicroBatch(0, 0)),) + PROGRAM), "an instruction of stage 1"),
     "too much memory": (replace(GOOD, policy=replace(GOOD.policy, activation_cap=2)), "the cap is 2"),
 }
@@ -46,10 +49,16 @@ BROKEN = {
 TIED = plan(replace(EXAMPLE, ties=((0, 2),)).full().without(LOST), UNIT, Policy())
 BROKEN |= {
     "a stage that shares weights without a sum over them": (
-        replace(TIED, programs={**TIED.programs, SEAT: tuple(one for one in TIED.programs[SEAT] if one.op is not Op.TIE)}), "does not end with REDUCE, TIE, STEP",
+        replace(
+            TIED, programs={**TIED.programs, SEAT: tuple(one for one in TIED.programs[SEAT] if one.op is not Op.TIE)}
+        ),
+        "does not end with REDUCE, TIE, STEP",
     ),
-    "a sum over nothing that is shared": (with_program((*PROGRAM[:-1], Instruction(Op.TIE, 2), PROGRAM[-1])), "does not end with REDUCE, STEP"),
-}  # fmt: skip
+    "a sum over nothing that is shared": (
+        with_program((*PROGRAM[:-1], Instruction(Op.TIE, 2), PROGRAM[-1])),
+        "does not end with REDUCE, STEP",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", BROKEN)
@@ -65,6 +74,7 @@ def test_programs_that_wait_for_each_other_are_refused() -> None:
     from recycle_plugin.core.vocabulary.topology import Topology
 
     good = plan(Topology(1, 2, 2).full(), CostModel.uniform(2), Policy())
+
     def program(text: str) -> tuple[Instruction, ...]:
         return tuple(map(Instruction.parse, text.split()))
 

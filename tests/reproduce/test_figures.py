@@ -16,13 +16,22 @@ RUNS = {
     "recycle_example": ([], ["example"], ["example.png", "two_steps.png", "schedules.txt"]),
     "recycle_gcp_trace": (
         [f"models=[{MODEL}]", "micro_batches=[6]", "caps=[2.0]", "refine_s=0"],
-        ["steady", "trace", "transitions", "memory"], ["GPT-3_350M.png"],
+        ["steady", "trace", "transitions", "memory"],
+        ["GPT-3_350M.png"],
     ),
     "recycle_mtbf": ([f"models=[{MODEL}]", "micro_batches=[6]", "losses=3"], ["mtbf"], ["mtbf.png"]),
-    "recycle_ablation": ([f"models=[{MODEL}]", "micro_batches=[6]", "losses=[1,2]", "patterns=2"], ["ablation"], ["ablation.png"]),
+    "recycle_ablation": (
+        [f"models=[{MODEL}]", "micro_batches=[6]", "losses=[1,2]", "patterns=2"],
+        ["ablation"],
+        ["ablation.png"],
+    ),
     "recycle_scale": ([f"models=[{LARGE}]", "micro_batches=[6]"], ["scale"], ["scale.png"]),
-    "planner_scale": (["shapes=[[4,6,24],[8,4,32]]", "repeats=1", "fresh=false"], ["planner_scale"], ["planner_scale.png"]),
-}  # fmt: skip
+    "planner_scale": (
+        ["shapes=[[4,6,24],[8,4,32]]", "repeats=1", "fresh=false"],
+        ["planner_scale"],
+        ["planner_scale.png"],
+    ),
+}
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -57,19 +66,41 @@ def test_a_script_writes_its_tables_and_pictures(run) -> None:
 def trace_is_honest(folder: Path) -> None:
     """Whom nothing vouches for is called so; published points stay what they are; no plan beats its bound."""
     averages = rows(folder / "trace.csv")
-    assert all("unvalidated" in row["policy"] for row in averages if row["policy"].startswith(("CheckFreq", "Elastic", "restart", "elastic")))
-    assert all("unvalidated" not in row["policy"] for row in averages if row["policy"].startswith(("Oobleck", "fault-scaled", "ReCycle")))
+    assert all(
+        "unvalidated" in row["policy"]
+        for row in averages
+        if row["policy"].startswith(("CheckFreq", "Elastic", "restart", "elastic"))
+    )
+    assert all(
+        "unvalidated" not in row["policy"]
+        for row in averages
+        if row["policy"].startswith(("Oobleck", "fault-scaled", "ReCycle"))
+    )
     steady = rows(folder / "steady.csv")
-    assert [row["ReCycle [published]"] for row in steady] == "1.000 0.996 0.948 0.936 0.899 0.837 0.821 0.804 0.784 0.779".split()
+    assert [
+        row["ReCycle [published]"] for row in steady
+    ] == "1.000 0.996 0.948 0.936 0.899 0.837 0.821 0.804 0.784 0.779".split()
     for row in steady:
-        assert float(row["ours/1F1B [ours]"]) <= float(row["bound [ours]"]) + 0.001 <= float(row["load bound [ours]"]) + 0.002
+        assert (
+            float(row["ours/1F1B [ours]"])
+            <= float(row["bound [ours]"]) + 0.001
+            <= float(row["load bound [ours]"]) + 0.002
+        )
 
 
 def test_the_running_example_is_as_published(script, tmp_path) -> None:
     script("recycle_example", f"run_dir={tmp_path}").main()
     found = {row["schedule"]: row for row in rows(tmp_path / "example.csv")}
-    assert [found[name]["slots [ours]"] for name in ("fault-free 1F1B", "adaptive only", "+ decoupled")] == ["27", "36", "29"]
-    assert found["+ staggered"]["period with optimizer [ours]"] == found["+ staggered"]["period with optimizer [published]"] == "30"
+    assert [found[name]["slots [ours]"] for name in ("fault-free 1F1B", "adaptive only", "+ decoupled")] == [
+        "27",
+        "36",
+        "29",
+    ]
+    assert (
+        found["+ staggered"]["period with optimizer [ours]"]
+        == found["+ staggered"]["period with optimizer [published]"]
+        == "30"
+    )
 
 
 def test_out_of_reach_is_said(script) -> None:

@@ -17,11 +17,21 @@ from recycle_plugin.simulator.peers import published
 from recycle_plugin.simulator.peers.kills import kills
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "reproduce" / "run_gpt.py"
-SMALL = ["model.layers=2", "model.hidden=16", "model.heads=2", "model.sequence=16", "micro_batch_size=1", "data.limit_bytes=100000", "steps=12"]
+SMALL = [
+    "model.layers=2",
+    "model.hidden=16",
+    "model.heads=2",
+    "model.sequence=16",
+    "micro_batch_size=1",
+    "data.limit_bytes=100000",
+    "steps=12",
+]
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 6), st.integers(2, 30), st.integers(0, 99))
-def test_kills_leave_every_stage_a_worker(replicas: int, stages: int, micro_batches: int, steps: int, seed: int) -> None:
+def test_kills_leave_every_stage_a_worker(
+    replicas: int, stages: int, micro_batches: int, steps: int, seed: int
+) -> None:
     topology = Topology(replicas, stages, micro_batches)
     found = kills(published.TRACE, published.TRACE_ENDS_H, topology, steps, seed)
     view = topology.full().without(*(fault.seat for fault in found))
@@ -29,7 +39,9 @@ def test_kills_leave_every_stage_a_worker(replicas: int, stages: int, micro_batc
     assert len(found) <= (9 * len(topology.seats) + 12) // 24
     at = [Instruction.parse(fault.where) for fault in found]
     assert all(2 <= one.step <= steps for one in at) and [one.step for one in at] == sorted(one.step for one in at)
-    assert all(one.stage == fault.seat.stage and one.micro_batch.replica == fault.seat.replica for one, fault in zip(at, found))
+    assert all(
+        one.stage == fault.seat.stage and one.micro_batch.replica == fault.seat.replica for one, fault in zip(at, found)
+    )
 
 
 def test_the_papers_trace_on_the_papers_cluster_loses_nine() -> None:
@@ -46,7 +58,9 @@ def test_the_papers_trace_on_the_papers_cluster_loses_nine() -> None:
         ("gpt3_6_7b", 8, (5, 5, 4, 4, 4, 4, 4, 4), (6855, 6870)),
     ],
 )
-def test_the_large_ones_on_the_meta_device(script, experiment: str, stages: int, layers: tuple[int, ...], millions: tuple[int, int]) -> None:
+def test_the_large_ones_on_the_meta_device(
+    script, experiment: str, stages: int, layers: tuple[int, ...], millions: tuple[int, int]
+) -> None:
     """Untied head and learned positions count here; the published sizes count one embedding."""
     from recycle_plugin.adapters.megatron.gpt import GPTShape
 
@@ -67,7 +81,9 @@ def test_the_large_ones_on_the_meta_device(script, experiment: str, stages: int,
 def test_gpt_tiny_under_the_trace_trains_what_it_trains_without(tmp_path) -> None:
     losses = {}
     for faults in ("none", "trace"):
-        with TrainingRun(tmp_path / faults, 4, ["experiment=gpt_tiny", f"faults={faults}", *SMALL], script=SCRIPT) as run:
+        with TrainingRun(
+            tmp_path / faults, 4, ["experiment=gpt_tiny", f"faults={faults}", *SMALL], script=SCRIPT
+        ) as run:
             outcome = run.finish(timeout_s=280)
         assert outcome.code == 0 and not outcome.restarted
         losses[faults] = outcome.losses

@@ -27,7 +27,9 @@ class FakeCoordinator:
         self.heard: list[object] = []
         self.news = threading.Condition()
 
-    def session(self, rank: int, wait_timeout_s: float = 10.0, ended_early: Callable[[Session], None] | None = None) -> Session:
+    def session(
+        self, rank: int, wait_timeout_s: float = 10.0, ended_early: Callable[[Session], None] | None = None
+    ) -> Session:
         """A session of this process."""
         return Session(InProcess(self._answer), rank, wait_timeout_s, ended_early)
 
@@ -55,7 +57,9 @@ class FakeCoordinator:
     def hear(self, kind: type) -> list[object]:
         """All messages of this kind, once there is one."""
         with self.news:
-            assert self.news.wait_for(lambda: any(isinstance(one, kind) for one in self.heard), 30), f"no {kind.__name__}"
+            assert self.news.wait_for(lambda: any(isinstance(one, kind) for one in self.heard), 30), (
+                f"no {kind.__name__}"
+            )
             return [one for one in self.heard if isinstance(one, kind)]
 
     def close(self) -> None:
@@ -71,6 +75,10 @@ def coordinator():
     fake.close()
 
 
-def generation(number: int, ranks: list[int], from_step: int = 0, addresses: dict[int, str] | None = None) -> Generation:
-    members = tuple(Member(rank, Seat(rank, 0), (addresses or {}).get(rank, f"tcp://127.0.0.1:{rank + 1}"), "h") for rank in ranks)
+def generation(
+    number: int, ranks: list[int], from_step: int = 0, addresses: dict[int, str] | None = None
+) -> Generation:
+    members = tuple(
+        Member(rank, Seat(rank, 0), (addresses or {}).get(rank, f"tcp://127.0.0.1:{rank + 1}"), "h") for rank in ranks
+    )
     return Generation(number, members, from_step, "test", 0.0)

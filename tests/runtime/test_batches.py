@@ -15,7 +15,10 @@ def test_tensors_in_tuples_and_lists_come_back_with_the_label():
     assert described(tensors) == [1, 4] and all(torch.is_tensor(tensor) for tensor in tensors)
     (found_ids, (found_mask, nothing)), found_labels = unpacked(tensors)
     assert nothing is None
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in ((found_ids, ids), (found_mask, mask), (found_labels, labels)))
+    assert all(
+        torch.equal(a, b) and a.dtype == b.dtype
+        for a, b in ((found_ids, ids), (found_mask, mask), (found_labels, labels))
+    )
 
 
 def test_neither_the_iterator_nor_the_model_can_change_what_is_kept():
@@ -26,7 +29,9 @@ def test_neither_the_iterator_nor_the_model_can_change_what_is_kept():
     assert unpacked(tensors)[0].tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("batch, name", [(({"text": torch.zeros(1)}, None), "dict"), ((torch.zeros(1), "label"), "str")])
+@pytest.mark.parametrize(
+    "batch, name", [(({"text": torch.zeros(1)}, None), "dict"), ((torch.zeros(1), "label"), "str")]
+)
 def test_what_cannot_travel_is_named(batch, name):
     with pytest.raises(RecycleError, match=f"a batch has a {name} in it"):
         packed(batch)

@@ -33,7 +33,9 @@ def loop_of(session) -> BlockingLoop:
     steps.applied(1)
     machine = TorchMachine(session, Nothing(), Nothing(), FaultScript((), Seat(0, 0)))
     worker = Worker(machine, shape, StepStore(Seat(0, 0), 1), steps, Judging())
-    return BlockingLoop(session, worker, machine, shape, CostModel((1000,), (1000,), (1000,)), Policy(), steps, lambda: None)
+    return BlockingLoop(
+        session, worker, machine, shape, CostModel((1000,), (1000,), (1000,)), Policy(), steps, lambda: None
+    )
 
 
 def test_settling_has_a_deadline_that_names_the_step(coordinator):

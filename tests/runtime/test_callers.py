@@ -1,4 +1,6 @@
-"""What torch's collectives give once a member is lost, where they are refused, and ``recycle_plugin.mean``; three real processes over Gloo."""
+"""What torch's collectives give once a member is lost, where they are refused, and ``recycle_plugin.mean``; three real
+processes over Gloo.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ DIED = "rank 2 is lost"
 
 
 class Calls:
-    """What a script may ask for, as rank ``rank`` of RANKS, each with 1 more than its rank; ``own``: its group of one."""
+    """What a script may ask for, as rank ``rank`` of RANKS, each with 1 more than its rank; ``own``: its group of
+    one.
+    """
 
     def __init__(self, rank: int, own) -> None:
         self.rank, self.own, self.peer, self.op = rank, own, 1 - rank, dist.ReduceOp
@@ -71,7 +75,9 @@ class Calls:
     def exchanged(self, peer: int) -> float:
         """More than the system's buffers hold."""
         held = torch.zeros(1 << 20)
-        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, self.value(1 << 20), peer), dist.P2POp(dist.irecv, held, peer)]):
+        for work in dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, self.value(1 << 20), peer), dist.P2POp(dist.irecv, held, peer)]
+        ):
             work.wait()
         return held.sum().item() / held.numel()
 
@@ -85,7 +91,12 @@ class Calls:
         return {
             "sum": lambda: [self.added() for _ in range(2)],
             "product": lambda: self.added(op.PRODUCT),
-            "average": lambda: (self.added(op.AVG), self.added(op.AVG, async_op=True), self.mean(), dist.get_world_size()),
+            "average": lambda: (
+                self.added(op.AVG),
+                self.added(op.AVG, async_op=True),
+                self.mean(),
+                dist.get_world_size(),
+            ),
             "average of whole numbers": lambda: dist.all_reduce(torch.tensor([1]), op.AVG),
             "largest and smallest": lambda: (self.extreme(op.MAX), self.extreme(op.MIN)),
             "sum in a group of one": lambda: self.added(group=self.own),
@@ -154,11 +165,16 @@ def after_a_loss(rank: int, address: tuple[str, int], store_port: int, results) 
     calls = Calls(rank, [dist.new_group([one]) for one in range(RANKS)][rank])
     session.between_steps = lambda: session.adopt(session.pending)
     average = calls.op.AVG
-    found = {"average": [calls.added(average), calls.mean(), calls.reduced(0, average)], "whole": in_a_program(calls, session)}
+    found = {
+        "average": [calls.added(average), calls.mean(), calls.reduced(0, average)],
+        "whole": in_a_program(calls, session),
+    }
     if rank < 2:
         dist.barrier()  # which breaks
         assert session.number == 1
-        found |= {name: tried(call) for name, call in calls.between_steps().items()} | {"lost": in_a_program(calls, session)}
+        found |= {name: tried(call) for name, call in calls.between_steps().items()} | {
+            "lost": in_a_program(calls, session)
+        }
         with session.at_work(Instruction.parse("1REDUCE@1")):
             found["the plugin's own sum"] = calls.extreme(calls.op.SUM)
         found["in a thread"] = in_a_thread(dist.barrier)
@@ -177,7 +193,10 @@ def said():
 
     coordinator, context = FakeCoordinator(), multiprocessing.get_context("spawn")
     results, store_port = context.Queue(), free_port()
-    started = [context.Process(target=after_a_loss, args=(rank, coordinator.address, store_port, results), daemon=True) for rank in range(RANKS)]
+    started = [
+        context.Process(target=after_a_loss, args=(rank, coordinator.address, store_port, results), daemon=True)
+        for rank in range(RANKS)
+    ]
     try:
         for process in started:
             process.start()
@@ -206,9 +225,18 @@ GIVES = {
     "a group of the live": [1.0, 2.0],
     "the plugin's own sum": 3.0,
 }
-NEEDS_ALL = ("all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter_tensor", "all_to_all_single", "all_gather_object")
+NEEDS_ALL = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "all_gather_object",
+)
 REFUSED = {
-    "average of whole numbers": "torch.distributed.all_reduce with ReduceOp.AVG of a tensor of torch.int64: whole numbers have no average",
+    "average of whole numbers": "torch.distributed.all_reduce with ReduceOp.AVG of a tensor of torch.int64: whole "
+    "numbers have no average",
     "reduce to the lost": "cannot reduce to rank 2: that worker is lost",
     "broadcast from the lost": "cannot broadcast from rank 2: that worker is lost",
     "send to the lost": "cannot send to rank 2: that worker is lost",
@@ -222,7 +250,9 @@ REFUSED = {
 def test_what_the_live_members_get(said, call):
     found, _ = said
     assert [found[rank][call] for rank in (0, 1)] == [GIVES[call]] * 2
-    assert [found[rank]["sum in a group of one"] for rank in (0, 1)] == [1.0, 2.0] and [found[rank]["a batch of two"] for rank in (0, 1)] == [2.0, 1.0]
+    assert [found[rank]["sum in a group of one"] for rank in (0, 1)] == [1.0, 2.0] and [
+        found[rank]["a batch of two"] for rank in (0, 1)
+    ] == [2.0, 1.0]
 
 
 def test_a_reduction_changes_its_destination_only(said):
@@ -239,7 +269,11 @@ def test_what_can_not_be_right_is_refused(said, call):
         print(text)
         if call in NEEDS_ALL:
             name = "all_gather" if call == "all_gather_object" else call
-            assert text.startswith(f"torch.distributed.{name} over ranks 0, 1, 2, called at ") and HERE in text and f"needs every member, and {DIED}" in text
+            assert (
+                text.startswith(f"torch.distributed.{name} over ranks 0, 1, 2, called at ")
+                and HERE in text
+                and f"needs every member, and {DIED}" in text
+            )
         else:
             assert text.startswith(REFUSED[call])
         assert len(text) < 400 and "\n" not in text
@@ -254,8 +288,14 @@ def test_each_line_that_adds_up_is_said_once(said):
         file, line = note.details["line"].rsplit(":", 1)
         assert note.rank == 0 and Path(file).name == HERE and note.details["lost"] == [2]
         called = Path(file).read_text().splitlines()[int(line) - 1].strip()
-        assert called in ("work = dist.all_reduce(held, reduction, **named)", "dist.reduce(held, destination, reduction)")
-        assert "adds up what 2 of 3 have, rank 2 being lost" in note.text and "recycle_plugin.mean(tensor, group)" in note.text
+        assert called in (
+            "work = dist.all_reduce(held, reduction, **named)",
+            "dist.reduce(held, destination, reduction)",
+        )
+        assert (
+            "adds up what 2 of 3 have, rank 2 being lost" in note.text
+            and "recycle_plugin.mean(tensor, group)" in note.text
+        )
     for rank in (0, 1):
         assert "adds up what 2 of 3 have" in found[rank]["raise"] and f"{HERE}:" in found[rank]["raise"]
 
@@ -270,7 +310,11 @@ def test_inside_a_program_all_of_them_are_refused_by_name(said, when, work, name
         assert texts.pop("in a group of one") == rank + 1.0
         for called, text in texts.items():
             called = {"all_reduce, later": "all_reduce", "a mean": "all_reduce"}.get(called, called)
-            assert text.startswith(f"torch.distributed.{called} over ranks 0, 1, 2, called at ") and f"in {name}: " in text and HERE in text
+            assert (
+                text.startswith(f"torch.distributed.{called} over ranks 0, 1, 2, called at ")
+                and f"in {name}: " in text
+                and HERE in text
+            )
             assert "recycle_plugin.mean(tensor, group)" in text and "\n" not in text
 
 
@@ -284,15 +328,26 @@ def plain(rank: int, port: int, results) -> None:
     held = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True) * (rank + 1)
     made = recycle_plugin.mean(held.t())
     large = recycle_plugin.mean(torch.tensor(60000.0, dtype=torch.float16))
-    found = (before, made.tolist(), held.tolist()[0], made.requires_grad, large.item(), str(large.dtype), recycle_plugin.mean(torch.tensor(1.0 + rank), alone).item(),
-             recycle_plugin.mean(torch.tensor([1j * rank])).tolist(), recycle_plugin.mean(torch.empty(0, 2)).shape)  # fmt: skip
+    found = (
+        before,
+        made.tolist(),
+        held.tolist()[0],
+        made.requires_grad,
+        large.item(),
+        str(large.dtype),
+        recycle_plugin.mean(torch.tensor(1.0 + rank), alone).item(),
+        recycle_plugin.mean(torch.tensor([1j * rank])).tolist(),
+        recycle_plugin.mean(torch.empty(0, 2)).shape,
+    )
     results.put((rank, found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def test_the_mean_in_a_job_of_torch_alone():
-    """Before there are groups, in a group of one, of a tensor that is no block of memory, in half precision, of complex numbers, of nothing."""
+    """Before there are groups, in a group of one, of a tensor that is no block of memory, in half precision, of complex
+    numbers, of nothing.
+    """
     from tests.support.cluster import free_port
 
     context, port = multiprocessing.get_context("spawn"), free_port()
@@ -308,11 +363,24 @@ def test_the_mean_in_a_job_of_torch_alone():
         for process in started:
             process.kill()
     for rank in range(2):
-        expected = [[1.5, 4.5], [3.0, 6.0]], [rank + 1.0, 2 * (rank + 1.0)], False, 60000.0, "torch.float16", rank + 1.0, [0.5j], (0, 2)
+        expected = (
+            [[1.5, 4.5], [3.0, 6.0]],
+            [rank + 1.0, 2 * (rank + 1.0)],
+            False,
+            60000.0,
+            "torch.float16",
+            rank + 1.0,
+            [0.5j],
+            (0, 2),
+        )
         assert found[rank] == ([float(rank), 3.0], *expected)
 
 
 @pytest.mark.parametrize("dtype", ("int64", "bool"))
 def test_the_mean_of_whole_numbers_is_refused(dtype):
-    with pytest.raises(TypeError, match=rf"recycle_plugin\.mean of a tensor of torch\.{dtype}: whole numbers have no average of their kind; convert it"):
+    with pytest.raises(
+        TypeError,
+        match=rf"recycle_plugin\.mean of a tensor of torch\.{dtype}: whole numbers have no average of their kind; "
+        r"convert it",
+    ):
         recycle_plugin.mean(torch.ones(2, dtype=getattr(torch, dtype)))

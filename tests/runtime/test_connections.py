@@ -51,7 +51,9 @@ def ends(request) -> Iterator[Ends]:
         found = Ends(connect(listener.getsockname(), PATIENCE_S), answered, lambda: hang_up(listener, accepting))
     else:
         refused: list[int] = []
-        found = Ends(InProcess(lambda end: end.close() if refused else answer(end)), answered, lambda: refused.append(1))
+        found = Ends(
+            InProcess(lambda end: end.close() if refused else answer(end)), answered, lambda: refused.append(1)
+        )
     yield found
     found.hang_up()
     for end in (found.near, *made):
@@ -143,6 +145,7 @@ def test_several_messages_come_in_one_piece(ends):
 
 def test_both_ends_speak_at_once(ends):
     """More than any buffer holds, so each has to be read while it speaks."""
+
     def speak(end: Control) -> list[bool]:
         return [end.send(MIDDLE, PATIENCE_S) for _ in range(20)]
 
@@ -152,10 +155,15 @@ def test_both_ends_speak_at_once(ends):
 
 
 def test_several_threads_send_and_no_message_is_torn(ends):
-    said = [in_thread(lambda rank=rank: [ends.near.send(beat, PATIENCE_S) for beat in beats(100, rank)]) for rank in range(4)]
+    said = [
+        in_thread(lambda rank=rank: [ends.near.send(beat, PATIENCE_S) for beat in beats(100, rank)])
+        for rank in range(4)
+    ]
     heard = hear(ends.far, 400)
     assert all(all(each()) for each in said)
-    assert [[beat for beat in heard if beat.rank == rank] for rank in range(4)] == [beats(100, rank) for rank in range(4)]
+    assert [[beat for beat in heard if beat.rank == rank] for rank in range(4)] == [
+        beats(100, rank) for rank in range(4)
+    ]
 
 
 def test_it_says_when_there_is_something_to_read(ends):
@@ -193,7 +201,11 @@ def test_a_broken_connection_takes_what_is_said_and_raises_nothing(ends):
     gone(ends.near)
     assert ends.near.send(Over(0)) and ends.near.push() and ends.near.receive(PATIENCE_S) is None
     ends.near.close()
-    assert ends.near.send(Over(0), PATIENCE_S) and ends.near.receive(PATIENCE_S) is None and ends.near.broken.why == "the other end is gone"
+    assert (
+        ends.near.send(Over(0), PATIENCE_S)
+        and ends.near.receive(PATIENCE_S) is None
+        and ends.near.broken.why == "the other end is gone"
+    )
 
 
 def test_a_close_wakes_who_receives(ends):
@@ -205,6 +217,7 @@ def test_a_close_wakes_who_receives(ends):
 
 def test_a_close_wakes_who_sends(ends):
     """Nobody reads, so over sockets the first of them is never through."""
+
     def speak() -> None:
         while ends.near.broken is None:
             ends.near.send(LARGE, PATIENCE_S)
@@ -243,7 +256,10 @@ def test_a_deadline_passes_and_nothing_is_broken(ends):
     [
         (b"GET / HTTP/1.1\r\n\r\n", "a frame begins with b'GET / HTTP', and no message does"),
         (HEAD.pack(MAGIC, CONTROL.version ^ 1, 3), "all need the same version of the plugin"),
-        (HEAD.pack(MAGIC, CONTROL.version, LIMIT + 1), f"has a body of {LIMIT + 1} bytes, and at most {LIMIT} are read"),
+        (
+            HEAD.pack(MAGIC, CONTROL.version, LIMIT + 1),
+            f"has a body of {LIMIT + 1} bytes, and at most {LIMIT} are read",
+        ),
         (HEAD.pack(MAGIC, CONTROL.version, 2) + b"\x91\xc1", "is no msgpack"),
         (encode(Placed("x")), "Placed.rank is 'x', and it has to be int"),
     ],
@@ -326,6 +342,7 @@ def test_in_a_loop_a_close_wakes_who_waits(ends):
 
 def test_in_a_loop_what_is_not_taken_at_once_goes_on_its_way(ends):
     """... while the loop does other things, and in its order."""
+
     async def play() -> None:
         near, far = InLoop(ends.near), InLoop(ends.far)
         for message in (LARGE, Over(1), LARGE, Over(2)):

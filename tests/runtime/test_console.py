@@ -61,7 +61,16 @@ def test_a_console_and_a_log_on_a_full_disk(tmp_path, monkeypatch):
             announcer.close()
     logged = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     kinds = [event["event"] for event in logged]
-    assert kinds[0] == "start" and kinds.count("unwritten") == 2 and kinds.count("written") == 2 and kinds[-2:] == ["finished", "written"], kinds
+    assert (
+        kinds[0] == "start"
+        and kinds.count("unwritten") == 2
+        and kinds.count("written") == 2
+        and kinds[-2:] == ["finished", "written"]
+    ), kinds
     assert [event["step"] for event in logged if event["event"] == "committed"] == [2, 3]
     said = [line.split("] ", 1)[1] for line in (tmp_path / "console").read_text().splitlines()]
-    assert said[0] == "finished: all have left" and said[1].startswith("written: all is written again, without ") and len(said) == 2
+    assert (
+        said[0] == "finished: all have left"
+        and said[1].startswith("written: all is written again, without ")
+        and len(said) == 2
+    )

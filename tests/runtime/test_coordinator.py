@@ -28,7 +28,7 @@ from recycle_plugin.core.messages.protocol import (
     SurvivorReport,
     Terminate,
     Welcome,
-)  # fmt: skip
+)
 from recycle_plugin.runtime.control.connections import InLoop, SocketControl, connect
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.processes.accepting import PAUSE_S
@@ -111,9 +111,15 @@ def test_a_second_process_of_a_rank_is_turned_away_and_the_first_one_goes_on():
     assert kinds.count("late") == 1 and not {"lost", "left", "end"} & set(kinds[: kinds.index("committed")])
 
 
-@pytest.mark.parametrize("message", (Exited(2, 1, 0.0), Terminate(2, "a supervisor got SIGINT"), SupervisorHeartbeat(2, True)), ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    "message",
+    (Exited(2, 1, 0.0), Terminate(2, "a supervisor got SIGINT"), SupervisorHeartbeat(2, True)),
+    ids=lambda one: type(one).__name__,
+)
 def test_what_a_second_supervisor_of_a_rank_says_is_not_of_the_first_ones_worker(message):
-    """A launcher that was started twice: its worker is turned away, so it ends, and its supervisor says so of the same rank."""
+    """A launcher that was started twice: its worker is turned away, so it ends, and its supervisor says so of the same
+    rank.
+    """
     said = []
 
     async def play() -> None:
@@ -149,7 +155,9 @@ def test_what_is_not_understood_is_said_and_half_a_message_is_a_death():
             await workers[1].hear_the_end()
 
     asyncio.run(play())
-    assert warnings(said) == ["the worker of rank 1 says what can't be understood: Ready.job.stages is '2', and it has to be int"]
+    assert warnings(said) == [
+        "the worker of rank 1 says what can't be understood: Ready.job.stages is '2', and it has to be int"
+    ]
     assert [event.details["rank"] for event in said if event.kind == "lost"] in ([1, 3], [3, 1])
 
 
@@ -168,14 +176,19 @@ def test_who_does_not_say_who_it_is_is_hung_up_on_and_nobody_is_lost():
             await workers[0].hear(Committed)
 
     asyncio.run(play())
-    assert warnings(said) == ["a connection from this process says what can't be understood: a frame begins with b'GET / HTTP', and no message does"]
+    assert warnings(said) == [
+        "a connection from this process says what can't be understood: a frame begins with b'GET / HTTP', and no "
+        "message does"
+    ]
     assert "lost" not in [event.kind for event in said]
 
 
 def test_a_moment_without_descriptors_makes_it_deaf_for_that_moment_and_says_so_once(monkeypatch):
     said, made = [], []
     create = socket.create_server
-    monkeypatch.setattr(socket, "create_server", lambda *given, **named: made.append(create(*given, **named)) or made[-1])
+    monkeypatch.setattr(
+        socket, "create_server", lambda *given, **named: made.append(create(*given, **named)) or made[-1]
+    )
 
     async def play() -> None:
         async with serving(said):
@@ -192,10 +205,22 @@ def test_a_moment_without_descriptors_makes_it_deaf_for_that_moment_and_says_so_
                 control.close()
 
     asyncio.run(play())
-    assert [event.text for event in said] == ["at the coordinator a connection could not be accepted (Too many open files); it is tried again every 0.5 s, and this is said once"]
+    assert [event.text for event in said] == [
+        "at the coordinator a connection could not be accepted (Too many open files); it is tried again every 0.5 s, "
+        "and this is said once"
+    ]
 
 
-@pytest.mark.parametrize("hello", (Hello(4, "worker", 1, "h"), Hello(-1, "placing", 1, "h"), Hello(1 << 900, "supervisor", 1, "h"), Hello(0, "king", 1, "h")), ids=str)
+@pytest.mark.parametrize(
+    "hello",
+    (
+        Hello(4, "worker", 1, "h"),
+        Hello(-1, "placing", 1, "h"),
+        Hello(1 << 900, "supervisor", 1, "h"),
+        Hello(0, "king", 1, "h"),
+    ),
+    ids=str,
+)
 def test_who_is_none_of_this_jobs_is_hung_up_on(hello):
     """Another job's worker, say, whose launcher was given this port."""
     said = []
@@ -209,14 +234,18 @@ def test_who_is_none_of_this_jobs_is_hung_up_on(hello):
 
     asyncio.run(play())
     (event,) = said
-    assert event.text.startswith(f"a connection from this process says that it is {hello.role} {hello.rank}, and this job has 4 ranks")
+    assert event.text.startswith(
+        f"a connection from this process says that it is {hello.role} {hello.rank}, and this job has 4 ranks"
+    )
 
 
 def test_over_a_network_it_says_from_where(monkeypatch):
     """... and goes on answering others."""
     said, made = [], []
     create = socket.create_server
-    monkeypatch.setattr(socket, "create_server", lambda *given, **named: made.append(create(*given, **named)) or made[-1])
+    monkeypatch.setattr(
+        socket, "create_server", lambda *given, **named: made.append(create(*given, **named)) or made[-1]
+    )
 
     async def play() -> None:
         async with serving(said):

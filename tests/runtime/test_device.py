@@ -1,4 +1,6 @@
-"""What everything that tensors are computed on does (runtime/device.py), and what waits for one whose copies are late."""
+"""What everything that tensors are computed on does (runtime/device.py), and what waits for one whose copies are
+late.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,12 @@ def test_there_and_back_every_dtype_and_shape_is_the_same_bit_for_bit(device, dt
 def test_what_comes_to_the_host_is_contiguous_there_and_has_no_graph(device, shared):
     (made,) = there(device, torch.arange(12.0).reshape(3, 4))
     (found,) = device.to_host([made.t().requires_grad_() * 1], "", shared=shared).wait(WAIT_S)
-    assert found.is_contiguous() and ours.on_host(found) and not found.requires_grad and torch.equal(found, torch.arange(12.0).reshape(3, 4).t())
+    assert (
+        found.is_contiguous()
+        and ours.on_host(found)
+        and not found.requires_grad
+        and torch.equal(found, torch.arange(12.0).reshape(3, 4).t())
+    )
 
 
 def test_what_comes_to_the_device_is_a_leaf_without_a_graph(device):
@@ -147,13 +154,22 @@ def test_events_happen_in_their_order(device):
     first.wait(WAIT_S)
     second = device.event("")
     second.wait(WAIT_S)
-    assert first.poll() and second.poll() and second.since(first) > 0 and first.since(second) == -second.since(first) and first.since(first) == 0
+    assert (
+        first.poll()
+        and second.poll()
+        and second.since(first) > 0
+        and first.since(second) == -second.since(first)
+        and first.since(first) == 0
+    )
 
 
 @pytest.mark.parametrize("draws", (keyed, keyed_torch))
 def test_keyed_draws_are_the_same_for_the_same_seed_and_leave_the_streams_alone(device, draws):
     def draw() -> list[float]:
-        return [torch.rand(1, device=device.where).item(), *(torch.rand(1, generator=each, device=each.device).item() for each in device.generators)]
+        return [
+            torch.rand(1, device=device.where).item(),
+            *(torch.rand(1, generator=each, device=each.device).item() for each in device.generators),
+        ]
 
     torch.manual_seed(3)
     before = draw()
@@ -169,7 +185,9 @@ def test_keyed_draws_are_the_same_for_the_same_seed_and_leave_the_streams_alone(
 
 def test_the_last_generator_is_the_devices_own_and_all_are_default_ones(device):
     torch.manual_seed(11)
-    assert device.generators[-1].device.type == device.where.type and all(generator.initial_seed() == 11 for generator in device.generators)
+    assert device.generators[-1].device.type == device.where.type and all(
+        generator.initial_seed() == 11 for generator in device.generators
+    )
 
 
 def test_memory_is_what_is_used_and_what_there_is(device):
@@ -190,7 +208,9 @@ def test_a_device_is_found_by_where_its_tensors_are_and_another_kind_is_refused_
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("asked, found, supported", [(None, None, True), ("cuda", None, False), ("cpu", "cuda", True), (None, "cuda", False)])
+@pytest.mark.parametrize(
+    "asked, found, supported", [(None, None, True), ("cuda", None, False), ("cpu", "cuda", True), (None, "cuda", False)]
+)
 def test_a_job_runs_on_what_it_was_asked_to_or_else_on_what_torch_finds(monkeypatch, asked, found, supported):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: found is not None)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(found))
@@ -313,7 +333,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_copy_that_fails_is_an_error_of_the_senders_at_its_next_call_and_no_peers_fault(pair, late, call, monkeypatch):
+def test_a_copy_that_fails_is_an_error_of_the_senders_at_its_next_call_and_no_peers_fault(
+    pair, late, call, monkeypatch
+):
     (sender, receiver), blamed = pair, []
     monkeypatch.setattr(sender, "_broke", blamed.append)
     late.breaks = RuntimeError("an illegal memory access")
@@ -322,7 +344,9 @@ def test_a_copy_that_fails_is_an_error_of_the_senders_at_its_next_call_and_no_pe
     copy.come()
     with sender._session.changed:
         assert sender._session.changed.wait_for(lambda: sender._failure is not None, WAIT_S)
-    with pytest.raises(RecycleError, match=r"act of stage 0, micro-batch 0\.0, step 1 could not be sent: an illegal memory access"):
+    with pytest.raises(
+        RecycleError, match=r"act of stage 0, micro-batch 0\.0, step 1 could not be sent: an illegal memory access"
+    ):
         CALLS[call](sender, receiver.address)
     assert not Inbox(receiver).take() and not sender._outboxes[receiver.address].backlog and not blamed
 
@@ -332,7 +356,9 @@ def test_a_copy_that_does_not_come_in_time_is_one_too_and_says_what_it_was(pair,
     sender._session.wait_timeout_s = 0.05
     sender.send(receiver.address, act(0), Host(late).keep((torch.ones(3),)), 0)
     sender._session.wait_timeout_s = WAIT_S
-    with pytest.raises(RecycleError, match=r"micro-batch 0\.0, step 1 could not be sent: waited 0\.05 s for what goes to a peer"):
+    with pytest.raises(
+        RecycleError, match=r"micro-batch 0\.0, step 1 could not be sent: waited 0\.05 s for what goes to a peer"
+    ):
         Inbox(sender).wait(act(5))
 
 
@@ -394,4 +420,6 @@ def test_what_a_device_fails_with_is_raised_by_the_instruction(coordinator):
     device = LateDevice()
     device.breaks = RuntimeError("an illegal memory access")
     with pytest.raises(RuntimeError, match="an illegal memory access"):
-        Operations(coordinator.session(0), Computing(device), None, None, None).compute(Instruction(Op.W, 0, MicroBatch(0, 1), 3), None, False)
+        Operations(coordinator.session(0), Computing(device), None, None, None).compute(
+            Instruction(Op.W, 0, MicroBatch(0, 1), 3), None, False
+        )

@@ -125,7 +125,9 @@ def test_survivors_leave_a_blocked_operation_and_go_on(processes, between_steps,
     coordinator, context = FakeCoordinator(), multiprocessing.get_context("spawn")
     results, store_port = Results(context), free_port()
     for rank in range(RANKS):
-        process = context.Process(target=worker, args=(rank, coordinator.address[1], store_port, results.queue, between_steps), daemon=True)
+        process = context.Process(
+            target=worker, args=(rank, coordinator.address[1], store_port, results.queue, between_steps), daemon=True
+        )
         process.start()
         processes.append(process)
     for _ in range(RANKS):
@@ -145,7 +147,9 @@ def test_survivors_leave_a_blocked_operation_and_go_on(processes, between_steps,
 
 
 def overtaken(rank: int, port: int, store_port: int, results, last: str) -> None:
-    """Rank 0 is through with the first sum, and in the second, when rank 2 dies; rank 1 hears of the death before it hears that the first is over."""
+    """Rank 0 is through with the first sum, and in the second, when rank 2 dies; rank 1 hears of the death before it
+    hears that the first is over.
+    """
     import torch
     import torch.distributed as dist
 
@@ -211,7 +215,9 @@ def test_who_hears_of_a_loss_before_the_end_of_a_sum_takes_no_other_for_it(proce
     coordinator, context = FakeCoordinator(), multiprocessing.get_context("spawn")
     results, store_port = Results(context), free_port()
     for rank in range(RANKS):
-        process = context.Process(target=overtaken, args=(rank, coordinator.address[1], store_port, results.queue, last), daemon=True)
+        process = context.Process(
+            target=overtaken, args=(rank, coordinator.address[1], store_port, results.queue, last), daemon=True
+        )
         process.start()
         processes.append(process)
     for _ in range(RANKS):
@@ -222,7 +228,9 @@ def test_who_hears_of_a_loss_before_the_end_of_a_sum_takes_no_other_for_it(proce
     if FIRST[last]:
         assert results.of("both", {0, 1}) == dict.fromkeys(range(2), (FIRST[last], [300.0] * 3))
     else:
-        assert results.of("both", {1})[1].startswith("all_gather was over on rank 0 and not on rank 1 when a worker was lost, and its result")
+        assert results.of("both", {1})[1].startswith(
+            "all_gather was over on rank 0 and not on rank 1 when a worker was lost, and its result"
+        )
     coordinator.close()
 
 
@@ -234,8 +242,12 @@ COLLECTIVES = {
     "scatter": lambda group, weight: group.scatter([weight], [[torch.zeros(3)]], dist.ScatterOptions()),
     "reduce": lambda group, weight: group.reduce([weight], dist.ReduceOptions()),
     "all_gather_single": lambda group, weight: group.all_gather_single(torch.zeros(3), weight),
-    "reduce_scatter_single": lambda group, weight: group.reduce_scatter_single(torch.zeros(3), weight, dist.ReduceScatterOptions()),
-    "all_to_all_single": lambda group, weight: group.all_to_all_single(torch.zeros(3), weight, [], [], dist.AllToAllOptions()),
+    "reduce_scatter_single": lambda group, weight: group.reduce_scatter_single(
+        torch.zeros(3), weight, dist.ReduceScatterOptions()
+    ),
+    "all_to_all_single": lambda group, weight: group.all_to_all_single(
+        torch.zeros(3), weight, [], [], dist.AllToAllOptions()
+    ),
 }
 
 
@@ -251,7 +263,14 @@ def test_a_collective_of_the_script_over_parameters_waits_for_their_commit(coord
     coordinator.tell(generation(1, [0]))
     session.wait("the start", lambda: session.pending, interruptible=False)
     session.adopt(session.pending)
-    alone = SimpleNamespace(group_rank=0, group_size=1, group_id="alone", store=dist.HashStore(), timeout=timedelta(seconds=30), global_ranks_in_group=[0])
+    alone = SimpleNamespace(
+        group_rank=0,
+        group_size=1,
+        group_id="alone",
+        store=dist.HashStore(),
+        timeout=timedelta(seconds=30),
+        global_ranks_in_group=[0],
+    )
     group = MemberGroup(session, Callers(session), Outcomes(session), alone)
     with touch.lifted():
         pass

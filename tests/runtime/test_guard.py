@@ -26,8 +26,9 @@ def in_a_process(run: Callable[[], int]) -> int:
 
 @pytest.fixture
 def through(monkeypatch):
-    """Starts a guard whose supervisor has ended well, and returns when its host has heard so: (the guard's process, what the host hears).
-    The host may take no time to end, once nobody is left."""
+    """Starts a guard whose supervisor has ended well, and returns when its host has heard so: (the guard's process,
+    what the host hears). The host may take no time to end, once nobody is left.
+    """
     monkeypatch.setattr(guard, "HOST_S", 0.0)
     test, host = socket.socketpair()
     started = []

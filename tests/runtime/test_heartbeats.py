@@ -34,7 +34,11 @@ def test_a_beat_says_what_the_worker_is_at(coordinator):
         heartbeats.beat()
     said = beats(coordinator, 3)
     assert [(beat.rank, beat.number, beat.done) for beat in said] == [(3, 1, 0), (3, 2, 0), (3, 3, 1)]
-    assert [(beat.at, beat.what) for beat in said] == [(ELSEWHERE, SCRIPT), (ELSEWHERE, "a checkpoint"), (WAITS, "whatever")]
+    assert [(beat.at, beat.what) for beat in said] == [
+        (ELSEWHERE, SCRIPT),
+        (ELSEWHERE, "a checkpoint"),
+        (WAITS, "whatever"),
+    ]
 
 
 def test_who_was_said_to_compute_says_at_once_when_that_is_over(coordinator):
@@ -47,7 +51,11 @@ def test_who_was_said_to_compute_says_at_once_when_that_is_over(coordinator):
     with heartbeats.at(COMPUTES, "0F0.1@1"):
         pass
     heartbeats.beat()
-    assert [(beat.at, beat.what) for beat in beats(coordinator, 3)] == [(COMPUTES, "0F0.0@1"), (WAITS, ""), (ELSEWHERE, SCRIPT)]
+    assert [(beat.at, beat.what) for beat in beats(coordinator, 3)] == [
+        (COMPUTES, "0F0.0@1"),
+        (WAITS, ""),
+        (ELSEWHERE, SCRIPT),
+    ]
 
 
 def test_a_worker_whose_promise_has_run_out_asks_before_it_acts(coordinator):
@@ -84,7 +92,9 @@ def test_a_membership_change_is_heard_while_the_word_is_waited_for(coordinator):
         session.await_lease("0REDUCE@4")
 
 
-@pytest.mark.parametrize(("message", "reason"), [(Fence(1, "it is stopped"), "it is stopped"), (generation(2, [0]), "test")])
+@pytest.mark.parametrize(
+    ("message", "reason"), [(Fence(1, "it is stopped"), "it is stopped"), (generation(2, [0]), "test")]
+)
 def test_a_worker_that_was_given_up_is_told_and_nobody_else(coordinator, message, reason):
     told: queue.Queue = queue.Queue()
     sessions = [coordinator.session(rank) for rank in (0, 1)]

@@ -1,4 +1,5 @@
-"""Operations that a script has started and not yet waited for, in health and over the loss of a member; two or three real processes over Gloo.
+"""Operations that a script has started and not yet waited for, in health and over the loss of a member; two or three
+real processes over Gloo.
 
 Each test is a scenario that every rank runs; in some rank 2 dies, of which the others hear from the test.
 """
@@ -52,10 +53,17 @@ class Script:
         self.session.adopt(self.session.wait("another membership", lambda: self.session.pending, interruptible=False))
 
 
-def worker(scenario: Callable[[Script], Any], rank: int, ranks: int, coordinator: tuple[str, int], port: int, result: Any) -> None:
+def worker(
+    scenario: Callable[[Script], Any], rank: int, ranks: int, coordinator: tuple[str, int], port: int, result: Any
+) -> None:
     session = Session(connect(coordinator, LONG_S), rank, wait_timeout_s=WAIT_S)
     group.register(session)
-    dist.init_process_group("recycle", store=dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False), rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "recycle",
+        store=dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False),
+        rank=rank,
+        world_size=ranks,
+    )
     script = Script(rank, session, dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False))
     session.between_steps = script.recover
     try:
@@ -71,7 +79,12 @@ def run(scenario: Callable[[Script], Any], ranks: int, loses: bool = False) -> l
     context.set_forkserver_preload(["torch", "recycle_plugin.runtime.collectives.group"])
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     ends = [context.Pipe(duplex=False) for _ in range(ranks)]
-    started = [context.Process(target=worker, args=(scenario, rank, ranks, coordinator.address, store.port, end[1]), daemon=True) for rank, end in enumerate(ends)]
+    started = [
+        context.Process(
+            target=worker, args=(scenario, rank, ranks, coordinator.address, store.port, end[1]), daemon=True
+        )
+        for rank, end in enumerate(ends)
+    ]
     try:
         for process, (_, writing) in zip(started, ends):
             process.start()
@@ -168,16 +181,25 @@ def two_receives(script: Script) -> tuple[str, float]:
 
 def test_which_of_two_receives_has_a_message_must_be_clear():
     (said, got), _ = run(two_receives, 2)
-    assert said.startswith("torch.distributed.recv with tag 0 while another one is under way, one of them from any source: wait for that one first") and got == 2.0
+    assert (
+        said.startswith(
+            "torch.distributed.recv with tag 0 while another one is under way, one of them from any source: wait for "
+            "that one first"
+        )
+        and got == 2.0
+    )
 
 
 def backwards(script: Script) -> list[float]:
     """Of all kinds, waited for from the last one on; the first ones' results are there too when all is over."""
     held = [script.value(), script.value(LARGE), script.value(), torch.zeros(1), torch.zeros(2)]
     works = [
-        dist.all_reduce(held[0], async_op=True), dist.all_reduce(held[1], dist.ReduceOp.MAX, async_op=True), dist.broadcast(held[2], 1, async_op=True),
-        dist.all_to_all_single(torch.zeros(2), torch.zeros(2), async_op=True), dist.all_gather_into_tensor(held[4], script.value(), async_op=True),
-    ]  # fmt: skip
+        dist.all_reduce(held[0], async_op=True),
+        dist.all_reduce(held[1], dist.ReduceOp.MAX, async_op=True),
+        dist.broadcast(held[2], 1, async_op=True),
+        dist.all_to_all_single(torch.zeros(2), torch.zeros(2), async_op=True),
+        dist.all_gather_into_tensor(held[4], script.value(), async_op=True),
+    ]
     works[-1].wait()
     for work in reversed(works[1:]):
         work.wait()
@@ -191,7 +213,9 @@ def test_the_order_of_waits_is_free():
 
 
 def sums_between(script: Script) -> tuple[float, float]:
-    """Rank 1 asks for the script's sum only after the plugin's own, as somebody does who was still in the step when another had left it."""
+    """Rank 1 asks for the script's sum only after the plugin's own, as somebody does who was still in the step when
+    another had left it.
+    """
     asked, own, later = script.value(), 10 * script.value(), script.rank == 1
     work = None if later else dist.all_reduce(asked, async_op=True)
     with script.session.at_work(Instruction.parse("1REDUCE@1")):
@@ -208,14 +232,21 @@ def test_the_plugins_own_sums_are_no_others():
 
 
 def in_flight(script: Script) -> Any:
-    """Two sums and two messages, started when rank 2 is there and over when it is not; of the two others one waits for nothing before the other has all."""
+    """Two sums and two messages, started when rank 2 is there and over when it is not; of the two others one waits for
+    nothing before the other has all.
+    """
     rank, peer = script.rank, 1 - script.rank
     dist.barrier()
     if rank == 2:
         script.hear("started", 0, 1)
         script.die()
     first, second, got = script.value(LARGE), script.value(), torch.zeros(LARGE)
-    works = [dist.all_reduce(first, async_op=True), dist.irecv(got, peer), dist.all_reduce(second, dist.ReduceOp.AVG, async_op=True), dist.isend(script.value(LARGE), peer)]
+    works = [
+        dist.all_reduce(first, async_op=True),
+        dist.irecv(got, peer),
+        dist.all_reduce(second, dist.ReduceOp.AVG, async_op=True),
+        dist.isend(script.value(LARGE), peer),
+    ]
     script.say("started")
     before = [first[0].item(), second.item()]
     if rank == 1:
@@ -232,7 +263,9 @@ def in_flight(script: Script) -> Any:
 def test_what_is_in_flight_survives_a_loss():
     """It starts again among the live in the order of the calls, whoever waits for it, and in which order."""
     own = [1.0, 2.0]
-    assert run(in_flight, 3, loses=True) == [([own[rank], own[rank]], [[3.0], [1.5], [own[1 - rank]], [3.0]]) for rank in range(2)] + [DIED]
+    assert run(in_flight, 3, loses=True) == [
+        ([own[rank], own[rank]], [[3.0], [1.5], [own[1 - rank]], [3.0]]) for rank in range(2)
+    ] + [DIED]
 
 
 def polled_over_a_loss(script: Script) -> float | str:
@@ -255,7 +288,9 @@ def test_who_only_looks_survives_a_loss_too():
 
 
 def asked_too_late(script: Script) -> Any:
-    """Rank 2 is through with a broadcast from it when rank 3 dies; rank 1, to which another one would hand it on, asks for it only when it has heard of the death."""
+    """Rank 2 is through with a broadcast from it when rank 3 dies; rank 1, to which another one would hand it on, asks
+    for it only when it has heard of the death.
+    """
     dist.barrier()
     held, total = script.value(), script.value()
     work = None if script.rank == 1 else dist.broadcast(held, 2, async_op=True)
@@ -276,7 +311,9 @@ def test_who_asks_when_the_others_are_through_has_their_result():
 
 
 def broken_off(script: Script) -> Any:
-    """Inside a step: a sum of the script's that it waits for there, and the plugin's own, in buffers that were made for it."""
+    """Inside a step: a sum of the script's that it waits for there, and the plugin's own, in buffers that were made for
+    it.
+    """
     dist.barrier()
     contribution, seen = script.value(LARGE), []
     asked = script.value(LARGE)
@@ -303,6 +340,10 @@ def broken_off(script: Script) -> Any:
 
 
 def test_what_is_broken_off_leaves_nothing_half_done():
-    """The plugin's sum is made again, of contributions that nobody has changed; the script's has its old value until it has the new one."""
+    """The plugin's sum is made again, of contributions that nobody has changed; the script's has its old value until it
+    has the new one.
+    """
     own = [1.0, 2.0]
-    assert run(broken_off, 3, loses=True) == [([([own[rank]], [own[rank]])] * 2, [3.0], [3.0]) for rank in range(2)] + [DIED]
+    assert run(broken_off, 3, loses=True) == [([([own[rank]], [own[rank]])] * 2, [3.0], [3.0]) for rank in range(2)] + [
+        DIED
+    ]

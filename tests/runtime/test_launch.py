@@ -1,4 +1,6 @@
-"""What the launch module knows before there is a worker: the script's command, where ranks go, and the process that workers are forked from."""
+"""What the launch module knows before there is a worker: the script's command, where ranks go, and the process that
+workers are forked from.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ ON = {"recycle": {"enabled": True, "placement": "spread"}}
 
 
 def test_local_rank_goes_behind_the_script():
-    assert script_command(["--local_rank=1", "train.py", "--steps", "3"]) == ["train.py", "--local_rank=1", "--steps", "3"]
+    assert script_command(["--local_rank=1", "train.py", "--steps", "3"]) == [
+        "train.py",
+        "--local_rank=1",
+        "--steps",
+        "3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +57,9 @@ def test_placement_is_read_from_the_config_on_the_command_line(tmp_path, config,
     assert placement(["train.py", "--steps", "3", *named, "--fp32"]) == says
 
 
-@pytest.mark.parametrize("command", ([], ["train.py"], ["train.py", "--deepspeed_config"], ["train.py", "--deepspeed_config=missing.json"]))
+@pytest.mark.parametrize(
+    "command", ([], ["train.py"], ["train.py", "--deepspeed_config"], ["train.py", "--deepspeed_config=missing.json"])
+)
 def test_no_config_on_the_command_line(command):
     assert placement(command) == "deepspeed"
 
@@ -62,7 +71,11 @@ def test_placement_waits_for_no_host_for_ever(monkeypatch):
     async def play() -> None:
         hosted = await supervisor.Hosted.start(address, 2, dict(os.environ))
         environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
-        with pytest.raises(ConnectionError, match='^place 0 has got no rank within 0 s: with recycle.placement "spread" all supervisors have to be there first'):
+        with pytest.raises(
+            ConnectionError,
+            match='^place 0 has got no rank within 0 s: with recycle.placement "spread" all supervisors have to be '
+            "there first",
+        ):
             await supervisor.Supervisor(["train.py"], environment, "spread", Here(), hosted).run()
         await hosted.close()
 
@@ -73,27 +86,44 @@ def test_placement_waits_for_no_host_for_ever(monkeypatch):
 
 
 def test_options_go_before_the_script_and_its_own_behind_it():
-    assert OneHost.asked_for(["--workers", "4", __file__, "--workers", "2", "x"]) == OneHost(4, [__file__, "--workers", "2", "x"])
+    assert OneHost.asked_for(["--workers", "4", __file__, "--workers", "2", "x"]) == OneHost(
+        4, [__file__, "--workers", "2", "x"]
+    )
     port = free_port()
-    assert OneHost.asked_for(["--no-fork", f"--port={port}", "--workers=1", __file__]) == OneHost(1, [__file__], port, fork=False)
+    assert OneHost.asked_for(["--no-fork", f"--port={port}", "--workers=1", __file__]) == OneHost(
+        1, [__file__], port, fork=False
+    )
 
 
 @pytest.mark.parametrize(
     "arguments, line",
     [
-        (["--workers", "0", __file__], "--workers 0: write a whole number, 1 or more: python -m recycle_plugin.launch --workers 4 your_script.py"),
+        (
+            ["--workers", "0", __file__],
+            "--workers 0: write a whole number, 1 or more: python -m recycle_plugin.launch --workers 4 your_script.py",
+        ),
         (["--workers", "-1", __file__], "--workers -1: write a whole number"),
         (["--workers", "four", __file__], "--workers four: write a whole number"),
         (["--workers"], "--workers : write a whole number"),
-        (["--port", "4000", __file__], "how many workers? Write python -m recycle_plugin.launch --workers 4 your_script.py"),
+        (
+            ["--port", "4000", __file__],
+            "how many workers? Write python -m recycle_plugin.launch --workers 4 your_script.py",
+        ),
         (["--workers", "2"], "no training script given: write python -m recycle_plugin.launch"),
         (["--workers", "2", "nowhere.py"], "there is no nowhere.py: write the path of your training script"),
         (["--workers", "2", "/dev/null"], "/dev/null is no file that each worker can read"),
         (["--workers", "2", "/dev"], "/dev is no file that each worker can read, nor a folder with a __main__.py"),
-        (["--workers", "2", "--port", "65536", __file__], "--port 65536: write a number from 1 to 65535, or no --port at all for a free one"),
+        (
+            ["--workers", "2", "--port", "65536", __file__],
+            "--port 65536: write a number from 1 to 65535, or no --port at all for a free one",
+        ),
         (["--workers", "2", "--port", "http", __file__], "--port http: write a number from 1 to 65535"),
         (["--wrokers", "2", __file__], "--wrokers is no option of the launcher: write those of your script behind it"),
-        (["--local_rank=0"], "no training script given: deepspeed … --module recycle_plugin.launch your_script.py …, or on one host python -m"),
+        (
+            ["--local_rank=0"],
+            "no training script given: deepspeed … --module recycle_plugin.launch your_script.py …, or on one host "
+            "python -m",
+        ),
         ([], "no training script given: deepspeed"),
     ],
 )
@@ -106,7 +136,11 @@ def test_a_port_that_somebody_has():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         said = run(["--workers", "2", "--port", str(port), __file__])
-    assert said == f"recycle: error: port {port} cannot be used (Address already in use): write another --port, or no --port at all for a free one"
+    assert (
+        said
+        == f"recycle: error: port {port} cannot be used (Address already in use): write another --port, or no --port "
+        "at all for a free one"
+    )
 
 
 # --- descriptors ---------------------------------------------------------------------------------------
@@ -115,7 +149,13 @@ def test_a_port_that_somebody_has():
 def limited(command: list[str], soft: int, hard: int, **more: str) -> subprocess.CompletedProcess:
     """Python with ``command``, where no process may have more descriptors."""
     begin = f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    return subprocess.run([sys.executable, "-c", begin, *command], capture_output=True, text=True, timeout=100, env=dict(os.environ) | more)
+    return subprocess.run(
+        [sys.executable, "-c", begin, *command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=dict(os.environ) | more,
+    )
 
 
 RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -131,7 +171,10 @@ def test_a_job_that_needs_more_descriptors_than_there_can_be_ends_with_one_line(
     lines = ended.stderr.splitlines()
     assert ended.returncode == 1 and ended.stdout == "" and len(lines) == said, ended.stderr
     for line in lines:
-        assert line.startswith("recycle: error: processes may open no more than 24 files and connections here, and each needs up to 96 in a job of 8 workers (64, and 4 for each)")
+        assert line.startswith(
+            "recycle: error: processes may open no more than 24 files and connections here, and each needs up to 96 in "
+            "a job of 8 workers (64, and 4 for each)"
+        )
 
 
 def test_the_limit_is_raised_as_far_as_it_may_be_and_what_is_started_inherits_it():
@@ -181,9 +224,18 @@ def test_what_an_import_prints_is_no_answer(imported, capfd):
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", r"in the process to fork them from there are 2 threads \(.+, .+\)"),
-        ("import torch; torch.cuda.is_initialized = lambda: True", "in the process to fork them from an accelerator is in use"),
-        ("import nothing_of_this_name", "the process to fork them from exited with code 1 before it had imported imported_first"),
+        (
+            "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+            r"in the process to fork them from there are 2 threads \(.+, .+\)",
+        ),
+        (
+            "import torch; torch.cuda.is_initialized = lambda: True",
+            "in the process to fork them from an accelerator is in use",
+        ),
+        (
+            "import nothing_of_this_name",
+            "the process to fork them from exited with code 1 before it had imported imported_first",
+        ),
     ],
 )
 def test_a_process_that_should_not_be_forked_is_not(imported, text, why):
@@ -213,13 +265,20 @@ def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
             half.connect(address)
             half.sendall(LANGUAGE.encode(Request("none", (), {}, "/"))[:-1])
         ask(server.address, Request("none", (), {}, "/"), [1]).close()
-        worker = await ForkedProcess.start(server.address, imported("import os, sys; os._exit(int(sys.argv[1]))"), ["5"], dict(os.environ))
+        worker = await ForkedProcess.start(
+            server.address, imported("import os, sys; os._exit(int(sys.argv[1]))"), ["5"], dict(os.environ)
+        )
         assert await worker.wait() == 5
-        lost = await ForkedProcess.start(server.address, imported("import signal; signal.pause()"), [], dict(os.environ))
+        lost = await ForkedProcess.start(
+            server.address, imported("import signal; signal.pause()"), [], dict(os.environ)
+        )
         for child in set(children()) - before:
             os.kill(child, signal.SIGKILL)
         assert await lost.wait() == -signal.SIGKILL and await server.stop() == "was killed by signal 9 (SIGKILL)"
-        with pytest.raises(ConnectionError, match="imported_first was not started: the process that it is to be forked from can't be reached"):
+        with pytest.raises(
+            ConnectionError,
+            match="imported_first was not started: the process that it is to be forked from can't be reached",
+        ):
             await ForkedProcess.start(server.address, "imported_first", [], dict(os.environ))
 
     asyncio.run(play())
@@ -229,7 +288,9 @@ def test_it_outlives_who_asks_badly_and_says_how_a_worker_ended(imported):
 def test_a_worker_ends_as_a_process_of_its_own_would(imported, capfd, ending, code, said):
     async def play() -> None:
         server = await ServerProcess.start(["json"])
-        worker = await ForkedProcess.start(server.address, imported(f"import sys; sys.exit({ending})"), [], dict(os.environ))
+        worker = await ForkedProcess.start(
+            server.address, imported(f"import sys; sys.exit({ending})"), [], dict(os.environ)
+        )
         assert await worker.wait() == code and await server.stop() == ""
 
     asyncio.run(play())
@@ -237,7 +298,9 @@ def test_a_worker_ends_as_a_process_of_its_own_would(imported, capfd, ending, co
 
 
 def test_a_signal_reaches_a_worker_that_has_only_just_been_forked(imported):
-    """The server holds such signals back for itself; were they ignored there, a worker would lose one that comes before it is set up."""
+    """The server holds such signals back for itself; were they ignored there, a worker would lose one that comes before
+    it is set up.
+    """
 
     async def play() -> None:
         server = await ServerProcess.start(["json"])
@@ -259,7 +322,9 @@ def test_a_moment_without_descriptors_ends_no_worker_and_the_next_is_forked_afte
         server = await ServerProcess.start(["json"])
         (pid,) = set(children()) - before
         idle = psutil.Process(pid).num_fds()
-        first = await ForkedProcess.start(server.address, imported("import signal; signal.pause()"), [], dict(os.environ))
+        first = await ForkedProcess.start(
+            server.address, imported("import signal; signal.pause()"), [], dict(os.environ)
+        )
         while psutil.Process(pid).num_fds() > idle + 2:  # its own of that worker, and what was to be the worker's
             await asyncio.sleep(0.01)
         with none_left(pid):
@@ -280,14 +345,21 @@ def test_a_moment_without_descriptors_ends_no_worker_and_the_next_is_forked_afte
 REQUEST = LANGUAGE.encode(Request("m", ("a",), {"b": "c"}, "/", 3))
 
 
-@given(st.binary(max_size=60) | st.builds(lambda cut, more: REQUEST[:cut] + more, st.integers(0, len(REQUEST)), st.binary(max_size=20)), st.integers(0, 4))
+@given(
+    st.binary(max_size=60)
+    | st.builds(lambda cut, more: REQUEST[:cut] + more, st.integers(0, len(REQUEST)), st.binary(max_size=20)),
+    st.integers(0, 4),
+)
 @example(REQUEST, 3)
 def test_any_request_is_taken_or_refused_and_no_descriptor_is_kept_of_it(data, descriptors):
     open_before = len(os.listdir("/proc/self/fd"))
     near, far = socket.socketpair(socket.AF_UNIX)
     with near, far:
         if data:
-            near.sendmsg([data[: HEAD.size]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1] * descriptors))] if descriptors else [])
+            near.sendmsg(
+                [data[: HEAD.size]],
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [1] * descriptors))] if descriptors else [],
+            )
             near.sendall(data[HEAD.size :])
         near.shutdown(socket.SHUT_WR)
         try:

@@ -1,4 +1,5 @@
-"""What every link has to do (recycle_plugin/runtime/collectives/link.py): over Gloo between processes, and between threads of one.
+"""What every link has to do (recycle_plugin/runtime/collectives/link.py): over Gloo between processes, and between
+threads of one.
 
 Each test is a scenario that every member runs; what they return comes in the members' order, DIED for who has.
 """
@@ -36,7 +37,7 @@ from recycle_plugin.runtime.collectives.link import (
     ReduceScatter,
     Scatter,
     Send,
-)  # fmt: skip
+)
 from tests.support.threads_link import Meeting, ThreadsLink
 
 LONG_S, SHORT_S = 60.0, 0.2  # what must not pass, and what must
@@ -52,7 +53,14 @@ class Died(BaseException):
 class Place:
     """Of one member in a scenario; members meet at ``store`` without a link."""
 
-    def __init__(self, position: int, members: int, store: dist.Store, made: Callable[[int, dist.Store], Link], end: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        position: int,
+        members: int,
+        store: dist.Store,
+        made: Callable[[int, dist.Store], Link],
+        end: Callable[[], object],
+    ) -> None:
         self.position, self.members, self._store, self._made, self._end = position, members, store, made, end
 
     def link(self, generation: int = 1) -> Link:
@@ -80,12 +88,27 @@ def name_of(members: int) -> str:
 
 
 def gloo_link(position: int, members: int, generation: int, store: dist.Store) -> GlooLink:
-    return GlooLink(generation, Rendezvous(store), f"link{generation}", position, members, name_of(members), "127.0.0.1", timedelta(seconds=LONG_S))
+    return GlooLink(
+        generation,
+        Rendezvous(store),
+        f"link{generation}",
+        position,
+        members,
+        name_of(members),
+        "127.0.0.1",
+        timedelta(seconds=LONG_S),
+    )
 
 
 def in_a_process(scenario: Callable, position: int, members: int, port: int, results: Any) -> None:
     store = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    place = Place(position, members, store, lambda *given: gloo_link(position, members, *given), lambda: os.kill(os.getpid(), signal.SIGKILL))
+    place = Place(
+        position,
+        members,
+        store,
+        lambda *given: gloo_link(position, members, *given),
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+    )
     results.send(told(scenario, place))
     os._exit(0)  # Gloo may still look for who never comes
 
@@ -96,7 +119,8 @@ def over_gloo(scenario: Callable, members: int) -> list[Any]:
     context.set_forkserver_preload(["torch", "recycle_plugin.runtime.collectives.gloo"])
     ends = [context.Pipe(duplex=False) for _ in range(members)]
     started = [
-        context.Process(target=in_a_process, args=(scenario, position, members, store.port, writing), daemon=True) for position, (_, writing) in enumerate(ends)
+        context.Process(target=in_a_process, args=(scenario, position, members, store.port, writing), daemon=True)
+        for position, (_, writing) in enumerate(ends)
     ]
     try:
         for process, (_, writing) in zip(started, ends):
@@ -175,10 +199,17 @@ def failure_of(handle: Handle, timeout_s: float = LONG_S) -> str:
     return "none"
 
 
-def begun(place: Place, size: int, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[torch.Tensor], list[torch.Tensor] | None]]:
-    """Every operation but those between two, with the tensors that it changes here, and what they have to become (None: not defined)."""
+def begun(
+    place: Place, size: int, dtype: torch.dtype
+) -> Iterator[tuple[str, Any, list[torch.Tensor], list[torch.Tensor] | None]]:
+    """Every operation but those between two, with the tensors that it changes here, and what they have to become (None:
+    not defined).
+    """
     here, members = place.position, place.members
-    each, wide = [value(one, size, dtype) for one in range(members)], [value(one, members * size, dtype) for one in range(members)]
+    each, wide = (
+        [value(one, size, dtype) for one in range(members)],
+        [value(one, members * size, dtype) for one in range(members)],
+    )
     own, last, zeros = each[here], members - 1, lambda: torch.zeros(size, dtype=dtype)
     total, largest = torch.stack(each).sum(0).to(dtype), each[-1]
 
@@ -199,7 +230,12 @@ def begun(place: Place, size: int, dtype: torch.dtype) -> Iterator[tuple[str, An
     held = zeros()
     yield "scatter", Scatter(held, [one.clone() for one in each] if here == last else [], last), [held], [own]
     held = zeros()
-    yield "reduce-scatter", ReduceScatter(held, wide[here], ReduceOp.SUM), [held], [part(torch.stack(wide).sum(0).to(dtype))]
+    yield (
+        "reduce-scatter",
+        ReduceScatter(held, wide[here], ReduceOp.SUM),
+        [held],
+        [part(torch.stack(wide).sum(0).to(dtype))],
+    )
     held = torch.zeros(members * size, dtype=dtype)
     yield "all-to-all", AllToAll(held, wide[here], [], []), [held], [torch.cat([part(one) for one in wide])]
     yield "barrier", Barrier(), [], []
@@ -219,10 +255,17 @@ def all_at_once(place: Place) -> list[str]:
     """Of all sizes and dtypes, before the connections are there, and waited for from the last one on."""
     link, underway = place.link(), []
     for dtype, size in itertools.product(DTYPES, SIZES):
-        underway += [(f"{name} of {size} {dtype}", link.start(operation), tensors, expected) for name, operation, tensors, expected in begun(place, size, dtype)]
+        underway += [
+            (f"{name} of {size} {dtype}", link.start(operation), tensors, expected)
+            for name, operation, tensors, expected in begun(place, size, dtype)
+        ]
     for _, handle, _, _ in reversed(underway):
         handle.wait(LONG_S)
-    return [name for name, _, tensors, expected in underway if expected is not None and not all(map(torch.equal, tensors, expected))]
+    return [
+        name
+        for name, _, tensors, expected in underway
+        if expected is not None and not all(map(torch.equal, tensors, expected))
+    ]
 
 
 @pytest.mark.parametrize("scenario", [all_in_turn, all_at_once])
@@ -243,14 +286,23 @@ def test_parts_of_different_lengths(run):
 
 
 def swapped(place: Place) -> tuple[bool, list[list[float]]]:
-    """More than the system's buffers hold, in both directions, and of two tags, which are received the other way round."""
+    """More than the system's buffers hold, in both directions, and of two tags, which are received the other way
+    round.
+    """
     link, peer, size = place.link(), 1 - place.position, 1 << 20
     held = [torch.zeros(size), torch.zeros(1), torch.zeros(1)]
-    sends = [link.start(Send(torch.full((length,), 10.0 * place.position + number), peer, tag)) for number, (length, tag) in enumerate([(size, 0), (1, 1), (1, 1)])]
+    sends = [
+        link.start(Send(torch.full((length,), 10.0 * place.position + number), peer, tag))
+        for number, (length, tag) in enumerate([(size, 0), (1, 1), (1, 1)])
+    ]
     receives = [link.start(Receive(held[number], peer, tag)) for number, tag in ((1, 1), (2, 1), (0, 0))]
     for handle in (*receives, *sends):
         handle.wait(LONG_S)
-    return bool((held[0] == held[0][0]).all()), [held[number][0].item() for number in range(3)], {handle.source for handle in receives}
+    return (
+        bool((held[0] == held[0][0]).all()),
+        [held[number][0].item() for number in range(3)],
+        {handle.source for handle in receives},
+    )
 
 
 def test_two_send_to_each_other(run):
@@ -279,7 +331,9 @@ def test_who_receives_from_anyone_knows_from_whom(run):
 
 
 def one_waits_for_the_other(place: Place) -> tuple[bool, float, float]:
-    """The first has started the sum before the second has made its link; the second starts it only when it has what the first sends after that."""
+    """The first has started the sum before the second has made its link; the second starts it only when it has what the
+    first sends after that.
+    """
     if place.position == 0:
         link, total = place.link(), torch.ones(1)
         underway = link.start(AllReduce([total], ReduceOp.SUM))
@@ -300,7 +354,9 @@ def test_nothing_blocks_but_a_wait(run):
 
 
 def two_in_flight(place: Place) -> tuple[list[bool], list[float], str]:
-    """Both started before the other member starts either; the second is waited for first, with a deadline that passes first."""
+    """Both started before the other member starts either; the second is waited for first, with a deadline that passes
+    first.
+    """
     link, held = place.link(), [torch.ones(1), torch.full((1,), 10.0)]
     link.connect().wait(LONG_S)
     if place.position == 1:
@@ -352,7 +408,19 @@ def nobody_comes(place: Place) -> tuple[str, str, str, str] | None:
 def test_a_member_that_never_comes_is_named_at_the_deadline(run):
     *two, nobody = run(nobody_comes, 3)
     assert nobody is None
-    assert two == [("waited 1 s for the connections among ranks 0, 1, 2; not there of 3 are number 2", "waited 1 s for AllReduce among ranks 0, 1, 2", "Broken", "Broken", "Broken")] * 2
+    assert (
+        two
+        == [
+            (
+                "waited 1 s for the connections among ranks 0, 1, 2; not there of 3 are number 2",
+                "waited 1 s for AllReduce among ranks 0, 1, 2",
+                "Broken",
+                "Broken",
+                "Broken",
+            )
+        ]
+        * 2
+    )
 
 
 def left_behind(place: Place) -> tuple | None:
@@ -379,7 +447,15 @@ def left_behind(place: Place) -> tuple | None:
     taken.wait(LONG_S)
     untouched = all(bool((other == 3.0).all()) for other in others)
     place.hear("through", 1)  # whose part of the sum this process still has to send
-    return after[0].item(), untouched, kept.item(), len(seen), late.poll(), failure_of(late, SHORT_S), failure_of(total, SHORT_S)
+    return (
+        after[0].item(),
+        untouched,
+        kept.item(),
+        len(seen),
+        late.poll(),
+        failure_of(late, SHORT_S),
+        failure_of(total, SHORT_S),
+    )
 
 
 def test_a_late_result_touches_nothing_that_is_used(run):
@@ -391,7 +467,9 @@ def test_a_late_result_touches_nothing_that_is_used(run):
 
 
 def one_dies(place: Place, operation: Callable[[], Any]) -> str | None:
-    """Member 2, connected and through with one sum, in mid-operation of the others; who hears of it breaks what is left, which frees the rest."""
+    """Member 2, connected and through with one sum, in mid-operation of the others; who hears of it breaks what is
+    left, which frees the rest.
+    """
     link, first = place.link(), torch.ones(1)
     link.start(AllReduce([first], ReduceOp.SUM)).wait(LONG_S)
     place.meet("connected")
@@ -432,13 +510,25 @@ def dies_before_it_sends(place: Place) -> Any:
     return one_dies(place, lambda: Receive(torch.ones(1), 2, 0))
 
 
-@pytest.mark.parametrize("scenario", [dies_in_a_small_sum, dies_in_a_large_sum, dies_as_the_root, dies_in_an_all_to_all, dies_in_a_barrier, dies_before_it_sends])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        dies_in_a_small_sum,
+        dies_in_a_large_sum,
+        dies_as_the_root,
+        dies_in_an_all_to_all,
+        dies_in_a_barrier,
+        dies_before_it_sends,
+    ],
+)
 def test_a_members_death_in_mid_operation(run, scenario):
     assert run(scenario, 3) == [("Broken", 3.0, "Broken", False)] * 2 + [DIED]
 
 
 def aborted(place: Place) -> tuple[str, str]:
-    """One member waits in a thread of its own for what the other never starts; that one only hears that the connections are broken."""
+    """One member waits in a thread of its own for what the other never starts; that one only hears that the connections
+    are broken.
+    """
     link = place.link()
     link.connect().wait(LONG_S)
     if place.position == 1:
@@ -449,7 +539,10 @@ def aborted(place: Place) -> tuple[str, str]:
         return failed, failed
     handles = [link.start(AllReduce([torch.zeros(1)], ReduceOp.SUM)), link.start(Receive(torch.zeros(1), 1, 5))]
     said: list[str] = []
-    waiting = [threading.Thread(target=lambda handle=handle: said.append(failure_of(handle)), daemon=True) for handle in handles]
+    waiting = [
+        threading.Thread(target=lambda handle=handle: said.append(failure_of(handle)), daemon=True)
+        for handle in handles
+    ]
     for thread in waiting:
         thread.start()
     place.hear("waits", 1)
@@ -466,7 +559,9 @@ def test_an_abort_frees_who_waits_in_another_thread_and_elsewhere(run):
 
 
 def two_generations(place: Place) -> tuple[float, str]:
-    """The first one's second member comes only when the next one has long connected; the first is broken then, which the next does not feel."""
+    """The first one's second member comes only when the next one has long connected; the first is broken then, which
+    the next does not feel.
+    """
     first, second, total = place.link(1), place.link(2), torch.ones(1)
     early = first.connect() if place.position == 0 else None
     second.connect().wait(LONG_S)
@@ -489,7 +584,9 @@ def test_a_broken_generation_leaves_the_next_one_alone(run):
 
 
 def aborted_while_connecting(place: Place) -> tuple[float, str]:
-    """One member gives the first generation up before the other has come to it; that one comes yet, when the next has long connected."""
+    """One member gives the first generation up before the other has come to it; that one comes yet, when the next has
+    long connected.
+    """
     first, second, total = place.link(1), place.link(2), torch.ones(1)
     if place.position == 0:
         late = first.start(Barrier())
@@ -536,7 +633,9 @@ def test_a_later_generation_opens_no_connection_to_the_store():
 
     meeting = Rendezvous(Counted())
     for generation in range(3):
-        link = GlooLink(generation, meeting, f"link{generation}", 0, 1, "rank 0", "127.0.0.1", timedelta(seconds=LONG_S))
+        link = GlooLink(
+            generation, meeting, f"link{generation}", 0, 1, "rank 0", "127.0.0.1", timedelta(seconds=LONG_S)
+        )
         link.connect().wait(LONG_S)
         assert link.connected
         link.abort()

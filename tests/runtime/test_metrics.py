@@ -43,7 +43,15 @@ class Fed:
         self.say("committed", at, step=step, **{"workers": 4, "redone_s": 0.0} | details)
 
     def lost(self, seat: str, at: float, cause: Cause = Cause.DIED, seen: float | None = None) -> None:
-        self.say("lost", at, seat=seat, rank=SEATS[seat], cause=cause.value, how="", seen_at=BEGAN + (at if seen is None else seen))
+        self.say(
+            "lost",
+            at,
+            seat=seat,
+            rank=SEATS[seat],
+            cause=cause.value,
+            how="",
+            seen_at=BEGAN + (at if seen is None else seen),
+        )
 
     def resume(self, committed: int, at: float, **details: object) -> None:
         self.say("resume", at, committed=committed, **{"throughput": 1.0, "period_us": 110, "bound_us": 100} | details)
@@ -52,7 +60,10 @@ class Fed:
         return self.metrics.registry.get_sample_value(name, labels)
 
     def recovery(self) -> dict[str, float]:
-        return {phase: round(self.value("recycle_recovery_seconds_sum", phase=phase), 6) for phase in ("notice", "regroup", "finish")}
+        return {
+            phase: round(self.value("recycle_recovery_seconds_sum", phase=phase), 6)
+            for phase in ("notice", "regroup", "finish")
+        }
 
 
 @pytest.fixture
@@ -61,7 +72,11 @@ def fed() -> Fed:
 
 
 def series(fed: Fed) -> set[tuple]:
-    return {(sample.name, *sorted(sample.labels.items())) for metric in fed.metrics.registry.collect() for sample in metric.samples}
+    return {
+        (sample.name, *sorted(sample.labels.items()))
+        for metric in fed.metrics.registry.collect()
+        for sample in metric.samples
+    }
 
 
 def test_workers_by_state_and_stage(fed):
@@ -82,8 +97,13 @@ def test_failures_and_suspicions_by_cause(fed):
     fed.say("suspected", 1.0, seat="0.1", rank=2, cause="stuck", for_s=3.0)
     fed.say("cleared", 2.0, seat="0.1", rank=2)
     fed.lost("1.1", 3.0, Cause.ERROR)
-    assert {cause.value: fed.value("recycle_failures_total", cause=cause.value) for cause in Cause} == {cause.value: float(cause is Cause.ERROR) for cause in Cause}
-    assert fed.value("recycle_suspicions_total", cause="stuck") == 1 and fed.value("recycle_suspicions_total", cause="silent") == 0
+    assert {cause.value: fed.value("recycle_failures_total", cause=cause.value) for cause in Cause} == {
+        cause.value: float(cause is Cause.ERROR) for cause in Cause
+    }
+    assert (
+        fed.value("recycle_suspicions_total", cause="stuck") == 1
+        and fed.value("recycle_suspicions_total", cause="silent") == 0
+    )
 
 
 def test_a_death_is_timed_from_when_it_is_seen(fed):
@@ -114,7 +134,10 @@ def test_who_is_given_up_is_timed_from_when_it_began_to_owe(fed):
     fed.lost("1.0", 23.0)
     fed.resume(0, 24.0)
     fed.committed(1, 26.0)
-    assert fed.recovery() == {"notice": 20, "regroup": 2, "finish": 4} and fed.value("recycle_recovery_seconds_count", phase="finish") == 2
+    assert (
+        fed.recovery() == {"notice": 20, "regroup": 2, "finish": 4}
+        and fed.value("recycle_recovery_seconds_count", phase="finish") == 2
+    )
 
 
 def test_a_second_loss_before_the_first_is_over(fed):
@@ -127,7 +150,10 @@ def test_a_second_loss_before_the_first_is_over(fed):
     assert fed.recovery() == {"notice": 0, "regroup": 1.5, "finish": 2.0}
     fed.resume(4, 3.25)
     fed.committed(5, 4.0)
-    assert fed.recovery() == {"notice": 0, "regroup": 2.25, "finish": 2.75} and fed.value("recycle_recovery_seconds_count", phase="regroup") == 3
+    assert (
+        fed.recovery() == {"notice": 0, "regroup": 2.25, "finish": 2.75}
+        and fed.value("recycle_recovery_seconds_count", phase="regroup") == 3
+    )
 
 
 def test_a_loaded_checkpoint_leaves_nothing_to_be_timed(fed):
@@ -155,7 +181,11 @@ def test_steps_bubbles_and_what_was_redone(fed):
 
 def test_the_plan(fed):
     fed.resume(6, 1.0, throughput=0.75, period_us=150, bound_us=120)
-    assert [fed.value(f"recycle_{name}") for name in ("step", "plan_bound_ratio", "predicted_throughput_ratio")] == [6, 1.25, 0.75]
+    assert [fed.value(f"recycle_{name}") for name in ("step", "plan_bound_ratio", "predicted_throughput_ratio")] == [
+        6,
+        1.25,
+        0.75,
+    ]
 
 
 def ettr(fed: Fed, at: float) -> float:
@@ -220,7 +250,11 @@ def exported(endpoint: Endpoint | None) -> tuple[Exporter, list[Event]]:
     """... of a job that has started, and what it has said."""
     said: list[Event] = []
     exporter = Exporter(said.append)
-    for kind, details in (("worker", {"rank": 0, "pid": 7}), ("start", {"job": asdict(job(metrics=endpoint)), "seats": SEATS}), ("loss", {"step": 1, "loss": 0.5})):
+    for kind, details in (
+        ("worker", {"rank": 0, "pid": 7}),
+        ("start", {"job": asdict(job(metrics=endpoint)), "seats": SEATS}),
+        ("loss", {"step": 1, "loss": 0.5}),
+    ):
         exporter.take(Event(kind, "", details), 1.0)
     return exporter, said
 
@@ -238,7 +272,11 @@ def test_port_0_is_one_that_is_free_and_is_said(address, monkeypatch):
     try:
         assert said.kind == "metrics" and said.details["url"] in said.text and said.details["port"] > 0
         lines = scraped(said.details["url"]).splitlines()
-        assert "recycle_loss 0.5" in lines and 'recycle_workers{state="live"} 4.0' in lines and not [line for line in lines if "_created" in line]
+        assert (
+            "recycle_loss 0.5" in lines
+            and 'recycle_workers{state="live"} 4.0' in lines
+            and not [line for line in lines if "_created" in line]
+        )
     finally:
         exporter.close()
     with socket.socket() as probe:
@@ -260,7 +298,11 @@ def test_where_nobody_can_listen_there_is_a_warning(address):
         exporter, (said,) = exported(Endpoint(address, port := taken.getsockname()[1]))
         exporter.take(Event("loss", "", {"step": 2, "loss": 0.25}), 2.0)
         exporter.close()
-    assert said.kind == "warning" and said.text.startswith(f"metrics: nobody can listen on {address}:{port} (") and "\n" not in said.text
+    assert (
+        said.kind == "warning"
+        and said.text.startswith(f"metrics: nobody can listen on {address}:{port} (")
+        and "\n" not in said.text
+    )
 
 
 def test_where_nobody_asks_for_metrics_nothing_listens():
@@ -271,14 +313,20 @@ def test_where_nobody_asks_for_metrics_nothing_listens():
 
 
 def expressions() -> list[str]:
-    return [target["expr"] for panel in json.loads((DOCS / "grafana.json").read_text())["panels"] for target in panel["targets"]]
+    return [
+        target["expr"]
+        for panel in json.loads((DOCS / "grafana.json").read_text())["panels"]
+        for target in panel["targets"]
+    ]
 
 
 def test_the_board_asks_for_metrics_that_there_are(fed):
     known = {name for name, *_ in series(fed)}
     asked = {name for text in expressions() for name in re.findall(r"recycle_\w+", text)}
     assert asked <= known, asked - known
-    assert {metric.name for metric in fed.metrics.registry.collect()} <= {re.sub("_(total|sum|count|bucket)$", "", name) for name in asked}
+    assert {metric.name for metric in fed.metrics.registry.collect()} <= {
+        re.sub("_(total|sum|count|bucket)$", "", name) for name in asked
+    }
 
 
 def test_the_page_describes_each_metric(fed):

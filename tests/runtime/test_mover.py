@@ -1,5 +1,6 @@
-"""What everything that moves tensors between workers does (runtime/movers/mover.py): they arrive under their own name, whole, with their sender's era; what somebody lost
-has sent is heard, and nothing of it after."""
+"""What everything that moves tensors between workers does (runtime/movers/mover.py): they arrive under their own name,
+whole, with their sender's era; what somebody lost has sent is heard, and nothing of it after.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def on_host(request):
     return lambda *tensors: host.keep(tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
+)
 def test_every_dtype_and_shape_travels_bit_for_bit(pair, dtype, on_host):
     sender, receiver = pair
     tensors = tuple(torch.randint(0, 2, shape).to(dtype) for shape in [(2, 3, 4), (1,), (0, 5), ()])
@@ -69,7 +72,11 @@ def test_what_has_arrived_is_handed_over_once_with_its_senders_era_also_when_tha
     sender.wait_sent([receiver.address])
     sender.leave(set())
     receiver.hear_out(set())
-    assert [(datum, valid_from) for datum, _, valid_from in receiver.arrivals()] == [(act(0), 3), (act(0), 3), (act(1), 4)]
+    assert [(datum, valid_from) for datum, _, valid_from in receiver.arrivals()] == [
+        (act(0), 3),
+        (act(0), 3),
+        (act(1), 4),
+    ]
     assert not list(receiver.arrivals())
 
 

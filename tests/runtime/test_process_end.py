@@ -31,6 +31,11 @@ SCRIPT = """
 @pytest.mark.parametrize("code", (0, 3))
 def test_a_scripts_own_threads_end_before_a_process_that_ends_well(code):
     """... and a daemon that never does is not waited for."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(SCRIPT).replace('CODE', str(code))], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT).replace("CODE", str(code))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == code and not done.stderr
     assert sorted(done.stdout.split("\n")) == (["", "at exit", "pool", "thread"] if code == 0 else ["", "at exit"])

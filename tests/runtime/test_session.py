@@ -91,13 +91,17 @@ def test_a_coordinator_that_says_nonsense_is_as_good_as_gone_and_the_reason_is_k
     session = coordinator.session(0)
     coordinator.tell(Committed(1))
     coordinator.tell(encode(Committed("2")))
-    with pytest.raises(JobEnded, match="the coordinator can't be understood: Committed.step is '2', and it has to be int"):
+    with pytest.raises(
+        JobEnded, match="the coordinator can't be understood: Committed.step is '2', and it has to be int"
+    ):
         session.wait("nothing", lambda: None)
     assert session.committed == 1 and session.coordinator_is_gone
 
 
 def test_a_session_that_is_not_welcomed_says_why():
-    with pytest.raises(RecycleError, match="the coordinator has not welcomed rank 3 within 60 s: the other end is gone"):
+    with pytest.raises(
+        RecycleError, match="the coordinator has not welcomed rank 3 within 60 s: the other end is gone"
+    ):
         Session(InProcess(lambda far: far.close()), 3)
 
 
@@ -108,7 +112,9 @@ def test_a_newer_generation_replaces_the_one_that_is_waited_for(coordinator):
     coordinator.tell(generation(2, [0]))
     assert session.wait("where to go on", lambda: session.resume_of(first), interruptible=False) is False
     coordinator.tell(Resume(2, 4))
-    assert session.wait("where to go on", lambda: session.resume_of(session.pending), interruptible=False) == Resume(2, 4)
+    assert session.wait("where to go on", lambda: session.resume_of(session.pending), interruptible=False) == Resume(
+        2, 4
+    )
     session.adopt(session.pending)
     assert session.number == 2 and session.pending is None
 
@@ -117,7 +123,9 @@ def test_contributions_are_handed_out_until_a_later_step_is_committed(coordinato
     session = coordinator.session(0, wait_timeout_s=0.2)
     coordinator.tell(Collected(2, "loss", {"0.0": 1.5}))
     for _ in range(2):
-        assert session.wait("all contributions to the loss of step 2", lambda: session.collected(2, "loss")) == {"0.0": 1.5}
+        assert session.wait("all contributions to the loss of step 2", lambda: session.collected(2, "loss")) == {
+            "0.0": 1.5
+        }
     coordinator.tell(Committed(3))
     session.wait_committed(3)
     with pytest.raises(WaitTimeout, match="contributions to the loss of step 2"):

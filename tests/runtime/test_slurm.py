@@ -7,10 +7,22 @@ import pytest
 from recycle_plugin.runtime.processes.slurm import NoPlace, described, first_host, tasks
 
 TASK = {
-    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-    "SLURM_STEP_NODELIST": "node[07-09,12]", "SLURM_JOB_ID": "123456",
-}  # fmt: skip
-PLACE = {"RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "MASTER_ADDR": "node07", "MASTER_PORT": "23456"}
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "node[07-09,12]",
+    "SLURM_JOB_ID": "123456",
+}
+PLACE = {
+    "RANK": "5",
+    "WORLD_SIZE": "7",
+    "LOCAL_RANK": "1",
+    "LOCAL_SIZE": "2",
+    "MASTER_ADDR": "node07",
+    "MASTER_PORT": "23456",
+}
 
 
 def test_a_task_of_srun():
@@ -32,7 +44,10 @@ def test_nobody_has_started_it(environment):
         described(environment)
 
 
-@pytest.mark.parametrize("nodes, first", [("a", "a"), ("a,b", "a"), ("n[3,5],m", "n3"), ("n[01-04]", "n01"), ("r[1-2]n[07,09]x,b[1-2]", "r1n07x")])
+@pytest.mark.parametrize(
+    "nodes, first",
+    [("a", "a"), ("a,b", "a"), ("n[3,5],m", "n3"), ("n[01-04]", "n01"), ("r[1-2]n[07,09]x,b[1-2]", "r1n07x")],
+)
 def test_first_host(nodes, first):
     assert first_host(nodes) == first
 

@@ -44,7 +44,9 @@ class Coordinator:
         connection, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(self.listener), PATIENCE_S)
         far = InLoop(SocketControl(connection))
         hello = await far.receive(PATIENCE_S)
-        assert isinstance(hello, Hello) and (hello.rank, hello.role) == (1, "supervisor"), "the first message, whatever else is to be said"
+        assert isinstance(hello, Hello) and (hello.rank, hello.role) == (1, "supervisor"), (
+            "the first message, whatever else is to be said"
+        )
         far.send(Welcome(1, "job"))
         return far
 
@@ -131,7 +133,11 @@ def test_a_coordinator_that_says_nonsense_is_gone_and_the_reason_is_said(monkeyp
             far.close()
 
     asyncio.run(play())
-    assert capsys.readouterr().err == "recycle: error: the coordinator can't be understood: a frame begins with b'Traceback ', and no message does\n"
+    assert (
+        capsys.readouterr().err
+        == "recycle: error: the coordinator can't be understood: a frame begins with b'Traceback ', and no message "
+        "does\n"
+    )
 
 
 def test_a_store_whose_end_nobody_tells_holds_up_nobody(monkeypatch):

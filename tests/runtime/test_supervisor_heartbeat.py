@@ -13,9 +13,17 @@ def test_pulses_get_through_and_nothing_else_does():
     async def exchange() -> list[object]:
         taken, last = [], SupervisorHeartbeat(3, False)
         arrived = asyncio.Event()
-        listener = await pulse.listen(("127.0.0.1", 0), lambda message: (taken.append(message), message == last and arrived.set()))
+        listener = await pulse.listen(
+            ("127.0.0.1", 0), lambda message: (taken.append(message), message == last and arrived.set())
+        )
         line = await pulse.connect(listener.get_extra_info("sockname"))
-        for data in (b"\xff{", b"[]", encode(Hello(1, "worker", 1, "h")), encode(SupervisorHeartbeat(1, True)), encode(last)):
+        for data in (
+            b"\xff{",
+            b"[]",
+            encode(Hello(1, "worker", 1, "h")),
+            encode(SupervisorHeartbeat(1, True)),
+            encode(last),
+        ):
             line.sendto(data)
         await asyncio.wait_for(arrived.wait(), 10)
         line.close()

@@ -1,4 +1,7 @@
-"""The mover between hosts: connections that break, come late or say nonsense.  What every mover does is in test_mover.py."""
+"""The mover between hosts: connections that break, come late or say nonsense.
+
+What every mover does is in test_mover.py.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ def test_non_contiguous_tensors_that_need_a_graph_travel_from_host_memory(pair):
 
 
 def test_what_a_lost_peer_has_sent_is_heard_though_nobody_has_opened_to_it_yet(coordinator, monkeypatch):
-    """Its connection is made, and what it has sent is in this host's memory; the thread that lets peers in has had no time."""
+    """Its connection is made, and what it has sent is in this host's memory; the thread that lets peers in has had no
+    time.
+    """
     opened, create = threading.Event(), socket.create_server
 
     class Late:
@@ -108,7 +113,9 @@ class Nothing:
     compute = None
 
 
-def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after_meeting_again_arrives(pair, coordinator):
+def test_the_coordinator_hears_of_a_connection_that_broke_and_what_is_sent_after_meeting_again_arrives(
+    pair, coordinator
+):
     sender, receiver = pair
     members = (Member(0, Seat(0, 0), sender.address, "h"), Member(1, Seat(0, 1), receiver.address, "h"))
     sender._session.adopt(Generation(3, members, 0, "start", 0.0))
@@ -138,7 +145,11 @@ def test_half_a_tensor_of_a_peer_that_dies_in_it_is_none(pair):
     sender, receiver = pair
     host, _, port = receiver.address.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port))) as dying:
-        dying.sendall(LANGUAGE.encode(Sender("tcp://dying:1")) + LANGUAGE.encode(Header(act(0), 0, (("float32", (4,)),))) + b"12345678")
+        dying.sendall(
+            LANGUAGE.encode(Sender("tcp://dying:1"))
+            + LANGUAGE.encode(Header(act(0), 0, (("float32", (4,)),)))
+            + b"12345678"
+        )
     sender.send(receiver.address, act(1), There((torch.tensor([1]),)), 0)
     inbox = Inbox(receiver)
     inbox.wait(act(1))
@@ -160,9 +171,18 @@ def test_a_moment_without_descriptors_makes_nobody_deaf_and_is_said_once(pair, c
             peer.sendall(LANGUAGE.encode(Sender("tcp://peer:1")) + LANGUAGE.encode(Header(act(0), 7, ())))
             (note,) = coordinator.hear(Note)
             assert not receiver.hears()
-        assert [valid_from for _, _, valid_from in receiver._session.wait("the peer's datum", lambda: list(receiver.arrivals()) or None)] == [7]
+        assert [
+            valid_from
+            for _, _, valid_from in receiver._session.wait(
+                "the peer's datum", lambda: list(receiver.arrivals()) or None
+            )
+        ] == [7]
     assert receiver.hears() and coordinator.hear(Note) == [note]
-    assert note.text == "at worker 1 a connection could not be accepted (Too many open files); it is tried again every 0.5 s, and this is said once"
+    assert (
+        note.text
+        == "at worker 1 a connection could not be accepted (Too many open files); it is tried again every 0.5 s, and "
+        "this is said once"
+    )
 
 
 def test_who_has_no_descriptor_for_a_connection_tries_again(pair):
@@ -177,18 +197,30 @@ def test_who_has_no_descriptor_for_a_connection_tries_again(pair):
 
 def test_who_finds_no_descriptor_complains_of_itself(pair, coordinator, monkeypatch):
     sender, receiver = pair
-    sender._session.adopt(Generation(3, (Member(0, Seat(0, 0), sender.address, "h"), Member(1, Seat(0, 1), receiver.address, "h")), 0, "start", 0.0))
+    sender._session.adopt(
+        Generation(
+            3,
+            (Member(0, Seat(0, 0), sender.address, "h"), Member(1, Seat(0, 1), receiver.address, "h")),
+            0,
+            "start",
+            0.0,
+        )
+    )
     monkeypatch.setattr(transport, "CONNECT_S", 0.0)
     with none_left(os.getpid()):
         sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
         assert coordinator.hear(Missing) == [Missing(0, 3, "a connection (Too many open files)", "0.0")]
 
 
-def test_who_lets_nobody_in_says_so_when_something_does_not_come_and_when_all_meet_again(pair, coordinator, monkeypatch):
+def test_who_lets_nobody_in_says_so_when_something_does_not_come_and_when_all_meet_again(
+    pair, coordinator, monkeypatch
+):
     receiver, session = pair[1], pair[1]._session
     session.adopt(Generation(3, (Member(1, Seat(0, 1), receiver.address, "h"),), 0, "start", 0.0))
     session.wait_timeout_s = 0.05
-    machine = TorchMachine(session, receiver, Operations(session, Nothing(), None, None, None), FaultScript((), Seat(0, 1)))
+    machine = TorchMachine(
+        session, receiver, Operations(session, Nothing(), None, None, None), FaultScript((), Seat(0, 1))
+    )
     for name in ("CONNECT_S", "DEATH_S"):
         monkeypatch.setattr(transport, name, 0.2)
     monkeypatch.setattr(receiver, "_let_in", lambda connection, peer: connection.close())  # as a thread that is stuck
@@ -203,14 +235,18 @@ def test_who_lets_nobody_in_says_so_when_something_does_not_come_and_when_all_me
 
 
 shapes = st.lists(st.integers(-2, 5) | st.integers(), max_size=3).map(tuple)
-types = st.sampled_from(("float32", "bool", "complex64", "quint8", "bits8", "nn", "int4", "__name__")) | st.text(max_size=3)
+types = st.sampled_from(("float32", "bool", "complex64", "quint8", "bits8", "nn", "int4", "__name__")) | st.text(
+    max_size=3
+)
 headers = st.builds(Header, st.just(act(0)), st.integers(), st.lists(st.tuples(types, shapes), max_size=2).map(tuple))
 
 
 @st.composite
 def nonsense(draw) -> bytes:
     """Frames of movers', good ones too, with some bytes changed; or anything."""
-    frames = st.lists(st.builds(Sender, st.text(max_size=5)) | headers, max_size=3).map(lambda said: b"".join(map(LANGUAGE.encode, said)))
+    frames = st.lists(st.builds(Sender, st.text(max_size=5)) | headers, max_size=3).map(
+        lambda said: b"".join(map(LANGUAGE.encode, said))
+    )
     data = bytearray(draw(st.binary(max_size=60) | frames))
     for _ in range(draw(st.integers(0, 2))):
         place = draw(st.integers(0, len(data)))

@@ -63,7 +63,10 @@ def test_no_part_of_a_line_stays_where_the_room_ends_in_it(tmp_path, said, say):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     lines.add("the last")
     lines.close()
-    assert path.read_text().splitlines() == ["number 0", "number 1", "the last"] and said == [(UNWRITTEN, 0), (WRITTEN, 3)]
+    assert path.read_text().splitlines() == ["number 0", "number 1", "the last"] and said == [
+        (UNWRITTEN, 0),
+        (WRITTEN, 3),
+    ]
 
 
 def test_what_is_not_due_yet_is_not_tried(said, say, monkeypatch):
@@ -82,18 +85,30 @@ def test_what_is_not_due_yet_is_not_tried(said, say, monkeypatch):
 
 @pytest.mark.parametrize(
     "number, words",
-    ((errno.ENOSPC, "disk full: "), (errno.EDQUOT, "disk quota used up: "), (errno.EROFS, "disk read-only: "), (errno.EACCES, "permission denied: "),
-     (errno.EIO, "disk broken (input/output error): "), (errno.EFBIG, "File too large: ")),
-)  # fmt: skip
+    (
+        (errno.ENOSPC, "disk full: "),
+        (errno.EDQUOT, "disk quota used up: "),
+        (errno.EROFS, "disk read-only: "),
+        (errno.EACCES, "permission denied: "),
+        (errno.EIO, "disk broken (input/output error): "),
+        (errno.EFBIG, "File too large: "),
+    ),
+)
 def test_each_reason_has_its_words_and_room_is_told_where_it_matters(tmp_path, number, words):
     text = folders.refusal(tmp_path / "x" / "y", OSError(number, "whatever"))
-    assert text.startswith(f"{words}{tmp_path}/x/y can't be written") and (" are free" in text) == (number in (errno.ENOSPC, errno.EDQUOT))
+    assert text.startswith(f"{words}{tmp_path}/x/y can't be written") and (" are free" in text) == (
+        number in (errno.ENOSPC, errno.EDQUOT)
+    )
 
 
 def test_a_file_that_cannot_be_written_says_so_in_one_line_whatever_the_writer_says(tmp_path):
     torch = pytest.importorskip("torch")
     many = {"weights": torch.zeros(100_000)}
-    for path, what, reason in ((tmp_path / "full", many, "disk full: "), (tmp_path / "none" / "x", many, "No such file or directory: "), (tmp_path / "x", {"f": lambda: 1}, "pickle")):
+    for path, what, reason in (
+        (tmp_path / "full", many, "disk full: "),
+        (tmp_path / "none" / "x", many, "No such file or directory: "),
+        (tmp_path / "x", {"f": lambda: 1}, "pickle"),
+    ):
         if path.name == "full":
             path.symlink_to("/dev/full")
         with pytest.raises(NotSaved) as caught:
@@ -104,7 +119,9 @@ def test_a_file_that_cannot_be_written_says_so_in_one_line_whatever_the_writer_s
 
 def test_the_planner_compiles_where_nothing_can_be_cached(tmp_path):
     """Whatever file it writes to has no room."""
-    (tmp_path / "sums.py").write_text("from recycle_plugin.planner.compiled import compiled\n\n@compiled\ndef add(a, b):\n    return a + b\n")
+    (tmp_path / "sums.py").write_text(
+        "from recycle_plugin.planner.compiled import compiled\n\n@compiled\ndef add(a, b):\n    return a + b\n"
+    )
     program = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY)); import sums; print(sums.add(1, 2))"
     variables = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     ended = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=100)

@@ -39,7 +39,13 @@ SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-@given(name=st.sampled_from([*ALL]), shapes=SHAPES, dtype=st.sampled_from(DTYPES), steps=st.integers(0, 2), spike=st.floats(-1e30, 1e30))
+@given(
+    name=st.sampled_from([*ALL]),
+    shapes=SHAPES,
+    dtype=st.sampled_from(DTYPES),
+    steps=st.integers(0, 2),
+    spike=st.floats(-1e30, 1e30),
+)
 @hypothesis_settings(deadline=None, max_examples=60)
 def test_any_step_comes_back_bit_for_bit(name, shapes, dtype, steps, spike):
     """Gradients that overflow included, whatever they leave behind."""
@@ -79,7 +85,9 @@ def kind(request) -> str:
 
 
 def test_parameters_and_moments_keep_their_storage(kind):
-    """Both are views into flat buffers, as DeepSpeed's may be; whoever holds the flat buffer sees the old values too."""
+    """Both are views into flat buffers, as DeepSpeed's may be; whoever holds the flat buffer sees the old values
+    too.
+    """
     flat = torch.arange(10.0)
     views = [torch.nn.Parameter(flat[:6].view(2, 3)), torch.nn.Parameter(flat[6:])]
     subject = Subject(ALL["adam"], kind, views)
@@ -103,7 +111,11 @@ def test_schedules_counts_and_hyper_parameters_come_back_exactly(kind):
     subject.optimizer.param_groups[0] |= {"weight_decay": 0.7, "betas": (0.1, 0.2), "new": 1}
     subject.undo.restore()
     after = subject.state()
-    assert after["param_groups"] == before["param_groups"] and after["scheduler"] == before["scheduler"] and after["count"] == 1
+    assert (
+        after["param_groups"] == before["param_groups"]
+        and after["scheduler"] == before["scheduler"]
+        and after["count"] == 1
+    )
     assert [state["step"].item() for state in after["state"].values()] == [1, 1]
 
 
@@ -119,7 +131,9 @@ def test_a_learning_rate_in_a_tensor_comes_back_into_that_tensor(kind):
 def test_each_group_is_taken_back_with_its_own_hyper_parameters(kind):
     def make(parameters):
         slow, fast = parameters
-        return torch.optim.SGD([{"params": [slow]}, {"params": [fast], "lr": 4.0, "momentum": 0.5, "maximize": True}], lr=0.5, momentum=0.9)
+        return torch.optim.SGD(
+            [{"params": [slow]}, {"params": [fast], "lr": 4.0, "momentum": 0.5, "maximize": True}], lr=0.5, momentum=0.9
+        )
 
     subject = Subject(make, kind)
     for seed in range(2):

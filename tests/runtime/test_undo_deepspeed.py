@@ -46,7 +46,9 @@ class Kernels:
     def load(self) -> Kernels:
         return self
 
-    def multi_tensor_adam(self, chunk_size, flag, lists, lr, beta1, beta2, eps, step, mode, bias_correction, decay) -> None:
+    def multi_tensor_adam(
+        self, chunk_size, flag, lists, lr, beta1, beta2, eps, step, mode, bias_correction, decay
+    ) -> None:
         for g, p, m, v in zip(*lists):
             formula(p, g, m, v, lr, beta1, beta2, eps, step, mode == 1, bias_correction, decay)
 
@@ -61,8 +63,12 @@ class Kernels:
 
 
 MAKE = {
-    "FusedAdam": lambda ps, decoupled, **more: deepspeed_adam.FusedAdam(ps, lr=0.05, weight_decay=0.1, adam_w_mode=decoupled, **more),
-    "DeepSpeedCPUAdam": lambda ps, decoupled, **more: deepspeed_adam.DeepSpeedCPUAdam(ps, lr=0.05, weight_decay=0.1, adamw_mode=decoupled, **more),
+    "FusedAdam": lambda ps, decoupled, **more: deepspeed_adam.FusedAdam(
+        ps, lr=0.05, weight_decay=0.1, adam_w_mode=decoupled, **more
+    ),
+    "DeepSpeedCPUAdam": lambda ps, decoupled, **more: deepspeed_adam.DeepSpeedCPUAdam(
+        ps, lr=0.05, weight_decay=0.1, adamw_mode=decoupled, **more
+    ),
 }
 
 
@@ -106,12 +112,24 @@ def test_fused_adam_counts_in_the_last_parameter_only():
 def engine(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> SimpleNamespace:
     """What stock code for a step asks of its engine."""
     return SimpleNamespace(
-        basic_optimizer=optimizer, optimizer=optimizer, gradient_clipping=lambda: 1.0, torch_autocast_z0_gradscaler=None,
-        clip_fp32_gradients=lambda: parameter.grad.mul_(0.01), zero_grad=lambda: parameter.grad.zero_(), lr_scheduler=None,
-        steps_per_print=lambda: None, managed_gradient_accumulation=lambda: True, train_batch_size=lambda: 1, global_steps=0, global_samples=0, skipped_steps=0,
-        **{f"{name}_enabled": lambda: False for name in ("fp16", "bfloat16", "amp")}, zero_optimization=lambda: False,
-        quantizer=None, compression_scheduler=SimpleNamespace(step=lambda: None),  # 0.19.3 asks for these, and for amp
-    )  # fmt: skip
+        basic_optimizer=optimizer,
+        optimizer=optimizer,
+        gradient_clipping=lambda: 1.0,
+        torch_autocast_z0_gradscaler=None,
+        clip_fp32_gradients=lambda: parameter.grad.mul_(0.01),
+        zero_grad=lambda: parameter.grad.zero_(),
+        lr_scheduler=None,
+        steps_per_print=lambda: None,
+        managed_gradient_accumulation=lambda: True,
+        train_batch_size=lambda: 1,
+        global_steps=0,
+        global_samples=0,
+        skipped_steps=0,
+        **{f"{name}_enabled": lambda: False for name in ("fp16", "bfloat16", "amp")},
+        zero_optimization=lambda: False,
+        quantizer=None,
+        compression_scheduler=SimpleNamespace(step=lambda: None),  # 0.19.3 asks for these, and for amp
+    )
 
 
 def test_the_engine_keeps_the_gradient_that_is_applied_the_clipped_one():

@@ -1,4 +1,6 @@
-"""Steps taken back by their update rule: within roundings of the largest value that met in them, and refused where that fails."""
+"""Steps taken back by their update rule: within roundings of the largest value that met in them, and refused where that
+fails.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ class Rates:
     def of(cls, group: dict) -> Rates:
         coupled = group["weight_decay"] if "momentum" in group or not group.get("decoupled_weight_decay", True) else 0.0
         if "momentum" in group:
-            return cls(group["lr"], coupled, {"momentum_buffer": group["momentum"]}, {"momentum_buffer": 1 - group["dampening"]})
+            return cls(
+                group["lr"],
+                coupled,
+                {"momentum_buffer": group["momentum"]},
+                {"momentum_buffer": 1 - group["dampening"]},
+            )
         keep = dict(zip(("exp_avg", "exp_avg_sq"), group["betas"]))
         return cls(group["lr"], coupled, keep, {name: 1 - beta for name, beta in keep.items()})
 
@@ -60,7 +67,12 @@ def assert_came_back(subject: Subject, before: dict, stepped: dict, gradients: l
                 error = rates.coupled * allowed
                 if name == "exp_avg_sq":
                     given, error = given**2, 2 * given * error + error**2
-                assert_within(new, old, (unit * (made.abs() + rates.add[name] * given) + rates.add[name] * error + least) / rates.keep[name])
+                assert_within(
+                    new,
+                    old,
+                    (unit * (made.abs() + rates.add[name] * given) + rates.add[name] * error + least)
+                    / rates.keep[name],
+                )
 
 
 def assert_within(a: torch.Tensor, b: torch.Tensor, allowed: torch.Tensor) -> None:
@@ -112,7 +124,10 @@ def test_a_redo_with_the_same_gradient_ends_where_the_first_try_did(name, spike)
 
 
 def tensors(state: dict) -> list[torch.Tensor]:
-    return [*state["parameters"], *(moment for moments in state["state"].values() for moment in moments.values() if torch.is_tensor(moment))]
+    return [
+        *state["parameters"],
+        *(moment for moments in state["state"].values() for moment in moments.values() if torch.is_tensor(moment)),
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name in INVERTIBLE if "without memory" not in name])
@@ -164,7 +179,8 @@ RATE = 0.01  # of Adam in INVERTIBLE
 
 
 def moved_after_a_first_touch() -> torch.Tensor:
-    """How far a parameter goes that, like rows of an embedding, has v = 0 until a step that is taken back, and then no gradient.
+    """How far a parameter goes that, like rows of an embedding, has v = 0 until a step that is taken back, and then no
+    gradient.
 
     In units of the learning rate, and without weight decay's share.
     """
@@ -195,7 +211,9 @@ def test_with_a_clamp_at_zero_it_would_be_as_large_as_any(monkeypatch):
 @pytest.mark.parametrize("name", ["adam", "adamw", "lamb"])
 def test_after_a_spike_is_taken_back_another_gradient_moves_no_parameter_far(name):
     """What v was is lost beside the spike's square; it must not come back too small."""
-    subject, straight = (Subject(INVERTIBLE[name], "inverse", [torch.nn.Parameter(torch.ones(10000))]) for _ in range(2))
+    subject, straight = (
+        Subject(INVERTIBLE[name], "inverse", [torch.nn.Parameter(torch.ones(10000))]) for _ in range(2)
+    )
     for seed in range(5):
         subject.step(subject.random(seed, 0.01))
         straight.step(straight.random(seed, 0.01))
@@ -249,12 +267,32 @@ def single(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     ("make", "dtype", "wrong", "instead"),
     [
         (OTHERS["amsgrad"], torch.float32, "cannot take AMSGrad back", "or set amsgrad to false"),
-        (OTHERS["rmsprop"], torch.float32, "cannot take a step of RMSprop back", "or use SGD, Adam or AdamW of torch.optim"),
-        (lambda ps: Changed(ps, lr=0.1), torch.float32, "cannot take a step of Changed back", "undo_rule = one of sgd, adam, adamw, lamb"),
+        (
+            OTHERS["rmsprop"],
+            torch.float32,
+            "cannot take a step of RMSprop back",
+            "or use SGD, Adam or AdamW of torch.optim",
+        ),
+        (
+            lambda ps: Changed(ps, lr=0.1),
+            torch.float32,
+            "cannot take a step of Changed back",
+            "undo_rule = one of sgd, adam, adamw, lamb",
+        ),
         (INVERTIBLE["adam"], torch.bfloat16, "needs parameters in fp32 or fp64, and there are some in bfloat16", ""),
         (INVERTIBLE["sgd"], torch.complex64, "needs parameters in fp32 or fp64, and there are some in complex64", ""),
-        (lambda ps: torch.optim.AdamW(ps, lr=1.0, weight_decay=0.9), torch.float32, "lr x weight_decay = 0.9", "or stay at 0.5 or less"),
-        (lambda ps: torch.optim.SGD([ps[0].detach().clone()], lr=0.1), torch.float32, "parameters of its own beside the model's", ""),
+        (
+            lambda ps: torch.optim.AdamW(ps, lr=1.0, weight_decay=0.9),
+            torch.float32,
+            "lr x weight_decay = 0.9",
+            "or stay at 0.5 or less",
+        ),
+        (
+            lambda ps: torch.optim.SGD([ps[0].detach().clone()], lr=0.1),
+            torch.float32,
+            "parameters of its own beside the model's",
+            "",
+        ),
     ],
     ids=["AMSGrad", "unknown", "subclass", "bf16", "complex", "decay", "master parameters"],
 )
@@ -263,7 +301,12 @@ def test_what_cannot_be_inverted_is_refused_at_the_start(make: Make, dtype, wron
     with pytest.raises(RecycleError) as caught:
         KINDS["inverse"](stage_state(parameters, make(parameters)))
     message = str(caught.value)
-    assert message.startswith('recycle.undo: "inverse" ') and wrong in message and 'write "snapshot"' in message and instead in message
+    assert (
+        message.startswith('recycle.undo: "inverse" ')
+        and wrong in message
+        and 'write "snapshot"' in message
+        and instead in message
+    )
     assert "\n" not in message
 
 
@@ -296,7 +339,9 @@ def test_sparse_gradients_are_refused_before_the_step():
 def test_an_optimizer_that_leaves_no_trust_ratio_is_refused_before_its_second_step():
     subject = Subject(NoRatio, "inverse", single())
     subject.step(subject.random(1))
-    with pytest.raises(RecycleError, match="cannot take a step of NoRatio back, which leaves no trust_ratio in a parameter's state"):
+    with pytest.raises(
+        RecycleError, match="cannot take a step of NoRatio back, which leaves no trust_ratio in a parameter's state"
+    ):
         subject.step(subject.random(2))
 
 

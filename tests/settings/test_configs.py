@@ -43,7 +43,12 @@ def test_one_run_folder_and_one_seed():
 
 
 @pytest.mark.parametrize(
-    "override", [f"{group}={option}" for group in ("model", "topology", "data", "optimizer", "experiment") for option in options(group)]
+    "override",
+    [
+        f"{group}={option}"
+        for group in ("model", "topology", "data", "optimizer", "experiment")
+        for option in options(group)
+    ],
 )
 def test_every_option_composes(override):
     job = compose([override, *(["topology=pp2_dp2"] if override.startswith("model") else [])])
@@ -52,7 +57,9 @@ def test_every_option_composes(override):
 
 def test_emulated_costs_follow_the_model():
     job = compose(["experiment=emulated_pp4_dp3", "model.forward_ms=30"])
-    costs = Settings.from_section(job.recycle).cost_model(Topology(job.topology.replicas, job.topology.stages, job.topology.micro_batches), 1)
+    costs = Settings.from_section(job.recycle).cost_model(
+        Topology(job.topology.replicas, job.topology.stages, job.topology.micro_batches), 1
+    )
     assert costs.forward == (30_000,) * 4 and costs.weight == (20_000,) * 4
     assert job.model.layers == 4
 
@@ -80,7 +87,8 @@ def test_a_size_and_a_profile_are_overridden(tmp_path):
         (["topology.stages=9"], "topology.stages: 9 stages for 6 layers; write at most 6, or raise model.layers"),
         (
             ["recycle.enabled=true", "steps=4", 'recycle.faults=["kill 0.1 before 1F0.1@5"]'],
-            "recycle.faults[0]: 'kill 0.1 before 1F0.1@5' names step 5, and the run has steps 1 to 4; write a step such as 1F0.1@2",
+            "recycle.faults[0]: 'kill 0.1 before 1F0.1@5' names step 5, and the run has steps 1 to 4; write a step "
+            "such as 1F0.1@2",
         ),
         (["model.heads=3"], "model.heads: 3 does not divide model.hidden = 128; write a divisor"),
     ],

@@ -33,7 +33,9 @@ def test_constraints_pin_every_dependency():
     pinned = (CHECKOUT / "scripts" / "constraints.txt").read_text().lower()
     parser = configparser.ConfigParser()
     parser.read(CHECKOUT / "setup.cfg")
-    wanted = parser["options"]["install_requires"].split("\n") + [line for extra in ("test", "docs") for line in parser["options.extras_require"][extra].split("\n")]
+    wanted = parser["options"]["install_requires"].split("\n") + [
+        line for extra in ("test", "docs") for line in parser["options.extras_require"][extra].split("\n")
+    ]
     for line in filter(None, map(str.strip, wanted)):
         name = line.split(">")[0]
         assert f"\n{name}==" in pinned, name
@@ -43,7 +45,9 @@ def test_constraints_pin_every_dependency():
 def test_setup_cfg_and_the_check_at_the_start_name_the_same_releases():
     parser = configparser.ConfigParser()
     parser.read(CHECKOUT / "setup.cfg")
-    declared = {one.name: one.specifier for one in map(Requirement, parser["options"]["install_requires"].split("\n")[1:])}
+    declared = {
+        one.name: one.specifier for one in map(Requirement, parser["options"]["install_requires"].split("\n")[1:])
+    }
     assert {name: declared[name] for name in RANGES} == {name: SpecifierSet(needs) for name, needs in RANGES.items()}
 
 
@@ -51,7 +55,9 @@ def test_the_documents_are_shipped():
     parser = configparser.ConfigParser()
     parser.read(CHECKOUT / "setup.cfg")
     package = CHECKOUT / "recycle_plugin"
-    shipped = {path for pattern in parser["options.package_data"]["recycle_plugin"].split() for path in package.glob(pattern)}
+    shipped = {
+        path for pattern in parser["options.package_data"]["recycle_plugin"].split() for path in package.glob(pattern)
+    }
     assert shipped == set((package / "docs").iterdir()) and len(shipped) > 8
 
 

@@ -32,7 +32,9 @@ def message(section) -> str:
 
 OF_A_PROFILE = "write the path of a file that recycle profile --out wrote"
 FAULT_LIST = 'write a list of faults such as ["kill 0.1 before 1F0.2@5"]'
-CAP = 'write a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
+CAP = (
+    'write a whole number of at least 1, a list of one for each stage, "1f1b", a size such as "12GiB", "auto", or null'
+)
 SIZE = 'write a whole number of at least 1, a size such as "2GiB", or null'
 NO_PROFILE = (
     "and without a profile nobody knows those of a micro-batch; "
@@ -60,7 +62,10 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ({"activation_cap": []}, f"recycle.activation_cap: [] is a list; {CAP}"),
         ({"activation_cap": "12 apples"}, f'recycle.activation_cap: "12 apples" is not possible; {CAP}'),
         ({"activation_cap": "0GiB"}, f'recycle.activation_cap: "0GiB" is not possible; {CAP}'),
-        ({"activation_cap": "12GiB", "costs": {"forward_ms": 2}}, f'recycle.activation_cap: "12GiB" counts bytes, {NO_PROFILE}'),
+        (
+            {"activation_cap": "12GiB", "costs": {"forward_ms": 2}},
+            f'recycle.activation_cap: "12GiB" counts bytes, {NO_PROFILE}',
+        ),
         ({"activation_cap": "auto"}, f'recycle.activation_cap: "auto" counts bytes, {NO_PROFILE}'),
         ({"keep_bytes": 0}, f"recycle.keep_bytes: 0 is not possible; {SIZE}"),
         ({"keep_bytes": 1.5}, f"recycle.keep_bytes: 1.5 is a number; {SIZE}"),
@@ -68,16 +73,19 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ({"clip": "later"}, 'recycle.clip: "later" is not possible; write "sync" or "validate"'),
         (
             {"clip": "validate", "norm": "deepspeed"},
-            'recycle.clip: "validate" contradicts recycle.norm = "deepspeed", which is no norm over all stages; write "sync", or set recycle.norm to true',
+            'recycle.clip: "validate" contradicts recycle.norm = "deepspeed", which is no norm over all stages; write '
+            '"sync", or set recycle.norm to true',
         ),
         (
             {"clip": "validate", "stagger_optimizer": False},
-            'recycle.clip: "validate" contradicts recycle.stagger_optimizer = false, by which each step waits for all stages, as it would for the norm; '
+            'recycle.clip: "validate" contradicts recycle.stagger_optimizer = false, by which each step waits for all '
+            "stages, as it would for the norm; "
             'write "sync", or set recycle.stagger_optimizer to true',
         ),
         (
             {"loss_scaling": True},
-            'recycle.loss_scaling: contradicts recycle.nonfinite = "end", since overflows are how the scale is found; write false, or set '
+            'recycle.loss_scaling: contradicts recycle.nonfinite = "end", since overflows are how the scale is found; '
+            "write false, or set "
             'recycle.nonfinite to "skip"',
         ),
         ({"norm": False}, 'recycle.norm: false is not possible; write true or "deepspeed"'),
@@ -89,35 +97,49 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
         ),
         (
             {"wait_timeout_s": 20},
-            "recycle.idle_timeout_s: 600 s is to fire before recycle.wait_timeout_s = 20 s; write less than 20, or raise recycle.wait_timeout_s "
+            "recycle.idle_timeout_s: 600 s is to fire before recycle.wait_timeout_s = 20 s; write less than 20, or "
+            "raise recycle.wait_timeout_s "
             "(also wrong: recycle.regroup_timeout_s, recycle.last_worker_timeout_s)",
         ),
         (
             {"wait_timeout_s": 600},
-            "recycle.idle_timeout_s: 600 s is to fire before recycle.wait_timeout_s = 600 s; write less than 600, or raise recycle.wait_timeout_s",
+            "recycle.idle_timeout_s: 600 s is to fire before recycle.wait_timeout_s = 600 s; write less than 600, or "
+            "raise recycle.wait_timeout_s",
         ),
         (
             {"progress_timeout_s": 120.5},
-            "recycle.progress_timeout_s: 120.5 s is to fire before recycle.busy_timeout_s = 120 s; write less than 120, or raise recycle.busy_timeout_s",
+            "recycle.progress_timeout_s: 120.5 s is to fire before recycle.busy_timeout_s = 120 s; write less than "
+            "120, or raise recycle.busy_timeout_s",
         ),
         (
             {"heartbeat_timeout_s": 400},
-            "recycle.heartbeat_timeout_s: 400 s is to fire before recycle.last_worker_timeout_s = 300 s; write less than 300, or raise recycle.last_worker_timeout_s",
+            "recycle.heartbeat_timeout_s: 400 s is to fire before recycle.last_worker_timeout_s = 300 s; write less "
+            "than 300, or raise recycle.last_worker_timeout_s",
         ),
         (
             {"exact": True, "undo": "inverse"},
-            'recycle.exact: contradicts recycle.undo = "inverse", which rounds; write false, or set recycle.undo to "snapshot"',
+            'recycle.exact: contradicts recycle.undo = "inverse", which rounds; write false, or set recycle.undo to '
+            '"snapshot"',
         ),
         (
             {"exact": True, "rng": "stream", "reroute": False},
-            'recycle.exact: contradicts recycle.rng = "stream", because who runs a micro-batch then decides its dropout mask; '
+            'recycle.exact: contradicts recycle.rng = "stream", because who runs a micro-batch then decides its '
+            "dropout mask; "
             'write false, or set recycle.rng to "keyed"',
         ),
-        ({"exact_block": 2}, "recycle.exact_block: 2 without recycle.exact = true has no effect; write null, or set recycle.exact to true"),
-        ({"exact": True, "exact_block": 0}, "recycle.exact_block: 0 is not possible; write a whole number of at least 1, or null"),
+        (
+            {"exact_block": 2},
+            "recycle.exact_block: 2 without recycle.exact = true has no effect; write null, or set recycle.exact to "
+            "true",
+        ),
+        (
+            {"exact": True, "exact_block": 0},
+            "recycle.exact_block: 0 is not possible; write a whole number of at least 1, or null",
+        ),
         (
             {"check_replicas": 10, "undo": "inverse"},
-            'recycle.check_replicas: contradicts recycle.undo = "inverse", which rounds: after a failure replicas differ without being '
+            'recycle.check_replicas: contradicts recycle.undo = "inverse", which rounds: after a failure replicas '
+            "differ without being "
             'wrong; write 0, or set recycle.undo to "snapshot"',
         ),
         (
@@ -126,14 +148,26 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
             "write false, or set recycle.reroute to true",
         ),
         ({"check_replicas": -1}, "recycle.check_replicas: -1 is not possible; write a whole number, not negative"),
-        ({"progress_timeout_s": 0.5}, "recycle.progress_timeout_s: 0.5 is not possible; write a number of seconds, at least 1"),
-        ({"heartbeat_timeout_s": 1}, "recycle.heartbeat_timeout_s: 1 is not possible; write a number of seconds, at least 2"),
+        (
+            {"progress_timeout_s": 0.5},
+            "recycle.progress_timeout_s: 0.5 is not possible; write a number of seconds, at least 1",
+        ),
+        (
+            {"heartbeat_timeout_s": 1},
+            "recycle.heartbeat_timeout_s: 1 is not possible; write a number of seconds, at least 2",
+        ),
         ({"busy_timeout_s": 0.5}, "recycle.busy_timeout_s: 0.5 is not possible; write a number of seconds, at least 1"),
-        ({"last_worker_timeout_s": 0}, "recycle.last_worker_timeout_s: 0 is not possible; write a number of seconds, at least 1"),
+        (
+            {"last_worker_timeout_s": 0},
+            "recycle.last_worker_timeout_s: 0 is not possible; write a number of seconds, at least 1",
+        ),
         ({"idle_timeout_s": 0}, "recycle.idle_timeout_s: 0 is not possible; write a number of seconds, more than 0"),
         ({"wait_timeout_s": True}, "recycle.wait_timeout_s: true is a boolean; write a number of seconds, more than 0"),
         ({"wait_timeout_s": 0}, "recycle.wait_timeout_s: 0 is not possible; write a number of seconds, more than 0"),
-        ({"wait_timeout_s": float("inf")}, "recycle.wait_timeout_s: Infinity is not possible; write a number of seconds, more than 0"),
+        (
+            {"wait_timeout_s": float("inf")},
+            "recycle.wait_timeout_s: Infinity is not possible; write a number of seconds, more than 0",
+        ),
         ({"max_slowdown": 1}, "recycle.max_slowdown: 1 is not possible; write a number between 0 and 1, or null"),
         ({"max_slowdown": "half"}, 'recycle.max_slowdown: "half" is a string; write a number between 0 and 1, or null'),
         ({"run_dir": ""}, 'recycle.run_dir: "" is not possible; write a folder\'s path, or null'),
@@ -174,7 +208,7 @@ PER_STAGE = "write a number of milliseconds, not negative, or a list of one for 
             "recycle.enabled: 2 is a whole number; write true or false (also wrong: recycle.trace, recycle.foo)",
         ),
     ],
-)  # fmt: skip
+)
 def test_every_mistake_names_the_key_and_the_fix(section, expected):
     assert message(section) == expected
 
@@ -185,7 +219,11 @@ def test_a_key_near_no_other_lists_them_all():
 
 
 @hypothesis_settings(deadline=None)  # the first example is slow on a loaded machine
-@given(st.dictionaries(st.sampled_from([*Settings.model_fields, "x"]), st.none() | st.booleans() | st.text() | st.lists(st.integers())))
+@given(
+    st.dictionaries(
+        st.sampled_from([*Settings.model_fields, "x"]), st.none() | st.booleans() | st.text() | st.lists(st.integers())
+    )
+)
 def test_any_section_gives_settings_or_one_line(section):
     try:
         Settings.from_section(section)
@@ -196,7 +234,9 @@ def test_any_section_gives_settings_or_one_line(section):
 @pytest.mark.parametrize("name", [*Settings.model_fields])
 def test_every_setting_says_what_it_does_and_refuses_auto(name):
     assert Settings.model_fields[name].description
-    assert message({name: "auto"}).startswith(f"recycle.{name}: ") if name not in ("run_dir", "checkpoint_dir") else True
+    assert (
+        message({name: "auto"}).startswith(f"recycle.{name}: ") if name not in ("run_dir", "checkpoint_dir") else True
+    )
 
 
 def test_settings_are_frozen_and_compared_by_value():
@@ -251,7 +291,14 @@ def measured(tmp_path):
 
 @pytest.mark.parametrize(
     "written, size",
-    [("12GiB", 12 << 30), ("1.5 gib", 3 << 29), ("12GB", 12 * 10**9), ("64kB", 64_000), ("7 TiB", 7 << 40), ("4096B", 4096)],
+    [
+        ("12GiB", 12 << 30),
+        ("1.5 gib", 3 << 29),
+        ("12GB", 12 * 10**9),
+        ("64kB", 64_000),
+        ("7 TiB", 7 << 40),
+        ("4096B", 4096),
+    ],
 )
 def test_a_cap_in_bytes(measured, written, size):
     assert measured(written).policy(False, 4) == Policy(memory_bytes=size)
@@ -259,17 +306,26 @@ def test_a_cap_in_bytes(measured, written, size):
 
 @pytest.mark.parametrize("undo, each", [("snapshot", 28), ("inverse", 20)])
 def test_a_cap_of_what_the_device_has_left(measured, undo, each):
-    """By hand for a device of 40 GiB: 5% stay free, ``each`` bytes a parameter are state and undo; the largest part works."""
+    """By hand for a device of 40 GiB: 5% stay free, ``each`` bytes a parameter are state and undo; the largest part
+    works.
+    """
     settings = measured("auto", device_bytes=40 << 30, dtype="fp32").model_copy(update={"undo": undo})
     found = profile.read(settings.costs.profile)
     rows = found.parts(4)
     left = [
-        int(0.95 * (40 << 30)) - each * sum(part.parameters for part in row)
-        - max(part.activation_bytes + part.pending_bytes for part in row) - 2 * found.boundary_bytes
+        int(0.95 * (40 << 30))
+        - each * sum(part.parameters for part in row)
+        - max(part.activation_bytes + part.pending_bytes for part in row)
+        - 2 * found.boundary_bytes
         for row in rows
-    ]  # fmt: skip
+    ]
     assert settings.policy(False, 4) == Policy(memory_bytes=tuple(left))
-    assert planner.plan(Topology(2, 4, 8).full(), settings.cost_model(Topology(2, 4, 8), 1), settings.policy(False, 4)).period_us > 0
+    assert (
+        planner.plan(
+            Topology(2, 4, 8).full(), settings.cost_model(Topology(2, 4, 8), 1), settings.policy(False, 4)
+        ).period_us
+        > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -296,8 +352,17 @@ def test_costs_from_a_profile(measured, split):
 
 def test_the_profile_of_another_job(measured):
     for shape, samples, expected in (
-        (Topology(2, 4, 8), 3, "measured with micro-batches of 1, and the job's have 3; measure again with recycle profile --micro-batch 3"),
-        (Topology(2, 30, 8), 1, "24 layers for 30 stages: a stage needs at least one layer; name the profile of this job's model"),
+        (
+            Topology(2, 4, 8),
+            3,
+            "measured with micro-batches of 1, and the job's have 3; measure again with recycle profile --micro-batch "
+            "3",
+        ),
+        (
+            Topology(2, 30, 8),
+            1,
+            "24 layers for 30 stages: a stage needs at least one layer; name the profile of this job's model",
+        ),
     ):
         with pytest.raises(SettingsError) as caught:
             measured().cost_model(shape, samples)
@@ -309,7 +374,11 @@ def test_a_file_that_is_no_profile(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
     said = message({"costs": {"profile": str(path)}})
-    assert said.startswith(f"recycle.costs.profile: {path} is no profile: ") and said.endswith(f"; {OF_A_PROFILE}") and "\n" not in said
+    assert (
+        said.startswith(f"recycle.costs.profile: {path} is no profile: ")
+        and said.endswith(f"; {OF_A_PROFILE}")
+        and "\n" not in said
+    )
 
 
 def test_faults_of_a_seat():
@@ -327,7 +396,15 @@ def test_costs_default_to_one_millisecond_each():
 
 
 def test_costs_in_milliseconds_become_whole_microseconds():
-    section = {"costs": {"forward_ms": [1.5, 2], "input_ms": 3, "step_ms": [0, 0.25], "communication_ms": 0.1, "dispatch_ms": 0.02}}
+    section = {
+        "costs": {
+            "forward_ms": [1.5, 2],
+            "input_ms": 3,
+            "step_ms": [0, 0.25],
+            "communication_ms": 0.1,
+            "dispatch_ms": 0.02,
+        }
+    }
     costs = Settings.from_section(section).cost_model(Topology(2, 2, 4), 1)
     assert (costs.forward, costs.input, costs.weight) == ((1500, 2000), (3000, 3000), (1000, 1000))
     assert (costs.step, costs.communication, costs.dispatch) == ((0, 250), 100, 20)
@@ -345,7 +422,10 @@ def test_the_reference_lists_every_setting():
     assert all(f"| `costs.{name}` |" in table for name in CostSettings.model_fields)
 
 
-@pytest.mark.parametrize("module", ["recycle_plugin", "recycle_plugin.settings.schema", "recycle_plugin.cli", "recycle_plugin.settings.compose"])
+@pytest.mark.parametrize(
+    "module",
+    ["recycle_plugin", "recycle_plugin.settings.schema", "recycle_plugin.cli", "recycle_plugin.settings.compose"],
+)
 def test_importing_loads_neither_torch_nor_deepspeed(module):
     code = f"import sys, {module}; print(*sorted({{'torch', 'deepspeed', 'megatron'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -1,4 +1,6 @@
-"""Each switch of the settings table, and the test that sees at run time what it does: in what is executed, in events, or in what a job leaves."""
+"""Each switch of the settings table, and the test that sees at run time what it does: in what is executed, in events,
+or in what a job leaves.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,11 @@ SEEN = {
     "regroup_timeout_s": "cluster/test_partitions.py::test_without_the_coordinator_nobody_commits_and_all_stop",
     "costs": "cluster/test_caps.py::test_room_for_one_micro_batch",
     "checkpoint": "cluster/test_saving.py::test_checkpoints_by_themselves",
-    **{f"costs.{name}": "settings/test_switches.py::test_each_cost_changes_the_plan" for name in CostSettings.model_fields if name != "profile"},
+    **{
+        f"costs.{name}": "settings/test_switches.py::test_each_cost_changes_the_plan"
+        for name in CostSettings.model_fields
+        if name != "profile"
+    },
     "costs.profile": "cluster/test_caps.py::test_what_a_profile_does_not_fit_is_refused",
     "checkpoint.overhead": "cluster/test_saving.py::test_checkpoints_by_themselves",
     "checkpoint.keep": "cluster/test_saving.py::test_checkpoints_by_themselves",
@@ -61,7 +67,10 @@ SEEN = {
 
 
 def test_no_setting_is_without_a_test_that_sees_it() -> None:
-    settings = {*Settings.model_fields, *(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)}
+    settings = {
+        *Settings.model_fields,
+        *(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields),
+    }
     assert SEEN.keys() == settings
 
 

@@ -1,8 +1,10 @@
-"""Runs a job under a real launcher, DeepSpeed's or the plugin's own for one host, kills what is to be killed, and leaves nothing behind.
+"""Runs a job under a real launcher, DeepSpeed's or the plugin's own for one host, kills what is to be killed, and
+leaves nothing behind.
 
-Workers come from a fork server (tests/support/fork_server.py), and so does the launcher's process on this host: ``deepspeed.launcher.launch``,
-which starts the supervisors itself, or ``recycle_plugin.launch --workers``, which has them all in it.  A *cold* run starts the command as a user
-does: ``deepspeed`` looks for hosts and then starts that same process, and the plain launcher starts a fork server of its own.
+Workers come from a fork server (tests/support/fork_server.py), and so does the launcher's process on this host:
+``deepspeed.launcher.launch``, which starts the supervisors itself, or ``recycle_plugin.launch --workers``, which has
+them all in it.  A *cold* run starts the command as a user does: ``deepspeed`` looks for hosts and then starts that same
+process, and the plain launcher starts a fork server of its own.
 """
 
 from __future__ import annotations
@@ -39,8 +41,12 @@ class ForkServer:
         self.path = str(folder / "fork.sock")
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "tests.support.fork_server", self.path, kind],
-            cwd=ROOT, env=environment(), stdout=subprocess.PIPE, start_new_session=True, text=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
         assert (said := self._process.stdout.readline().strip()) == f"ready {self.path}", said
 
     def stop(self) -> None:
@@ -53,17 +59,24 @@ class ForkServer:
 
     def sockets(self) -> list[str]:
         """TCP sockets that it has kept from a job: there should be none."""
-        return [f"socket {each.laddr} of the fork server" for each in psutil.Process(self._process.pid).net_connections("tcp")]
+        return [
+            f"socket {each.laddr} of the fork server"
+            for each in psutil.Process(self._process.pid).net_connections("tcp")
+        ]
 
 
 def _started(command: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
-    return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
 
 
 class WarmLauncher:
     """``python -m module arguments`` in a fork of the server.  As much of Popen as :class:`Run` needs."""
 
-    def __init__(self, server: ForkServer, module: str, arguments: list[str], variables: dict[str, str], output: TextIO) -> None:
+    def __init__(
+        self, server: ForkServer, module: str, arguments: list[str], variables: dict[str, str], output: TextIO
+    ) -> None:
         request = Request(module, tuple(arguments), variables, str(ROOT))
         self._module = module
         self._connection = ask(server.path, request, [output.fileno(), output.fileno()])
@@ -88,7 +101,9 @@ class WarmLauncher:
 
 
 class Tasks:
-    """As srun's with --no-kill: one process for each rank, of which nobody ends the others; the largest code, 128 + the signal for a killed one."""
+    """As srun's with --no-kill: one process for each rank, of which nobody ends the others; the largest code, 128 + the
+    signal for a killed one.
+    """
 
     def __init__(self, tasks: list[WarmLauncher]) -> None:
         self.tasks = tasks
@@ -100,7 +115,12 @@ class Tasks:
 
     def descendants(self) -> list[psutil.Process]:
         """Forked as the tasks are, so that they do not show their environment."""
-        return [child for task in self.tasks if task.poll() is None for child in psutil.Process(task.pid).children(recursive=True)]
+        return [
+            child
+            for task in self.tasks
+            if task.poll() is None
+            for child in psutil.Process(task.pid).children(recursive=True)
+        ]
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + (timeout or 0)
@@ -154,17 +174,29 @@ class Result:
 
 
 class Run:
-    """One job under the launcher.  ``finish`` waits for its end; ``clean`` ends whatever is left, and is called always.
+    """One job under the launcher.
 
-    ``launcher`` "deepspeed", "plain" for the plugin's own, or "tasks" for srun's way on one host.  ``cold``: everything is started as a user starts it, from the command on, workers included.
-    ``plugin``: the module under which DeepSpeed's launcher runs the script, None for the script alone, or that is the plugin's own.  ``more``: environment
+    ``finish`` waits for its end; ``clean`` ends whatever is left, and is called always.
+
+    ``launcher`` "deepspeed", "plain" for the plugin's own, or "tasks" for srun's way on one host.  ``cold``: everything
+    is started as a user starts it, from the command on, workers included. ``plugin``: the module under which
+    DeepSpeed's launcher runs the script, None for the script alone, or that is the plugin's own.  ``more``: environment
     variables.  ``one_host``: whether it is the plugin's own.
     """
 
     def __init__(
-        self, server: ForkServer, folder: Path, ranks: int, script: str, arguments: list[str],
-        plugin: str | None = "recycle_plugin.launch", cold: bool = False, port: int | None = None, launcher: str = "deepspeed", **more: str,
-    ) -> None:  # fmt: skip
+        self,
+        server: ForkServer,
+        folder: Path,
+        ranks: int,
+        script: str,
+        arguments: list[str],
+        plugin: str | None = "recycle_plugin.launch",
+        cold: bool = False,
+        port: int | None = None,
+        launcher: str = "deepspeed",
+        **more: str,
+    ) -> None:
         self.folder = folder
         self.mark = uuid.uuid4().hex
         self.port = port or free_port()
@@ -186,24 +218,39 @@ class Run:
             self.launcher = start(ranks, program, variables, output)
 
     def _cold(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
-        return _started(["deepspeed", "--num_gpus", str(ranks), "--master_port", str(self.port), *program], variables, output)
+        return _started(
+            ["deepspeed", "--num_gpus", str(ranks), "--master_port", str(self.port), *program], variables, output
+        )
 
     def _warm(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
         hosts = base64.urlsafe_b64encode(json.dumps({"localhost": list(range(ranks))}).encode()).decode()
         arguments = [f"--world_info={hosts}", "--master_addr=127.0.0.1", f"--master_port={self.port}", *program]
         return WarmLauncher(self._server, DEEPSPEED, arguments, variables, output)
 
-    def _cold_plain(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
+    def _cold_plain(
+        self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO
+    ) -> subprocess.Popen:
         module, *script = program
-        return _started([sys.executable, "-u", "-m", module, "--workers", str(ranks), "--port", str(self.port), *script], variables, output)
+        return _started(
+            [sys.executable, "-u", "-m", module, "--workers", str(ranks), "--port", str(self.port), *script],
+            variables,
+            output,
+        )
 
     def _warm_plain(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> WarmLauncher:
         module, *script = program
-        return WarmLauncher(self._server, module, ["--workers", str(ranks), "--port", str(self.port), *script], variables, output)
+        return WarmLauncher(
+            self._server, module, ["--workers", str(ranks), "--port", str(self.port), *script], variables, output
+        )
 
     def _tasks(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> Tasks:
         module, *script = program
-        sizes = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        sizes = {
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+        }
         places = [variables | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
         return Tasks([WarmLauncher(self._server, module, script, place, output) for place in places])
 
@@ -240,7 +287,10 @@ class Run:
         while not (value := found()):
             ended = self.launcher.poll() is not None
             if (ended or time.monotonic() > deadline) and not found():
-                raise AssertionError(f"no {what} within {timeout_s:.0f} s, launcher {'ended' if ended else 'running'}\n{self.output[-6000:]}")
+                raise AssertionError(
+                    f"no {what} within {timeout_s:.0f} s, launcher "
+                    f"{'ended' if ended else 'running'}\n{self.output[-6000:]}"
+                )
             time.sleep(POLL_S)
         return value
 
@@ -249,16 +299,23 @@ class Run:
             code = self.launcher.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run has not ended within {timeout_s:.0f} s\n{self.output[-6000:]}") from None
-        records = {record["rank"]: record for record in map(json.loads, (p.read_text() for p in self.folder.glob("losses/rank*.json")))}
+        records = {
+            record["rank"]: record
+            for record in map(json.loads, (p.read_text() for p in self.folder.glob("losses/rank*.json")))
+        }
         return Result(code, self.output, self.events(), records, self.folder, self.pids())
 
     def clean(self) -> list[str]:
-        """Kill what is left of the run; returns what should not have been there any more: processes, sockets, shared memory."""
+        """Kill what is left of the run; returns what should not have been there any more: processes, sockets, shared
+        memory.
+        """
         if self.launcher.poll() is not None:
             await_reports(self.mark)
         left = processes_with(self.mark) + (self.launcher.descendants() if isinstance(self.launcher, Tasks) else [])
         found = [f"process {' '.join(process.cmdline())[:200]}" for process in left if process.is_running()]
-        for pid in [process.pid for process in left] + [each.pid for each in getattr(self.launcher, "tasks", [self.launcher]) if each.poll() is None]:
+        for pid in [process.pid for process in left] + [
+            each.pid for each in getattr(self.launcher, "tasks", [self.launcher]) if each.poll() is None
+        ]:
             self._kill(pid)
         self.launcher.wait(10)
         psutil.wait_procs(left, timeout=10)
@@ -266,7 +323,9 @@ class Run:
 
     def _listening(self) -> list[str]:
         with socket.socket() as probe:
-            return [] if probe.connect_ex(("127.0.0.1", self.port)) else [f"somebody listens on master port {self.port}"]
+            return (
+                [] if probe.connect_ex(("127.0.0.1", self.port)) else [f"somebody listens on master port {self.port}"]
+            )
 
     def _shared_memory(self) -> list[str]:
         """Files named after one of the run's processes, as torch's are."""

@@ -1,7 +1,8 @@
 """Which weight gradients a step's sums are made of, worked out from the traces and events of a real job.
 
-What was run is more than what counts: a worker's gradients go down with it, and those made with weights that are rejected are void.  So this keeps, in the order
-of time, what each worker has added up, and what its stage's sum is made of.
+What was run is more than what counts: a worker's gradients go down with it, and those made with weights that are
+rejected are void.  So this keeps, in the order of time, what each worker has added up, and what its stage's sum is made
+of.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ Place = tuple[int, int]  # stage, step
 
 
 class Books:
-    """What all workers have added up so far.  ``sums``: of which micro-batches' gradients the stage's sum of the step is made, and how often of each."""
+    """What all workers have added up so far.
+
+    ``sums``: of which micro-batches' gradients the stage's sum of the step is made, and how often of each.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[Place, Counter[MicroBatch]] = {}
@@ -54,7 +58,8 @@ class Books:
 def counted(result: Result) -> dict[Place, Counter[MicroBatch]]:
     """:attr:`Books.sums` at the end of a job with ``recycle.trace``.
 
-    What happens to the membership holds from the next ``resume`` on: before it all have stopped, and nobody goes on before it is said.
+    What happens to the membership holds from the next ``resume`` on: before it all have stopped, and nobody goes on
+    before it is said.
     """
     books, happened = Books(), []
     told = [(event["time"], event) for event in result.events if event["event"] in ("lost", "rejected", "resume")]

@@ -41,7 +41,9 @@ def doctor(surroundings, tmp_path: Path, monkeypatch, capsys):
     def run(config: object, arguments: str, hosts: dict[str, int] | None = None) -> tuple[int, str]:
         Path("ds.json").write_text(json.dumps(config))
         if hosts is not None:
-            Path("hosts").write_text("# the cluster\n\n" + "".join(f"{name} slots={slots}\n" for name, slots in hosts.items()))
+            Path("hosts").write_text(
+                "# the cluster\n\n" + "".join(f"{name} slots={slots}\n" for name, slots in hosts.items())
+            )
             arguments += " --hostfile hosts"
         code = main(["doctor", "ds.json", *arguments.split()])
         return code, capsys.readouterr().out
@@ -59,4 +61,24 @@ def data(doctor, config: dict, arguments: str, hosts: dict[str, int] | None = No
 def small_profile(device_bytes: int | None) -> Profile:
     part = LayerProfile(10_000, 10_000, 10_000, 19_000, 500, MIB, 100 * MIB, 40 * MIB)
     nothing = LayerProfile(0, 0, 0, 0, 0, 0, 0, 0)
-    return Profile("small", "measured", "a device", "2026-01-01", "by hand", "fp32", 1, 8, False, 4, nothing, part, nothing, MIB, 4, Wire(1, 1e5), Wire(1, 1e5), 1, device_bytes)
+    return Profile(
+        "small",
+        "measured",
+        "a device",
+        "2026-01-01",
+        "by hand",
+        "fp32",
+        1,
+        8,
+        False,
+        4,
+        nothing,
+        part,
+        nothing,
+        MIB,
+        4,
+        Wire(1, 1e5),
+        Wire(1, 1e5),
+        1,
+        device_bytes,
+    )

@@ -1,6 +1,8 @@
-"""The tests' fork servers: recycle_plugin.runtime.processes.fork_server, of which launchers come as well (cluster.WarmLauncher), and whose forks may be on other hosts.
+"""The tests' fork servers: recycle_plugin.runtime.processes.fork_server, of which launchers come as well
+(cluster.WarmLauncher), and whose forks may be on other hosts.
 
-``python -u -m tests.support.fork_server PATH deepspeed|plain``: with DeepSpeed and Megatron imported and a job composed, or with what a plain launcher imports.
+``python -u -m tests.support.fork_server PATH deepspeed|plain``: with DeepSpeed and Megatron imported and a job
+composed, or with what a plain launcher imports.
 """
 
 from __future__ import annotations
@@ -12,12 +14,24 @@ import sys
 from recycle_plugin.launch import IMPORTED
 from recycle_plugin.runtime.processes import fork_server
 
-LAUNCHER = ["rich.console", "rich.status", "psutil", "recycle_plugin.experiments.runs", "recycle_plugin.runtime.processes.one_host", "omegaconf"]  # what one imports, and the tests' jobs
+LAUNCHER = [
+    "rich.console",
+    "rich.status",
+    "psutil",
+    "recycle_plugin.experiments.runs",
+    "recycle_plugin.runtime.processes.one_host",
+    "omegaconf",
+]  # what one imports, and the tests' jobs
 FRAMEWORKS = [
-    "deepspeed", "deepspeed.comm.mori", "deepspeed.module_inject.auto_ep_layer",  # these two with the first engine
-    "recycle_plugin.adapters.deepspeed.engine", "recycle_plugin.adapters.deepspeed.refusals", "recycle_plugin.adapters.megatron.gpt",
-    "recycle_plugin.adapters.megatron.indexed", "recycle_plugin.adapters.megatron.text",
-]  # fmt: skip
+    "deepspeed",
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",  # these two with the first engine
+    "recycle_plugin.adapters.deepspeed.engine",
+    "recycle_plugin.adapters.deepspeed.refusals",
+    "recycle_plugin.adapters.megatron.gpt",
+    "recycle_plugin.adapters.megatron.indexed",
+    "recycle_plugin.adapters.megatron.text",
+]
 
 
 def enter_host() -> None:
@@ -33,7 +47,9 @@ def enter_host() -> None:
 
 
 def compose_once() -> None:
-    """Hydra loads its plugins and its parser's tables when it first composes a job, which takes as long as all else that a worker does before its first step."""
+    """Hydra loads its plugins and its parser's tables when it first composes a job, which takes as long as all else
+    that a worker does before its first step.
+    """
     from recycle_plugin.settings.compose import compose
 
     compose(["model=gpt_tiny", "recycle.enabled=true", 'recycle.faults=["kill 0.1 before 1F0.1@6"]'])

@@ -1,7 +1,8 @@
-"""Simulated jobs written out, and digests of what happened in them, so that a change of the code shows whether it changed the protocol.
+"""Simulated jobs written out, and digests of what happened in them, so that a change of the code shows whether it
+changed the protocol.
 
-Seeds would not do: what a seed draws changes with every trouble that is added.  A digest is over what was executed and what the coordinator
-heard and told, in their order; when, it does not say.
+Seeds would not do: what a seed draws changes with every trouble that is added.  A digest is over what was executed and
+what the coordinator heard and told, in their order; when, it does not say.
 """
 
 from __future__ import annotations
@@ -29,18 +30,44 @@ from recycle_plugin.simulator.scenario import Heavy, Scenario, Trouble
 
 FILE = Path(__file__).parents[1] / "pure" / "frozen" / "scenarios.jsonl.gz"
 SAID = {  # what was in the messages when they were frozen; not what differs from run to run, nor what the job is
-    "Ready": "stepped", "SurvivorReport": "generation stepped digest held loaded period_us held_draws", "Fingerprint": "step digest tied", "Stepped": "generation step",
-    "Contribution": "step name values expected", "BarrierReached": "generation place values", "CheckpointLoaded": "generation", "Resized": "generation micro_batches batch full_us",
-    "Leaving": "reason", "Left": "code", "Exited": "code", "Heartbeat": "done at what", "Missing": "generation what source", "SupervisorHeartbeat": "stopped", "Terminate": "reason",
-    "Fatal": "text", "Note": "kind text", "Generation": "number members from_step cause", "Resume": "generation committed held norm rejected held_draws", "Fence": "reason",
-    "Committed": "step", "Collected": "step name values", "BarrierPassed": "place values from_step", "End": "step reason failed code", "Lease": "for_s", "ComputeTime": "step", "Over": "code",
-}  # fmt: skip
+    "Ready": "stepped",
+    "SurvivorReport": "generation stepped digest held loaded period_us held_draws",
+    "Fingerprint": "step digest tied",
+    "Stepped": "generation step",
+    "Contribution": "step name values expected",
+    "BarrierReached": "generation place values",
+    "CheckpointLoaded": "generation",
+    "Resized": "generation micro_batches batch full_us",
+    "Leaving": "reason",
+    "Left": "code",
+    "Exited": "code",
+    "Heartbeat": "done at what",
+    "Missing": "generation what source",
+    "SupervisorHeartbeat": "stopped",
+    "Terminate": "reason",
+    "Fatal": "text",
+    "Note": "kind text",
+    "Generation": "number members from_step cause",
+    "Resume": "generation committed held norm rejected held_draws",
+    "Fence": "reason",
+    "Committed": "step",
+    "Collected": "step name values",
+    "BarrierPassed": "place values from_step",
+    "End": "step reason failed code",
+    "Lease": "for_s",
+    "ComputeTime": "step",
+    "Over": "code",
+}
 
 
 def write(given: Scenario) -> dict:
     """A scenario as JSON, without what has its default."""
     default = Scenario(given.shape, given.costs, given.policy, given.steps)
-    record = {name: value for name, value in asdict(given).items() if getattr(given, name) != getattr(default, name) or name in ("shape", "costs", "policy", "steps")}
+    record = {
+        name: value
+        for name, value in asdict(given).items()
+        if getattr(given, name) != getattr(default, name) or name in ("shape", "costs", "policy", "steps")
+    }
     record["policy"] = {name: value for name, value in record["policy"].items() if value != getattr(Policy(), name)}
     record["costs"] = {name: value for name, value in record["costs"].items() if value}
     return record | ({"faults": list(map(str, given.faults))} if given.faults else {})
@@ -50,11 +77,19 @@ def read(record: dict) -> Scenario:
     """Inverse of :func:`write`."""
     shape, costs, policy = (dict(record[name]) for name in ("shape", "costs", "policy"))
     kinds = {
-        "troubles": _troubles, "between": _tuples, "full": _tuples, "faults": lambda texts: tuple(map(Fault.parse, texts)), "weather": _weather,
+        "troubles": _troubles,
+        "between": _tuples,
+        "full": _tuples,
+        "faults": lambda texts: tuple(map(Fault.parse, texts)),
+        "weather": _weather,
         "heavy": lambda records: tuple(Heavy(**record) for record in records),
-    }  # fmt: skip
+    }
     given = {name: kinds[name](value) if name in kinds else value for name, value in record.items()}
-    given |= {"shape": Topology(**_tuples(shape)), "costs": CostModel(**_tuples(costs)), "policy": Policy(**_tuples(policy))}
+    given |= {
+        "shape": Topology(**_tuples(shape)),
+        "costs": CostModel(**_tuples(costs)),
+        "policy": Policy(**_tuples(policy)),
+    }
     return Scenario(**given)
 
 
@@ -66,7 +101,13 @@ def _tuples(value: Any) -> Any:
 
 def _troubles(records: list[dict]) -> tuple[Trouble, ...]:
     return tuple(
-        Trouble(**record | {"seats": tuple(Seat(*seat) for seat in record["seats"]), "peer": Seat(*record["peer"]) if record["peer"] else None})
+        Trouble(
+            **record
+            | {
+                "seats": tuple(Seat(*seat) for seat in record["seats"]),
+                "peer": Seat(*record["peer"]) if record["peer"] else None,
+            }
+        )
         for record in records
     )
 

@@ -34,7 +34,10 @@ class NoHosts(RuntimeError):
 
 
 class Hosts:
-    """``NAMES`` and the switch between them.  Lines can be cut: then nothing gets through, and no connection is closed."""
+    """``NAMES`` and the switch between them.
+
+    Lines can be cut: then nothing gets through, and no connection is closed.
+    """
 
     def __init__(self) -> None:
         self._holders: dict[str, subprocess.Popen] = {}
@@ -48,7 +51,18 @@ class Hosts:
         self._on("switch", "add", "bridge", "type", "bridge")
         self._on("switch", "set", "bridge", "up")
         for name in NAMES:
-            ends = "eth0", "netns", str(self.pid(name)), "type", "veth", "peer", "name", name, "netns", str(self.pid("switch"))
+            ends = (
+                "eth0",
+                "netns",
+                str(self.pid(name)),
+                "type",
+                "veth",
+                "peer",
+                "name",
+                name,
+                "netns",
+                str(self.pid("switch")),
+            )
             _command("ip", "link", "add", *ends)
             self._enter(name, "ip", "address", "add", f"{self.address(name)}/24", "dev", "eth0")
             self._on(name, "set", "eth0", "up")
@@ -115,7 +129,11 @@ def hosts() -> Iterator[Hosts]:
 
 def _hold(name: str) -> subprocess.Popen:
     holder = subprocess.Popen(
-        ["unshare", "--net", "--uts", "sh", "-c", HOLDS.format(name)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ["unshare", "--net", "--uts", "sh", "-c", HOLDS.format(name)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     if holder.stdout.readline().strip() != "ready":
         raise NoHosts(holder.communicate()[1].strip())
@@ -129,27 +147,51 @@ def _command(*command: str) -> None:
 
 
 class ProgramRun(Run):
-    """One job over all hosts, started elsewhere by ``command``: DeepSpeed's with its options, or another program's, of which pdsh and srun
-    are stand-ins (tests/support/launchers.py).  Workers come warm from the fork server, all else starts cold.
+    """One job over all hosts, started elsewhere by ``command``: DeepSpeed's with its options, or another program's, of
+    which pdsh and srun are stand-ins (tests/support/launchers.py).  Workers come warm from the fork server, all else
+    starts cold.
 
     ``as_file``: the plugin's module is named by its file, which is the script, with the script as its first argument.
     """
 
     def __init__(
-        self, hosts: Hosts, server: ForkServer, folder: Path, ranks: int, script: str, arguments: list[str],
-        command: list[str], as_file: bool = False, **more: str,
-    ) -> None:  # fmt: skip
+        self,
+        hosts: Hosts,
+        server: ForkServer,
+        folder: Path,
+        ranks: int,
+        script: str,
+        arguments: list[str],
+        command: list[str],
+        as_file: bool = False,
+        **more: str,
+    ) -> None:
         self._hosts = hosts
         self._command = command
         self._failed = folder / "failed"
         self._failed.mkdir(parents=True)
         places = {name: str(hosts.pid(name)) for name in NAMES}
-        variables = {"RECYCLE_FORK_SERVER": server.path, "RECYCLE_TEST_HOSTS": json.dumps(places), "RECYCLE_TEST_FAILED": str(self._failed)}
+        variables = {
+            "RECYCLE_FORK_SERVER": server.path,
+            "RECYCLE_TEST_HOSTS": json.dumps(places),
+            "RECYCLE_TEST_FAILED": str(self._failed),
+        }
         programs = install(folder / "bin") + os.pathsep + environment()["PATH"]
         self._address = hosts.address(NAMES[0])
         if as_file:
             script, arguments, more = recycle_plugin.launch.__file__, [script, *arguments], more | {"plugin": None}
-        super().__init__(server, folder, ranks, script, arguments, cold=True, PATH=programs, MASTER_ADDR=self._address, **variables, **more)
+        super().__init__(
+            server,
+            folder,
+            ranks,
+            script,
+            arguments,
+            cold=True,
+            PATH=programs,
+            MASTER_ADDR=self._address,
+            **variables,
+            **more,
+        )
 
     def _cold(self, ranks: int, program: list[str], variables: dict[str, str], output: TextIO) -> subprocess.Popen:
         """What pdsh's hosts have to know of the environment is in .deepspeed_env's place."""
@@ -157,9 +199,19 @@ class ProgramRun(Run):
         hostfile.write_text("".join(f"{name} slots={ranks // len(NAMES)}\n" for name in NAMES))
         forwarded.write_text("".join(f"{name}={variables[name]}\n" for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR")))
         variables |= {"DS_ENV_FILE": str(forwarded), "MASTER_PORT": str(self.port)}
-        more = ["--hostfile", str(hostfile), "--no_ssh_check", "--master_addr", self._address, "--master_port", str(self.port)]
+        more = [
+            "--hostfile",
+            str(hostfile),
+            "--no_ssh_check",
+            "--master_addr",
+            self._address,
+            "--master_port",
+            str(self.port),
+        ]
         command = [*self._command, *(more if self._command[0] == "deepspeed" else []), *program]
-        return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
     def crash(self, name: str) -> None:
         """The host dies, and SLURM comes to know of it."""
@@ -168,12 +220,22 @@ class ProgramRun(Run):
 
 
 class HostsRun(Run):
-    """One job over all hosts, its launcher started on each as pdsh would start it there; ``cold``: by ``deepspeed --no_ssh``.
+    """One job over all hosts, its launcher started on each as pdsh would start it there; ``cold``: by ``deepspeed
+    --no_ssh``.
 
     What is said on the first, which has rank 0, is the run's output.
     """
 
-    def __init__(self, hosts: Hosts, server: ForkServer, folder: Path, ranks: int, script: str, arguments: list[str], **options: object) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        server: ForkServer,
+        folder: Path,
+        ranks: int,
+        script: str,
+        arguments: list[str],
+        **options: object,
+    ) -> None:
         self._hosts = hosts
         self.others: dict[str, WarmLauncher | subprocess.Popen] = {}
         super().__init__(server, folder, ranks, script, arguments, **options)
@@ -193,8 +255,18 @@ class HostsRun(Run):
         hostfile.write_text("".join(f"{name} slots={ranks // len(NAMES)}\n" for name in NAMES))
 
         def launch(name: str, node: list[str], output: TextIO) -> subprocess.Popen:
-            command = [*self._hosts.entering(name), "deepspeed", "--hostfile", str(hostfile), "--no_ssh", *node, *program]
-            return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+            command = [
+                *self._hosts.entering(name),
+                "deepspeed",
+                "--hostfile",
+                str(hostfile),
+                "--no_ssh",
+                *node,
+                *program,
+            ]
+            return subprocess.Popen(
+                command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
         return self._on_all(launch, output)
 

@@ -35,10 +35,20 @@ class Shape:
     def overrides(self) -> list[str]:
         """The smallest GPT on it, with dropout and Adam: a step takes about 25 ms."""
         return [
-            f"topology.replicas={self.replicas}", f"topology.stages={self.stages}", f"topology.micro_batches={self.micro_batches}",
-            f"model.layers={self.layers}", "model.hidden=16", "model.heads=2", "model.sequence=16", "micro_batch_size=1",
-            "data.limit_bytes=100000", f"steps={STEPS}", "recycle.enabled=true", "recycle.report=false", "save_parameters=true",
-        ]  # fmt: skip
+            f"topology.replicas={self.replicas}",
+            f"topology.stages={self.stages}",
+            f"topology.micro_batches={self.micro_batches}",
+            f"model.layers={self.layers}",
+            "model.hidden=16",
+            "model.heads=2",
+            "model.sequence=16",
+            "micro_batch_size=1",
+            "data.limit_bytes=100000",
+            f"steps={STEPS}",
+            "recycle.enabled=true",
+            "recycle.report=false",
+            "save_parameters=true",
+        ]
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,11 @@ class Emulated(Shape):
     each_ms: float = 20
 
     def overrides(self) -> list[str]:
-        times = [f"{prefix}.{name}_ms={self.each_ms}" for prefix in ("model", "++recycle.costs") for name in ("forward", "input", "weight")]
+        times = [
+            f"{prefix}.{name}_ms={self.each_ms}"
+            for prefix in ("model", "++recycle.costs")
+            for name in ("forward", "input", "weight")
+        ]
         shape = [f"topology.{name}={getattr(self, name)}" for name in ("replicas", "stages", "micro_batches")]
         return ["model=emulated", "optimizer=sgd", *times, *shape, f"steps={STEPS}", "recycle.enabled=true"]
 
@@ -64,13 +78,18 @@ def faults(*texts: str) -> str:
 
 
 def held(folder: Path, step: int, until: str) -> dict:
-    """The change to a job (tests/jobs/wrappers.py) by which nobody begins ``step`` before the test has made the file ``until`` in ``folder``."""
+    """The change to a job (tests/jobs/wrappers.py) by which nobody begins ``step`` before the test has made the file
+    ``until`` in ``folder``.
+    """
     return {"name": "gate", "folder": str(folder), "before": f"0F0.0@{step}", "until": "", "by": [until]}
 
 
 def after_step(run: Run, step: int) -> None:
     """Return when ``step`` is committed."""
-    run.wait_for(lambda: any(event["event"] == "committed" and event["step"] >= step for event in run.events()), f"commit of step {step}")
+    run.wait_for(
+        lambda: any(event["event"] == "committed" and event["step"] >= step for event in run.events()),
+        f"commit of step {step}",
+    )
 
 
 def hold(folder: Path) -> dict[str, object]:
@@ -94,7 +113,9 @@ class Difference:
 
 
 def difference(result: Result, reference: Result) -> Difference:
-    """Between all survivors of ``result`` and the same seats of ``reference``; of a stage's replicas the worst counts."""
+    """Between all survivors of ``result`` and the same seats of ``reference``; of a stage's replicas the worst
+    counts.
+    """
     pairs = list(zip(result.losses, reference.losses, strict=True))
     by_stage: dict[int, tuple[float, float]] = {}
     for rank in result.records:
@@ -108,14 +129,21 @@ def difference(result: Result, reference: Result) -> Difference:
     return Difference(max(abs(a - b) for a, b in pairs), (sum(deltas) / sum(norms)) ** 0.5)
 
 
-def assert_same_training(result: Result, reference: Result, lost: set[str] = NOBODY, left: set[str] = NOBODY) -> Difference:
-    """``result`` has lost exactly the seats ``lost`` (``left`` went as planned), and it trained what ``reference`` did."""
+def assert_same_training(
+    result: Result, reference: Result, lost: set[str] = NOBODY, left: set[str] = NOBODY
+) -> Difference:
+    """``result`` has lost exactly the seats ``lost`` (``left`` went as planned), and it trained what ``reference``
+    did.
+    """
     assert result.code == 0, result.output[-6000:]
     assert {event["seat"] for event in result.of("lost")} == lost
     assert set(result.records) == {rank for rank in result.pids if result.seat_of(rank) not in lost | left}
     assert not result.restarted
     found = difference(result, reference)
-    print(f"lost {', '.join(sorted(lost)) or 'nobody'}: losses differ by {found.loss:.2g}, parameters by {found.parameters:.2g}")
+    print(
+        f"lost {', '.join(sorted(lost)) or 'nobody'}: losses differ by {found.loss:.2g}, parameters by "
+        f"{found.parameters:.2g}"
+    )
     assert found.tolerated, found
     return found
 
@@ -139,9 +167,11 @@ def assert_one_line(result: Result, text: str) -> None:
 
 @dataclass(frozen=True)
 class Vehicle:
-    """What a test's jobs are made of: ``script``, ``wrapped`` where something is changed from outside, and the ``overrides`` that make it a shape's.
+    """What a test's jobs are made of: ``script``, ``wrapped`` where something is changed from outside, and the
+    ``overrides`` that make it a shape's.
 
-    ``server``: the fixture of the fork server that has imported what it needs; ``others``: its scripts in place of others.
+    ``server``: the fixture of the fork server that has imported what it needs; ``others``: its scripts in place of
+    others.
     """
 
     name: str
@@ -165,4 +195,11 @@ def plain_overrides(shape: Shape) -> list[str]:
 
 
 DEEPSPEED = Vehicle("deepspeed", TRAIN, WRAPPED, lambda shape: shape.overrides())
-PLAIN = Vehicle("plain", "tests/jobs/plain.py", "tests/jobs/plain.py", plain_overrides, "plain_server", {CHECKPOINT: "tests/jobs/plain.py", COUNT: "tests/jobs/plain_count.py"})
+PLAIN = Vehicle(
+    "plain",
+    "tests/jobs/plain.py",
+    "tests/jobs/plain.py",
+    plain_overrides,
+    "plain_server",
+    {CHECKPOINT: "tests/jobs/plain.py", COUNT: "tests/jobs/plain_count.py"},
+)

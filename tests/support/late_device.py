@@ -1,4 +1,7 @@
-"""A device whose copies and events are late: a thread sees to one when somebody waits for it, or when the test says so.  Until then its tensors are garbage."""
+"""A device whose copies and events are late: a thread sees to one when somebody waits for it, or when the test says so.
+
+Until then its tensors are garbage.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,22 @@ class Asked(NamedTuple):
 
 
 class LateDevice:
-    """As runtime.device.Device, in memory of the host.  ``held``: nothing happens before :meth:`let`, however long somebody waits.  ``breaks``: with what
-    everything fails that comes about from then on.
+    """As runtime.device.Device, in memory of the host.
+
+    ``held``: nothing happens before :meth:`let`, however long somebody waits.  ``breaks``: with what everything fails
+    that comes about from then on.
 
     ``asked``: all copies so far; ``under_way``: what is not over.
     """
 
-    where, kind, generators, room, memory, arithmetic = CPU.where, CPU.kind, CPU.generators, CPU.room, CPU.memory, CPU.arithmetic
+    where, kind, generators, room, memory, arithmetic = (
+        CPU.where,
+        CPU.kind,
+        CPU.generators,
+        CPU.room,
+        CPU.memory,
+        CPU.arithmetic,
+    )
 
     def __init__(self, held: bool = False) -> None:
         self.held, self.breaks = held, None
@@ -49,7 +61,13 @@ class LateDevice:
 
     def _copy(self, to: str, tensors: Sequence[torch.Tensor], what: object, shared: bool) -> Late:
         self.asked.append(Asked(to, str(what), shared))
-        return self._begin(Late(self, f"{what}, to the {to}", [tensor.detach() if shared else tensor.detach().clone() for tensor in tensors]))
+        return self._begin(
+            Late(
+                self,
+                f"{what}, to the {to}",
+                [tensor.detach() if shared else tensor.detach().clone() for tensor in tensors],
+            )
+        )
 
     def _begin(self, late: Late) -> Late:
         self.under_way.append(late)

@@ -1,14 +1,16 @@
-"""Stand-ins for pdsh and for SLURM's srun, which are on few machines: they are neither, and do what the manuals say where a job depends on it.
+"""Stand-ins for pdsh and for SLURM's srun, which are on few machines: they are neither, and do what the manuals say
+where a job depends on it.
 
-Hosts are the network namespaces of tests/support/hosts.py; RECYCLE_TEST_HOSTS has {name: a process there} as JSON.  What runs on one gets
-no variable of this process but those that tests need, as under sshd.
+Hosts are the network namespaces of tests/support/hosts.py; RECYCLE_TEST_HOSTS has {name: a process there} as JSON.
+What runs on one gets no variable of this process but those that tests need, as under sshd.
 
-pdsh(1): runs the command on all hosts of -w at once, puts "host: " before what it prints, and "%n" becomes the host's number.  Hosts do not
-watch each other: one that ends stops no other.  With -S it returns the largest of the remote commands' codes.  A host that is gone is ssh's 255.
+pdsh(1): runs the command on all hosts of -w at once, puts "host: " before what it prints, and "%n" becomes the host's
+number.  Hosts do not watch each other: one that ends stops no other.  With -S it returns the largest of the remote
+commands' codes.  A host that is gone is ssh's 255.
 
-srun(1): starts -n tasks, as many on each node, with SLURM_* variables and, by --export=ALL, the own ones.  It returns the largest code of its
-tasks, 128 + the signal for a killed one.  When a node fails (here: once RECYCLE_TEST_FAILED, a folder, has a file of its name), the step is
-terminated, with SIGTERM at first, unless there is --no-kill.
+srun(1): starts -n tasks, as many on each node, with SLURM_* variables and, by --export=ALL, the own ones.  It returns
+the largest code of its tasks, 128 + the signal for a killed one.  When a node fails (here: once RECYCLE_TEST_FAILED, a
+folder, has a file of its name), the step is terminated, with SIGTERM at first, unless there is --no-kill.
 """
 
 from __future__ import annotations
@@ -29,12 +31,17 @@ LOST = 255  # ssh's code, when the connection has gone
 
 
 def install(folder: Path) -> str:
-    """The folder, to stand first in PATH, with both programs, and sinfo by which DeepSpeed tells that there is SLURM."""
+    """The folder, to stand first in PATH, with both programs, and sinfo by which DeepSpeed tells that there is
+    SLURM.
+    """
     folder.mkdir()
     root = str(Path(__file__).parents[2])
     for name in ("pdsh", "srun", "sinfo"):
         program = folder / name
-        program.write_text(f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {root!r})\nfrom tests.support import launchers\nsys.exit(launchers.{name}())\n")
+        program.write_text(
+            f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {root!r})\nfrom tests.support import "
+            f"launchers\nsys.exit(launchers.{name}())\n"
+        )
         program.chmod(0o755)
     return str(folder)
 
@@ -110,13 +117,20 @@ def srun() -> int:
     names = list(hosts())
     each = found.n // len(names)
     own |= {
-        "SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": str(found.n), "SLURM_STEP_NODELIST": ",".join(names),
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NUM_TASKS": str(found.n),
+        "SLURM_STEP_NODELIST": ",".join(names),
         "SLURM_STEP_TASKS_PER_NODE": f"{each}(x{len(names)})",
-    }  # fmt: skip
+    }
     tasks = []
     for number in range(found.n):
         node, local = divmod(number, each)
-        place = {"SLURM_PROCID": str(number), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local), "RECYCLE_TEST_HOST": hosts()[names[node]]}
+        place = {
+            "SLURM_PROCID": str(number),
+            "SLURM_NODEID": str(node),
+            "SLURM_LOCALID": str(local),
+            "RECYCLE_TEST_HOST": hosts()[names[node]],
+        }
         tasks.append(start(names[node], found.command, env=own | place))
     codes = _follow(tasks, found.no_kill)
     return max(code if code >= 0 else 128 - code for code in codes)

@@ -16,8 +16,14 @@ from recycle_plugin.core.vocabulary.roster import Member
 
 REPLICAS, STAGES = 2, 2
 DEADLINES = Deadlines(
-    heartbeat_timeout_s=3.0, progress_timeout_s=5.0, busy_timeout_s=20.0, last_worker_timeout_s=40.0, regroup_timeout_s=1.0, idle_timeout_s=60.0, wait_timeout_s=100.0,
-)  # fmt: skip
+    heartbeat_timeout_s=3.0,
+    progress_timeout_s=5.0,
+    busy_timeout_s=20.0,
+    last_worker_timeout_s=40.0,
+    regroup_timeout_s=1.0,
+    idle_timeout_s=60.0,
+    wait_timeout_s=100.0,
+)
 
 
 def member(rank: int, host: str = "h", replicas: int = REPLICAS) -> Member:
@@ -27,7 +33,20 @@ def member(rank: int, host: str = "h", replicas: int = REPLICAS) -> Member:
 def job(**more: object) -> JobSpec:
     """``more``: of its fields, and of its deadlines'."""
     deadlines = {each.name: more.pop(each.name) for each in fields(Deadlines) if each.name in more}
-    return replace(JobSpec(REPLICAS, STAGES, 1, (), "r", CostModel.uniform(STAGES), Policy(), replace(DEADLINES, **deadlines), rebalance=True), **more)
+    return replace(
+        JobSpec(
+            REPLICAS,
+            STAGES,
+            1,
+            (),
+            "r",
+            CostModel.uniform(STAGES),
+            Policy(),
+            replace(DEADLINES, **deadlines),
+            rebalance=True,
+        ),
+        **more,
+    )
 
 
 def started(**more: object) -> Membership:

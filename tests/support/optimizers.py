@@ -89,11 +89,21 @@ OTHERS: dict[str, Make] = {
 }
 
 
-def stage_state(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, *others: StatePart, step: Callable[[], int] = lambda: 0) -> StageState:
+def stage_state(
+    parameters: list[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    *others: StatePart,
+    step: Callable[[], int] = lambda: 0,
+) -> StageState:
     """Of a model that is a list of parameters."""
     called = {str(place): parameter for place, parameter in enumerate(parameters)}
     weights = of_parameters("weights", called)
-    return StageState("0.0", step, OptimizerState(optimizer, {parameter: name for name, parameter in called.items()}), [weights, *others])
+    return StageState(
+        "0.0",
+        step,
+        OptimizerState(optimizer, {parameter: name for name, parameter in called.items()}),
+        [weights, *others],
+    )
 
 
 class Subject:
@@ -108,7 +118,9 @@ class Subject:
         self.optimizer = make(self.parameters)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
         self.count = 0
-        self.undo = KINDS[kind](stage_state(self.parameters, self.optimizer, StatePart("counters", get=self._counters, set=self._set)))
+        self.undo = KINDS[kind](
+            stage_state(self.parameters, self.optimizer, StatePart("counters", get=self._counters, set=self._set))
+        )
 
     def _counters(self) -> dict[str, Any]:
         return copy.deepcopy({"scheduler": self.scheduler.state_dict(), "count": self.count})

@@ -55,7 +55,11 @@ class StoredStage:
 
     def held(self) -> set[Datum]:
         """Without the weights, and without what goes to other stages."""
-        return {datum for datum in self.store.held() if datum.kind != "params" and (datum.kind not in ("act", "grad") or datum.stage != self.number)}
+        return {
+            datum
+            for datum in self.store.held()
+            if datum.kind != "params" and (datum.kind not in ("act", "grad") or datum.stage != self.number)
+        }
 
     def summed(self, step: int) -> None:
         """What was counted of ``step`` is in a sum over all workers now."""

@@ -1,4 +1,5 @@
-"""A link whose members are threads of one process: the port's second implementation (recycle_plugin/runtime/collectives/link.py).
+"""A link whose members are threads of one process: the port's second implementation
+(recycle_plugin/runtime/collectives/link.py).
 
 Whoever comes last to an operation carries it out for all.
 """
@@ -66,7 +67,11 @@ class Meeting:
     def deliver(self) -> None:
         for one in list(self.awaited):
             position, receive, handle = one
-            fits = (place for place, mail in enumerate(self.sent) if mail[1:3] == (position, receive.tag) and receive.source in (None, mail[0]))
+            fits = (
+                place
+                for place, mail in enumerate(self.sent)
+                if mail[1:3] == (position, receive.tag) and receive.source in (None, mail[0])
+            )
             place = next(fits, None)
             if place is not None:
                 source, _, _, tensor = self.sent.pop(place)
@@ -145,7 +150,9 @@ class ThreadsLink:
 
     def _who_is_missing(self) -> str:
         missing = [str(position) for position in range(self._meeting.members) if position not in self._meeting.links]
-        return f"the connections among {self._name}; not there of {self._meeting.members} are number {', '.join(missing)}"
+        return (
+            f"the connections among {self._name}; not there of {self._meeting.members} are number {', '.join(missing)}"
+        )
 
 
 def carry_out(operations: Sequence[Operation]) -> None:
@@ -183,7 +190,10 @@ def reduce(operations: Sequence[AllReduce | Reduce], roots: Sequence[int]) -> No
 
 
 def exchange(operations: Sequence[AllToAll]) -> None:
-    parts = [one.source.split(list(one.outgoing)) if one.outgoing else one.source.chunk(len(operations)) for one in operations]
+    parts = [
+        one.source.split(list(one.outgoing)) if one.outgoing else one.source.chunk(len(operations))
+        for one in operations
+    ]
     for position, one in enumerate(operations):
         one.output.copy_(torch.cat([theirs[position] for theirs in parts]))
 

@@ -60,7 +60,9 @@ def gradients() -> Callable:
 
 @pytest.fixture
 def assert_bitwise(gradients) -> Callable:
-    """Split backward, and that of converted layers outside of forward(), equal stock backward bit for bit over the micro-batches ``inputs``."""
+    """Split backward, and that of converted layers outside of forward(), equal stock backward bit for bit over the
+    micro-batches ``inputs``.
+    """
 
     def check(model, inputs) -> None:
         stock_inputs, stock = gradients(model, inputs, "stock")

@@ -41,11 +41,15 @@ def train(layers, loss, dataset, convert: bool = False, checkpoint: int = 0, ste
         loss_fn=loss,
         partition_method="uniform",
         activation_checkpoint_interval=checkpoint,
-        checkpointable_layers=["GPTBlock"],  # DeepSpeed's checkpointing of an embedding loses its graph: ids have no gradient
+        checkpointable_layers=[
+            "GPTBlock"
+        ],  # DeepSpeed's checkpointing of an embedding loses its graph: ids have no gradient
     )
     if convert:
         DeferredWeights(net)
-    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=CONFIG, training_data=dataset)
+    engine, *_ = deepspeed.initialize(
+        model=net, model_parameters=net.parameters(), config=CONFIG, training_data=dataset
+    )
     losses = [float(engine.train_batch()) for _ in range(steps)]
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
     return {"losses": losses, "digest": digest}
@@ -63,6 +67,8 @@ report = {
 }
 # one write: both ranks' output goes to one file
 print(f"REPORT {json.dumps(report)}\n", end="", flush=True)
-for loader in multiprocessing.active_children():  # of DeepSpeed's data loaders, whom the end of a forked process tells nothing
+for (
+    loader
+) in multiprocessing.active_children():  # of DeepSpeed's data loaders, whom the end of a forked process tells nothing
     loader.terminate()
     loader.join()

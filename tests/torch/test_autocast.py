@@ -1,4 +1,6 @@
-"""``with torch.autocast(...): engine.train_batch()``: torch keeps what it has cast until the context ends, and within it weights change, by a step and by one that is taken back."""
+"""``with torch.autocast(...): engine.train_batch()``: torch keeps what it has cast until the context ends, and within
+it weights change, by a step and by one that is taken back.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +34,30 @@ WIDTH = 8
 
 
 class Worker:
-    """The only one of its stage and of the pipeline: a linear layer trained in steps of one micro-batch, which its gradients' sum is of."""
+    """The only one of its stage and of the pipeline: a linear layer trained in steps of one micro-batch, which its
+    gradients' sum is of.
+    """
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.module = nn.Linear(WIDTH, WIDTH)
         parameters, optimizer = list(self.module.parameters()), torch.optim.SGD(self.module.parameters(), lr=1.0)
         engine = SimpleNamespace(
-            basic_optimizer=optimizer, optimizer=optimizer, mpu=SimpleNamespace(get_data_parallel_group=lambda: None),
-            unflatten=torch._utils._unflatten_dense_tensors, gradient_average=True, allreduce_bucket=lambda gradients, group: torch._utils._flatten_dense_tensors(gradients),
+            basic_optimizer=optimizer,
+            optimizer=optimizer,
+            mpu=SimpleNamespace(get_data_parallel_group=lambda: None),
+            unflatten=torch._utils._unflatten_dense_tensors,
+            gradient_average=True,
+            allreduce_bucket=lambda gradients, group: torch._utils._flatten_dense_tensors(gradients),
             **dict.fromkeys(COUNTERS, 0),
-        )  # fmt: skip
+        )
         model = StageModel(self.module, nn.functional.mse_loss, 1, first=True, last=True, device=CPU)
         stage, scale = Stage(model, None, lambda micro_batch, step, half: nullcontext()), LossScale(None)
         self._stage = StoredStage(stage)
         applied = StockOptimizer(engine, optimizer.step)
-        framework = SimpleNamespace(seat=Seat(0, 0), model=model, optimizer=applied, masters=None, places=DataCursor(1), state=())
+        framework = SimpleNamespace(
+            seat=Seat(0, 0), model=model, optimizer=applied, masters=None, places=DataCursor(1), state=()
+        )
         state = stage_state(framework, stage, scale, None)
         session = SimpleNamespace(rank=0)
         gradients = Gradients(StockBuckets(engine), self._stage.store, parameters, None, [])

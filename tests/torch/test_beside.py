@@ -27,16 +27,33 @@ class Files:
 
 def test_what_is_written_later_is_what_was_to_be_saved_whatever_becomes_of_it_meanwhile():
     written, weight, moment = [], torch.nn.Parameter(torch.arange(3.0)), torch.arange(4.0).reshape(2, 2).t()
-    copied = Copied(type("Durable", (), {"save": lambda self, state_dict, path: written.append((state_dict, path)), "conclude": lambda self: None})())
-    copied.save(OrderedDict(module={"weight": weight}, state=[{"moments": (moment, 3)}, None], name="x"), "saved/tag/file.pt")
+    copied = Copied(
+        type(
+            "Durable",
+            (),
+            {"save": lambda self, state_dict, path: written.append((state_dict, path)), "conclude": lambda self: None},
+        )()
+    )
+    copied.save(
+        OrderedDict(module={"weight": weight}, state=[{"moments": (moment, 3)}, None], name="x"), "saved/tag/file.pt"
+    )
     with torch.no_grad():
         weight.fill_(7), moment.fill_(7)
     assert not written
     copied.write()
     ((found, path),) = written
-    assert path == "saved/tag/file.pt" and type(found) is OrderedDict and list(found) == ["module", "state", "name"] and found["name"] == "x"
+    assert (
+        path == "saved/tag/file.pt"
+        and type(found) is OrderedDict
+        and list(found) == ["module", "state", "name"]
+        and found["name"] == "x"
+    )
     assert found["module"]["weight"].tolist() == [0, 1, 2] and not found["module"]["weight"].requires_grad
-    assert found["state"][0]["moments"][0].tolist() == [[0, 2], [1, 3]] and found["state"][0]["moments"][1:] == (3,) and found["state"][1] is None
+    assert (
+        found["state"][0]["moments"][0].tolist() == [[0, 2], [1, 3]]
+        and found["state"][0]["moments"][1:] == (3,)
+        and found["state"][1] is None
+    )
 
 
 def left(worker: Worker, layers: dict[int, torch.nn.Module], optimizer: dict | None) -> dict:
@@ -68,8 +85,10 @@ def test_a_part_that_nobody_knows_is_saved():
     worker.state._parts["more"] = StatePart("more", get=lambda: 3, set=lambda value: None)
     without(worker.state, "loss_scale")
     assert left(worker, dict(enumerate(worker.module.values())), worker.engine.basic_optimizer.state_dict()) == {
-        "step": worker.state.version.step, "small": {"more": 3}, "tensors": {},
-    }  # fmt: skip
+        "step": worker.state.version.step,
+        "small": {"more": 3},
+        "tensors": {},
+    }
 
 
 @pytest.mark.parametrize("with_optimizer", (True, False))
@@ -85,14 +104,23 @@ def test_what_is_left_is_read_again(with_optimizer, tmp_path):
     before = target.found()
     take_beside(target.state, torch.load(tmp_path / "file", weights_only=False), with_optimizer)
     after = target.found()
-    assert same(after["weights"]["2.bias"], source.found()["weights"]["2.bias"]) and same(after["weights"]["0.weight"], before["weights"]["0.weight"])
+    assert same(after["weights"]["2.bias"], source.found()["weights"]["2.bias"]) and same(
+        after["weights"]["0.weight"], before["weights"]["0.weight"]
+    )
     assert after["loss_scale"] == (source if with_optimizer else Worker(seed=1)).found()["loss_scale"]
     states = target.engine.basic_optimizer.state
-    assert with_optimizer == bool(states) and all(same(one["exp_avg"], source.engine.basic_optimizer.state[source.trained[0]]["exp_avg"]) for one in states.values())
+    assert with_optimizer == bool(states) and all(
+        same(one["exp_avg"], source.engine.basic_optimizer.state[source.trained[0]]["exp_avg"])
+        for one in states.values()
+    )
 
 
 def test_of_another_model_it_is_refused():
-    with pytest.raises(RecycleError, match="weights/9.bias is no tensor of this worker's state: the other worker, or the checkpoint, is of another model"):
+    with pytest.raises(
+        RecycleError,
+        match="weights/9.bias is no tensor of this worker's state: the other worker, or the checkpoint, is of another "
+        "model",
+    ):
         take_beside(Worker().state, {"small": {}, "tensors": {"weights/9.bias": torch.ones(3)}}, True)
 
 
@@ -100,11 +128,18 @@ def test_the_file_of_a_stage_is_of_the_checkpoints_step_and_missing_only_where_a
     """Or stages would go on with different loss scales, or with weights of another time."""
     assert beside(tmp_path, 1, 6, torch.load) == {"small": {}, "tensors": {}}
     torch.save({"step": 6, "small": {}, "tensors": {"weights/9.bias": torch.ones(3)}}, file_beside(tmp_path, 0))
-    assert beside(tmp_path, 1, 6, torch.load) == {"small": {}, "tensors": {}}, "what one stage has in tensors another need not have"
+    assert beside(tmp_path, 1, 6, torch.load) == {"small": {}, "tensors": {}}, (
+        "what one stage has in tensors another need not have"
+    )
     torch.save({"step": 6, "small": {"loss_scale": {"cur_scale": 2.0}}, "tensors": {}}, file_beside(tmp_path, 0))
     assert beside(tmp_path, 0, 6, torch.load)["small"] == {"loss_scale": {"cur_scale": 2.0}}
-    with pytest.raises(RecycleError, match=r"recycle_stage_01.pt is missing, and recycle_stage_00.pt is there; copy the checkpoint whole"):
+    with pytest.raises(
+        RecycleError,
+        match=r"recycle_stage_01.pt is missing, and recycle_stage_00.pt is there; copy the checkpoint whole",
+    ):
         beside(tmp_path, 1, 6, torch.load)
-    with pytest.raises(RecycleError, match=r"recycle_stage_00.pt is of step 6, and the checkpoint is of step 9; load another one"):
+    with pytest.raises(
+        RecycleError, match=r"recycle_stage_00.pt is of step 6, and the checkpoint is of step 9; load another one"
+    ):
         beside(tmp_path, 0, 9, torch.load)
     assert beside(tmp_path, 1, None, torch.load)["tensors"] == {} and beside(tmp_path, 0, None, torch.load)["step"] == 6

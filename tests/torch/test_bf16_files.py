@@ -1,4 +1,6 @@
-"""The optimizer's state of bf16 jobs in files: those of DeepSpeed's own BF16_Optimizer, cut for and put together from any number of replicas."""
+"""The optimizer's state of bf16 jobs in files: those of DeepSpeed's own BF16_Optimizer, cut for and put together from
+any number of replicas.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Subject:
         self.inner = MAKE[kind]([{"params": [first, frozen, scale], "lr": 0.03}, {"params": [second, bias]}])
         self.masters = Masters(self.module.parameters())
         self.optimizer = MasterOptimizer(self.inner, self.masters, lambda: None)
-        self.files = StateFiles(self.inner, self.masters, {p: name for name, p in self.module.named_parameters()}, 3, 0.5)
+        self.files = StateFiles(
+            self.inner, self.masters, {p: name for name, p in self.module.named_parameters()}, 3, 0.5
+        )
 
     def step(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -58,14 +62,23 @@ class Subject:
         self.optimizer.step()
 
     def state(self) -> dict:
-        state = {"weights": self.module.state_dict(), "masters": [p.data for p in self.masters.parameters], **self.inner.state_dict()}
+        state = {
+            "weights": self.module.state_dict(),
+            "masters": [p.data for p in self.masters.parameters],
+            **self.inner.state_dict(),
+        }
         return copy.deepcopy(state)
 
     def stage_state(self) -> StageState:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         masters = {names[weight]: self.masters.of(weight) for weight in self.masters.weights}
         weights = of_parameters("weights", {name: weight for weight, name in names.items()}, self.masters.round_off)
-        return StageState("0.3", lambda: 0, OptimizerState(self.inner, {master: name for name, master in masters.items()}), [weights, of_parameters("masters", masters)])
+        return StageState(
+            "0.3",
+            lambda: 0,
+            OptimizerState(self.inner, {master: name for name, master in masters.items()}),
+            [weights, of_parameters("masters", masters)],
+        )
 
     def save(self, folder: Path, parts: int) -> None:
         for number in range(parts):
@@ -119,7 +132,10 @@ def test_weights_alone_make_masters_of_their_precision():
     subject.step(1)
     subject.module.load_state_dict(model(5).state_dict())
     subject.masters.take_over()
-    assert all(torch.equal(master, weight.float()) for weight, master in zip(subject.masters.weights, subject.masters.parameters))
+    assert all(
+        torch.equal(master, weight.float())
+        for weight, master in zip(subject.masters.weights, subject.masters.parameters)
+    )
 
 
 def test_a_missing_part_and_another_model_are_refused(tmp_path):
@@ -148,18 +164,23 @@ def test_state_that_belongs_to_no_element_is_refused():
 
 MODELS = ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt")
 STATES = {
-    "fp32": (), "bf16": ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",), "ZeRO 1": ("zero_pp_rank_0_mp_rank_00_optim_states.pt",),
-}  # fmt: skip
+    "fp32": (),
+    "bf16": ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",),
+    "ZeRO 1": ("zero_pp_rank_0_mp_rank_00_optim_states.pt",),
+}
 
 
 @pytest.mark.parametrize(
     "saved, bf16, said",
     [
-        ("fp32", False, None), ("bf16", True, None), ("bf16", False, "is of a bf16 job, and this one is in fp32"),
-        ("fp32", True, "is of an fp32 job, and this one is in bf16"), ("ZeRO 1", False, "has the optimizer's state in ZeRO's shards"),
+        ("fp32", False, None),
+        ("bf16", True, None),
+        ("bf16", False, "is of a bf16 job, and this one is in fp32"),
+        ("fp32", True, "is of an fp32 job, and this one is in bf16"),
+        ("ZeRO 1", False, "has the optimizer's state in ZeRO's shards"),
         ("ZeRO 1", True, "is of an fp32 job"),
     ],
-)  # fmt: skip
+)
 def test_a_checkpoint_of_another_precision_is_refused(saved, bf16, said, tmp_path):
     for name in (*MODELS, *STATES[saved]):
         (tmp_path / name).touch()
@@ -190,7 +211,9 @@ def stock(process_group, monkeypatch):
     def make(module: torch.nn.Module, optimizer: torch.optim.Optimizer):
         called = {parameter: name for name, parameter in module.named_parameters()}
         group = torch.distributed.group.WORLD
-        return bf16_optimizer.BF16_Optimizer(optimizer, called, config, clip_grad=0.5, dp_process_group=group, grad_acc_dtype=torch.float32)
+        return bf16_optimizer.BF16_Optimizer(
+            optimizer, called, config, clip_grad=0.5, dp_process_group=group, grad_acc_dtype=torch.float32
+        )
 
     yield make
     deepspeed_cpu.revert()

@@ -1,4 +1,6 @@
-"""The sum over blocks: bit for bit that of a plain loop in the blocks' order, whoever has them and however many workers there are."""
+"""The sum over blocks: bit for bit that of a plain loop in the blocks' order, whoever has them and however many workers
+there are.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,10 @@ OWNERS = {
 def test_bits_do_not_depend_on_who_has_which_block(owners, length, monkeypatch):
     monkeypatch.setattr(blocks, "PIECE", 300)
     generator = torch.Generator().manual_seed(length)
-    values = {block: torch.randn(length, generator=generator) * 10 ** torch.randn(length, generator=generator) for block in BLOCKS}
+    values = {
+        block: torch.randn(length, generator=generator) * 10 ** torch.randn(length, generator=generator)
+        for block in BLOCKS
+    }
     before = {block: value.clone() for block, value in values.items()}
     expected = in_order(values, BLOCKS)
     assert all(torch.equal(result, expected) for result in summed(values, OWNERS[owners]))

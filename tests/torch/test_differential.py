@@ -24,7 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Leeway(NamedTuple):
-    """Where the numbers are not stock's bit for bit: in converted models with this piece (and these inputs), and why."""
+    """Where the numbers are not stock's bit for bit: in converted models with this piece (and these inputs), and
+    why.
+    """
 
     reason: str
     piece: str
@@ -37,10 +39,20 @@ class Leeway(NamedTuple):
 
 
 LEEWAYS = [
-    Leeway("three uses of one weight, some through its layer and some past it, are added in another order", "a weight used three times, in both ways", None, 1e-5),
-    Leeway("the uses of one layer inside and outside of a reentrant checkpoint are added before they join other micro-batches', where the input is a vector",
-           "a layer inside and outside of a reentrant checkpoint", "one vector", 1e-5),
-]  # fmt: skip
+    Leeway(
+        "three uses of one weight, some through its layer and some past it, are added in another order",
+        "a weight used three times, in both ways",
+        None,
+        1e-5,
+    ),
+    Leeway(
+        "the uses of one layer inside and outside of a reentrant checkpoint are added before they join other "
+        "micro-batches', where the input is a vector",
+        "a layer inside and outside of a reentrant checkpoint",
+        "one vector",
+        1e-5,
+    ),
+]
 OWN_NUMBERS = "noise in the backward"  # keyed by the micro-batch, where stock autograd draws from the worker's stream
 
 
@@ -50,7 +62,9 @@ def leeway(model: Model, course: Course) -> float:
 
 
 def may_be_refused(model: Model, line: str) -> bool:
-    """Where a model has none of the REFUSED pieces: a worker has seen nothing depend on its first stage in a whole step, as where layers are cut off."""
+    """Where a model has none of the REFUSED pieces: a worker has seen nothing depend on its first stage in a whole
+    step, as where layers are cut off.
+    """
     left_out = ("skipped by the data", "left out by Python's random", "left out by numpy's")
     return line.startswith("nothing that the first stage gives") and any(name in left_out for name in model.stages[0])
 
@@ -60,28 +74,50 @@ def models(draw: st.DrawFn, pieces: list[str] = sorted(set(PIECES) - {OWN_NUMBER
     count = draw(st.sampled_from((1, 2, 2, 3)))
     stages = tuple(tuple(draw(st.lists(st.sampled_from(pieces), min_size=1, max_size=3))) for _ in range(count))
     return Model(
-        stages, tuple(draw(st.sampled_from(sorted(BOUNDARIES))) for _ in range(count - 1)), draw(st.sampled_from(sorted(DATA))),
-        draw(st.sampled_from(sorted(LOSSES))), draw(st.sampled_from(sorted(OPTIMIZERS))), draw(st.sampled_from(sorted(HABITS))),
-        draw(st.sampled_from((torch.float32, torch.float32, torch.float64, torch.bfloat16))), draw(st.integers(0, 999)),
-    )  # fmt: skip
+        stages,
+        tuple(draw(st.sampled_from(sorted(BOUNDARIES))) for _ in range(count - 1)),
+        draw(st.sampled_from(sorted(DATA))),
+        draw(st.sampled_from(sorted(LOSSES))),
+        draw(st.sampled_from(sorted(OPTIMIZERS))),
+        draw(st.sampled_from(sorted(HABITS))),
+        draw(st.sampled_from((torch.float32, torch.float32, torch.float64, torch.bfloat16))),
+        draw(st.integers(0, 999)),
+    )
 
 
-courses = st.builds(Course, st.sampled_from(MODES), st.integers(1, 3), st.integers(0, 999), st.booleans(), st.booleans(), st.sampled_from((None, None, 1, 2)))
+courses = st.builds(
+    Course,
+    st.sampled_from(MODES),
+    st.integers(1, 3),
+    st.integers(0, 999),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from((None, None, 1, 2)),
+)
 
 
 @pytest.mark.timeout(3600)
 def test_random_models_have_the_same_bits_as_with_stock_autograd(request):
-    """Models that stock autograd itself refuses (a tensor changed in place that it needs, no row to attend to) count for nothing."""
+    """Models that stock autograd itself refuses (a tensor changed in place that it needs, no row to attend to) count
+    for nothing.
+    """
     tried = {"equal": 0, "refused by stock": 0, "refused by name": 0}
 
     @seed(request.config.getoption("--models-seed"))
-    @settings(max_examples=request.config.getoption("--models"), deadline=None, database=None, suppress_health_check=list(HealthCheck),
-              phases=(Phase.generate, Phase.shrink))  # fmt: skip
+    @settings(
+        max_examples=request.config.getoption("--models"),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
     @given(models(), courses)
     def check(model: Model, course: Course) -> None:
         tolerance = leeway(model, course)
         try:
-            found = compare(model, replace(course, steps=1) if tolerance else course, tolerance)  # later steps amplify roundings
+            found = compare(
+                model, replace(course, steps=1) if tolerance else course, tolerance
+            )  # later steps amplify roundings
         except Stuck:
             tried["refused by stock"] += 1
             return
@@ -105,12 +141,18 @@ def test_each_piece_has_the_same_bits_as_with_stock_autograd(name):
 
 @pytest.mark.parametrize("mode", ("split", "fused"))
 @pytest.mark.parametrize(
-    "more", [{"boundaries": (name, name)} for name in BOUNDARIES] + [{"data": name} for name in DATA] + [{"loss": name} for name in LOSSES] + [{"habit": name} for name in HABITS],
+    "more",
+    [{"boundaries": (name, name)} for name in BOUNDARIES]
+    + [{"data": name} for name in DATA]
+    + [{"loss": name} for name in LOSSES]
+    + [{"habit": name} for name in HABITS],
     ids=lambda more: str(*more.values()),
-)  # fmt: skip
+)
 def test_whatever_travels_goes_in_and_comes_out(more, mode):
     pieces = ("linear",), ("linear", "perceptron with dropout"), ("linear",)
-    assert compare(Model(**{"stages": pieces, "boundaries": ("a tensor", "a tensor"), **more}), Course(mode, seed=3)) == []
+    assert (
+        compare(Model(**{"stages": pieces, "boundaries": ("a tensor", "a tensor"), **more}), Course(mode, seed=3)) == []
+    )
 
 
 @pytest.mark.parametrize("mode", ("split", "whole"))
@@ -118,7 +160,10 @@ def test_whatever_travels_goes_in_and_comes_out(more, mode):
 def test_what_has_a_leeway_needs_it_and_stays_within(one, mode):
     apart = 0
     for number in range(12):
-        model, course = Model(((one.piece,), ("linear",)), ("a tensor",), data=one.data or "vectors", seed=number), Course(mode, seed=number)
+        model, course = (
+            Model(((one.piece,), ("linear",)), ("a tensor",), data=one.data or "vectors", seed=number),
+            Course(mode, seed=number),
+        )
         assert compare(model, course, one.tolerance) == []
         apart += bool(compare(model, course))
     assert apart
@@ -129,7 +174,11 @@ def test_what_is_drawn_in_a_backward_is_the_same_whoever_runs_it(mode):
     model = Model((("linear",), (OWN_NUMBERS,), (OWN_NUMBERS, "perceptron with dropout")), ("a tensor", "views"))
     made = [Plugin(model, Course(mode, 1, number, dies=number % 2 == 1)).step(1) for number in range(6)]
     for other in made[1:]:
-        assert all(not differ(*each) for key in made[0].gradients for each in zip(made[0].gradients[key], other.gradients[key], strict=True))
+        assert all(
+            not differ(*each)
+            for key in made[0].gradients
+            for each in zip(made[0].gradients[key], other.gradients[key], strict=True)
+        )
         assert all(not differ(made[0].sums[key], other.sums[key], 1e-5) for key in made[0].sums)
 
 

@@ -81,8 +81,14 @@ def test_split_backward_of_the_whole_gpt_is_bitwise(assert_bitwise):
 def test_what_stays_fused_in_a_gpt_are_its_norms():
     deferred = DeferredWeights(build())
     assert {name.split(".")[-1] for name in deferred.converted} == {
-        "tokens", "positions", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "output",
-    }  # fmt: skip
+        "tokens",
+        "positions",
+        "linear_qkv",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+        "output",
+    }
     assert {name.split(".")[-1] for name in deferred.fused} == {"input_layernorm", "pre_mlp_layernorm", "norm"}
 
 
@@ -98,7 +104,9 @@ def test_megatrons_own_embedding_and_head_are_split_too(assert_bitwise):
             super().__init__()
             group = gpt._Alone()
             self.embedding = LanguageModelEmbedding(config, 64, 16, tp_group=group)
-            self.output = ColumnParallelLinear(32, 64, config=config, init_method=config.init_method, bias=True, tp_group=group)
+            self.output = ColumnParallelLinear(
+                32, 64, config=config, init_method=config.init_method, bias=True, tp_group=group
+            )
 
         def forward(self, x):
             return self.output(self.embedding(x, torch.arange(16).expand_as(x)))[0]

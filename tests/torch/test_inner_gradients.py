@@ -1,4 +1,6 @@
-"""Layers that differentiate in their forward, and weights that are used past their layers: stock's numbers, and hooks as with stock."""
+"""Layers that differentiate in their forward, and weights that are used past their layers: stock's numbers, and hooks
+as with stock.
+"""
 
 from __future__ import annotations
 
@@ -125,10 +127,22 @@ def recomputed_reentrantly(layer: Layer, x: torch.Tensor) -> torch.Tensor:
 
 
 FUSED = {
-    double_backward: ("l",), penalty: ("l",), inner_learning: ("l",), unused_is_none: ("l",), by_an_edge: ("l",), caught: ("l",), sometimes: ("l",), recomputed_twice: ("l",),
+    double_backward: ("l",),
+    penalty: ("l",),
+    inner_learning: ("l",),
+    unused_is_none: ("l",),
+    by_an_edge: ("l",),
+    caught: ("l",),
+    sometimes: ("l",),
+    recomputed_twice: ("l",),
     recomputed_reentrantly: ("l",),
-    gradient_of_energy: (), functional: (), mapped: (), derived_weights: (), forward_mode: (), recomputed: (),
-}  # fmt: skip
+    gradient_of_energy: (),
+    functional: (),
+    mapped: (),
+    derived_weights: (),
+    forward_mode: (),
+    recomputed: (),
+}
 
 
 def data(seed: int) -> torch.Tensor:
@@ -143,7 +157,12 @@ class Trained:
         self.layer, self.ops = layer, ops
         model = StageModel(layer, nn.functional.mse_loss, MICRO_BATCHES, True, True, CPU)
         deferred = DeferredWeights(layer) if split else None
-        stage = Stage(model, deferred, lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, 0, half), CPU), fused=self.told.append)
+        stage = Stage(
+            model,
+            deferred,
+            lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, 0, half), CPU),
+            fused=self.told.append,
+        )
         self.stage = StoredStage(stage)
 
     def run(self) -> list[float]:
@@ -252,7 +271,9 @@ def test_a_layer_that_raises_raises():
 
 
 def recomputing(backward: Callable) -> type[torch.autograd.Function]:
-    """As reversible layers are: nothing of the forward is kept, and ``backward(layer, x, gradient)`` computes it once more for the gradient of ``x``."""
+    """As reversible layers are: nothing of the forward is kept, and ``backward(layer, x, gradient)`` computes it once
+    more for the gradient of ``x``.
+    """
 
     class Recomputing(torch.autograd.Function):
         @staticmethod
@@ -284,7 +305,9 @@ def test_a_recomputation_that_asks_for_more_than_its_forward_is_an_error():
 
     custom = recomputing(lambda layer, x, gradient: torch.autograd.grad(layer(x), [x, layer.weight], gradient)[0])
     for function in (shy, lambda layer, x: custom.apply(x, layer.l)):
-        with pytest.raises(RecycleError, match="by parameters, .* whose backward is split.* set recycle.split_backward to false"):
+        with pytest.raises(
+            RecycleError, match="by parameters, .* whose backward is split.* set recycle.split_backward to false"
+        ):
             Trained(built(function), True, "IW").run()
 
 
@@ -339,7 +362,9 @@ HOOKS = {
 
 @pytest.mark.parametrize("split, ops", ((True, "IW"), (True, "B"), (False, "B")))
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("function", (twice, past_only, penalised, gradient_of_energy), ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", (twice, past_only, penalised, gradient_of_energy), ids=lambda function: function.__name__
+)
 def test_a_hook_sees_each_micro_batchs_whole_gradient_once(function, hook, split, ops):
     def hooked(layer: nn.Module) -> tuple[nn.Module, list[torch.Tensor]]:
         seen: list[torch.Tensor] = []
@@ -383,25 +408,40 @@ def hooked_by_any(layer: nn.Module, seen: list) -> None:
 
 def hooked_by_what_is_left_elsewhere(layer: nn.Module, seen: list) -> None:
     """The weight's gradient is divided by the norm of this micro-batch's gradient of the layer's output."""
-    layer.inner.l.register_forward_hook(lambda module, given, made: made.register_hook(lambda gradient: seen.append(gradient.norm())) and None)
+    layer.inner.l.register_forward_hook(
+        lambda module, given, made: made.register_hook(lambda gradient: seen.append(gradient.norm())) and None
+    )
     layer.inner.l.weight.register_hook(lambda gradient: gradient / (seen[-1] + 1e-6))
 
 
 def hooked_until_the_backward(layer: nn.Module, seen: list) -> None:
     """The hook is removed by another one, before it would have its turn."""
     handle = layer.inner.l.weight.register_hook(lambda gradient: seen.append(gradient) or gradient * 3)
-    layer.inner.l.register_forward_hook(lambda module, given, made: made.register_hook(lambda gradient: handle.remove()) and None)
+    layer.inner.l.register_forward_hook(
+        lambda module, given, made: made.register_hook(lambda gradient: handle.remove()) and None
+    )
 
 
-@pytest.mark.parametrize("function", (twice, gradient_of_energy, lambda layer, x: checkpoint(lambda given: torch.tanh(F.linear(given, layer.l.weight)), x) + layer.l(x)))
-@pytest.mark.parametrize("hook", (hooked_together, hooked_by_any, hooked_by_what_is_left_elsewhere, hooked_until_the_backward))
+@pytest.mark.parametrize(
+    "function",
+    (
+        twice,
+        gradient_of_energy,
+        lambda layer, x: checkpoint(lambda given: torch.tanh(F.linear(given, layer.l.weight)), x) + layer.l(x),
+    ),
+)
+@pytest.mark.parametrize(
+    "hook", (hooked_together, hooked_by_any, hooked_by_what_is_left_elsewhere, hooked_until_the_backward)
+)
 @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint")
 def test_hooks_of_all_kinds_are_called_as_with_stock(function, hook):
     layer, other, mine, theirs = built(function), built(function), [], []
     hook(layer, mine), hook(other, theirs)
     trained, (_, gradients) = Trained(layer, True, ""), stock(other)
     trained.all_i_before_w()
-    again = function is gradient_of_energy and hook is hooked_by_what_is_left_elsewhere  # in the first forward, which is run twice
+    again = (
+        function is gradient_of_energy and hook is hooked_by_what_is_left_elsewhere
+    )  # in the first forward, which is run twice
     assert same(trained.gradients, gradients) and len(mine) == len(theirs) + again
 
 
@@ -414,7 +454,11 @@ def test_a_weight_that_is_frozen_for_one_use():
 
     trained = Trained(built(frozen_once), True, "IW")
     losses, gradients = stock(built(frozen_once))
-    assert trained.run() == losses and same(trained.gradients, gradients) and any(gradient is None for gradient in gradients)
+    assert (
+        trained.run() == losses
+        and same(trained.gradients, gradients)
+        and any(gradient is None for gradient in gradients)
+    )
 
 
 def test_a_bare_input_gradient_calls_no_hook():
@@ -430,7 +474,9 @@ def test_a_bare_input_gradient_calls_no_hook():
 
 
 def test_three_uses_of_both_kinds_differ_by_the_order_of_a_sum():
-    """The one exception from bit for bit: what I has made is one part of W's sum, wherever torch would have added it."""
+    """The one exception from bit for bit: what I has made is one part of W's sum, wherever torch would have added
+    it.
+    """
 
     def three(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         return layer.l(torch.tanh(F.linear(torch.tanh(layer.l(x)), layer.l.weight)))

@@ -47,7 +47,10 @@ def test_apply_is_idempotent_and_revert_restores_exactly(patch):
 @pytest.mark.parametrize(
     ("change", "message"),
     (
-        ({"source_sha256": "0" * 64}, "foreign_package:Holder.answer: expected source with sha256 0000.*, found [0-9a-f]{64}"),
+        (
+            {"source_sha256": "0" * 64},
+            "foreign_package:Holder.answer: expected source with sha256 0000.*, found [0-9a-f]{64}",
+        ),
         ({"versions": "<1"}, "foreign_package:Holder.answer: expected torch <1, found 2"),
         ({"package": "no-such-thing"}, "expected no-such-thing >=2, found no such package"),
         ({"target": "foreign_package:Holder.question"}, "Holder.question: expected in torch >=2, found nothing"),

@@ -15,11 +15,15 @@ def module(topology: ProcessTopology) -> SimpleNamespace:
     return SimpleNamespace(topology=lambda: topology)
 
 
-@pytest.mark.parametrize("topology", (PipeDataParallelTopology(2, 3), PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=3)))
+@pytest.mark.parametrize(
+    "topology", (PipeDataParallelTopology(2, 3), PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=3))
+)
 def test_deepspeeds_own_topologies(topology):
     check_placement("spread", module(topology), "spread")
     check_placement("deepspeed", module(topology), "deepspeed")
-    with pytest.raises(RecycleError, match=r"--deepspeed_config; or leave placement out, and give PipelineModule .*dims=\[3, 2\]"):
+    with pytest.raises(
+        RecycleError, match=r"--deepspeed_config; or leave placement out, and give PipelineModule .*dims=\[3, 2\]"
+    ):
         check_placement("spread", module(topology), "deepspeed")
 
 

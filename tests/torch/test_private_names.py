@@ -1,4 +1,6 @@
-"""Which private names of DeepSpeed's and megatron-core's the adapters use: in one module each, so that an update is checked in one place."""
+"""Which private names of DeepSpeed's and megatron-core's the adapters use: in one module each, so that an update is
+checked in one place.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,15 @@ PRIVATE = re.compile(r"_[a-z]\w*|_[A-Z]\w*")
 USED = {
     "deepspeed": {
         "engine.py": {
-            "_INSTRUCTION_MAP", "_build_data_iter", "_config", "_configure_bf16_optimizer", "_do_optimizer_sanity_check", "_exec_optimizer_step", "_layer_specs",
+            "_INSTRUCTION_MAP",
+            "_build_data_iter",
+            "_config",
+            "_configure_bf16_optimizer",
+            "_do_optimizer_sanity_check",
+            "_exec_optimizer_step",
+            "_layer_specs",
             "_next_batch",
-        },  # fmt: skip
+        },
     },
     "megatron": {},
 }
@@ -34,19 +42,30 @@ def theirs(package: str) -> set[str]:
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
                     found |= {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
-                    found |= {target.id for one in node.body if isinstance(one, ast.Assign) for target in one.targets if isinstance(target, ast.Name)}
+                    found |= {
+                        target.id
+                        for one in node.body
+                        if isinstance(one, ast.Assign)
+                        for target in one.targets
+                        if isinstance(target, ast.Name)
+                    }
     return {name for name in found if PRIVATE.fullmatch(name)}
 
 
 def ours(tree: ast.Module) -> set[str]:
-    """Private names that the module gives its own things: attributes that it sets on itself, and methods of classes without a base."""
+    """Private names that the module gives its own things: attributes that it sets on itself, and methods of classes
+    without a base.
+    """
     made = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     own = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and not node.bases]
     methods = {one.name for node in own for one in node.body if isinstance(one, ast.FunctionDef)}
     called_above = {
         node.attr
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name) and node.value.func.id == "super"
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Name)
+        and node.value.func.id == "super"
     }
     return (made | methods) - called_above
 
@@ -75,8 +94,15 @@ def test_the_engine_replaces_what_it_means_to_and_nothing_else() -> None:
 
     parts = [one for one in RecycleEngine.__mro__ if issubclass(one, PipelineEngine) and one is not PipelineEngine]
     assert parts == [RecycleEngine]
-    replaced = {name for part in parts for name in vars(part) if PRIVATE.fullmatch(name) and hasattr(PipelineEngine, name)}
-    assert replaced == {"_INSTRUCTION_MAP", "_build_data_iter", "_configure_bf16_optimizer", "_do_optimizer_sanity_check"}
+    replaced = {
+        name for part in parts for name in vars(part) if PRIVATE.fullmatch(name) and hasattr(PipelineEngine, name)
+    }
+    assert replaced == {
+        "_INSTRUCTION_MAP",
+        "_build_data_iter",
+        "_configure_bf16_optimizer",
+        "_do_optimizer_sanity_check",
+    }
     sources = [Path(importlib.util.find_spec(f"deepspeed.runtime.{name}").origin) for name in ("engine", "pipe.engine")]
     stored = {name for path in sources for name in set_on_self(ast.parse(path.read_text()))}
     mine = {name for part in parts for name in set_on_self(ast.parse(inspect.getsource(inspect.getmodule(part))))}
@@ -89,7 +115,9 @@ def set_on_self(tree: ast.Module) -> set[str]:
 
 
 def test_what_a_users_engine_adds_takes_no_part_of_ours_away() -> None:
-    """Methods that anybody might call so leave the worker's own alone, and what would take its place is refused by name."""
+    """Methods that anybody might call so leave the worker's own alone, and what would take its place is refused by
+    name.
+    """
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     from recycle_plugin.adapters.deepspeed.engine import RecycleEngine, engine_class
@@ -99,5 +127,7 @@ def test_what_a_users_engine_adds_takes_no_part_of_ours_away() -> None:
     made = engine_class(type("Mine", (PipelineEngine,), everyday), job=None)
     assert made.norm is everyday["norm"] and made.settle is RecycleEngine.settle
     for name in ("settle", "_trainer"):
-        with pytest.raises(RecycleError, match=rf"Mine\.{name} has the name of a part of the plugin's engine.*give it another name"):
+        with pytest.raises(
+            RecycleError, match=rf"Mine\.{name} has the name of a part of the plugin's engine.*give it another name"
+        ):
             engine_class(type("Mine", (PipelineEngine,), {name: lambda self: None}), job=None)

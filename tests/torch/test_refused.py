@@ -1,4 +1,6 @@
-"""Everything that a DeepSpeed config or a model can ask for and does not get: the line for each, which says what to do instead."""
+"""Everything that a DeepSpeed config or a model can ask for and does not get: the line for each, which says what to do
+instead.
+"""
 
 from __future__ import annotations
 
@@ -17,84 +19,191 @@ from recycle_plugin.errors import RecycleError
 BF16 = {"bf16": {"enabled": True}}
 ZERO_1, REPLICATE = {"zero_optimization": {"stage": 1}}, {"recycle": {"zero": "replicate"}}
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    *(({name: {"enabled": True}}, f"{name}.enabled: only fp32 and bf16 are supported yet; remove the {name} section, and set bf16.enabled to true if you can")
-      for name in ("fp16", "torch_autocast", "amp")),
-    *(({"bf16": {"enabled": True, key: True}},
-       f"bf16.{key}: master weights, sums of gradients and the optimizer's state are fp32 with recycle.enabled; leave it out")
-      for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states")),
-    ({**BF16, "data_types": {"grad_accum_dtype": "bf16"}},
-     'data_types.grad_accum_dtype is "bf16": bf16 gradients are summed in fp32 with recycle.enabled; write "fp32", or leave it out'),
-    ({**BF16, "communication_data_type": "bf16"},
-     'communication_data_type is "bf16": bf16 gradients are summed in fp32 with recycle.enabled; write "fp32", or leave it out'),
-    ({**BF16, "recycle": {"norm": "deepspeed"}}, 'recycle.norm is "deepspeed", fp32\'s norm: in bf16 DeepSpeed\'s is over all stages; leave it out'),
-    ({"bfloat16": {"enabled": True}, "recycle": {"loss_scaling": True}}, "recycle.loss_scaling: bfloat16 has fp32's range, and nothing to scale; set it to false"),
-    ({**ZERO_1, "recycle": {"enabled": True}},
-     "zero_optimization.stage 1 shards the optimizer state, so that a lost worker's shard has no copy; set recycle.zero to \"replicate\" to keep it whole on "
-     "every worker (with Adam 12 bytes a parameter instead of 12 / replicas), or stage to 0"),
-    *(({"zero_optimization": {"stage": 1, key: {"device": "cpu"}}, **REPLICATE},
-       f"zero_optimization.{key} moves shards to the host, and recycle.zero \"replicate\" leaves none; leave it out") for key in ("offload_optimizer", "offload_param")),
-    ({**ZERO_1, "recycle": {"zero": "replicate", "norm": "deepspeed"}},
-     'recycle.norm is "deepspeed", the norm of ZeRO stage 0: at stage 1 DeepSpeed\'s is over all stages; leave it out'),
-    ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage 2 does not work with pipelines in DeepSpeed itself; set stage to 0"),
-    ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage 3 does not work with pipelines in DeepSpeed itself; set stage to 0"),
+    *(
+        (
+            {name: {"enabled": True}},
+            f"{name}.enabled: only fp32 and bf16 are supported yet; remove the {name} section, and set bf16.enabled to "
+            "true if you can",
+        )
+        for name in ("fp16", "torch_autocast", "amp")
+    ),
+    *(
+        (
+            {"bf16": {"enabled": True, key: True}},
+            f"bf16.{key}: master weights, sums of gradients and the optimizer's state are fp32 with recycle.enabled; "
+            "leave it out",
+        )
+        for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+    ),
+    (
+        {**BF16, "data_types": {"grad_accum_dtype": "bf16"}},
+        'data_types.grad_accum_dtype is "bf16": bf16 gradients are summed in fp32 with recycle.enabled; write "fp32", '
+        "or leave it out",
+    ),
+    (
+        {**BF16, "communication_data_type": "bf16"},
+        'communication_data_type is "bf16": bf16 gradients are summed in fp32 with recycle.enabled; write "fp32", or '
+        "leave it out",
+    ),
+    (
+        {**BF16, "recycle": {"norm": "deepspeed"}},
+        "recycle.norm is \"deepspeed\", fp32's norm: in bf16 DeepSpeed's is over all stages; leave it out",
+    ),
+    (
+        {"bfloat16": {"enabled": True}, "recycle": {"loss_scaling": True}},
+        "recycle.loss_scaling: bfloat16 has fp32's range, and nothing to scale; set it to false",
+    ),
+    (
+        {**ZERO_1, "recycle": {"enabled": True}},
+        "zero_optimization.stage 1 shards the optimizer state, so that a lost worker's shard has no copy; set "
+        'recycle.zero to "replicate" to keep it whole on '
+        "every worker (with Adam 12 bytes a parameter instead of 12 / replicas), or stage to 0",
+    ),
+    *(
+        (
+            {"zero_optimization": {"stage": 1, key: {"device": "cpu"}}, **REPLICATE},
+            f'zero_optimization.{key} moves shards to the host, and recycle.zero "replicate" leaves none; leave it out',
+        )
+        for key in ("offload_optimizer", "offload_param")
+    ),
+    (
+        {**ZERO_1, "recycle": {"zero": "replicate", "norm": "deepspeed"}},
+        'recycle.norm is "deepspeed", the norm of ZeRO stage 0: at stage 1 DeepSpeed\'s is over all stages; leave it '
+        "out",
+    ),
+    (
+        {"zero_optimization": {"stage": 2}},
+        "zero_optimization.stage 2 does not work with pipelines in DeepSpeed itself; set stage to 0",
+    ),
+    (
+        {"zero_optimization": {"stage": 3}},
+        "zero_optimization.stage 3 does not work with pipelines in DeepSpeed itself; set stage to 0",
+    ),
     (
         {"optimizer": {"type": "OneBitAdam"}},
-        "optimizer OneBitAdam sends gradients by itself, to workers that may be lost; use Adam or AdamW with torch_adam: true",
+        "optimizer OneBitAdam sends gradients by itself, to workers that may be lost; use Adam or AdamW with "
+        "torch_adam: true",
     ),
-    ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal needs the files of a ZeRO optimizer, and only ZeRO stage 0 is supported yet; leave it out"),
+    (
+        {"checkpoint": {"load_universal": True}},
+        "checkpoint.load_universal needs the files of a ZeRO optimizer, and only ZeRO stage 0 is supported yet; leave "
+        "it out",
+    ),
     (
         {"checkpoint": {"use_node_local_storage": True}},
-        "checkpoint.use_node_local_storage keeps each host's files where the others can't read them, and a lost host takes them along; leave it out",
+        "checkpoint.use_node_local_storage keeps each host's files where the others can't read them, and a lost host "
+        "takes them along; leave it out",
     ),
-    ({"checkpoint": {"writer": {"type": "FAST"}}}, "checkpoint.writer writes files of which nobody can say when they are whole; leave it out"),
+    (
+        {"checkpoint": {"writer": {"type": "FAST"}}},
+        "checkpoint.writer writes files of which nobody can say when they are whole; leave it out",
+    ),
     (
         {"flops_profiler": {"enabled": True}},
-        "flops_profiler.enabled counts in DeepSpeed's own forward, which the plugin does not call; leave it out (recycle.trace times every instruction)",
+        "flops_profiler.enabled counts in DeepSpeed's own forward, which the plugin does not call; leave it out "
+        "(recycle.trace times every instruction)",
     ),
     (
         {"wall_clock_breakdown": True},
-        "wall_clock_breakdown times DeepSpeed's own instructions, which the plugin does not run, and would print zeros; set recycle.trace to true instead",
+        "wall_clock_breakdown times DeepSpeed's own instructions, which the plugin does not run, and would print "
+        "zeros; set recycle.trace to true instead",
     ),
-    ({"comms_logger": {"enabled": True}}, "comms_logger.enabled counts what DeepSpeed sends, and the plugin sends activations and gradients itself; leave it out"),
+    (
+        {"comms_logger": {"enabled": True}},
+        "comms_logger.enabled counts what DeepSpeed sends, and the plugin sends activations and gradients itself; "
+        "leave it out",
+    ),
     (
         {"autotuning": {"enabled": True}},
-        "autotuning.enabled ends its trials in DeepSpeed's own forward, which the plugin does not call; tune with recycle.enabled false",
+        "autotuning.enabled ends its trials in DeepSpeed's own forward, which the plugin does not call; tune with "
+        "recycle.enabled false",
     ),
     (
-        {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}}}},
-        "data_efficiency.enabled orders training_data, or drops tokens, by DeepSpeed's own loader and count of steps, which a peer could not repeat; "
+        {
+            "data_efficiency": {
+                "enabled": True,
+                "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": True}},
+            }
+        },
+        "data_efficiency.enabled orders training_data, or drops tokens, by DeepSpeed's own loader and count of steps, "
+        "which a peer could not repeat; "
         "order the data in engine.set_data_source(source), by its step",
     ),
-    ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow steps parameters apart from the others, by ZeRO's shards; leave it out"),
-    ({"compile": {"deepcompile": True}}, "compile.deepcompile compiles the backward, which the plugin splits and lets peers run again; leave it out"),
+    (
+        {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+        "zero_optimization.zenflow steps parameters apart from the others, by ZeRO's shards; leave it out",
+    ),
+    (
+        {"compile": {"deepcompile": True}},
+        "compile.deepcompile compiles the backward, which the plugin splits and lets peers run again; leave it out",
+    ),
     (
         {"activation_checkpointing": {"contiguous_memory_optimization": True}},
-        "activation_checkpointing.contiguous_memory_optimization wants backwards in the order of DeepSpeed's own schedule; leave it out",
+        "activation_checkpointing.contiguous_memory_optimization wants backwards in the order of DeepSpeed's own "
+        "schedule; leave it out",
     ),
     (
         {"activation_checkpointing": {"partition_activations": True}},
-        "activation_checkpointing.partition_activations deals activations to tensor-parallel workers, which are not supported yet; leave it out",
+        "activation_checkpointing.partition_activations deals activations to tensor-parallel workers, which are not "
+        "supported yet; leave it out",
     ),
     (
         {"managed_gradient_accumulation": False},
-        "managed_gradient_accumulation false leaves it to the script when to step, and a pipeline steps once in a train_batch; leave it out",
+        "managed_gradient_accumulation false leaves it to the script when to step, and a pipeline steps once in a "
+        "train_batch; leave it out",
     ),
-    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size above 1 splits micro-batches or layers over workers, which is not supported yet; leave it out"),
-    ({"sequence_parallel_size": 2}, "sequence_parallel_size above 1 splits micro-batches or layers over workers, which is not supported yet; leave it out"),
-    ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled: mixtures of experts send tokens between replicas, which may be lost; leave it out"),
-    *(({name: {"enabled": True}}, f"{name} is not supported, and newer releases of DeepSpeed have removed it; leave it out") for name in REMOVED),
+    (
+        {"tensor_parallel": {"autotp_size": 2}},
+        "tensor_parallel.autotp_size above 1 splits micro-batches or layers over workers, which is not supported yet; "
+        "leave it out",
+    ),
+    (
+        {"sequence_parallel_size": 2},
+        "sequence_parallel_size above 1 splits micro-batches or layers over workers, which is not supported yet; leave "
+        "it out",
+    ),
+    (
+        {"expert_parallel": {"enabled": True}},
+        "expert_parallel.enabled: mixtures of experts send tokens between replicas, which may be lost; leave it out",
+    ),
+    *(
+        (
+            {name: {"enabled": True}},
+            f"{name} is not supported, and newer releases of DeepSpeed have removed it; leave it out",
+        )
+        for name in REMOVED
+    ),
     (
         {"communication_data_type": "bf16", "recycle": {"enabled": True, "exact": True}},
-        'communication_data_type "bf16" rounds gradients on their way, and recycle.exact adds them as they are; leave one of the two out',
+        'communication_data_type "bf16" rounds gradients on their way, and recycle.exact adds them as they are; leave '
+        "one of the two out",
     ),
 ]
 GOES = [  # works as in stock DeepSpeed; the first three: tests/cluster/test_shapes.py
-    {"prescale_gradients": True}, {"gradient_allreduce_op": "sum"}, {"pipeline": {"activation_checkpoint_interval": 1}},
-    {"gradient_predivide_factor": 2.0}, {"communication_data_type": "bf16"}, {"communication_data_type": "fp32", "recycle": {"exact": True}},
-    {**ZERO_1, **REPLICATE}, {**ZERO_1, **REPLICATE, **BF16}, BF16, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
-    {"dump_state": True, "memory_breakdown": True, "zero_allow_untested_optimizer": True, "dataloader_drop_last": True},  # print, or are not for pipelines
-    {"curriculum_learning": {"enabled": False}, "flops_profiler": {"enabled": False}, "wall_clock_breakdown": False, "compile": {}, "comms_logger": {}},
-]  # fmt: skip
+    {"prescale_gradients": True},
+    {"gradient_allreduce_op": "sum"},
+    {"pipeline": {"activation_checkpoint_interval": 1}},
+    {"gradient_predivide_factor": 2.0},
+    {"communication_data_type": "bf16"},
+    {"communication_data_type": "fp32", "recycle": {"exact": True}},
+    {**ZERO_1, **REPLICATE},
+    {**ZERO_1, **REPLICATE, **BF16},
+    BF16,
+    {**BF16, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
+    {
+        "dump_state": True,
+        "memory_breakdown": True,
+        "zero_allow_untested_optimizer": True,
+        "dataloader_drop_last": True,
+    },  # print, or are not for pipelines
+    {
+        "curriculum_learning": {"enabled": False},
+        "flops_profiler": {"enabled": False},
+        "wall_clock_breakdown": False,
+        "compile": {},
+        "comms_logger": {},
+    },
+]
 
 
 @pytest.mark.parametrize("config, line", CONFIGS, ids=lambda value: ".".join(value) if isinstance(value, dict) else "")
@@ -145,19 +254,58 @@ def rotation() -> nn.Module:
 
 
 MODELS = {
-    "complex in bf16": ([rotation], {"config": BF16}, "0.phase is complex, and bf16's master weights are real: leave that out, or keep the weight as a real parameter"),
-    "complex and exact": ([rotation], {"config": {"recycle": {"exact": True}}}, "0.phase is complex, and recycle.exact sums real numbers only: leave that out"),
+    "complex in bf16": (
+        [rotation],
+        {"config": BF16},
+        "0.phase is complex, and bf16's master weights are real: leave that out, or keep the weight as a real "
+        "parameter",
+    ),
+    "complex and exact": (
+        [rotation],
+        {"config": {"recycle": {"exact": True}}},
+        "0.phase is complex, and recycle.exact sums real numbers only: leave that out",
+    ),
     "complex": ([rotation], {}, "data parallelism is 1"),
     "an ordinary one": ([linear], {}, "data parallelism is 1: a lost worker would have no peer"),
     "no pipeline": (None, {}, "recycle.enabled needs a deepspeed.pipe.PipelineModule, and the model is a Linear"),
-    "no optimizer": ([linear], {"optimizer": None}, 'there is no optimizer: add an "optimizer" section to the DeepSpeed config, or pass optimizer= to'),
-    "no parameters": ([nn.Tanh], {}, "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: give PipelineModule another partition_method"),
+    "no optimizer": (
+        [linear],
+        {"optimizer": None},
+        'there is no optimizer: add an "optimizer" section to the DeepSpeed config, or pass optimizer= to',
+    ),
+    "no parameters": (
+        [nn.Tanh],
+        {},
+        "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: give PipelineModule another "
+        "partition_method",
+    ),
     "none for the optimizer": ([linear], {"parameters": []}, "a stage has no parameters for its optimizer"),
-    "statistics": ([linear, lambda: nn.BatchNorm1d(4)], {}, "1 keeps running statistics, which a forward that is run again would count twice; use a normalisation"),
-    "sparse": ([lambda: nn.Embedding(4, 4, sparse=True)], {}, "0 has sparse gradients, which are not summed over replicas yet; build it with sparse=False"),
-    "compiled": ([compiled], {}, "0 is compiled: layers whose backward is split, and run again by peers, cannot be yet; leave torch.compile out"),
-    "experts": ([mixture], {}, "deepspeed.moe layers send tokens between replicas, which may be lost, and are not supported; use dense layers"),
-    "other losses": ([linear], {"bases": [Reporting]}, "Model.get_additional_losses: other losses than the one that is trained are not reported yet; leave the method out"),
+    "statistics": (
+        [linear, lambda: nn.BatchNorm1d(4)],
+        {},
+        "1 keeps running statistics, which a forward that is run again would count twice; use a normalisation",
+    ),
+    "sparse": (
+        [lambda: nn.Embedding(4, 4, sparse=True)],
+        {},
+        "0 has sparse gradients, which are not summed over replicas yet; build it with sparse=False",
+    ),
+    "compiled": (
+        [compiled],
+        {},
+        "0 is compiled: layers whose backward is split, and run again by peers, cannot be yet; leave torch.compile out",
+    ),
+    "experts": (
+        [mixture],
+        {},
+        "deepspeed.moe layers send tokens between replicas, which may be lost, and are not supported; use dense layers",
+    ),
+    "other losses": (
+        [linear],
+        {"bases": [Reporting]},
+        "Model.get_additional_losses: other losses than the one that is trained are not reported yet; leave the method "
+        "out",
+    ),
 }
 
 
@@ -198,7 +346,10 @@ def test_checkpointing_that_the_script_has_configured(deepspeed_alone, monkeypat
     from recycle_plugin.adapters.deepspeed.engine_checks import check_config
 
     monkeypatch.setattr(checkpointing, option, True)
-    with pytest.raises(RecycleError, match="deepspeed.checkpointing.configure with contiguous_checkpointing or partition_activations wants"):
+    with pytest.raises(
+        RecycleError,
+        match="deepspeed.checkpointing.configure with contiguous_checkpointing or partition_activations wants",
+    ):
         check_config({}, PipelineModule([linear()], num_stages=1), torch.optim.SGD, None)
 
 
@@ -209,7 +360,10 @@ def test_what_changes_once_training_has_begun():
     started = AsStarted(module)
     started.check()
     module[1].bias.requires_grad = False
-    with pytest.raises(RecycleError, match=r"requires_grad of 1\.bias has changed since training was set up: freeze and thaw parameters before that"):
+    with pytest.raises(
+        RecycleError,
+        match=r"requires_grad of 1\.bias has changed since training was set up: freeze and thaw parameters before that",
+    ):
         started.check()
 
 
@@ -227,16 +381,27 @@ def test_what_changes_once_training_has_begun():
 def test_a_job_that_goes_without_the_plugin_says_so_once(config, said):
     notes = []
     for rank in range(2):
-        Plugin(SimpleNamespace(is_first=rank == 0, note=lambda kind, text: notes.append((kind, text))))._check_section(config)
-    assert [(kind, text.partition(" in the DeepSpeed")[0]) for kind, text in notes] == ([("warning", said)] if said else [])
+        Plugin(SimpleNamespace(is_first=rank == 0, note=lambda kind, text: notes.append((kind, text))))._check_section(
+            config
+        )
+    assert [(kind, text.partition(" in the DeepSpeed")[0]) for kind, text in notes] == (
+        [("warning", said)] if said else []
+    )
 
 
 @pytest.mark.parametrize("name", ("recyle", "Recycle", "re-cycle"))
 def test_a_misspelt_section_is_refused(name):
-    with pytest.raises(RecycleError, match=f'"{name}" in the DeepSpeed config: no such section; did you mean "recycle"'):
+    with pytest.raises(
+        RecycleError, match=f'"{name}" in the DeepSpeed config: no such section; did you mean "recycle"'
+    ):
         Plugin(SimpleNamespace())._check_section({name: {"enabled": True}})
 
 
 def test_sizes_are_whole_numbers():
-    assert list(sizes({"train_batch_size": 4})) == [] and list(sizes({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2})) == []
-    assert list(sizes({"train_micro_batch_size_per_gpu": "auto"})) == ['train_micro_batch_size_per_gpu is "auto"; write a whole number of at least 1']
+    assert (
+        list(sizes({"train_batch_size": 4})) == []
+        and list(sizes({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2})) == []
+    )
+    assert list(sizes({"train_micro_batch_size_per_gpu": "auto"})) == [
+        'train_micro_batch_size_per_gpu is "auto"; write a whole number of at least 1'
+    ]

@@ -24,7 +24,9 @@ KEY = 1, MicroBatch(0, 0)
 
 
 class Counted(nn.Module):
-    """``compute(module, x, number of this forward)``; ``forwards``: how many there were (in a list, which nobody looks at)."""
+    """``compute(module, x, number of this forward)``; ``forwards``: how many there were (in a list, which nobody looks
+    at).
+    """
 
     def __init__(self, compute: Callable[[Any, torch.Tensor, int], torch.Tensor]) -> None:
         super().__init__()
@@ -40,7 +42,11 @@ def run(module: nn.Module, keys=(KEY,), draws_alike: bool = True, exact: bool = 
     warnings: list[str] = []
     model = StageModel(module, None, 1, True, False, CPU, keyed=draws_alike)
     blocks = BlockSums(list(module.parameters()), Policy(block=1).blocks(Topology(2, 2, 2))) if exact else None
-    stage = StoredStage(Stage(model, None, lambda *_: keyed(1, CPU) if draws_alike else nullcontext(), blocks, warn=warnings.append), 0, 2)
+    stage = StoredStage(
+        Stage(model, None, lambda *_: keyed(1, CPU) if draws_alike else nullcontext(), blocks, warn=warnings.append),
+        0,
+        2,
+    )
     for key in keys:
         stage.load(key, (torch.ones(3), None))
         stage.forward(key)

@@ -1,4 +1,6 @@
-"""Parameters between steps: whatever torch is given of them is committed first, and whoever else has modes on torch's stack finds them as they were left."""
+"""Parameters between steps: whatever torch is given of them is committed first, and whoever else has modes on torch's
+stack finds them as they were left.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ INPUT = torch.arange(8.0).view(2, 4) / 8
 
 
 class Job:
-    """A model whose steps stay uncommitted until ``settle()``, which takes the last one back and applies it otherwise: everything becomes twice what it was."""
+    """A model whose steps stay uncommitted until ``settle()``, which takes the last one back and applies it otherwise:
+    everything becomes twice what it was.
+    """
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -51,7 +55,9 @@ class Job:
     def step(self) -> None:
         with self.touch.lifted():
             self.seen.append(modes())
-            assert all(parameter.requires_grad for parameter in self.model.parameters())  # the engine touches what it likes
+            assert all(
+                parameter.requires_grad for parameter in self.model.parameters()
+            )  # the engine touches what it likes
             self.committed = False
             if self.broken:
                 raise RuntimeError(self.broken)
@@ -149,7 +155,9 @@ READS: dict[str, Callable[[Job], Any]] = {
     "operator": lambda job: torch.ops.aten.sum.default(job.view),
     "equality": lambda job: torch.equal(job.view, torch.zeros(2, 4)) or job.view + 0,
     "moments": lambda job: job.moment + 0,
-    "optimizer's state_dict": lambda job: [value + 0 for state in job.optimizer.state_dict()["state"].values() for value in state.values()],
+    "optimizer's state_dict": lambda job: [
+        value + 0 for state in job.optimizer.state_dict()["state"].values() for value in state.values()
+    ],
     "exponential average": averaged,
     "average at once": averaged_at_once,
     "swa_utils": lambda job: list(torch.optim.swa_utils.AveragedModel(job.model).parameters()),
@@ -169,7 +177,7 @@ READS: dict[str, Callable[[Job], Any]] = {
     "foreach in place": lambda job: in_place(job, lambda weight: torch._foreach_add_([weight], 1.0)),
     "an optimizer of the script's": lambda job: in_place(job, lambda weight: torch.optim.SGD([weight], lr=0.1).step()),
     "other data": lambda job: in_place(job, lambda weight: setattr(weight, "data", weight.data + 1)),
-}  # fmt: skip
+}
 
 
 class Product(torch.autograd.Function):
@@ -274,7 +282,10 @@ def test_other_tensors_and_what_the_engine_does_wait_for_nothing(job: Job) -> No
 
 def test_what_only_describes_a_tensor_waits_for_nothing(job: Job) -> None:
     job.step()
-    description = [describe(job.first) for describe in (len, *(lambda tensor, name=name: getattr(tensor, name) for name in PROPERTIES))]
+    description = [
+        describe(job.first)
+        for describe in (len, *(lambda tensor, name=name: getattr(tensor, name) for name in PROPERTIES))
+    ]
     description += [getattr(job.first, name)() for name in METHODS]
     assert not job.settled
     assert description[:5] == [4, torch.device("cpu"), torch.float32, torch.Size([4, 4]), 2]
@@ -375,7 +386,13 @@ def default_device() -> Iterator[None]:
         torch.set_default_device(None)
 
 
-MODES = {"a mode": Counting, "a device": lambda: torch.device("cpu"), "the default device": default_device, "no gradients": torch.no_grad, "inference": torch.inference_mode}
+MODES = {
+    "a mode": Counting,
+    "a device": lambda: torch.device("cpu"),
+    "the default device": default_device,
+    "no gradients": torch.no_grad,
+    "inference": torch.inference_mode,
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -433,7 +450,9 @@ def test_the_scripts_mode_does_not_see_the_engine_settle(job: Job) -> None:
 
 def test_it_is_seen_inside_of_another_mode(job: Job) -> None:
     class Reads(Counting):
-        def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        def __torch_function__(
+            self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+        ) -> Any:
             self.norm = job.first.norm().item()
             return super().__torch_function__(function, types, args, kwargs)
 

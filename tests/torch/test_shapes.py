@@ -1,4 +1,6 @@
-"""Models of the shapes that people have, cut into stages: the gradients of the uncut model, and what a peer makes once more."""
+"""Models of the shapes that people have, cut into stages: the gradients of the uncut model, and what a peer makes once
+more.
+"""
 
 from __future__ import annotations
 
@@ -48,15 +50,23 @@ class Pipeline:
         last = len(modules) - 1
         self._received: dict[tuple[int, Any], tuple[torch.Tensor, ...]] = {}
         self.stages = [
-            StoredStage(Stage(
-                StageModel(module, mean_square, MICRO_BATCHES, number == 0, number == last, CPU, lambda: reentrant),
-                DeferredWeights(module) if split else None, lambda micro_batch, step, half, number=number: randomness(number, micro_batch.index),
-            ), number, len(modules))
+            StoredStage(
+                Stage(
+                    StageModel(module, mean_square, MICRO_BATCHES, number == 0, number == last, CPU, lambda: reentrant),
+                    DeferredWeights(module) if split else None,
+                    lambda micro_batch, step, half, number=number: randomness(number, micro_batch.index),
+                ),
+                number,
+                len(modules),
+            )
             for number, module in enumerate(modules)
-        ]  # fmt: skip
+        ]
 
     def step(self, batches: list[Batch]) -> list[torch.Tensor]:
-        """All forwards, then the backwards, each boundary's made once more, by a bare instruction, for a peer.  The losses."""
+        """All forwards, then the backwards, each boundary's made once more, by a bare instruction, for a peer.
+
+        The losses.
+        """
         keys = [(STEP, MicroBatch(0, index)) for index in range(len(batches))]
         for key, batch in zip(keys, batches):
             self._forward(key, batch)
@@ -107,7 +117,10 @@ def same(ones: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bo
 
 
 def close(ones: tuple[torch.Tensor, ...], others: tuple[torch.Tensor, ...]) -> bool:
-    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-6) and one.dtype == other.dtype for one, other in zip(ones, others, strict=True))
+    return all(
+        torch.allclose(one, other, rtol=1e-5, atol=1e-6) and one.dtype == other.dtype
+        for one, other in zip(ones, others, strict=True)
+    )
 
 
 def uncut(modules: list[nn.Module], batches: list[Batch]) -> list[torch.Tensor]:
@@ -132,7 +145,9 @@ def frozen(module: nn.Module) -> nn.Module:
 
 
 def masked() -> list[nn.Module]:
-    """(mask, hidden, positions, what is summed on the way, what nobody uses) between the stages: bool first, int in between, one of no dimension."""
+    """(mask, hidden, positions, what is summed on the way, what nobody uses) between the stages: bool first, int in
+    between, one of no dimension.
+    """
 
     def embed(parts, given):
         ids, mask = given
@@ -146,23 +161,36 @@ def masked() -> list[nn.Module]:
     def head(parts, given):
         return parts["linear"](given[1]) + given[3]
 
-    return [Layer(embed, words=nn.Embedding(9, WIDTH)), *(Layer(block, linear=linear()) for _ in range(2)), Layer(head, linear=linear())]
+    return [
+        Layer(embed, words=nn.Embedding(9, WIDTH)),
+        *(Layer(block, linear=linear()) for _ in range(2)),
+        Layer(head, linear=linear()),
+    ]
 
 
 def float_mask() -> list[nn.Module]:
     """It comes from the data, so that no gradient leads anywhere; and it is used."""
+
     def add(parts, given):
         return given[0], parts["linear"](given[1]) * given[0]
 
-    return [Layer(add, linear=linear()), Layer(add, linear=linear()), Layer(lambda parts, given: parts["linear"](given[1]), linear=linear())]
+    return [
+        Layer(add, linear=linear()),
+        Layer(add, linear=linear()),
+        Layer(lambda parts, given: parts["linear"](given[1]), linear=linear()),
+    ]
 
 
 def tuples_of_one() -> list[nn.Module]:
-    return [Layer(lambda parts, given: (parts["linear"](given),), linear=linear()), Layer(lambda parts, given: parts["linear"](given[0]), linear=linear())]
+    return [
+        Layer(lambda parts, given: (parts["linear"](given),), linear=linear()),
+        Layer(lambda parts, given: parts["linear"](given[0]), linear=linear()),
+    ]
 
 
 def empty_masks() -> list[nn.Module]:
     """Members that look like the mark of a tuple of one."""
+
     def give(parts, given):
         return parts["linear"](given), torch.empty(0, 0, dtype=torch.bool)
 
@@ -174,14 +202,21 @@ def empty_masks() -> list[nn.Module]:
 
 
 def in_place() -> list[nn.Module]:
-    return [nn.Sequential(nn.ReLU(inplace=True), linear()), nn.Sequential(nn.ReLU(inplace=True), linear()), nn.Sequential(nn.ReLU(inplace=True), linear())]
+    return [
+        nn.Sequential(nn.ReLU(inplace=True), linear()),
+        nn.Sequential(nn.ReLU(inplace=True), linear()),
+        nn.Sequential(nn.ReLU(inplace=True), linear()),
+    ]
 
 
 def recurrent() -> list[nn.Module]:
     def run(parts, given):
         return parts["linear"](parts["lstm"](given)[0])
 
-    stages = [Layer(run, lstm=nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3, batch_first=True), linear=linear()) for _ in range(2)]
+    stages = [
+        Layer(run, lstm=nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.3, batch_first=True), linear=linear())
+        for _ in range(2)
+    ]
     return [*stages, Layer(lambda parts, given: parts["gru"](given)[0], gru=nn.GRU(WIDTH, WIDTH, batch_first=True))]
 
 
@@ -189,7 +224,10 @@ def convolution() -> list[nn.Module]:
     def run(parts, given):
         return parts["linear"](torch.relu(parts["norm"](parts["conv"](given.transpose(1, 2)))).transpose(1, 2))
 
-    return [Layer(run, conv=nn.Conv1d(WIDTH, WIDTH, 3, padding=1), norm=nn.GroupNorm(2, WIDTH), linear=linear()) for _ in range(2)]
+    return [
+        Layer(run, conv=nn.Conv1d(WIDTH, WIDTH, 3, padding=1), norm=nn.GroupNorm(2, WIDTH), linear=linear())
+        for _ in range(2)
+    ]
 
 
 def checkpointed(run: Callable[..., Any]) -> list[nn.Module]:
@@ -199,6 +237,7 @@ def checkpointed(run: Callable[..., Any]) -> list[nn.Module]:
 
 def sometimes() -> list[nn.Module]:
     """A layer that half of the micro-batches leave out."""
+
     def run(parts, given):
         return parts["always"](given) if given.sum() > 0 else parts["always"](parts["sometimes"](given))
 
@@ -207,6 +246,7 @@ def sometimes() -> list[nn.Module]:
 
 def dropped() -> list[nn.Module]:
     """Layers that Python's, or numpy's, random numbers leave out."""
+
     def run(parts, given):
         draw = random.random() if len(parts) == 1 else numpy.random.rand()
         return given + parts["a"](given) if draw > 0.5 else given * 2
@@ -216,10 +256,14 @@ def dropped() -> list[nn.Module]:
 
 def passed_on() -> list[nn.Module]:
     """The first stage's weight travels with the activation, as some tie a head to an embedding."""
+
     def give(parts, given):
         return parts["linear"](given), parts["linear"].weight
 
-    return [Layer(give, linear=linear()), Layer(lambda parts, given: parts["linear"](given[0]) @ given[1], linear=linear())]
+    return [
+        Layer(give, linear=linear()),
+        Layer(lambda parts, given: parts["linear"](given[0]) @ given[1], linear=linear()),
+    ]
 
 
 def vectors(index: int) -> torch.Tensor:
@@ -244,9 +288,15 @@ MODELS: dict[str, tuple[Callable[[], list[nn.Module]], Callable[[int], Any]]] = 
     "first stage frozen": (lambda: [frozen(linear()), linear(), linear()], vectors),
     "last stage frozen": (lambda: [linear(), linear(), frozen(linear())], vectors),
     "a stage between frozen": (lambda: [linear(), frozen(linear()), linear()], vectors),
-    "layers and biases frozen": (lambda: [nn.Sequential(frozen(linear()), linear()), nn.Sequential(linear(), frozen(linear())), linear()], vectors),
+    "layers and biases frozen": (
+        lambda: [nn.Sequential(frozen(linear()), linear()), nn.Sequential(linear(), frozen(linear())), linear()],
+        vectors,
+    ),
     "checkpointed, reentrant": (lambda: checkpointed(lambda part, x: checkpoint(part, x, use_reentrant=True)), vectors),
-    "checkpointed, not reentrant": (lambda: checkpointed(lambda part, x: checkpoint(part, x, use_reentrant=False)), vectors),
+    "checkpointed, not reentrant": (
+        lambda: checkpointed(lambda part, x: checkpoint(part, x, use_reentrant=False)),
+        vectors,
+    ),
     "checkpointed by DeepSpeed": (lambda: checkpointed(checkpointing.checkpoint), vectors),
     "checkpointed by DeepSpeed, not reentrant": (lambda: checkpointed(checkpointing.non_reentrant_checkpoint), vectors),
     "layers that are left out sometimes": (sometimes, vectors),
@@ -265,29 +315,46 @@ def test_the_gradients_of_the_uncut_model(name, split):
     if "biases" in name:
         modules[2].bias.requires_grad = False
     batches = [(inputs(index), torch.ones(2) * index) for index in range(MICRO_BATCHES)]
-    before = [[part.clone() for part in (batch[0] if isinstance(batch[0], (tuple, list)) else [batch[0]])] for batch in batches]
+    before = [
+        [part.clone() for part in (batch[0] if isinstance(batch[0], (tuple, list)) else [batch[0]])]
+        for batch in batches
+    ]
     cuts_off = name in REENTRANT
-    trained = [(f"{stage}.{part}", parameter) for stage, module in enumerate(modules) for part, parameter in module.named_parameters()]
-    expected_losses = uncut(modules, [(inputs.requires_grad_(), labels) for inputs, labels in batches] if cuts_off else batches)
+    trained = [
+        (f"{stage}.{part}", parameter)
+        for stage, module in enumerate(modules)
+        for part, parameter in module.named_parameters()
+    ]
+    expected_losses = uncut(
+        modules, [(inputs.requires_grad_(), labels) for inputs, labels in batches] if cuts_off else batches
+    )
     expected = {part: parameter.grad for part, parameter in trained}
     assert all(expected[part] is not None for part, parameter in trained if parameter.requires_grad)
     for _, parameter in trained:
         parameter.grad = None
-    losses = Pipeline(modules, split, reentrant=cuts_off).step([(inputs.detach() if cuts_off else inputs, labels) for inputs, labels in batches])
+    losses = Pipeline(modules, split, reentrant=cuts_off).step(
+        [(inputs.detach() if cuts_off else inputs, labels) for inputs, labels in batches]
+    )
     assert close(tuple(losses), tuple(expected_losses))
     for part, parameter in trained:
         if expected[part] is None:
             assert parameter.grad is None, part
         else:
-            assert torch.allclose(parameter.grad, expected[part], rtol=1e-5, atol=1e-7) and parameter.requires_grad, part
+            assert torch.allclose(parameter.grad, expected[part], rtol=1e-5, atol=1e-7) and parameter.requires_grad, (
+                part
+            )
     assert any(grad is not None and grad.abs().sum() > 0 for grad in expected.values())
     for batch, kept in zip(batches, before):
-        assert same(tuple(batch[0]) if isinstance(batch[0], (tuple, list)) else (batch[0],), tuple(kept)), "the data has been changed"
+        assert same(tuple(batch[0]) if isinstance(batch[0], (tuple, list)) else (batch[0],), tuple(kept)), (
+            "the data has been changed"
+        )
 
 
 def test_a_travelling_weight_is_not_changed_by_the_step():
     modules = passed_on()
-    stage = StoredStage(Stage(StageModel(modules[0], None, 1, True, False, CPU), None, lambda *_: randomness(0, 0)), 0, 2)
+    stage = StoredStage(
+        Stage(StageModel(modules[0], None, 1, True, False, CPU), None, lambda *_: randomness(0, 0)), 0, 2
+    )
     key = STEP, MicroBatch(0, 0)
     stage.load(key, (vectors(0), None))
     sent = stage.forward(key)
@@ -300,8 +367,12 @@ def test_a_travelling_weight_is_not_changed_by_the_step():
 # --- what will not do -------------------------------------------------------------------------------
 
 
-def one_forward(module: nn.Module, first: bool = True, last: bool = False, loss: Callable[..., Any] | None = None) -> StoredStage:
-    stage = StoredStage(Stage(StageModel(module, loss, 1, first, last, CPU), None, lambda *_: randomness(0, 0)), 0, 1 if last else 2)
+def one_forward(
+    module: nn.Module, first: bool = True, last: bool = False, loss: Callable[..., Any] | None = None
+) -> StoredStage:
+    stage = StoredStage(
+        Stage(StageModel(module, loss, 1, first, last, CPU), None, lambda *_: randomness(0, 0)), 0, 1 if last else 2
+    )
     stage.load((STEP, MicroBatch(0, 0)), (vectors(0), torch.ones(2)))
     stage.forward((STEP, MicroBatch(0, 0)))
     return stage
@@ -330,14 +401,22 @@ def test_layers_that_count_their_forwards_are_refused(module, buffer):
 
 
 def test_renormalised_embeddings_are_refused():
-    module = Layer(lambda parts, given: parts["words"](given.abs().long() % 9), words=nn.Embedding(9, WIDTH, max_norm=0.1))
+    module = Layer(
+        lambda parts, given: parts["words"](given.abs().long() % 9), words=nn.Embedding(9, WIDTH, max_norm=0.1)
+    )
     with pytest.raises(RecycleError, match="parts.words.weight is changed by each forward"):
         one_forward(module)
 
 
-@pytest.mark.parametrize("made, said", [([], "list"), ((torch.ones(1), None), "NoneType"), ((), "an empty tuple"), ({}, "dict")])
+@pytest.mark.parametrize(
+    "made, said", [([], "list"), ((torch.ones(1), None), "NoneType"), ((), "an empty tuple"), ({}, "dict")]
+)
 def test_what_can_not_travel_is_refused(made, said):
-    with pytest.raises(RecycleError, match=rf"the last layer of a stage gives {said}: what goes to the next stage is a tensor, or a tuple of tensors"):
+    with pytest.raises(
+        RecycleError,
+        match=rf"the last layer of a stage gives {said}: what goes to the next stage is a tensor, or a tuple of "
+        r"tensors",
+    ):
         one_forward(Layer(lambda parts, given: made, linear=linear()))
 
 
@@ -350,11 +429,16 @@ def test_losses_that_are_no_number_are_refused(made, said):
 def test_layers_that_checkpointing_cuts_off_are_refused():
     """Stock DeepSpeed stops with an error of autograd's; to go on would leave them untrained without a word."""
     inner = nn.Embedding(9, WIDTH)
-    stage = one_forward(Layer(lambda parts, given: checkpoint(parts["words"], given.abs().long() % 9, use_reentrant=True), words=inner))
+    stage = one_forward(
+        Layer(lambda parts, given: checkpoint(parts["words"], given.abs().long() % 9, use_reentrant=True), words=inner)
+    )
     key = STEP, MicroBatch(0, 0)
     stage.receive_grad(key, (torch.ones(2, 3, WIDTH, WIDTH),))
     stage.backward_input(key)
-    with pytest.raises(RecycleError, match="nothing that the first stage gives depends on its parameters.*set pipeline.use_reentrant to false"):
+    with pytest.raises(
+        RecycleError,
+        match="nothing that the first stage gives depends on its parameters.*set pipeline.use_reentrant to false",
+    ):
         stage.summed(STEP)
 
 
@@ -387,7 +471,9 @@ def test_what_is_drawn_through_deepspeeds_tracker_is_the_same_whoever_draws():
         before, streams = tracker.get_states(), torch.get_rng_state()
         with keyed_forward(module, 5, 3, CPU):
             own, first, second = torch.rand(()).item(), draw("tensor parallel"), draw("other")
-        assert tracker.get_states() == before and torch.equal(torch.get_rng_state(), streams) and module.micro_offset == 3
+        assert (
+            tracker.get_states() == before and torch.equal(torch.get_rng_state(), streams) and module.micro_offset == 3
+        )
         draw("tensor parallel")
         with keyed_forward(module, 5, 3, CPU):
             assert [torch.rand(()).item(), draw("tensor parallel"), draw("other")] == [own, first, second]

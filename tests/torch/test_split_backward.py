@@ -32,7 +32,9 @@ class Checkpointed(nn.Module):
             return checkpoint(self.inner, x, use_reentrant=self.kind == "torch reentrant")
         from deepspeed.runtime.activation_checkpointing import checkpointing
 
-        return (checkpointing.checkpoint if self.kind == "deepspeed" else checkpointing.non_reentrant_checkpoint)(self.inner, x)
+        return (checkpointing.checkpoint if self.kind == "deepspeed" else checkpointing.non_reentrant_checkpoint)(
+            self.inner, x
+        )
 
 
 KINDS = ("none", "torch non-reentrant", "torch reentrant", "deepspeed", "deepspeed non-reentrant")
@@ -40,7 +42,11 @@ KINDS = ("none", "torch non-reentrant", "torch reentrant", "deepspeed", "deepspe
 
 def block(width: int = 16) -> nn.Sequential:
     return nn.Sequential(
-        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * width, width, bias=False)
+        nn.LayerNorm(width),
+        nn.Linear(width, 4 * width),
+        nn.GELU(),
+        nn.Dropout(0.2),
+        nn.Linear(4 * width, width, bias=False),
     )
 
 
@@ -75,7 +81,15 @@ def test_bitwise_linear(assert_bitwise, shape, bias, dtype):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9), st.booleans(), st.integers(0, 5), st.integers(0, 5))
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.booleans(),
+    st.integers(0, 5),
+    st.integers(0, 5),
+)
 def test_bitwise_linear_whatever_the_memory_layout(inner, outer, rows, batch, bias, input_order, gradient_order):
     """Layouts steer which GEMM and which sum torch runs; the split halves have to follow."""
     orders = ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0))
@@ -169,7 +183,12 @@ def test_frozen_parameters_get_no_gradient(assert_bitwise, gradients):
     assert not frozen(torch.ones(1, 16)).requires_grad, "nothing to train, nothing in the graph"
     del frozen.forward
     split = gradients(model, activations(5, 3, 16), "hold")[1]
-    assert {name for name, gradient in split.items() if gradient is None} == {"0.weight", "0.bias", "1.weight", "2.bias"}
+    assert {name for name, gradient in split.items() if gradient is None} == {
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "2.bias",
+    }
 
 
 def test_i_delivers_no_weight_gradient_and_w_all():
@@ -212,7 +231,9 @@ def test_hooks_fire_once_in_w():
     model, seen, nodes = nn.Linear(16, 16), [], []
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda g, name=name: seen.append(("tensor", name, g is not None)))
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(("accumulated", name, p.grad is not None)))
+        parameter.register_post_accumulate_grad_hook(
+            lambda p, name=name: seen.append(("accumulated", name, p.grad is not None))
+        )
         node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # what DeepSpeed hooks
         node.register_hook(lambda *_, name=name: seen.append(("node", name, True)))
         nodes.append(node)
@@ -220,7 +241,9 @@ def test_hooks_fire_once_in_w():
     pending = in_i(deferred, lambda: model(x).sum().backward())
     assert seen == []
     pending.run()
-    assert sorted(seen) == sorted((kind, name, True) for kind in ("tensor", "accumulated", "node") for name in ("weight", "bias"))
+    assert sorted(seen) == sorted(
+        (kind, name, True) for kind in ("tensor", "accumulated", "node") for name in ("weight", "bias")
+    )
     seen.clear()
     model(x).sum().backward()
     assert len(seen) == 6, "each hook fires once where nothing is split, too"
@@ -246,7 +269,9 @@ def test_engines_in_one_process_share_nothing():
     assert len(pending) == 1 and second.weight.grad is not None and first.weight.grad is None
 
 
-@pytest.mark.parametrize("clone", (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))), ids=("deepcopy", "pickle"))
+@pytest.mark.parametrize(
+    "clone", (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))), ids=("deepcopy", "pickle")
+)
 def test_a_copied_model_is_cut_loose(clone):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
@@ -283,7 +308,11 @@ def test_what_is_not_known_stays_fused():
     replaced.forward = lambda x: x * replaced.weight[0]
     model = nn.Sequential(Doubled(16, 16), replaced, torch.nn.utils.weight_norm(nn.Linear(16, 16)))
     assert DeferredWeights(model).converted == ()
-    for embedding in (nn.Embedding(4, 2, max_norm=1.0), nn.Embedding(4, 2, sparse=True), nn.Embedding(4, 2, scale_grad_by_freq=True)):
+    for embedding in (
+        nn.Embedding(4, 2, max_norm=1.0),
+        nn.Embedding(4, 2, sparse=True),
+        nn.Embedding(4, 2, scale_grad_by_freq=True),
+    ):
         assert DeferredWeights(embedding).converted == ()
 
 
@@ -319,7 +348,9 @@ def test_a_step_between_f_and_i_is_an_error_and_no_number():
             output = model(activations(5, 16)[0])
         with torch.no_grad():
             model.weight.mul_(2)
-        with pytest.raises(RuntimeError, match="F and I: was the optimizer stepped" if deferred else "inplace operation"):
+        with pytest.raises(
+            RuntimeError, match="F and I: was the optimizer stepped" if deferred else "inplace operation"
+        ):
             output.sum().backward()
 
 

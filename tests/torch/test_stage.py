@@ -40,10 +40,19 @@ class Checkpointed(nn.Sequential):
 
 
 def stage_at(
-    stages: int, stage: int, split: bool, reentrant: bool | None, block: int | None = None, bf16: bool = False, device: Device = CPU
+    stages: int,
+    stage: int,
+    split: bool,
+    reentrant: bool | None,
+    block: int | None = None,
+    bf16: bool = False,
+    device: Device = CPU,
 ) -> tuple[Stage, nn.Module, list[nn.Parameter]]:
-    """Linears, which are converted, with a LayerNorm, which is not, and dropout between them.  ``reentrant``: checkpointed, that way.
-    ``block``: exact, with blocks of so many of 2 x 4 micro-batches.  The parameters are those whose gradients are summed."""
+    """Linears, which are converted, with a LayerNorm, which is not, and dropout between them.
+
+    ``reentrant``: checkpointed, that way. ``block``: exact, with blocks of so many of 2 x 4 micro-batches.  The
+    parameters are those whose gradients are summed.
+    """
     torch.manual_seed(stage)
     layers = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
     module = nn.Sequential(*layers) if reentrant is None else Checkpointed(*layers)
@@ -78,7 +87,13 @@ class Runner:
     """A stage at one of PLACES that gets the inputs of each instruction when that runs."""
 
     def __init__(
-        self, place: str, split: bool = True, reentrant: bool | None = None, block: int | None = None, bf16: bool = False, device: Device = CPU
+        self,
+        place: str,
+        split: bool = True,
+        reentrant: bool | None = None,
+        block: int | None = None,
+        bf16: bool = False,
+        device: Device = CPU,
     ) -> None:
         self.stages, self.number = PLACES[place]
         stage, self.module, self.parameters = stage_at(self.stages, self.number, split, reentrant, block, bf16, device)
@@ -87,7 +102,9 @@ class Runner:
     def instruction(self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP) -> Instruction:
         return Instruction(op, self.number, micro_batch, step)
 
-    def run(self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP, boundary_only: bool = False) -> tuple[torch.Tensor, ...] | None:
+    def run(
+        self, op: Op, micro_batch: MicroBatch = FIRST, step: int = STEP, boundary_only: bool = False
+    ) -> tuple[torch.Tensor, ...] | None:
         key = step, micro_batch
         feed(self.stage, key, requires(self.instruction(op, micro_batch, step), self.stages))
         return self.perform(op, key, boundary_only)
@@ -123,7 +140,11 @@ def no_gradient_changes(runner: Runner):
 
 # --- what is here -----------------------------------------------------------------------------------
 
-HERE = {"stash", "inner", "wgrad"}  # made and kept by a stage; act and grad go out, data and params are nobody's to report
+HERE = {
+    "stash",
+    "inner",
+    "wgrad",
+}  # made and kept by a stage; act and grad go out, data and params are nobody's to report
 SPLIT, FUSED = (Op.F, Op.I, Op.W), (Op.F, Op.B)
 
 
@@ -139,15 +160,23 @@ def test_held_is_what_the_dataflow_says(place, ops):
         for op in ops:
             one = runner.instruction(op)
             needed = {datum for datum in requires(one, runner.stages) if datum.kind not in ("data", "params")}
-            feed(runner.stage, (STEP, FIRST), needed | {datum for datum in requires(one, runner.stages) if datum.kind == "data"})
+            feed(
+                runner.stage,
+                (STEP, FIRST),
+                needed | {datum for datum in requires(one, runner.stages) if datum.kind == "data"},
+            )
             expected |= {datum for datum in needed if datum.kind in ("act", "grad")}
             assert runner.held() == expected and needed <= expected, f"before {one}"
             runner.perform(op, (STEP, FIRST))
-            expected = expected - set(consumes(one, runner.stages)) | {datum for datum in provides(one) if datum.kind in HERE}
+            expected = expected - set(consumes(one, runner.stages)) | {
+                datum for datum in provides(one) if datum.kind in HERE
+            }
             assert runner.held() == expected, f"after {one}"
         own = tuple(datum.micro_batch for datum in expected if datum.kind == "wgrad")
         runner.stage.summed(STEP)
-        assert runner.held() == expected - set(consumes(Instruction(Op.REDUCE, runner.number, None, STEP), runner.stages, own))
+        assert runner.held() == expected - set(
+            consumes(Instruction(Op.REDUCE, runner.number, None, STEP), runner.stages, own)
+        )
 
 
 # --- once more, for a peer --------------------------------------------------------------------------
@@ -209,7 +238,11 @@ def test_a_weight_gradient_leaves_what_its_input_gradient_needs_once_more(after)
     if after != "its activation":
         runner.run(Op.F)
     if once_more is not None:
-        feed(runner.stage, (STEP, FIRST), [datum for datum in requires(runner.instruction(once_more), 3) if datum.kind in ("act", "grad")])
+        feed(
+            runner.stage,
+            (STEP, FIRST),
+            [datum for datum in requires(runner.instruction(once_more), 3) if datum.kind in ("act", "grad")],
+        )
     runner.run(Op.W)
     assert len(runner.held() - {Datum("wgrad", 1, FIRST, STEP)}) == 1 + (after == "the gradient of its output")
     if after == "its activation":
@@ -262,7 +295,9 @@ def test_a_stage_waits_for_all_that_it_computes_with(place, ops, bf16):
             mine, theirs = here.run(op, micro_batch), there.run(op, micro_batch)
             assert mine is theirs is None or same(mine, theirs)
     assert same(here.gradients(), there.gradients()) and not late.under_way
-    assert all(torch.equal(loss, there.stage.losses[key]) and loss.isfinite() for key, loss in here.stage.losses.items())
+    assert all(
+        torch.equal(loss, there.stage.losses[key]) and loss.isfinite() for key, loss in here.stage.losses.items()
+    )
     first, last = here.number == 0, here.number == here.stages - 1
     assert set(late.asked) == {RECEIVED, *[BATCHES] * (first or last), *[GRADIENT] * (not last)}
 
@@ -290,9 +325,15 @@ def test_bf16_gradients_are_added_in_fp32_one_micro_batch_at_a_time(place, ops):
     for micro_batch in BATCH:
         one = Runner(place, bf16=True)
         run_all(one, [micro_batch], ops)
-        assert same(one.gradients(), [gradient.bfloat16().float() for gradient in one.gradients()]), "more than bf16's digits"
+        assert same(one.gradients(), [gradient.bfloat16().float() for gradient in one.gradients()]), (
+            "more than bf16's digits"
+        )
         alone.append(one.gradients())
-        rounded = one.gradients() if rounded is None else [(a + b).bfloat16().float() for a, b in zip(rounded, one.gradients())]
+        rounded = (
+            one.gradients()
+            if rounded is None
+            else [(a + b).bfloat16().float() for a, b in zip(rounded, one.gradients())]
+        )
     for op in ops:
         for micro_batch in BATCH:
             runner.run(op, micro_batch)
@@ -341,7 +382,10 @@ def run_all(runner: Runner, micro_batches: list[MicroBatch], ops) -> None:
 @pytest.mark.parametrize("ops", (SPLIT, FUSED), ids=("F, I, W", "F, B"))
 @pytest.mark.parametrize("bf16", (False, True), ids=("fp32", "bf16"))
 def test_the_sum_of_blocks_has_the_same_bits_however_their_work_interleaves(place, ops, reentrant, bf16):
-    """The two halves of each replica's four micro-batches are blocks.  LayerNorms, which are not split, are run out of order."""
+    """The two halves of each replica's four micro-batches are blocks.
+
+    LayerNorms, which are not split, are run out of order.
+    """
     plain, mixed = (Runner(place, ops is SPLIT, reentrant, 2, bf16) for _ in range(2))
     run_all(plain, OWN + TAKEN, ops)
     turns = [micro_batch for pair in zip(TAKEN, OWN) for micro_batch in pair]

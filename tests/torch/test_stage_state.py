@@ -1,4 +1,6 @@
-"""All that a step changes: handed to another worker bit for bit, followed while training goes on, taken back, and hashed; and that nothing is left out of it."""
+"""All that a step changes: handed to another worker bit for bit, followed while training goes on, taken back, and
+hashed; and that nothing is left out of it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockOptimizer, co
 from recycle_plugin.core.worker.data_cursor import DataCursor  # noqa: E402
 from recycle_plugin.errors import RecycleError  # noqa: E402
 from recycle_plugin.runtime.stage.masters import Masters  # noqa: E402
-from recycle_plugin.runtime.state.stage_state import Chunk, Filling, OptimizerState, StageState, StatePart, TensorForm, of_parameters  # noqa: E402
+from recycle_plugin.runtime.state.stage_state import (
+    Chunk,
+    Filling,
+    OptimizerState,
+    StageState,
+    StatePart,
+    TensorForm,
+    of_parameters,
+)  # noqa: E402
 from recycle_plugin.runtime.state.undo import KINDS  # noqa: E402
 from recycle_plugin.runtime.worker.changed_state import scheduler_part, stage_state  # noqa: E402
 from recycle_plugin.runtime.worker.scaling import LossScale  # noqa: E402
@@ -36,21 +46,34 @@ OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
 }
 SCALING = SimpleNamespace(
-    loss_scale=0, initial_scale_power=8, loss_scale_window=2, hysteresis=1, consecutive_hysteresis=False, min_loss_scale=1.0
-)  # fmt: skip
+    loss_scale=0,
+    initial_scale_power=8,
+    loss_scale_window=2,
+    hysteresis=1,
+    consecutive_hysteresis=False,
+    min_loss_scale=1.0,
+)
 PARTS = {False: {"weights", "optimizer", "scheduler", "loss_scale", "counters", "places"}}  # by whether it is in bf16
 PARTS[True] = PARTS[False] | {"masters"}
-FORGOTTEN = [pytest.param(name, bf16, id=f"{name}, {'bf16' if bf16 else 'fp32'}") for bf16, parts in PARTS.items() for name in sorted(parts)]
+FORGOTTEN = [
+    pytest.param(name, bf16, id=f"{name}, {'bf16' if bf16 else 'fp32'}")
+    for bf16, parts in PARTS.items()
+    for name in sorted(parts)
+]
 
 
 class Worker:
-    """A stage on an engine like DeepSpeed's, with a weight that two layers share, a frozen layer, a scheduler and a loss scale.  Another ``seed``, other weights."""
+    """A stage on an engine like DeepSpeed's, with a weight that two layers share, a frozen layer, a scheduler and a
+    loss scale.  Another ``seed``, other weights.
+    """
 
     def __init__(self, kind: str = "adam", seed: int = 0, bf16: bool = False, seat: str = "0.0") -> None:
         torch.manual_seed(seed)
         first, last, frozen = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.nn.Linear(2, 2).requires_grad_(False)
         last.weight = first.weight
-        self.module = torch.nn.ModuleDict({"0": first, "1": frozen, "2": last}).to(torch.bfloat16 if bf16 else torch.float32)
+        self.module = torch.nn.ModuleDict({"0": first, "1": frozen, "2": last}).to(
+            torch.bfloat16 if bf16 else torch.float32
+        )
         optimizer = OPTIMIZERS[kind](list(self.module.parameters()))
         masters = Masters(one for one in self.module.parameters() if one.requires_grad) if bf16 else None
         self.trained = masters.parameters if bf16 else [one for one in self.module.parameters() if one.requires_grad]
@@ -61,9 +84,13 @@ class Worker:
         self.engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         self.iterator = Standing()
         framework = SimpleNamespace(
-            seat=seat, model=SimpleNamespace(module=self.module), optimizer=StockOptimizer(self.engine, self.stock.step), masters=masters, places=self.places,
+            seat=seat,
+            model=SimpleNamespace(module=self.module),
+            optimizer=StockOptimizer(self.engine, self.stock.step),
+            masters=masters,
+            places=self.places,
             state=(scheduler_part(lambda: self.engine.lr_scheduler), counters_part(self.engine)),
-        )  # fmt: skip
+        )
         self.state = stage_state(framework, self.stage, self.scale, self.iterator)
 
     def step(self, seed: int) -> None:
@@ -89,12 +116,17 @@ class Worker:
         engine = self.engine
         masters = [] if engine.masters is None else engine.masters.parameters
         found = {
-            "weights": {name: one for name, one in self.module.named_parameters() if one.requires_grad}, "masters": masters,
+            "weights": {name: one for name, one in self.module.named_parameters() if one.requires_grad},
+            "masters": masters,
             "optimizer": engine.basic_optimizer.state_dict(),
-            "scheduler": engine.lr_scheduler.state_dict(), "loss_scale": [self.scale.state(), self.stage.loss_scale],
-            "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps], "places": [self.places.before(step) for step in range(9)],
-        }  # fmt: skip
-        return copy.deepcopy({name: [one.detach() for one in part] if name == "masters" else part for name, part in found.items()})
+            "scheduler": engine.lr_scheduler.state_dict(),
+            "loss_scale": [self.scale.state(), self.stage.loss_scale],
+            "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps],
+            "places": [self.places.before(step) for step in range(9)],
+        }
+        return copy.deepcopy(
+            {name: [one.detach() for one in part] if name == "masters" else part for name, part in found.items()}
+        )
 
 
 class Standing:
@@ -233,7 +265,11 @@ def test_what_is_read_before_a_step_is_stale_after_it():
     head = source.state.head()
     filling.follow(head)
     assert filling.stale() == [(chunk.name, chunk.offset) for chunk in early]
-    with pytest.raises(RecycleError, match=f"chunk {early[0].name} at byte 0 is of step 2 before the state was last changed, and 5 chunks have to be read"):
+    with pytest.raises(
+        RecycleError,
+        match=f"chunk {early[0].name} at byte 0 is of step 2 before the state was last changed, and 5 chunks have to "
+        "be read",
+    ):
         filling.finish()
     for chunk in source.state.chunks(filling.stale()):
         filling.add(chunk)
@@ -300,7 +336,11 @@ def test_workers_that_differ_are_not_mixed():
     one, other, target = Worker(seat="0.0").steps(0), Worker(seat="1.0").steps(0), Worker(seed=1)
     other.engine.skipped_steps = 1
     filling = Filling(target.state, one.state.head())
-    with pytest.raises(RecycleError, match="workers 0.0 and 1.0 have different states of their stage at step 1; recycle.check_replicas finds who is wrong"):
+    with pytest.raises(
+        RecycleError,
+        match="workers 0.0 and 1.0 have different states of their stage at step 1; recycle.check_replicas finds who is "
+        "wrong",
+    ):
         filling.follow(other.state.head())
 
 
@@ -308,11 +348,20 @@ def test_workers_that_differ_are_not_mixed():
 
 
 WRONG: dict[str, tuple[Callable[[Chunk], Chunk], str]] = {
-    "a bit": (lambda chunk: replace(chunk, data=bytes([chunk.data[0] ^ 1]) + chunk.data[1:]), "does not have the hash that it was sent with"),
-    "a step": (lambda chunk: replace(chunk, version=chunk.version._replace(step=7)), "does not have the hash that it was sent with"),
+    "a bit": (
+        lambda chunk: replace(chunk, data=bytes([chunk.data[0] ^ 1]) + chunk.data[1:]),
+        "does not have the hash that it was sent with",
+    ),
+    "a step": (
+        lambda chunk: replace(chunk, version=chunk.version._replace(step=7)),
+        "does not have the hash that it was sent with",
+    ),
     "a name": (lambda chunk: replace(chunk, name="weights/2.bias"), "does not have the hash that it was sent with"),
     "half of it": (lambda chunk: replace(chunk, data=chunk.data[:4]), "does not have the hash that it was sent with"),
-    "another tensor": (lambda chunk: replace(chunk, name="weights/7.bias"), "belongs to no tensor of the stage's state"),
+    "another tensor": (
+        lambda chunk: replace(chunk, name="weights/7.bias"),
+        "belongs to no tensor of the stage's state",
+    ),
     "another place": (lambda chunk: replace(chunk, offset=8), "belongs to no tensor of the stage's state"),
 }
 
@@ -323,7 +372,9 @@ def test_a_wrong_chunk_is_refused_by_name(mistake):
     filling = Filling(target.state, source.state.head())
     change, said = WRONG[mistake]
     wrong = change(next(chunk for chunk in source.state.chunks() if chunk.name == "weights/0.bias"))
-    with pytest.raises(RecycleError, match=f"^chunk {wrong.name} at byte {wrong.offset}, step {wrong.version.step} {said}"):
+    with pytest.raises(
+        RecycleError, match=f"^chunk {wrong.name} at byte {wrong.offset}, step {wrong.version.step} {said}"
+    ):
         filling.add(wrong)
 
 
@@ -331,7 +382,10 @@ def test_a_chunk_of_other_size_is_refused():
     source, target = Worker().steps(0), Worker(seed=1)
     filling = Filling(target.state, source.state.head())
     source.state._chunk_bytes = 16
-    with pytest.raises(RecycleError, match="^chunk optimizer/0.weight/exp_avg at byte 0, step 1 has 16 bytes instead of 36: it was cut off"):
+    with pytest.raises(
+        RecycleError,
+        match="^chunk optimizer/0.weight/exp_avg at byte 0, step 1 has 16 bytes instead of 36: it was cut off",
+    ):
         filling.add(next(source.state.chunks([("optimizer/0.weight/exp_avg", 0)])))
 
 
@@ -341,14 +395,22 @@ def test_a_missing_chunk_is_refused_by_name():
     for chunk in source.state.chunks():
         if chunk.name != "weights/2.bias":
             filling.add(chunk)
-    with pytest.raises(RecycleError, match="^chunk weights/2.bias at byte 0 is missing, and 1 chunks have to be read for the state to be of step 1"):
+    with pytest.raises(
+        RecycleError,
+        match="^chunk weights/2.bias at byte 0 is missing, and 1 chunks have to be read for the state to be of step 1",
+    ):
         filling.finish()
 
 
 def test_another_model_is_refused_by_name():
     shapes = {"one": [(3,), (2, 2)], "more": [(3,), (2, 2), (1,)], "other": [(3,), (4,)]}
-    states = {name: of_list(made := [torch.nn.Parameter(torch.ones(shape)) for shape in each], torch.optim.SGD(made, lr=0.1)) for name, each in shapes.items()}
-    with pytest.raises(RecycleError, match=r"weights/1 of the stage's state is float32\[2, 2\] here and float32\[4\] there"):
+    states = {
+        name: of_list(made := [torch.nn.Parameter(torch.ones(shape)) for shape in each], torch.optim.SGD(made, lr=0.1))
+        for name, each in shapes.items()
+    }
+    with pytest.raises(
+        RecycleError, match=r"weights/1 of the stage's state is float32\[2, 2\] here and float32\[4\] there"
+    ):
         Filling(states["one"], states["other"].head())
     with pytest.raises(RecycleError, match="weights/2 is no tensor of this worker's state"):
         Filling(states["one"], states["more"].head())
@@ -388,10 +450,20 @@ def test_the_order_is_that_of_the_names_however_it_was_made():
             optimizer.state[parameters[name]] = dict(list(state.items())[::order])
         counts = StatePart("counters", get=lambda: dict([("x", 1), ("y", 2)][::order]), set=lambda counts: None)
         parts = [of_parameters("weights", parameters), counts][::order]
-        return StageState("0.0", lambda: 3, OptimizerState(optimizer, {parameter: name for name, parameter in parameters.items()}), parts, chunk_bytes=16)
+        return StageState(
+            "0.0",
+            lambda: 3,
+            OptimizerState(optimizer, {parameter: name for name, parameter in parameters.items()}),
+            parts,
+            chunk_bytes=16,
+        )
 
     one, other = made("abc", 1), made("cab", -1)
-    assert [str(chunk) for chunk in one.chunks()] == [str(chunk) for chunk in other.chunks()] == sorted(str(chunk) for chunk in one.chunks())
+    assert (
+        [str(chunk) for chunk in one.chunks()]
+        == [str(chunk) for chunk in other.chunks()]
+        == sorted(str(chunk) for chunk in one.chunks())
+    )
     assert one.digest() == other.digest()
 
 
@@ -406,10 +478,18 @@ def strided(shape: tuple[int, ...], dtype: torch.dtype, turned: bool, generator:
     return torch.nn.Parameter(tensor.permute(tuple(range(len(shape)))[::-1]) if turned else tensor)
 
 
-@given(shapes=SHAPES, dtype=st.sampled_from(DTYPES), turned=st.tuples(st.booleans(), st.booleans()), chunk=st.sampled_from(CHUNKS), steps=st.integers(0, 2))
+@given(
+    shapes=SHAPES,
+    dtype=st.sampled_from(DTYPES),
+    turned=st.tuples(st.booleans(), st.booleans()),
+    chunk=st.sampled_from(CHUNKS),
+    steps=st.integers(0, 2),
+)
 @hypothesis_settings(deadline=None, max_examples=60)
 def test_any_tensors_go_over(shapes, dtype, turned, chunk, steps):
-    """Of no dimension, of no element, complex; and where they do not lie in memory as their elements are counted, there or here."""
+    """Of no dimension, of no element, complex; and where they do not lie in memory as their elements are counted, there
+    or here.
+    """
     states, lists = [], []
     for seed, around in enumerate(turned):
         generator = torch.Generator().manual_seed(seed)
@@ -428,17 +508,22 @@ def test_any_tensors_go_over(shapes, dtype, turned, chunk, steps):
     assert sum(len(one.data) for one in chunks) == sum(tensor.nbytes for tensor in source.tensors().values())
     fill(target, source)
     (mine, my_optimizer), (theirs, their_optimizer) = lists[1], lists[0]
-    assert same([one.data for one in mine], [one.data for one in theirs]) and same(my_optimizer.state_dict(), their_optimizer.state_dict())
+    assert same([one.data for one in mine], [one.data for one in theirs]) and same(
+        my_optimizer.state_dict(), their_optimizer.state_dict()
+    )
     assert target.digest() == source.digest()
 
 
 def test_parameters_beside_the_models_are_the_optimizers():
     """As of optimizers that step copies in another precision."""
+
     def made(value: float) -> tuple[StageState, torch.Tensor]:
         mine, copied = torch.nn.Parameter(torch.full((3,), value)), torch.full((3,), value, dtype=torch.float64)
         optimizer = torch.optim.SGD([mine, copied], lr=0.1, momentum=0.9)
         optimizer.state[copied]["momentum_buffer"] = copied + 1
-        return StageState("0.0", lambda: 0, OptimizerState(optimizer, {mine: "mine"}), [of_parameters("weights", {"mine": mine})]), copied
+        return StageState(
+            "0.0", lambda: 0, OptimizerState(optimizer, {mine: "mine"}), [of_parameters("weights", {"mine": mine})]
+        ), copied
 
     (source, _), (target, copied) = made(1.0), made(2.0)
     assert list(source.tensors()) == ["optimizer/0.1", "optimizer/0.1/momentum_buffer", "weights/mine"]
@@ -449,11 +534,17 @@ def test_parameters_beside_the_models_are_the_optimizers():
 def test_room_is_made_where_the_parameter_is_or_in_host_memory():
     parameter = torch.nn.Parameter(torch.ones(2, 3, device="meta"))
     state = of_list([parameter], torch.optim.Adam([parameter]))
-    for kind, form in {"exp_avg": TensorForm(torch.float32, (2, 3), False), "step": TensorForm(torch.float32, (), True), "rows": TensorForm(torch.int64, (2,), False)}.items():
+    for kind, form in {
+        "exp_avg": TensorForm(torch.float32, (2, 3), False),
+        "step": TensorForm(torch.float32, (), True),
+        "rows": TensorForm(torch.int64, (2,), False),
+    }.items():
         state.make(f"optimizer/0/{kind}", form)
     made = state.optimizer.optimizer.state[parameter]
     assert {kind: (one.device.type, one.dtype, tuple(one.shape)) for kind, one in made.items()} == {
-        "exp_avg": ("meta", torch.float32, (2, 3)), "step": ("cpu", torch.float32, ()), "rows": ("meta", torch.int64, (2,)),
-    }  # fmt: skip
+        "exp_avg": ("meta", torch.float32, (2, 3)),
+        "step": ("cpu", torch.float32, ()),
+        "rows": ("meta", torch.int64, (2,)),
+    }
     with pytest.raises(RecycleError, match="optimizer/5/exp_avg: the optimizer has no parameter 5 here"):
         state.make("optimizer/5/exp_avg", TensorForm(torch.float32, (2, 3), False))

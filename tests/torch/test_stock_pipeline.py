@@ -17,7 +17,16 @@ pytest.importorskip("megatron.core")
 def reports(server, tmp_path_factory) -> list[dict]:
     """What pipeline_job.py printed, by rank."""
     extensions = tmp_path_factory.mktemp("extensions")
-    job = Run(server, tmp_path_factory.mktemp("job"), 2, "", [], plugin="tests.torch.pipeline_job", launcher="tasks", TORCH_EXTENSIONS_DIR=str(extensions))
+    job = Run(
+        server,
+        tmp_path_factory.mktemp("job"),
+        2,
+        "",
+        [],
+        plugin="tests.torch.pipeline_job",
+        launcher="tasks",
+        TORCH_EXTENSIONS_DIR=str(extensions),
+    )
     try:
         result = job.finish(timeout_s=110)
     finally:

@@ -23,7 +23,14 @@ BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
 
 @pytest.mark.parametrize("around", (nullcontext, lambda: torch.autocast(**BF16)), ids=("fp32", "autocast"))
 @pytest.mark.parametrize(
-    "meanwhile", (nullcontext, torch.no_grad, torch.inference_mode, lambda: torch.autocast(**BF16), lambda: torch.autocast("cpu", enabled=False))
+    "meanwhile",
+    (
+        nullcontext,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast(**BF16),
+        lambda: torch.autocast("cpu", enabled=False),
+    ),
 )
 def test_as_in_the_step(around, meanwhile):
     torch.manual_seed(1)
@@ -43,7 +50,10 @@ def test_as_in_the_step(around, meanwhile):
 
 
 def test_what_the_script_changes_for_the_next_step_is_put_off():
-    model, groups = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)), [{"params": [], "lr": 0.1, "betas": (0.9, 0.99)}]
+    model, groups = (
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.5)),
+        [{"params": [], "lr": 0.1, "betas": (0.9, 0.99)}],
+    )
     model.temperature = 2.0
     surroundings = Surroundings(model, "cpu", lambda: groups)
     assert not surroundings.changed(), "before the first step"

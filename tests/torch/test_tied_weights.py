@@ -21,7 +21,9 @@ EXPECTED = (SUMS[0] + SUMS[1]) + SUMS[3]
 
 
 def totals(lost: set[Seat]) -> list[torch.Tensor]:
-    """What each live worker of the stages gets; ranks go through the replicas of a stage, and stage 2 has nothing to do with it."""
+    """What each live worker of the stages gets; ranks go through the replicas of a stage, and stage 2 has nothing to do
+    with it.
+    """
     seats = [seat for stage in range(4) for seat in (Seat(replica, stage) for replica in range(REPLICAS))]
     members = tuple(Member(rank, seat, "", "") for rank, seat in enumerate(seats) if seat not in lost)
     sharing = [member for member in members if member.seat.stage in STAGES]
@@ -44,7 +46,12 @@ def totals(lost: set[Seat]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "lost",
-    [set(), {Seat(0, 0)}, {Seat(0, 3), Seat(1, 1), Seat(0, 2)}, {Seat(replica, stage) for replica in (0, 2) for stage in STAGES}],
+    [
+        set(),
+        {Seat(0, 0)},
+        {Seat(0, 3), Seat(1, 1), Seat(0, 2)},
+        {Seat(replica, stage) for replica in (0, 2) for stage in STAGES},
+    ],
     ids=("nobody", "the first stage's first", "one of two stages", "all but one of each"),
 )
 def test_every_copy_gets_the_same_bits_whoever_is_alive(lost):
@@ -57,5 +64,8 @@ def test_every_copy_gets_the_same_bits_whoever_is_alive(lost):
 def test_only_one_stage_counts_it_in_the_norm():
     own, shared = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))
     own.grad, shared.grad = torch.tensor([1.0, 2.0, 2.0]), torch.tensor([3.0, 4.0])
-    shares = [Clipping(StepStore(Seat(0, stage), 4), [shared, own], TrueNorm(elsewhere), 1.0).share() for stage, elsewhere in ((0, set()), (3, {shared}))]
+    shares = [
+        Clipping(StepStore(Seat(0, stage), 4), [shared, own], TrueNorm(elsewhere), 1.0).share()
+        for stage, elsewhere in ((0, set()), (3, {shared}))
+    ]
     assert shares == pytest.approx([34.0, 9.0])

@@ -228,4 +228,6 @@ def test_the_operators_gradient_is_that_of_torch():
     grads = dict(operator.weight_gradients(x, gradient))
     torch.testing.assert_close(grads[weight], torch.einsum("no,ni->oi", gradient, x))
     torch.testing.assert_close(grads[bias], torch.einsum("no->o", gradient))
-    torch.testing.assert_close(operator.input_gradient(x, gradient), torch.einsum("no,oi->ni", gradient, weight.detach()))
+    torch.testing.assert_close(
+        operator.input_gradient(x, gradient), torch.einsum("no,oi->ni", gradient, weight.detach())
+    )

@@ -25,16 +25,25 @@ def test_what_is_installed_here_is_in_the_ranges():
     check_versions()
 
 
-@pytest.mark.parametrize("name, release, needs", [
-    ("deepspeed", "0.18.9", ">=0.19.3,<0.20"), ("deepspeed", "0.19.2", ">=0.19.3,<0.20"), ("deepspeed", "0.20.0", ">=0.19.3,<0.20"),
-    ("torch", "2.5.1+cu121", ">=2.6"), ("megatron-core", "0.17.0", ">=0.16,<0.17"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, release, needs",
+    [
+        ("deepspeed", "0.18.9", ">=0.19.3,<0.20"),
+        ("deepspeed", "0.19.2", ">=0.19.3,<0.20"),
+        ("deepspeed", "0.20.0", ">=0.19.3,<0.20"),
+        ("torch", "2.5.1+cu121", ">=2.6"),
+        ("megatron-core", "0.17.0", ">=0.16,<0.17"),
+    ],
+)
 def test_a_release_outside_is_refused_in_one_line(installed, name, release, needs):
     installed[name] = release
     with pytest.raises(RecycleError) as caught:
         check_versions()
     said = str(caught.value)
-    assert said == f"{name} {release} is installed, and the plugin needs {needs}: pip install '{name}{needs}', or set recycle.enabled to false"
+    assert (
+        said == f"{name} {release} is installed, and the plugin needs {needs}: pip install '{name}{needs}', or set "
+        "recycle.enabled to false"
+    )
 
 
 def test_megatron_core_counts_only_where_it_is_used(installed, monkeypatch):

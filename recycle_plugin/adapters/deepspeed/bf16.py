@@ -1,9 +1,10 @@
 """bf16 with the optimizer's state whole on every worker, and its files in DeepSpeed's format.
 
-Stock DeepSpeed gives each replica of a stage a part of the fp32 master weights and of the optimizer's state, at ZeRO stage 0 too, so that a
-lost worker's part has no copy.  Here every worker has all of it, and takes the whole step.  In a checkpoint there are stock's
-parts all the same: per parameter group, everything flat and one after the other, filled up with zeros and cut into equal parts, one for each
-logical replica.  Whatever number of replicas there is puts them together again.
+Stock DeepSpeed gives each replica of a stage a part of the fp32 master weights and of the optimizer's state, at ZeRO
+stage 0 too, so that a lost worker's part has no copy.  Here every worker has all of it, and takes the whole step.  In a
+checkpoint there are stock's parts all the same: per parameter group, everything flat and one after the other, filled up
+with zeros and cut into equal parts, one for each logical replica.  Whatever number of replicas there is puts them
+together again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Parameters = list[torch.nn.Parameter]
 
 
 class MasterOptimizer:
-    """Where stock code has its BF16_Optimizer: steps ``optimizer``, whose groups it fills with the masters, and rounds the weights off.
+    """Where stock code has its BF16_Optimizer: steps ``optimizer``, whose groups it fills with the masters, and rounds
+    the weights off.
 
     ``clip``: called with the whole gradients in place.
     """
@@ -57,13 +59,22 @@ class MasterOptimizer:
 class StateFiles:
     """The optimizer's state and the masters of ``stage`` in a checkpoint.  ``called``: the weights' names."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, masters: Masters, called: Mapping[torch.nn.Parameter, str], stage: int, clipping: float) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        masters: Masters,
+        called: Mapping[torch.nn.Parameter, str],
+        stage: int,
+        clipping: float,
+    ) -> None:
         self._optimizer, self._stage, self._clipping = optimizer, stage, clipping
         self._called = {masters.of(weight): called[weight] for weight in masters.weights}
         self._masters = masters
 
     def name(self, part: int | str) -> str:
-        return f"{names.BF16_ZERO_FILE_PREFIX}{part}_{names.MODEL_FILE_PREFIX}{self._stage:02d}{names.OPTIM_FILE_SUFFIX}"
+        return (
+            f"{names.BF16_ZERO_FILE_PREFIX}{part}_{names.MODEL_FILE_PREFIX}{self._stage:02d}{names.OPTIM_FILE_SUFFIX}"
+        )
 
     # --- writing -----------------------------------------------------------------------------------
 
@@ -81,7 +92,9 @@ class StateFiles:
                 names.CLIP_GRAD: self._clipping,
                 names.BASE_OPTIMIZER_STATE: {"state": state, "param_groups": hyper},
                 names.SINGLE_PARTITION_OF_FP32_GROUPS: [_flat(group, span) for group, span in zip(groups, spans)],
-                names.GROUP_PADDINGS: [span[1] - _size(group) if number == parts - 1 else 0 for group, span in zip(groups, spans)],
+                names.GROUP_PADDINGS: [
+                    span[1] - _size(group) if number == parts - 1 else 0 for group, span in zip(groups, spans)
+                ],
                 names.PARTITION_COUNT: [parts] * len(groups),
                 names.DS_VERSION: version,
                 names.PARAM_SLICE_MAPPINGS: [self._slices(group, span) for group, span in zip(groups, spans)],
@@ -94,13 +107,20 @@ class StateFiles:
         return [group["params"] for group in self._optimizer.param_groups]
 
     def _flat_state(self, group: Parameters, name: str, span: tuple[int, int]) -> Any:
-        """What belongs to each element is cut as the masters are; what is left counts steps, and the last parameter's is right for all."""
+        """What belongs to each element is cut as the masters are; what is left counts steps, and the last parameter's
+        is right for all.
+        """
         values = [self._optimizer.state[parameter][name] for parameter in group]
-        if name != "step" and all(torch.is_tensor(value) and value.shape == parameter.shape for value, parameter in zip(values, group)):
+        if name != "step" and all(
+            torch.is_tensor(value) and value.shape == parameter.shape for value, parameter in zip(values, group)
+        ):
             return _flat(values, span)
         if any(torch.is_tensor(value) and value.numel() > 1 for value in values):
-            raise RecycleError(f"save_checkpoint: the optimizer's state {name!r} has other shapes than the parameters, and DeepSpeed's files of "
-                               "bf16 jobs have no place for such; use an optimizer such as Adam or SGD, or fp32")
+            raise RecycleError(
+                f"save_checkpoint: the optimizer's state {name!r} has other shapes than the parameters, and "
+                "DeepSpeed's files of "
+                "bf16 jobs have no place for such; use an optimizer such as Adam or SGD, or fp32"
+            )
         return values[-1]
 
     def _slices(self, group: Parameters, span: tuple[int, int]) -> OrderedDict:
@@ -122,31 +142,47 @@ class StateFiles:
             self.read(path, load)
 
     def read(self, folder: Path, load: Callable[[str], dict[str, Any]]) -> None:
-        """Take masters and state from the parts in ``folder``, of whatever number of replicas.  RecycleError where they are not all there."""
+        """Take masters and state from the parts in ``folder``, of whatever number of replicas.
+
+        RecycleError where they are not all there.
+        """
         first = folder / self.name(0)
         if not first.is_file():
-            raise RecycleError(f"load_checkpoint: {first} is missing; load another checkpoint, or only the weights with load_module_only=True")
+            raise RecycleError(
+                f"load_checkpoint: {first} is missing; load another checkpoint, or only the weights with "
+                "load_module_only=True"
+            )
         parts = [load(str(first))[names.OPTIMIZER_STATE_DICT]]
         for number in range(1, parts[0][names.PARTITION_COUNT][0]):
             path = folder / self.name(number)
             if not path.is_file():
-                raise RecycleError(f"load_checkpoint: {path} is missing, a part of the optimizer's state; load another checkpoint")
+                raise RecycleError(
+                    f"load_checkpoint: {path} is missing, a part of the optimizer's state; load another checkpoint"
+                )
             parts.append(load(str(path))[names.OPTIMIZER_STATE_DICT])
         self._check(parts, folder)
         with torch.no_grad():
             for index, group in enumerate(self._groups):
-                for master, value in zip(group, _apart([part[names.SINGLE_PARTITION_OF_FP32_GROUPS][index] for part in parts], group)):
+                for master, value in zip(
+                    group, _apart([part[names.SINGLE_PARTITION_OF_FP32_GROUPS][index] for part in parts], group)
+                ):
                     master.copy_(value)
         self._read_state([part[names.BASE_OPTIMIZER_STATE] for part in parts])
         self._masters.round_off()
 
     def _check(self, parts: list[dict[str, Any]], folder: Path) -> None:
-        found = [sum(part[names.SINGLE_PARTITION_OF_FP32_GROUPS][index].numel() for part in parts) - parts[-1][names.GROUP_PADDINGS][index]
-                 for index in range(len(parts[0][names.PARTITION_COUNT]))]  # fmt: skip
+        found = [
+            sum(part[names.SINGLE_PARTITION_OF_FP32_GROUPS][index].numel() for part in parts)
+            - parts[-1][names.GROUP_PADDINGS][index]
+            for index in range(len(parts[0][names.PARTITION_COUNT]))
+        ]
         here = [_size(group) for group in self._groups]
         if found != here:
-            raise RecycleError(f"load_checkpoint: stage {self._stage} of {folder} has {found} numbers in its parameter groups, and this job's has {here}; "
-                               "load a checkpoint of the same model, cut into stages alike")
+            raise RecycleError(
+                f"load_checkpoint: stage {self._stage} of {folder} has {found} numbers in its parameter groups, and "
+                f"this job's has {here}; "
+                "load a checkpoint of the same model, cut into stages alike"
+            )
 
     def _read_state(self, parts: list[dict[str, Any]]) -> None:
         state: dict[int, dict[str, Any]] = {}
@@ -156,7 +192,9 @@ class StateFiles:
             hyper.append({**parts[0]["param_groups"][index], "params": list(places)})
             for name, value in parts[0]["state"].get(index, {}).items():
                 whole = torch.is_tensor(value) and value.dim()
-                values = _apart([part["state"][index][name] for part in parts], group) if whole else [value] * len(group)
+                values = (
+                    _apart([part["state"][index][name] for part in parts], group) if whole else [value] * len(group)
+                )
                 for one, each in zip(places, values):
                     state.setdefault(one, {})[name] = each.clone() if torch.is_tensor(each) else each
         self._optimizer.load_state_dict({"state": state, "param_groups": hyper})

@@ -1,10 +1,12 @@
 """Stock checkpoints from a degraded pipeline, complete.
 
-Stock DeepSpeed lets replica 0 write each stage's layers and optimizer state, and rank 0 what belongs to all; either may be dead.
-Here the lowest live replica of each stage, and the lowest live rank, play those parts while the stock code runs.
+Stock DeepSpeed lets replica 0 write each stage's layers and optimizer state, and rank 0 what belongs to all; either may
+be dead. Here the lowest live replica of each stage, and the lowest live rank, play those parts while the stock code
+runs.
 
-What of a stage's state (runtime/state/stage_state.py) is not in what stock code hands over to be saved goes into a file of the stage's own beside it, which stock
-does not read: the loss scale, and weights of tied layers that have a ``forward_fn``.  Where nothing is left there is no such file.
+What of a stage's state (runtime/state/stage_state.py) is not in what stock code hands over to be saved goes into a file
+of the stage's own beside it, which stock does not read: the loss scale, and weights of tied layers that have a
+``forward_fn``.  Where nothing is left there is no such file.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ FOLLOWING = frozenset(("places",))  # small parts that the step and the batch si
 
 @dataclass(frozen=True)
 class EngineFiles:
-    """What the worker of ``session`` writes and reads of a checkpoint (runtime/worker/ports.py): by stock code of ``engine``, and what that leaves out.
+    """What the worker of ``session`` writes and reads of a checkpoint (runtime/worker/ports.py): by stock code of
+    ``engine``, and what that leaves out.
 
-    ``masters``: files of the optimizer's state in bf16; ``scaler``: whose state has to be in them; ``client_state``, ``exclude_frozen_parameters``: as scripts give
-    them to ``save_checkpoint``.
+    ``masters``: files of the optimizer's state in bf16; ``scaler``: whose state has to be in them; ``client_state``,
+    ``exclude_frozen_parameters``: as scripts give them to ``save_checkpoint``.
     """
 
     engine: PipelineEngine
@@ -63,19 +66,30 @@ class EngineFiles:
 
     def _write(self, state: StageState, files: Durable | Copied, folder: Path, tag: str) -> None:
         engine, seat, generation = self.engine, self.engine.seat, self.session.generation
-        inventory = Inventory(files, self.ties.place, list(state.optimizer.parameters()), self.ties.saved() | self._own(state))
+        inventory = Inventory(
+            files, self.ties.place, list(state.optimizer.parameters()), self.ties.saved() | self._own(state)
+        )
         with stand_in(engine, seat, generation, inventory), without_optimizer(engine):
-            PipelineEngine.save_checkpoint(engine, str(folder), tag, self.client_state, False, self.exclude_frozen_parameters)
+            PipelineEngine.save_checkpoint(
+                engine, str(folder), tag, self.client_state, False, self.exclude_frozen_parameters
+            )
         if is_writer(seat, generation) and (left := inventory.left(state)):
             files.save(left, str(file_beside(folder / tag, engine.stage_id)))
         if self.masters is not None:
             parts = engine.grid.data_parallel_size
             for number in parts_of(seat, generation, parts):
-                files.save({**self.masters.part(number, parts), "ds_config": engine.config}, str(folder / tag / self.masters.name(number)))
+                files.save(
+                    {**self.masters.part(number, parts), "ds_config": engine.config},
+                    str(folder / tag / self.masters.name(number)),
+                )
 
     def _own(self, state: StageState) -> set[str]:
         """Tensors of the state that files of the plugin's own have (bf16.py)."""
-        return set() if self.masters is None else {name for name in state.tensors() if name.startswith(("masters/", "optimizer/"))}
+        return (
+            set()
+            if self.masters is None
+            else {name for name in state.tensors() if name.startswith(("masters/", "optimizer/"))}
+        )
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -98,7 +112,11 @@ class EngineFiles:
         saved = beside(path, engine.stage_id, engine.global_steps if with_optimizer else None, read)
         take_beside(state, saved, with_optimizer)
         if self.scaler is not None and with_optimizer and "loss_scale" not in saved["small"] and self.session.is_first:
-            self.session.note("warning", f"{path} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at {self.scaler.loss_scale:g}")
+            self.session.note(
+                "warning",
+                f"{path} has no loss scale, since it is not of a job with recycle.loss_scaling: it stays at "
+                f"{self.scaler.loss_scale:g}",
+            )
 
 
 @contextmanager
@@ -107,7 +125,13 @@ def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | C
     writer = is_writer(seat, generation)
     first = generation.roster.first.rank == engine.global_rank
     grid, module = engine.grid, engine.module
-    kept = (grid.data_parallel_id, engine.save_non_zero_checkpoint, engine.global_rank, module.checkpoint_parallel_write_pipeline, engine.checkpoint_engine)
+    kept = (
+        grid.data_parallel_id,
+        engine.save_non_zero_checkpoint,
+        engine.global_rank,
+        module.checkpoint_parallel_write_pipeline,
+        engine.checkpoint_engine,
+    )
     grid.data_parallel_id = 0 if writer else seat.replica + grid.data_parallel_size
     engine.save_non_zero_checkpoint = writer
     engine.global_rank = 0 if first else max(1, engine.global_rank)
@@ -116,8 +140,13 @@ def stand_in(engine: Any, seat: Seat, generation: Generation, files: Durable | C
     try:
         yield
     finally:
-        (grid.data_parallel_id, engine.save_non_zero_checkpoint, engine.global_rank, module.checkpoint_parallel_write_pipeline,
-         engine.checkpoint_engine) = kept  # fmt: skip
+        (
+            grid.data_parallel_id,
+            engine.save_non_zero_checkpoint,
+            engine.global_rank,
+            module.checkpoint_parallel_write_pipeline,
+            engine.checkpoint_engine,
+        ) = kept
 
 
 @contextmanager
@@ -132,12 +161,16 @@ def without_optimizer(engine: Any) -> Iterator[None]:
 
 
 class Inventory:
-    """In a checkpoint engine's place: hands what it is to save on to ``files``, and notes what of a stage's state is in that.
+    """In a checkpoint engine's place: hands what it is to save on to ``files``, and notes what of a stage's state is in
+    that.
 
-    ``places``: where the module has the layers that files are named by; ``parameters``: the optimizer's, in its order; ``known``: what else is in files.
+    ``places``: where the module has the layers that files are named by; ``parameters``: the optimizer's, in its order;
+    ``known``: what else is in files.
     """
 
-    def __init__(self, files: Durable | Copied, places: Callable[[int], str], parameters: list[str], known: AbstractSet[str]) -> None:
+    def __init__(
+        self, files: Durable | Copied, places: Callable[[int], str], parameters: list[str], known: AbstractSet[str]
+    ) -> None:
         self._files, self._places, self._parameters = files, places, parameters
         self._saved = set(known)
 
@@ -148,7 +181,11 @@ class Inventory:
             self._saved |= {f"weights/{self._places(layer)}.{key}" for key in state_dict}
         else:
             states = (state_dict["optimizer"] or {}).get("state", {})
-            self._saved |= {f"optimizer/{parameter}/{kind}" for place, parameter in enumerate(self._parameters) for kind in states.get(place, ())}
+            self._saved |= {
+                f"optimizer/{parameter}/{kind}"
+                for place, parameter in enumerate(self._parameters)
+                for kind in states.get(place, ())
+            }
         self._files.save(state_dict, path)
 
     def left(self, state: StageState) -> dict[str, Any]:
@@ -169,20 +206,26 @@ def file_beside(folder: Path, stage: int) -> Path:
 def beside(folder: Path, stage: int, step: int | None, read: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """What was left of ``stage`` in a checkpoint of ``step``; None: of whatever step, for the weights alone.
 
-    RecycleError where it is of another step, as where stock has saved once more under the same tag, or missing beside that of other stages: small parts
-    are alike in all, so that stages would go on with different ones.
+    RecycleError where it is of another step, as where stock has saved once more under the same tag, or missing beside
+    that of other stages: small parts are alike in all, so that stages would go on with different ones.
     """
     file = file_beside(folder, stage)
     if file.is_file():
         saved = read(str(file))
         if step is not None and saved["step"] != step:
-            raise RecycleError(f"load_checkpoint: {file} is of step {saved['step']}, and the checkpoint is of step {step}; load another one, or only the weights "
-                               "with load_module_only=True")  # fmt: skip
+            raise RecycleError(
+                f"load_checkpoint: {file} is of step {saved['step']}, and the checkpoint is of step {step}; load "
+                "another one, or only the weights "
+                "with load_module_only=True"
+            )
         return saved
     others = sorted(folder.glob("recycle_stage_*.pt")) if step is not None else []
     if others and read(str(others[0]))["small"]:
-        raise RecycleError(f"load_checkpoint: {file} is missing, and {others[0].name} is there; copy the checkpoint whole, load another one, or only the weights "
-                           "with load_module_only=True")  # fmt: skip
+        raise RecycleError(
+            f"load_checkpoint: {file} is missing, and {others[0].name} is there; copy the checkpoint whole, load "
+            "another one, or only the weights "
+            "with load_module_only=True"
+        )
     return {"small": {}, "tensors": {}}
 
 
@@ -211,7 +254,8 @@ def live_replicas(stage: int, generation: Generation) -> list[int]:
 class Durable:
     """DeepSpeed's own checkpoint engine, whose files are on the disk when they are said to be written.
 
-    What can't be written is said by ``conclude``, and nothing is written after it: others wait in stock code for whoever raises there.
+    What can't be written is said by ``conclude``, and nothing is written after it: others wait in stock code for
+    whoever raises there.
     """
 
     def __init__(self, stock: Any, reach: Reach) -> None:
@@ -219,7 +263,9 @@ class Durable:
         self._refused: NotSaved | None = None
 
     def save(self, state_dict: Any, path: str) -> None:
-        if self._done(lambda: folders.write(Path(path), lambda file: self._stock.save(state_dict=state_dict, path=file))):
+        if self._done(
+            lambda: folders.write(Path(path), lambda file: self._stock.save(state_dict=state_dict, path=file))
+        ):
             self._reach("checkpoint.file")
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -282,18 +328,29 @@ def chosen(folder: Path, tag: str | None) -> Path:
 
 
 def check_loadable(path: Path, stages: int, bf16: bool) -> None:
-    """A checkpoint of another number of stages: stock DeepSpeed would give every stage the first one's optimizer state.  Or of another precision."""
+    """A checkpoint of another number of stages: stock DeepSpeed would give every stage the first one's optimizer state.
+
+    Or of another precision.
+    """
     found = len(list(path.glob(f"{names.MODEL_FILE_PREFIX}*{names.MODEL_FILE_SUFFIX}")))
     if found not in (0, stages):
         raise RecycleError(
-            f"load_checkpoint: {path} is of {found} pipeline stages, and this job has {stages}; DeepSpeed keeps the optimizer's "
-            f"state by stage, and its universal checkpoints need ZeRO; use {found} stages (with any number of replicas), or load_module_only=True"
+            f"load_checkpoint: {path} is of {found} pipeline stages, and this job has {stages}; DeepSpeed keeps the "
+            "optimizer's "
+            f"state by stage, and its universal checkpoints need ZeRO; use {found} stages (with any number of "
+            "replicas), or load_module_only=True"
         )
     of_bf16 = any(path.glob(f"{names.BF16_ZERO_FILE_PREFIX}*"))
     if not bf16 and any(path.glob(f"{names.ZERO_FILE_PREFIX}*")):
-        raise RecycleError(f"load_checkpoint: {path} has the optimizer's state in ZeRO's shards, which in fp32 are not read; load the weights alone with "
-                           "load_module_only=True")  # fmt: skip
+        raise RecycleError(
+            f"load_checkpoint: {path} has the optimizer's state in ZeRO's shards, which in fp32 are not read; load the "
+            "weights alone with "
+            "load_module_only=True"
+        )
     if found and of_bf16 != bf16:
         one, other = ("a bf16", "in fp32") if of_bf16 else ("an fp32", "in bf16")
-        raise RecycleError(f"load_checkpoint: {path} is of {one} job, and this one is {other}, so the optimizer's state does not fit; set bf16.enabled to "
-                           f"{str(of_bf16).lower()}, or load the weights alone with load_module_only=True")
+        raise RecycleError(
+            f"load_checkpoint: {path} is of {one} job, and this one is {other}, so the optimizer's state does not fit; "
+            "set bf16.enabled to "
+            f"{str(of_bf16).lower()}, or load the weights alone with load_module_only=True"
+        )

@@ -1,4 +1,5 @@
-"""The DeepSpeed engine that runs plans: ``PipelineEngine`` as scripts call it, in front of the worker runtime's trainer.
+"""The DeepSpeed engine that runs plans: ``PipelineEngine`` as scripts call it, in front of the worker runtime's
+trainer.
 
 No algorithm lives here.  It lends DeepSpeed's model, optimizer, gradient buckets and checkpoints to
 the trainer (runtime/worker/trainer.py), and keeps the signatures that user scripts call.  DeepSpeed's private names are
@@ -69,7 +70,10 @@ class RecycleEngine(PipelineEngine):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         if self.lr_scheduler is not None and not hasattr(self.lr_scheduler, "state_dict"):
-            raise RecycleError(f"the learning-rate scheduler {type(self.lr_scheduler).__name__} has no state_dict, so a step could not be taken back")
+            raise RecycleError(
+                f"the learning-rate scheduler {type(self.lr_scheduler).__name__} has no state_dict, so a step could "
+                "not be taken back"
+            )
         session, settings = self._job.session, self._job.settings
         self.seat = Seat(self.grid.data_parallel_id, self.stage_id)
         self._reporting = Reporting(self, session)
@@ -79,29 +83,42 @@ class RecycleEngine(PipelineEngine):
         shared = ties.shared(self.module, specs)
         tied_weights = Ties(self.module, specs, shared, session, self.masters)
         scaler = loss_scaler(self._config.float16_config) if settings.loss_scaling else None
-        masters = StateFiles(self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping()) if self.masters is not None else None
+        masters = (
+            StateFiles(self.basic_optimizer, self.masters, self.param_names, self.stage_id, self.gradient_clipping())
+            if self.masters is not None
+            else None
+        )
         self._files = EngineFiles(self, session, tied_weights, masters, scaler)
-        topology = Topology(self.grid.data_parallel_size, self.num_stages, int(self.micro_batches), tied(shared.values()))
+        topology = Topology(
+            self.grid.data_parallel_size, self.num_stages, int(self.micro_batches), tied(shared.values())
+        )
         self._trainer = Trainer(session, settings, self._framework(topology, tied_weights, scaler))
         self._feeding = Feeding(self, self._trainer.feed, self._dataset, settings.exact, self._next_batch)
         session.at_end = self.finish
         if self._config.zero_enabled and session.rank == 0:
             mib = whole_state_mib(trained(self.module))
-            session.note("zero", f"recycle.zero \"replicate\": each worker of a stage keeps the optimizer's state whole, of stage 0 {mib:.4g} MiB with Adam, where shards "
-                         f"would take {mib / topology.replicas:.4g} MiB", mib=mib)  # fmt: skip
+            session.note(
+                "zero",
+                f'recycle.zero "replicate": each worker of a stage keeps the optimizer\'s state whole, of stage 0 '
+                f"{mib:.4g} MiB with Adam, where shards "
+                f"would take {mib / topology.replicas:.4g} MiB",
+                mib=mib,
+            )
 
     # --- what scripts call -------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
         """One optimizer step; returns the mean loss over all micro-batches of all replicas, on every worker.
 
-        It may return before the step is committed.  What it returned stays final: recovery finishes
-        the step inside the next call into the engine.  Whatever of torch's touches parameters or the optimizer's state first, in
-        the thread that trains, waits for the commit, so that what is read stays and what is written is not taken back; before
-        something else touches them (another thread, a kept numpy array or storage, C++ without torch's dispatch) call ``settle()``.
-        Learning rates and counts of steps are plain numbers: those of the step as it was applied, until then.
+        It may return before the step is committed.  What it returned stays final: recovery finishes the step inside the
+        next call into the engine.  Whatever of torch's touches parameters or the optimizer's state first, in the thread
+        that trains, waits for the commit, so that what is read stays and what is written is not taken back; before
+        something else touches them (another thread, a kept numpy array or storage, C++ without torch's dispatch) call
+        ``settle()``. Learning rates and counts of steps are plain numbers: those of the step as it was applied, until
+        then.
 
-        ``data_iter``: as in DeepSpeed, read by the first and the last stage; core/vocabulary/iterator_draws.py has what happens to it after a loss.
+        ``data_iter``: as in DeepSpeed, read by the first and the last stage; core/vocabulary/iterator_draws.py has what
+        happens to it after a loss.
         """
         with self._trainer.lifted():
             self._feeding.take_iterator(data_iter)
@@ -130,9 +147,14 @@ class RecycleEngine(PipelineEngine):
         self._trainer.finish()
 
     def eval_batch(
-        self, data_iter: Any, return_logits: bool = False, compute_loss: bool = True, reduce_output: str | None = "avg",
-        bcast_loss: bool = True, num_micro_batches: int | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        data_iter: Any,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
         """The mean loss, on every worker, after all training steps so far are committed; whoever dies meanwhile.
 
         Whatever else stock evaluation returns needs every worker.
@@ -142,10 +164,14 @@ class RecycleEngine(PipelineEngine):
         if return_logits or not compute_loss or reduce_output != "avg":
             if missing := self._trainer.missing:
                 raise RecycleError(
-                    f"eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg' needs every worker, and seat "
-                    f"{', '.join(map(str, missing))} is lost; ask for the mean loss alone, or evaluate from a checkpoint"
+                    f"eval_batch() with return_logits, without compute_loss or with another reduce_output than 'avg' "
+                    "needs every worker, and seat "
+                    f"{', '.join(map(str, missing))} is lost; ask for the mean loss alone, or evaluate from a "
+                    "checkpoint"
                 )
-            return super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches)
+            return super().eval_batch(
+                data_iter, return_logits, compute_loss, reduce_output, bcast_loss, num_micro_batches
+            )
         count = num_micro_batches or self.micro_batches
         batches = [packed(batch) for batch in self._feeding.evaluated(data_iter, count)]
         mean = torch.tensor(self._trainer.evaluate(batches, count), device=self.device)
@@ -153,7 +179,9 @@ class RecycleEngine(PipelineEngine):
         return mean
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As in DeepSpeed, another number of micro-batches from the next step on; every worker asks for the same there."""
+        """As in DeepSpeed, another number of micro-batches from the next step on; every worker asks for the same
+        there.
+        """
         if train_batch_size == self.train_batch_size():
             return
         self._trainer.agree("set_train_batch_size()", train_batch_size)
@@ -162,18 +190,32 @@ class RecycleEngine(PipelineEngine):
         self._trainer.resize(self.micro_batches)
 
     def save_checkpoint(
-        self, save_dir: str, tag: str | None = None, client_state: dict = {}, save_latest: bool = True, exclude_frozen_parameters: bool = False
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict = {},
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """DeepSpeed's own checkpoint of the last committed step, complete also while workers are missing, and in place at once."""
+        """DeepSpeed's own checkpoint of the last committed step, complete also while workers are missing, and in place
+        at once.
+        """
         files = replace(self._files, client_state=client_state, exclude_frozen_parameters=exclude_frozen_parameters)
         self._trainer.save(Path(save_dir), tag, save_latest, files)
         return True
 
     def load_checkpoint(
-        self, load_dir: str, tag: str | None = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Callable | None = None,
-    ) -> Any:  # fmt: skip
-        """Stock; while training, everybody goes on from the checkpoint's step, from which data and randomness are those of the first time.
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable | None = None,
+    ) -> Any:
+        """Stock; while training, everybody goes on from the checkpoint's step, from which data and randomness are those
+        of the first time.
 
         But plain iterators go on where they stand, as in DeepSpeed.
         """
@@ -182,7 +224,15 @@ class RecycleEngine(PipelineEngine):
             check_loadable(path, self.num_stages, self.masters is not None)
         self._trainer.begin_loading(f"load_checkpoint({load_dir!r}, {tag!r})")
         with self._files.loading():
-            found = super().load_checkpoint(load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+            found = super().load_checkpoint(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
         if found[0] is not None:
             with_optimizer = load_optimizer_states and not load_module_only
             self._files.load_rest(self._trainer.state, Path(found[0]).parent, with_optimizer)
@@ -190,12 +240,17 @@ class RecycleEngine(PipelineEngine):
         return found
 
     def compile(self, *arguments: Any, **named: Any) -> None:
-        raise RecycleError("engine.compile(): layers whose backward is split, and run again by peers, cannot be compiled yet; leave the call out")
+        raise RecycleError(
+            "engine.compile(): layers whose backward is split, and run again by peers, cannot be compiled yet; leave "
+            "the call out"
+        )
 
     _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, **INSTRUCTION_MAP}
 
     def plan_schedule(self) -> PlanSchedule | None:
-        """What this worker runs, or has run last, as DeepSpeed's own schedules are looked at; None before the first step."""
+        """What this worker runs, or has run last, as DeepSpeed's own schedules are looked at; None before the first
+        step.
+        """
         program = self._trainer.program
         return None if program is None else PlanSchedule(program, self.micro_batches, self.num_stages, self.stage_id)
 
@@ -213,9 +268,13 @@ class RecycleEngine(PipelineEngine):
         return 0
 
     def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
-        """Where stock's has a part of the state each: masters of all that is trained, and gradients are summed over the workers in fp32."""
+        """Where stock's has a part of the state each: masters of all that is trained, and gradients are summed over the
+        workers in fp32.
+        """
         if optimizer is None:
-            raise RecycleError("bf16.enabled needs an optimizer: name one in the optimizer section, or give deepspeed.initialize one")
+            raise RecycleError(
+                "bf16.enabled needs an optimizer: name one in the optimizer section, or give deepspeed.initialize one"
+            )
         self.communication_data_type = torch.float32
         self.masters = Masters(trained(self.module))
         return MasterOptimizer(optimizer, self.masters, lambda: self.clip_fp32_gradients())
@@ -225,7 +284,9 @@ class RecycleEngine(PipelineEngine):
         return BFLOAT16 if self.bfloat16_enabled() else super()._do_optimizer_sanity_check(basic_optimizer)
 
     def _build_data_iter(self, dataset: Any) -> None:
-        if self._job.settings.rng == "stream":  # stock's loader draws from the worker's stream as well, at each start of an epoch
+        if (
+            self._job.settings.rng == "stream"
+        ):  # stock's loader draws from the worker's stream as well, at each start of an epoch
             super()._build_data_iter(dataset)
             self._dataset = lambda step, micro_batch: self._next_batch()
             return
@@ -238,14 +299,28 @@ class RecycleEngine(PipelineEngine):
         settings, module = self._job.settings, self.module
         device = device_of(self.device)
         first, last, keyed = self.is_first_stage(), self.is_last_stage(), settings.rng == "keyed"
-        model = StageModel(module, module.loss_fn, self.micro_batches, first, last, device, partial(reentrant, module), keyed)
+        model = StageModel(
+            module, module.loss_fn, self.micro_batches, first, last, device, partial(reentrant, module), keyed
+        )
         return Framework(
-            seat=self.seat, topology=topology, model=model, optimizer=StockOptimizer(self, super()._exec_optimizer_step), buckets=StockBuckets(self),
-            checkpoints=self._files, places=self._places, micro_batch_size=self.micro_batch_size, batch=lambda: int(self.train_batch_size()),
-            next_batch=lambda what: self._feeding.next_batch(what), forward=partial(keyed_forward, module, device=device),
-            clipping=float(self.gradient_clipping()), state=(scheduler_part(lambda: self.lr_scheduler), counters_part(self)), masters=self.masters,
-            tied=tied_weights.weights, norm=StockNorm(self.stage_id, topology.replicas) if settings.norm == "deepspeed" else None, scaler=scaler,
-        )  # fmt: skip
+            seat=self.seat,
+            topology=topology,
+            model=model,
+            optimizer=StockOptimizer(self, super()._exec_optimizer_step),
+            buckets=StockBuckets(self),
+            checkpoints=self._files,
+            places=self._places,
+            micro_batch_size=self.micro_batch_size,
+            batch=lambda: int(self.train_batch_size()),
+            next_batch=lambda what: self._feeding.next_batch(what),
+            forward=partial(keyed_forward, module, device=device),
+            clipping=float(self.gradient_clipping()),
+            state=(scheduler_part(lambda: self.lr_scheduler), counters_part(self)),
+            masters=self.masters,
+            tied=tied_weights.weights,
+            norm=StockNorm(self.stage_id, topology.replicas) if settings.norm == "deepspeed" else None,
+            scaler=scaler,
+        )
 
     @cached_property
     def _places(self) -> DataCursor:
@@ -256,22 +331,36 @@ class RecycleEngine(PipelineEngine):
         planned = self._trainer.topology.micro_batches
         if self.micro_batches != planned:
             raise RecycleError(
-                f"engine.micro_batches is {self.micro_batches}, and steps are planned for {planned}: call engine.set_train_batch_size() on every worker instead"
+                f"engine.micro_batches is {self.micro_batches}, and steps are planned for {planned}: call "
+                "engine.set_train_batch_size() on every worker instead"
             )
 
 
 def engine_class(users: type, job: EngineArguments) -> type:
-    """``users``, DeepSpeed's engine or a subclass of it, on top of ours: what it overrides and hands on to ``super()`` gets here."""
+    """``users``, DeepSpeed's engine or a subclass of it, on top of ours: what it overrides and hands on to ``super()``
+    gets here.
+    """
     mine = {name for each in users.__mro__ if not issubclass(PipelineEngine, each) for name in vars(each)}
-    unheard = sorted(name for name in mine if name.startswith("_exec_") or name in ("_INSTRUCTION_MAP", "_train_schedule", "_aggregate_total_loss"))
+    unheard = sorted(
+        name
+        for name in mine
+        if name.startswith("_exec_") or name in ("_INSTRUCTION_MAP", "_train_schedule", "_aggregate_total_loss")
+    )
     if unheard:
         raise RecycleError(
-            f"{users.__name__}.{unheard[0]} overrides a part of DeepSpeed's schedule, which the plugin's own takes the place of, so it would not be "
-            "called; override train_batch, eval_batch, save_checkpoint or load_checkpoint instead, or set recycle.enabled to false"
+            f"{users.__name__}.{unheard[0]} overrides a part of DeepSpeed's schedule, which the plugin's own takes the "
+            "place of, so it would not be "
+            "called; override train_batch, eval_batch, save_checkpoint or load_checkpoint instead, or set "
+            "recycle.enabled to false"
         )
-    taken = {name for name in {**vars(RecycleEngine), **RecycleEngine.__annotations__} if not hasattr(PipelineEngine, name)}
+    taken = {
+        name for name in {**vars(RecycleEngine), **RecycleEngine.__annotations__} if not hasattr(PipelineEngine, name)
+    }
     if clash := sorted(mine & taken):
-        raise RecycleError(f"{users.__name__}.{clash[0]} has the name of a part of the plugin's engine, which would call it instead of its own: give it another name")
+        raise RecycleError(
+            f"{users.__name__}.{clash[0]} has the name of a part of the plugin's engine, which would call it instead "
+            "of its own: give it another name"
+        )
     bases = (RecycleEngine,) if users is PipelineEngine else (users, RecycleEngine)
     return type(RecycleEngine.__name__ if users is PipelineEngine else users.__name__, bases, {"_job": job})
 

@@ -20,15 +20,23 @@ from recycle_plugin.settings.schema import SECTION
 
 
 def check_config(config: dict[str, Any], model: Any, optimizer: Any, parameters: Any) -> None:
-    """Before the engine is built.  ``config``: the whole DeepSpeed config; the others as ``deepspeed.initialize`` gets them."""
+    """Before the engine is built.
+
+    ``config``: the whole DeepSpeed config; the others as ``deepspeed.initialize`` gets them.
+    """
     if not isinstance(model, PipelineModule):
-        raise RecycleError(f"recycle.enabled needs a deepspeed.pipe.PipelineModule, and the model is a {type(model).__name__}")
+        raise RecycleError(
+            f"recycle.enabled needs a deepspeed.pipe.PipelineModule, and the model is a {type(model).__name__}"
+        )
     _check_device()
     _refuse(refusals(config))
     _check_layers(model)
     _check_real(model, config)
     if optimizer is None and not config.get("optimizer"):
-        raise RecycleError('there is no optimizer: add an "optimizer" section to the DeepSpeed config, or pass optimizer= to deepspeed.initialize')
+        raise RecycleError(
+            'there is no optimizer: add an "optimizer" section to the DeepSpeed config, or pass optimizer= to '
+            "deepspeed.initialize"
+        )
     _check_module(model, parameters)
     _refuse(sizes(config))
 
@@ -44,19 +52,25 @@ def check_placement(placement: str, model: PipelineModule, given: str) -> None:
     axes = f"give PipelineModule topology=ProcessTopology(axes=['data', 'pipe'], dims=[{len(replicas[0])}, {len(replicas)}])"
     if placement == "spread" and given != "spread":
         raise RecycleError(
-            'recycle.placement "spread" is about ranks, which were given out before this config was there: put it into a file, and name that on the '
+            'recycle.placement "spread" is about ranks, which were given out before this config was there: put it into '
+            "a file, and name that on the "
             f"script's command line with --deepspeed_config; or leave placement out, and {axes}"
         )
-    if given == "spread" and any(ranks != list(range(ranks[0], ranks[0] + len(ranks))) for ranks in map(list, replicas)):
+    if given == "spread" and any(
+        ranks != list(range(ranks[0], ranks[0] + len(ranks))) for ranks in map(list, replicas)
+    ):
         raise RecycleError(
-            'recycle.placement "spread" deals neighbouring ranks out to different hosts, and in the topology of this PipelineModule the replicas of a stage '
+            'recycle.placement "spread" deals neighbouring ranks out to different hosts, and in the topology of this '
+            "PipelineModule the replicas of a stage "
             "are no neighbours: leave one of the two out"
         )
 
 
 def check_dataset(dataset: Any) -> None:
     """``training_data`` as the script gives it.  IterableDataset inherits a __getitem__ that is not there for use."""
-    iterable = isinstance(dataset, torch.utils.data.IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))
+    iterable = isinstance(dataset, torch.utils.data.IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    )
     if dataset is not None and iterable:
         raise RecycleError(
             f"training_data is a {type(dataset).__name__}, which cannot be read by index: give a map-style dataset, "
@@ -68,22 +82,29 @@ def _check_device() -> None:
     try:
         device.check(get_accelerator().device_name())
     except RecycleError as error:
-        raise RecycleError(f"{error}; set the environment variable DS_ACCELERATOR={device.HOST.type}, or recycle.enabled to false") from None
+        raise RecycleError(
+            f"{error}; set the environment variable DS_ACCELERATOR={device.HOST.type}, or recycle.enabled to false"
+        ) from None
 
 
 def _check_module(model: PipelineModule, parameters: Any) -> None:
     ties.check(layer_specs(model))
     grid = model.mpu()
     if grid.slice_parallel_size > 1:
-        raise RecycleError("tensor parallelism above 1 is not supported yet: build the PipelineModule with a topology of the axes pipe and data only")
+        raise RecycleError(
+            "tensor parallelism above 1 is not supported yet: build the PipelineModule with a topology of the axes "
+            "pipe and data only"
+        )
     if grid.pipe_parallel_size > len(layer_specs(model)):
         raise RecycleError(
-            f"the pipeline has {grid.pipe_parallel_size} stages for {len(layer_specs(model))} layers, so that a stage would have none; "
+            f"the pipeline has {grid.pipe_parallel_size} stages for {len(layer_specs(model))} layers, so that a stage "
+            "would have none; "
             "use fewer stages, or give the model more layers"
         )
     if not any(True for _ in model.parameters()) or parameters == []:
         raise RecycleError(
-            "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: give PipelineModule another partition_method or fewer "
+            "a stage has no parameters for its optimizer, which DeepSpeed's optimizers refuse: give PipelineModule "
+            "another partition_method or fewer "
             "stages, and pass frozen parameters to deepspeed.initialize as well (requires_grad = False is enough)"
         )
     if grid.data_parallel_size == 1:
@@ -94,26 +115,43 @@ def _check_module(model: PipelineModule, parameters: Any) -> None:
 
 
 def _check_real(model: PipelineModule, config: dict[str, Any]) -> None:
-    """Converted to the master weights' fp32, complex ones lose their imaginary part, with stock DeepSpeed too; and Gloo's all-to-all takes none."""
-    why = "bf16's master weights are real" if bf16(config) is not None else "recycle.exact sums real numbers only" if config.get(SECTION, {}).get("exact") else None
-    name = next((name for name, parameter in model.named_parameters() if parameter.is_complex() and parameter.requires_grad), None)
+    """Converted to the master weights' fp32, complex ones lose their imaginary part, with stock DeepSpeed too; and
+    Gloo's all-to-all takes none.
+    """
+    why = (
+        "bf16's master weights are real"
+        if bf16(config) is not None
+        else "recycle.exact sums real numbers only"
+        if config.get(SECTION, {}).get("exact")
+        else None
+    )
+    name = next(
+        (name for name, parameter in model.named_parameters() if parameter.is_complex() and parameter.requires_grad),
+        None,
+    )
     if name is not None and why is not None:
-        raise RecycleError(f"{name} is complex, and {why}: leave that out, or keep the weight as a real parameter, and torch.view_as_complex it in the forward")
+        raise RecycleError(
+            f"{name} is complex, and {why}: leave that out, or keep the weight as a real parameter, and "
+            "torch.view_as_complex it in the forward"
+        )
 
 
 def _check_layers(model: PipelineModule) -> None:
     """What would train otherwise than with stock DeepSpeed, or not the same whoever computes it."""
     if has_moe_layers(model)[0]:
         raise RecycleError(
-            "deepspeed.moe layers send tokens between replicas, which may be lost, and are not supported; use dense layers, or set recycle.enabled to false"
+            "deepspeed.moe layers send tokens between replicas, which may be lost, and are not supported; use dense "
+            "layers, or set recycle.enabled to false"
         )
     if type(model).get_additional_losses is not PipelineModule.get_additional_losses:
         raise RecycleError(
-            f"{type(model).__name__}.get_additional_losses: other losses than the one that is trained are not reported yet; leave the method out"
+            f"{type(model).__name__}.get_additional_losses: other losses than the one that is trained are not reported "
+            "yet; leave the method out"
         )
     if checkpointing.CONTIGUOUS_CHECKPOINTING or checkpointing.PARTITION_ACTIVATIONS:
         raise RecycleError(
-            "deepspeed.checkpointing.configure with contiguous_checkpointing or partition_activations wants DeepSpeed's own schedule, or tensor parallelism; "
+            "deepspeed.checkpointing.configure with contiguous_checkpointing or partition_activations wants "
+            "DeepSpeed's own schedule, or tensor parallelism; "
             "leave both out"
         )
     check_layers(model)

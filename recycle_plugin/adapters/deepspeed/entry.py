@@ -48,7 +48,9 @@ class Plugin:
             from recycle_plugin.runtime import device
             from recycle_plugin.runtime.collectives import group
 
-            if backend in group.ASKED and device.supports(os.environ.get("DS_ACCELERATOR")):  # the job may have been told not to use what this machine has
+            if backend in group.ASKED and device.supports(
+                os.environ.get("DS_ACCELERATOR")
+            ):  # the job may have been told not to use what this machine has
                 group.register(self.session)
                 backend = group.BACKEND
             elif "nccl" in (backend or "") and not module.is_nccl_available():
@@ -58,11 +60,17 @@ class Plugin:
         stock_new_group = module.new_group
 
         @functools.wraps(stock_new_group)
-        def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *arguments: Any, **named: Any) -> Any:
+        def new_group(
+            ranks: Any = None, timeout: Any = None, backend: str | None = None, *arguments: Any, **named: Any
+        ) -> Any:
             from recycle_plugin.runtime.collectives import group
 
-            follows = module.get_backend() == group.BACKEND  # whoever asks for Gloo by name has a group that can't lose members otherwise
-            return stock_new_group(ranks, timeout, None if follows and backend in group.ASKED else backend, *arguments, **named)
+            follows = (
+                module.get_backend() == group.BACKEND
+            )  # whoever asks for Gloo by name has a group that can't lose members otherwise
+            return stock_new_group(
+                ranks, timeout, None if follows and backend in group.ASKED else backend, *arguments, **named
+            )
 
         module.init_process_group = init_process_group
         module.new_group = module.distributed_c10d.new_group = new_group
@@ -90,32 +98,47 @@ class Plugin:
 
     def _check_section(self, config: dict) -> None:
         """Who starts a job through the plugin means to have it."""
-        meant = next((name for name in config if difflib.get_close_matches(name.lower(), [SECTION], cutoff=ALIKE)), None)
+        meant = next(
+            (name for name in config if difflib.get_close_matches(name.lower(), [SECTION], cutoff=ALIKE)), None
+        )
         if SECTION not in config and meant is not None:
             raise RecycleError(f'"{meant}" in the DeepSpeed config: no such section; did you mean "{SECTION}"?')
         section = config.get(SECTION, {})
         if config and isinstance(section, dict) and "enabled" not in section and self.session.is_first:
             missing = f'"{SECTION}" section' if SECTION not in config else f"{SECTION}.enabled"
-            self.session.note("warning", f'there is no {missing} in the DeepSpeed config: this is stock DeepSpeed, and the loss of a worker ends the job; '
-                              f'write "{SECTION}": {{"enabled": true}}, or false')  # fmt: skip
+            self.session.note(
+                "warning",
+                f"there is no {missing} in the DeepSpeed config: this is stock DeepSpeed, and the loss of a worker "
+                "ends the job; "
+                f'write "{SECTION}": {{"enabled": true}}, or false',
+            )
 
     @contextmanager
-    def _our_engine(self, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]) -> Iterator[None]:
-        """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment, which may be a class of the user's."""
+    def _our_engine(
+        self, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]
+    ) -> Iterator[None]:
+        """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment, which may be a class
+        of the user's.
+        """
         check_versions()
         from recycle_plugin.adapters.deepspeed.engine import EngineArguments, engine_class
         from recycle_plugin.adapters.deepspeed.engine_checks import check_config, check_dataset, check_placement
         from recycle_plugin.runtime.collectives import group
 
         if self.session.trains:
-            raise RecycleError("deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet")
+            raise RecycleError(
+                "deepspeed.initialize was called twice with recycle.enabled: one engine per process is supported yet"
+            )
         if module.comm.is_initialized():
             group.check_backend(sys.modules["torch.distributed"].get_backend())
         check_config(config, given.get("model"), given.get("optimizer"), given.get("model_parameters"))
         check_dataset(given.get("training_data"))
         check_placement(settings.placement, given.get("model"), os.environ["RECYCLE_PLACEMENT"])
         self.session.configure(settings.wait_timeout_s, settings.regroup_timeout_s, settings.group_sums)
-        stock, module.PipelineEngine = module.PipelineEngine, engine_class(module.PipelineEngine, EngineArguments(self.session, settings))
+        stock, module.PipelineEngine = (
+            module.PipelineEngine,
+            engine_class(module.PipelineEngine, EngineArguments(self.session, settings)),
+        )
         try:
             yield
         finally:
@@ -138,8 +161,11 @@ def check_versions() -> None:
     used = [name for name in RANGES if name != "megatron-core" or "megatron.core" in sys.modules]
     wrong = next((one for one in releases(used) if not one.fits), None)
     if wrong is not None:
-        raise RecycleError(f"{wrong.name} {wrong.installed} is installed, and the plugin needs {wrong.needs}: pip install '{wrong.name}{wrong.needs}', "
-                           "or set recycle.enabled to false")
+        raise RecycleError(
+            f"{wrong.name} {wrong.installed} is installed, and the plugin needs {wrong.needs}: pip install "
+            f"'{wrong.name}{wrong.needs}', "
+            "or set recycle.enabled to false"
+        )
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -153,7 +179,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
             self._wrappers.pop(name)(sys.modules[name])
         sys.meta_path.insert(0, self)
 
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         wrap = self._wrappers.pop(name, None)
         if wrap is None:
             return None

@@ -1,4 +1,6 @@
-"""DeepSpeed's rules of where data comes from: ``training_data``, a source that the script sets, or what it passes to ``train_batch``."""
+"""DeepSpeed's rules of where data comes from: ``training_data``, a source that the script sets, or what it passes to
+``train_batch``.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,14 @@ from recycle_plugin.runtime.worker.ports import Source
 
 
 class Feeding:
-    """For ``feed`` of ``engine``, made with ``training_data`` in whose place ``dataset`` stands, if there was any.  ``next_batch()``: stock's, of ``engine.data_iterator``."""
+    """For ``feed`` of ``engine``, made with ``training_data`` in whose place ``dataset`` stands, if there was any.
 
-    def __init__(self, engine: PipelineEngine, feed: Feed, dataset: Source | None, exact: bool, next_batch: Callable[[], Any]) -> None:
+    ``next_batch()``: stock's, of ``engine.data_iterator``.
+    """
+
+    def __init__(
+        self, engine: PipelineEngine, feed: Feed, dataset: Source | None, exact: bool, next_batch: Callable[[], Any]
+    ) -> None:
         self._engine, self._feed, self._exact, self._next_batch = engine, feed, exact, next_batch
         self._set_by_script = False
         self._has_dataset = isinstance(dataset, DatasetSource)
@@ -24,33 +31,55 @@ class Feeding:
 
     def set_source(self, source: Callable[[int, int, int], Any]) -> None:
         if self._feed.source is None and self._feed.settled:
-            raise RecycleError("set_data_source() was called after a step with data from an iterator: call it before the first train_batch()")
-        self._feed.source, self._set_by_script, self._has_dataset = lambda step, micro_batch: source(step, *micro_batch), True, False
+            raise RecycleError(
+                "set_data_source() was called after a step with data from an iterator: call it before the first "
+                "train_batch()"
+            )
+        self._feed.source, self._set_by_script, self._has_dataset = (
+            lambda step, micro_batch: source(step, *micro_batch),
+            True,
+            False,
+        )
 
     def take_iterator(self, data_iter: Any) -> None:
-        """What the script passes stands above ``training_data``, as in DeepSpeed, and below a source that it has set."""
+        """What the script passes stands above ``training_data``, as in DeepSpeed, and below a source that it has
+        set.
+        """
         feed, engine = self._feed, self._engine
         if not feed.reads or self._set_by_script:
             return
         if data_iter is None and self._has_dataset:
-            data_iter = engine.data_iterator  # which stays empty beside training_data, unless the script has called set_dataloader or set_dataiterator
+            data_iter = (
+                engine.data_iterator
+            )  # which stays empty beside training_data, unless the script has called set_dataloader or set_dataiterator
         if data_iter is not None:
             self._read_from(data_iter)
         if feed.source is not None:
             return
         if engine.data_iterator is None:
-            raise RecycleError("train_batch() has no data: pass data_iter=, or training_data= to deepspeed.initialize, or call engine.set_data_source(source)")
+            raise RecycleError(
+                "train_batch() has no data: pass data_iter=, or training_data= to deepspeed.initialize, or call "
+                "engine.set_data_source(source)"
+            )
         if self._exact:
             raise RecycleError(
-                "recycle.exact with data from a plain iterator: after a loss the survivors' iterators give other batches than without one; "
-                "pass a map-style dataset as training_data= and call train_batch() without an iterator, or call engine.set_data_source(source)"
+                "recycle.exact with data from a plain iterator: after a loss the survivors' iterators give other "
+                "batches than without one; "
+                "pass a map-style dataset as training_data= and call train_batch() without an iterator, or call "
+                "engine.set_data_source(source)"
             )
 
     def _read_from(self, data_iter: Any) -> None:
         if not hasattr(data_iter, "__next__"):
-            raise RecycleError(f"train_batch(data_iter=…) is a {type(data_iter).__name__}, which is no iterator: pass iter(…) of it, or deepspeed.utils.RepeatingLoader(…)")
+            raise RecycleError(
+                f"train_batch(data_iter=…) is a {type(data_iter).__name__}, which is no iterator: pass iter(…) of it, "
+                "or deepspeed.utils.RepeatingLoader(…)"
+            )
         if self._feed.source is not None and self._feed.settled:
-            raise RecycleError("train_batch(data_iter=…) after steps with training_data: pass an iterator from the first step on, or never")
+            raise RecycleError(
+                "train_batch(data_iter=…) after steps with training_data: pass an iterator from the first step on, or "
+                "never"
+            )
         self._feed.source, self._has_dataset = None, False
         self._engine.set_dataiterator(data_iter)
 
@@ -60,11 +89,15 @@ class Feeding:
             batch = self._next_batch()
         except StopIteration:
             raise RecycleError(
-                f"the data iterator of seat {self._engine.seat} has ended in {what}: wrap its loader in deepspeed.utils.RepeatingLoader; "
+                f"the data iterator of seat {self._engine.seat} has ended in {what}: wrap its loader in "
+                "deepspeed.utils.RepeatingLoader; "
                 "after a loss the survivors' iterators give the lost replica's share as well"
             ) from None
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
-            raise RecycleError(f"the data iterator gives a {type(batch).__name__}: the pipeline engine takes (inputs, labels); engine.set_batch_fn() makes them of anything")
+            raise RecycleError(
+                f"the data iterator gives a {type(batch).__name__}: the pipeline engine takes (inputs, labels); "
+                "engine.set_batch_fn() makes them of anything"
+            )
         return batch[0], batch[1]
 
     def evaluated(self, data_iter: Any, count: int) -> list[Any]:

@@ -1,8 +1,8 @@
 """DeepSpeed's monitors (TensorBoard, W&B, CSV, Comet) on whichever worker is first alive.
 
-Stock opens and writes them on rank 0 only.  Where that is lost the next worker opens them anew, beside what is there: CSV
-files are appended to, TensorBoard shows a folder's files as one run, W&B and Comet begin a run of their own unless the
-environment names one to be resumed.
+Stock opens and writes them on rank 0 only.  Where that is lost the next worker opens them anew, beside what is there:
+CSV files are appended to, TensorBoard shows a folder's files as one run, W&B and Comet begin a run of their own unless
+the environment names one to be resumed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ RANK_0 = SimpleNamespace(get_rank=lambda: 0)
 
 
 class FirstLive:
-    """An engine's ``monitor``: writes where ``is_first()``, and nowhere else.  ``note`` tells the user; what can't be written is dropped."""
+    """An engine's ``monitor``: writes where ``is_first()``, and nowhere else.
+
+    ``note`` tells the user; what can't be written is dropped.
+    """
 
     def __init__(self, stock: MonitorMaster, is_first: Callable[[], bool], note: Say) -> None:
         self._stock = stock
@@ -45,13 +48,17 @@ class FirstLive:
             return
         with _rank_0():
             if self._opened or self._open():
-                self._target.attempt(lambda: self._stock.write_events(entries), len(entries), Exception)  # a third party's
+                self._target.attempt(
+                    lambda: self._stock.write_events(entries), len(entries), Exception
+                )  # a third party's
 
     def _open(self) -> bool:
         self._opened = True
         try:
             self._stock = MonitorMaster(self._stock.monitor_config)
-        except Exception as error:  # a third party's, which may not reach its server from here: training goes on without it
+        except (
+            Exception
+        ) as error:  # a third party's, which may not reach its server from here: training goes on without it
             self._note("warning", f"the first worker alive can't open DeepSpeed's monitors: {error}")
             self.enabled = False
             return False
@@ -77,7 +84,9 @@ class Reporting:
         if engine.monitor.enabled:
             told = [("Train/Samples/train_loss", loss.item(), engine.global_samples)]
             stock = self._session.rank == 0  # whose step has written the learning rate
-            engine.monitor.write_events(told if stock else [*told, ("Train/Samples/lr", engine.get_lr()[0], engine.global_samples)])
+            engine.monitor.write_events(
+                told if stock else [*told, ("Train/Samples/lr", engine.get_lr()[0], engine.global_samples)]
+            )
         self.commits()
 
     def evaluated(self, loss: torch.Tensor) -> None:
@@ -94,16 +103,28 @@ class Reporting:
 
 
 def figures(known: dict, generation: int, batch: int, samples: int) -> list[Entry]:
-    """Entries of a committed step.  ``known``: core.coordinator.step_figures's; ``batch``: samples of a step; ``samples``: of all steps so far."""
-    values = {"live_workers": known.get("workers"), "membership_changes": generation, "bubble_share": known.get("bubble_share"),
-              "redone_share": known.get("redone_share"), "samples_per_second": batch / known["step_s"] if "step_s" in known else None}  # fmt: skip
+    """Entries of a committed step.
+
+    ``known``: core.coordinator.step_figures's; ``batch``: samples of a step; ``samples``: of all steps so far.
+    """
+    values = {
+        "live_workers": known.get("workers"),
+        "membership_changes": generation,
+        "bubble_share": known.get("bubble_share"),
+        "redone_share": known.get("redone_share"),
+        "samples_per_second": batch / known["step_s"] if "step_s" in known else None,
+    }
     return [(f"Recycle/{name}", value, samples) for name, value in values.items() if value is not None]
 
 
 @contextmanager
 def _rank_0() -> Iterator[None]:
     """DeepSpeed's monitors, and nobody else, take this worker for rank 0."""
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith("deepspeed.monitor.") and hasattr(module, "dist")]
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("deepspeed.monitor.") and hasattr(module, "dist")
+    ]
     for module in modules:
         module.dist = RANK_0
     try:

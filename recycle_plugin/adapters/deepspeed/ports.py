@@ -1,4 +1,6 @@
-"""DeepSpeed's side of what a worker's step needs (runtime/worker/ports.py): its buckets, its step, its norm in fp32, its loss scaler."""
+"""DeepSpeed's side of what a worker's step needs (runtime/worker/ports.py): its buckets, its step, its norm in fp32,
+its loss scaler.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class StockOptimizer:
 
 
 class Skipped:
-    """In the optimizer's place for a step that is not applied: stock code does the counting, as for fp16's overflows."""
+    """In the optimizer's place for a step that is not applied: stock code does the counting, as for fp16's
+    overflows.
+    """
 
     overflow = True
 
@@ -77,14 +81,18 @@ class Skipped:
 
 
 class StockNorm:
-    """What stock DeepSpeed 0.19 computes in fp32, which takes a pipeline for a tensor-parallel group: it counts the first stage, and of the others only
-    what calls itself tensor parallel (megatron-core's parallel linears do), and averages that over the replicas.  Kept for comparisons."""
+    """What stock DeepSpeed 0.19 computes in fp32, which takes a pipeline for a tensor-parallel group: it counts the
+    first stage, and of the others only what calls itself tensor parallel (megatron-core's parallel linears do), and
+    averages that over the replicas.  Kept for comparisons.
+    """
 
     def __init__(self, stage: int, replicas: int) -> None:
         self._stage, self._replicas = stage, replicas
 
     def share(self, parameters: Parameters) -> float:
-        return squared_norm([parameter for parameter in parameters if not self._stage or is_model_parallel_parameter(parameter)])
+        return squared_norm(
+            [parameter for parameter in parameters if not self._stage or is_model_parallel_parameter(parameter)]
+        )
 
     def total(self, shares: Mapping[str, float]) -> torch.Tensor:
         squares = torch.tensor(shares["0"])
@@ -99,10 +107,18 @@ class StockNorm:
 
 def loss_scaler(fp16: Any) -> Scaler:
     """``fp16``: DeepSpeed's section of that name, whether it is enabled or not."""
-    return CreateLossScaler(torch.half, fp16.loss_scale, fp16.loss_scale == 0, {
-        "init_scale": 2.0**fp16.initial_scale_power, "scale_window": fp16.loss_scale_window, "delayed_shift": fp16.hysteresis,
-        "consecutive_hysteresis": fp16.consecutive_hysteresis, "min_scale": fp16.min_loss_scale,
-    })  # fmt: skip
+    return CreateLossScaler(
+        torch.half,
+        fp16.loss_scale,
+        fp16.loss_scale == 0,
+        {
+            "init_scale": 2.0**fp16.initial_scale_power,
+            "scale_window": fp16.loss_scale_window,
+            "delayed_shift": fp16.hysteresis,
+            "consecutive_hysteresis": fp16.consecutive_hysteresis,
+            "min_scale": fp16.min_loss_scale,
+        },
+    )
 
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")

@@ -1,4 +1,7 @@
-"""What a DeepSpeed config asks for and does not get.  Read from the config alone: imports neither torch nor DeepSpeed."""
+"""What a DeepSpeed config asks for and does not get.
+
+Read from the config alone: imports neither torch nor DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ def refusals(config: dict[str, Any]) -> Iterator[str]:
 
 def sizes(config: dict[str, Any]) -> Iterator[str]:
     """What DeepSpeed would refuse on every worker, by an assertion."""
-    given = {name: config.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")}
+    given = {
+        name: config.get(name)
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    }
     for name, value in given.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             yield f"{name} is {shown(value)}; write a whole number of at least 1"
@@ -79,7 +85,8 @@ def _zero(config: dict[str, Any]) -> Iterator[str]:
     stage = section.get("stage", 0)
     if stage == 1 and recycle.get("zero") != "replicate":
         yield (
-            "zero_optimization.stage 1 shards the optimizer state, so that a lost worker's shard has no copy; set recycle.zero to \"replicate\" to keep "
+            "zero_optimization.stage 1 shards the optimizer state, so that a lost worker's shard has no copy; set "
+            'recycle.zero to "replicate" to keep '
             "it whole on every worker (with Adam 12 bytes a parameter instead of 12 / replicas), or stage to 0"
         )
     elif stage == 1:
@@ -91,7 +98,7 @@ def _zero(config: dict[str, Any]) -> Iterator[str]:
 def _replicated(section: dict[str, Any], recycle: dict[str, Any]) -> Iterator[str]:
     for key in ("offload_optimizer", "offload_param", "cpu_offload"):
         if section.get(key):
-            yield f"zero_optimization.{key} moves shards to the host, and recycle.zero \"replicate\" leaves none; leave it out"
+            yield f'zero_optimization.{key} moves shards to the host, and recycle.zero "replicate" leaves none; leave it out'
     if recycle.get("norm") == "deepspeed":
         yield 'recycle.norm is "deepspeed", the norm of ZeRO stage 0: at stage 1 DeepSpeed\'s is over all stages; leave it out'
 
@@ -103,7 +110,7 @@ def _optimizer(section: dict[str, Any]) -> Iterator[str]:
         yield f"optimizer {section['type']} sends gradients by itself, to workers that may be lost; use Adam or AdamW with torch_adam: true"
     if name not in ("adam", "adamw") or _section(section, "params").get("torch_adam"):
         return
-    advice = 'set optimizer.params.torch_adam to true, which needs no compiler'
+    advice = "set optimizer.params.torch_adam to true, which needs no compiler"
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "c++"), "g++", "clang++")):
         yield f"optimizer {section['type']} is compiled by DeepSpeed at first use, and there is no C++ compiler; {advice}"
         return
@@ -113,10 +120,13 @@ def _optimizer(section: dict[str, Any]) -> Iterator[str]:
 
 
 def _checkpoint(section: dict[str, Any]) -> Iterator[str]:
-    """DeepSpeed's other ways to save: what they write can't be waited for, is not seen by all, or is no state of this optimizer."""
+    """DeepSpeed's other ways to save: what they write can't be waited for, is not seen by all, or is no state of this
+    optimizer.
+    """
     reasons = {
         "load_universal": "needs the files of a ZeRO optimizer, and only ZeRO stage 0 is supported yet",
-        "use_node_local_storage": "keeps each host's files where the others can't read them, and a lost host takes them along",
+        "use_node_local_storage": "keeps each host's files where the others can't read them, and a lost host takes "
+        "them along",
         "writer": "writes files of which nobody can say when they are whole",
     }
     for name, reason in reasons.items():
@@ -125,21 +135,35 @@ def _checkpoint(section: dict[str, Any]) -> Iterator[str]:
 
 
 BYPASSED = {
-    "flops_profiler.enabled": "counts in DeepSpeed's own forward, which the plugin does not call; leave it out (recycle.trace times every instruction)",
-    "wall_clock_breakdown": "times DeepSpeed's own instructions, which the plugin does not run, and would print zeros; set recycle.trace to true instead",
-    "comms_logger.enabled": "counts what DeepSpeed sends, and the plugin sends activations and gradients itself; leave it out",
-    "autotuning.enabled": "ends its trials in DeepSpeed's own forward, which the plugin does not call; tune with recycle.enabled false",
-    "data_efficiency.enabled": "orders training_data, or drops tokens, by DeepSpeed's own loader and count of steps, which a peer could not repeat; "
+    "flops_profiler.enabled": "counts in DeepSpeed's own forward, which the plugin does not call; leave it out "
+    "(recycle.trace times every instruction)",
+    "wall_clock_breakdown": "times DeepSpeed's own instructions, which the plugin does not run, and would print zeros; "
+    "set recycle.trace to true instead",
+    "comms_logger.enabled": "counts what DeepSpeed sends, and the plugin sends activations and gradients itself; leave "
+    "it out",
+    "autotuning.enabled": "ends its trials in DeepSpeed's own forward, which the plugin does not call; tune with "
+    "recycle.enabled false",
+    "data_efficiency.enabled": "orders training_data, or drops tokens, by DeepSpeed's own loader and count of steps, "
+    "which a peer could not repeat; "
     "order the data in engine.set_data_source(source), by its step",
     "zero_optimization.zenflow": "steps parameters apart from the others, by ZeRO's shards; leave it out",
     "compile.deepcompile": "compiles the backward, which the plugin splits and lets peers run again; leave it out",
     "activation_checkpointing.contiguous_memory_optimization": "wants backwards in the order of DeepSpeed's own schedule; leave it out",
-    "activation_checkpointing.partition_activations": "deals activations to tensor-parallel workers, which are not supported yet; leave it out",
+    "activation_checkpointing.partition_activations": "deals activations to tensor-parallel workers, which are not "
+    "supported yet; leave it out",
 }
 REMOVED = (
-    "curriculum_learning", "progressive_layer_drop", "eigenvalue", "quantize_training", "compression_training", "sparse_attention", "sparse_gradients",
-    "elasticity", "nebula", "graph_harvesting",
-)  # fmt: skip
+    "curriculum_learning",
+    "progressive_layer_drop",
+    "eigenvalue",
+    "quantize_training",
+    "compression_training",
+    "sparse_attention",
+    "sparse_gradients",
+    "elasticity",
+    "nebula",
+    "graph_harvesting",
+)
 
 
 def _bypassed(config: dict[str, Any]) -> Iterator[str]:

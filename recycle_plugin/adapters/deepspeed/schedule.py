@@ -1,6 +1,8 @@
-"""A worker's program as a DeepSpeed ``PipeSchedule``, our instructions as its ``PipeInstruction`` s, and what runs each of them.
+"""A worker's program as a DeepSpeed ``PipeSchedule``, our instructions as its ``PipeInstruction`` s, and what runs each
+of them.
 
-For whoever looks at a pipeline engine there: the worker runtime runs the program itself (core/worker/executor.py), and takes no way through DeepSpeed.
+For whoever looks at a pipeline engine there: the worker runtime runs the program itself (core/worker/executor.py), and
+takes no way through DeepSpeed.
 """
 
 from __future__ import annotations
@@ -29,12 +31,19 @@ NAMES = {
     Op.VALIDATE: "ValidateGrads",
     Op.STEP: "OptimizerStep",
 }
-COMMANDS = {op: type(name, (stock.PipeInstruction,), {"__module__": __name__, "__doc__": f"Op.{op.name}"}) for op, name in NAMES.items()}
+COMMANDS = {
+    op: type(name, (stock.PipeInstruction,), {"__module__": __name__, "__doc__": f"Op.{op.name}"})
+    for op, name in NAMES.items()
+}
 
 INSTRUCTION_MAP = {
-    COMMANDS[op]: Operations.compute if op in COMPUTE or op in (Op.LOAD, Op.STEP) else Operations.add_up if op in (Op.REDUCE, Op.TIE) else Worker.perform
+    COMMANDS[op]: Operations.compute
+    if op in COMPUTE or op in (Op.LOAD, Op.STEP)
+    else Operations.add_up
+    if op in (Op.REDUCE, Op.TIE)
+    else Worker.perform
     for op in Op
-}  # fmt: skip
+}
 
 
 class PlanSchedule(stock.PipeSchedule):

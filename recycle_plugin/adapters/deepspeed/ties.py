@@ -27,41 +27,68 @@ def shared(module: PipelineModule, specs: list) -> dict[str, tuple[int, ...]]:
 
 
 def check(specs: list) -> None:
-    """RecycleError where layers of one key do not say alike what is tied: DeepSpeed takes what a stage's first one says."""
+    """RecycleError where layers of one key do not say alike what is tied: DeepSpeed takes what a stage's first one
+    says.
+    """
     said: dict[str, list[str]] = {}
     for spec in specs:
-        if isinstance(spec, TiedLayerSpec) and said.setdefault(spec.key, spec.tied_weight_attr) != spec.tied_weight_attr:
+        if (
+            isinstance(spec, TiedLayerSpec)
+            and said.setdefault(spec.key, spec.tied_weight_attr) != spec.tied_weight_attr
+        ):
             raise RecycleError(
-                f"the layers tied as {spec.key!r} name different weights, {', '.join(said[spec.key])} and {', '.join(spec.tied_weight_attr)}, so that stages "
+                f"the layers tied as {spec.key!r} name different weights, {', '.join(said[spec.key])} and "
+                f"{', '.join(spec.tied_weight_attr)}, so that stages "
                 "would add up different things; give each TiedLayerSpec of this key the same tied_weight_attr"
             )
 
 
 class Ties:
-    """Of ``module``, made from ``specs``, whose tied keys are on the stages ``shared``.  All workers build it: it makes process groups.
+    """Of ``module``, made from ``specs``, whose tied keys are on the stages ``shared``.
+
+    All workers build it: it makes process groups.
 
     ``masters``: of a model in bf16, whose gradients are those that are summed.
     """
 
     def __init__(
-        self, module: PipelineModule, specs: list, shared: dict[str, tuple[int, ...]], session: Session, masters: Masters | None
-    ) -> None:  # fmt: skip
+        self,
+        module: PipelineModule,
+        specs: list,
+        shared: dict[str, tuple[int, ...]],
+        session: Session,
+        masters: Masters | None,
+    ) -> None:
         self._module, self._specs = module, specs
-        self._copies: list[tuple[int, str, torch.nn.Parameter]] = []  # here: the layer whose file has the weight, its name there, the copy
+        self._copies: list[
+            tuple[int, str, torch.nn.Parameter]
+        ] = []  # here: the layer whose file has the weight, its name there, the copy
         self.weights: list[TiedWeight] = []
         grid = module.mpu()
         for key, stages in shared.items():
             seats = [Seat(replica, stage) for stage in stages for replica in range(grid.data_parallel_size)]
-            group = dist.new_group(sorted(grid.stage_to_global(stage_id=seat.stage, data=seat.replica) for seat in seats))
+            group = dist.new_group(
+                sorted(grid.stage_to_global(stage_id=seat.stage, data=seat.replica) for seat in seats)
+            )
             if key not in module.tied_comms:
                 continue
-            saved = [place for place, spec in enumerate(specs) if isinstance(spec, TiedLayerSpec) and spec.key == key and spec.forward_fn is None]
-            names = {weight: name for name, weight in module.tied_modules[key].named_parameters()}  # what is tied may be a property
+            saved = [
+                place
+                for place, spec in enumerate(specs)
+                if isinstance(spec, TiedLayerSpec) and spec.key == key and spec.forward_fn is None
+            ]
+            names = {
+                weight: name for name, weight in module.tied_modules[key].named_parameters()
+            }  # what is tied may be a property
             for name in module.tied_weight_attrs[key]:
                 weight = module.tied_modules[key].get_parameter(name)
                 self._copies += [(place, names[weight], weight) for place in saved[:1]]
                 if weight.requires_grad:
-                    self.weights.append(TiedWeight(f"{key}.{name}", weight if masters is None else masters.of(weight), stages, group, session))
+                    self.weights.append(
+                        TiedWeight(
+                            f"{key}.{name}", weight if masters is None else masters.of(weight), stages, group, session
+                        )
+                    )
 
     def place(self, layer: int) -> str:
         """Where the module has the layer of this number, which its file in a checkpoint has too."""
@@ -75,7 +102,9 @@ class Ties:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Stock code, which loads a checkpoint, does not hand the copies round: whom it would take them from may be lost."""
+        """Stock code, which loads a checkpoint, does not hand the copies round: whom it would take them from may be
+        lost.
+        """
         kept, self._module.tied_comms = self._module.tied_comms, {}
         try:
             yield
@@ -83,9 +112,11 @@ class Ties:
             self._module.tied_comms = kept
 
     def load(self, folder: Path, read: Callable[[str], dict[str, Any]]) -> None:
-        """... but each worker takes its copies from the file of the first layer that has them, as the worker does of which they would have come.
+        """... but each worker takes its copies from the file of the first layer that has them, as the worker does of
+        which they would have come.
 
-        Stock saves no layer that has a ``forward_fn``: where all of a key have one, it is in no file, and stays as it is.
+        Stock saves no layer that has a ``forward_fn``: where all of a key have one, it is in no file, and stays as it
+        is.
         """
         for place, name, weight in self._copies:
             (path,) = folder.glob(f"layer_{place:02d}-*model_states.pt")

@@ -31,8 +31,10 @@ from recycle_plugin.patches import megatron_cpu
 
 @dataclass(frozen=True)
 class GPTShape:
-    """Everything that fixes the model's parameters.  ``layers``: transformer layers; ``sequence``: tokens of context; ``tied``: the head's weights
-    are the embedding's."""
+    """Everything that fixes the model's parameters.
+
+    ``layers``: transformer layers; ``sequence``: tokens of context; ``tied``: the head's weights are the embedding's.
+    """
 
     layers: int
     hidden: int
@@ -61,7 +63,8 @@ class GPTShape:
 
 
 def gpt_layers(shape: GPTShape, params_dtype: torch.dtype = torch.float32, seed: int = 1234) -> list[LayerSpec]:
-    """Specs for ``PipelineModule``: embedding, ``shape.layers`` transformer layers, norm with head; a tied head is a spec of its own behind the norm.
+    """Specs for ``PipelineModule``: embedding, ``shape.layers`` transformer layers, norm with head; a tied head is a
+    spec of its own behind the norm.
 
     Ids are int64 [batch, sequence], activations [sequence, batch, hidden], logits [sequence, batch,
     vocabulary], the last two in ``params_dtype``.  Layer i initialises itself from ``seed + i``, hence equally
@@ -71,13 +74,21 @@ def gpt_layers(shape: GPTShape, params_dtype: torch.dtype = torch.float32, seed:
     """
     middle = [LayerSpec(GPTBlock, shape, number, params_dtype, seed + number) for number in range(1, shape.layers + 1)]
     if not shape.tied:
-        return [LayerSpec(GPTEmbedding, shape, params_dtype, seed), *middle, LayerSpec(GPTHead, shape, params_dtype, seed + shape.layers + 1)]
-    embedding = partial(TiedLayerSpec, "embedding", GPTEmbedding, shape, params_dtype, seed, tied_weight_attr="tokens.weight")
+        return [
+            LayerSpec(GPTEmbedding, shape, params_dtype, seed),
+            *middle,
+            LayerSpec(GPTHead, shape, params_dtype, seed + shape.layers + 1),
+        ]
+    embedding = partial(
+        TiedLayerSpec, "embedding", GPTEmbedding, shape, params_dtype, seed, tied_weight_attr="tokens.weight"
+    )
     return [embedding(), *middle, LayerSpec(GPTNorm, shape, params_dtype), embedding(forward_fn=tied_logits)]
 
 
 def gpt_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy, fp32 scalar, of ``logits [sequence, batch, vocabulary]`` and int64 ``labels [batch, sequence]``."""
+    """Mean cross entropy, fp32 scalar, of ``logits [sequence, batch, vocabulary]`` and int64 ``labels [batch,
+    sequence]``.
+    """
     return F.cross_entropy(logits.float().flatten(0, 1), labels.t().flatten())
 
 
@@ -104,7 +115,9 @@ class GPTEmbedding(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """megatron-core's TransformerLayer ``number`` (from 1) under a causal mask: [sequence, batch, hidden] to the same."""
+    """megatron-core's TransformerLayer ``number`` (from 1) under a causal mask: [sequence, batch, hidden] to the
+    same.
+    """
 
     def __init__(self, shape: GPTShape, number: int, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
@@ -136,8 +149,9 @@ class GPTNorm(nn.Module):
 
 
 def tied_logits(embedding: GPTEmbedding, x: Tensor) -> Tensor:
-    """The head whose weights are the embedding's, of which the last stage has a copy, positions (unused there) included, as in
-    Megatron-DeepSpeed: [sequence, batch, hidden] to logits [sequence, batch, vocabulary]."""
+    """The head whose weights are the embedding's, of which the last stage has a copy, positions (unused there)
+    included, as in Megatron-DeepSpeed: [sequence, batch, hidden] to logits [sequence, batch, vocabulary].
+    """
     return F.linear(x, embedding.tokens.weight)
 
 
@@ -168,7 +182,9 @@ def follow_default_generator() -> None:
 
 def _prepare_megatron() -> None:
     if not dist.is_initialized():
-        raise RuntimeError("initialise torch.distributed (deepspeed.init_distributed()) before the GPT's layers are built")
+        raise RuntimeError(
+            "initialise torch.distributed (deepspeed.init_distributed()) before the GPT's layers are built"
+        )
     megatron_cpu.apply()
     follow_default_generator()
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # attention asks for it; initialize_model_parallel would make it

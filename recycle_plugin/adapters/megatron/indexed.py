@@ -1,4 +1,6 @@
-"""Megatron's tokenized files (.bin, .idx) as a map-style dataset, read by megatron-core: every item addressed by its index."""
+"""Megatron's tokenized files (.bin, .idx) as a map-style dataset, read by megatron-core: every item addressed by its
+index.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +14,33 @@ from torch.utils.data import Dataset
 
 
 class IndexedWindows(Dataset):
-    """Windows of ``sequence`` tokens that follow each other without overlap, over all documents one after the other, in the files' order.
+    """Windows of ``sequence`` tokens that follow each other without overlap, over all documents one after the other, in
+    the files' order.
 
-    ``path``: the prefix of both files.  ``vocabulary``: tokens have to be below.  Nothing is read before it is asked for.
+    ``path``: the prefix of both files.  ``vocabulary``: tokens have to be below.  Nothing is read before it is asked
+    for.
 
-    Raises FileNotFoundError, and ValueError where there is less than one window, or a token that the model does not know.
+    Raises FileNotFoundError, and ValueError where there is less than one window, or a token that the model does not
+    know.
     """
 
     def __init__(self, path: str | Path | None, sequence: int, vocabulary: int) -> None:
         for suffix in (".bin", ".idx"):
             if path is None or not Path(f"{path}{suffix}").is_file():
-                raise FileNotFoundError(f"data.path: {path}{suffix} does not exist; write the prefix that Megatron's .bin and .idx files have in common")
+                raise FileNotFoundError(
+                    f"data.path: {path}{suffix} does not exist; write the prefix that Megatron's .bin and .idx files "
+                    "have in common"
+                )
         self._path, self.sequence, self._vocabulary = str(path), sequence, vocabulary
         self._tokens = IndexedDataset(self._path)
         self._ends = numpy.cumsum(self._tokens.sequence_lengths, dtype=numpy.int64)
         total = int(self._ends[-1]) if len(self._ends) else 0
         self._length = (total - 1) // sequence
         if self._length < 1:
-            raise ValueError(f"data.path: {path} has {total} tokens; one window of {sequence} and the token after it need {sequence + 1}")
+            raise ValueError(
+                f"data.path: {path} has {total} tokens; one window of {sequence} and the token after it need "
+                f"{sequence + 1}"
+            )
 
     def __len__(self) -> int:
         return self._length
@@ -41,7 +52,10 @@ class IndexedWindows(Dataset):
         window = torch.from_numpy(self._read(index * self.sequence, self.sequence + 1).astype(numpy.int64))
         most = int(window.max())
         if most >= self._vocabulary:
-            raise ValueError(f"data.path: {self._path} has token {most} in window {index}, and model.vocabulary is {self._vocabulary}; write at least {most + 1}")
+            raise ValueError(
+                f"data.path: {self._path} has token {most} in window {index}, and model.vocabulary is "
+                f"{self._vocabulary}; write at least {most + 1}"
+            )
         return window[:-1], window[1:]
 
     def _read(self, first: int, count: int) -> numpy.ndarray:

@@ -53,7 +53,9 @@ def _files(path: str | Path | None) -> Iterator[Path]:
     """Lazily, in an order that depends on names only: a folder's files, then its folders."""
     root = Path(sysconfig.get_paths()["stdlib"] if path is None else path)
     if not root.exists():
-        raise FileNotFoundError(f"data.path: {root} does not exist; leave data.path out to train on Python's standard library")
+        raise FileNotFoundError(
+            f"data.path: {root} does not exist; leave data.path out to train on Python's standard library"
+        )
     if root.is_file():
         yield root
     kinds = {".py"} if path is None else {".py", ".txt", ".md"}

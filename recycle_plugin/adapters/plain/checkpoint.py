@@ -22,8 +22,10 @@ from recycle_plugin.runtime.worker.ports import Reach
 
 @dataclass(frozen=True)
 class StageFiles:
-    """Of the worker at ``seat``, whose ``module`` has its stage's layers, of ``stages`` (runtime/worker/ports.py).  ``kinds``: the names of the classes of what else has a
-    state, which says nothing to others."""
+    """Of the worker at ``seat``, whose ``module`` has its stage's layers, of ``stages`` (runtime/worker/ports.py).
+
+    ``kinds``: the names of the classes of what else has a state, which says nothing to others.
+    """
 
     session: Session
     seat: Seat
@@ -45,16 +47,25 @@ class StageFiles:
         """Everything, from the checkpoint ``folder``.  RecycleError where it is none of this pipeline."""
         file = folder / _name(self.seat.stage)
         if not file.is_file():
-            raise RecycleError(f"load(): {file} is missing; name a folder that save() has written to, and load with as many stages")
+            raise RecycleError(
+                f"load(): {file} is missing; name a folder that save() has written to, and load with as many stages"
+            )
         try:
             contents = torch.load(file, map_location=HOST, weights_only=False)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-            raise RecycleError(f"load(): {file} can't be read: {str(error).splitlines()[0]}; load another one") from error
+            raise RecycleError(
+                f"load(): {file} can't be read: {str(error).splitlines()[0]}; load another one"
+            ) from error
         if contents["stages"] != self.stages:
-            raise RecycleError(f"load(): {folder} is of {contents['stages']} stages, and this pipeline has {self.stages}; use as many")
+            raise RecycleError(
+                f"load(): {folder} is of {contents['stages']} stages, and this pipeline has {self.stages}; use as many"
+            )
         for what, kind in self.kinds.items():
             if contents["kinds"][what] != kind:
-                raise RecycleError(f"load(): {folder} is of a job whose {what} is {contents['kinds'][what]}, and here it is {kind}; give the same")
+                raise RecycleError(
+                    f"load(): {folder} is of a job whose {what} is {contents['kinds'][what]}, and here it is {kind}; "
+                    "give the same"
+                )
         try:
             self.module.load_state_dict(contents["layers"])
         except RuntimeError as error:
@@ -68,9 +79,18 @@ class StageFiles:
         return self.session.roster.first_of(self.seat.stage).worker == self.session.worker
 
     def _contents(self, state: StageState) -> dict[str, Any]:
-        """``layers``: as the stage's module has them, buffers and frozen weights too; the rest is what else a step changes."""
+        """``layers``: as the stage's module has them, buffers and frozen weights too; the rest is what else a step
+        changes.
+        """
         rest = {name: tensor.detach() for name, tensor in state.tensors().items() if not name.startswith("weights/")}
-        return {"step": state.version.step, "stages": self.stages, "kinds": dict(self.kinds), "layers": self.module.state_dict(), "small": state.small(), "tensors": rest}
+        return {
+            "step": state.version.step,
+            "stages": self.stages,
+            "kinds": dict(self.kinds),
+            "layers": self.module.state_dict(),
+            "small": state.small(),
+            "tensors": rest,
+        }
 
     def _save(self, contents: dict[str, Any], folder: Path, reach: Reach) -> None:
         folders.make(folder)
@@ -82,7 +102,9 @@ def chosen(folder: Path, tag: str | None) -> Path:
     """The checkpoint ``folder``/``tag``, or the one that was saved last."""
     latest = folder / "latest"
     if tag is None and not latest.is_file():
-        raise RecycleError(f"load(): there is no checkpoint in {folder}: {latest} is missing; name the folder that was given to save()")
+        raise RecycleError(
+            f"load(): there is no checkpoint in {folder}: {latest} is missing; name the folder that was given to save()"
+        )
     return folder / (latest.read_text().strip() if tag is None else tag)
 
 

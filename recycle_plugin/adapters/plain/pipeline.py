@@ -28,29 +28,46 @@ Data = Callable[[int, int, int], Any]  # of (step, replica, micro-batch): (input
 class Pipeline(PlainJob):
     """A stage of ``layers``, and the training of all of it.  Every worker of the job makes one alike.
 
-    * ``layers``: modules, or callables that make them, of which each worker only calls those of its stage; one's output is the next one's input, a tensor or a
-      tuple of tensors.  ``parts``: how many each stage has; by default as many each as can be.
+    * ``layers``: modules, or callables that make them, of which each worker only calls those of its stage; one's output
+      is the next one's input, a tensor or a tuple of tensors.  ``parts``: how many each stage has; by default as many
+      each as can be.
     * ``loss``: of (outputs of the last layer, labels); the mean over all micro-batches is what is trained.
-    * ``optimizer``: makes one for a stage's parameters; ``scheduler``: makes one for the optimizer, and is stepped with it; ``clip``: the largest norm of a step's
-      gradients over all stages, 0 for any.
-    * ``data``: ``data(step, replica, micro_batch)`` gives (inputs, labels), the same whoever asks; steps count from 1.  Or a map-style dataset of such pairs, read in
-      order, of which a micro-batch has ``micro_batch_size``.
-    * ``stages``: of each replica; there are as many replicas as the job's workers are enough for, at least two.  ``micro_batches``: of a replica, in a step.
-    * ``settings``: the plugin's, as in a DeepSpeed config's section "recycle" (``recycle docs settings``).  ``seed``: of the layers that are made here.
+    * ``optimizer``: makes one for a stage's parameters; ``scheduler``: makes one for the optimizer, and is stepped with
+      it; ``clip``: the largest norm of a step's gradients over all stages, 0 for any.
+    * ``data``: ``data(step, replica, micro_batch)`` gives (inputs, labels), the same whoever asks; steps count from 1.
+      Or a map-style dataset of such pairs, read in order, of which a micro-batch has ``micro_batch_size``.
+    * ``stages``: of each replica; there are as many replicas as the job's workers are enough for, at least two.
+      ``micro_batches``: of a replica, in a step.
+    * ``settings``: the plugin's, as in a DeepSpeed config's section "recycle" (``recycle docs settings``).  ``seed``:
+      of the layers that are made here.
 
     ``module`` has the stage's layers, by their numbers in ``layers``; ``optimizer`` and ``scheduler`` are the stage's.
     Raises RecycleError where something does not fit, and SettingsError.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], loss: Callable[[Any, Any], torch.Tensor], optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-        data: Data | torch.utils.data.Dataset, stages: int, micro_batches: int = 1, *, micro_batch_size: int = 1, parts: Sequence[int] | None = None,
-        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None, clip: float = 0.0, seed: int = 0, settings: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        layers: Sequence[Layer],
+        loss: Callable[[Any, Any], torch.Tensor],
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+        data: Data | torch.utils.data.Dataset,
+        stages: int,
+        micro_batches: int = 1,
+        *,
+        micro_batch_size: int = 1,
+        parts: Sequence[int] | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        clip: float = 0.0,
+        seed: int = 0,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
         chosen_settings = settings_of(settings)
         check_numbers(stages=stages, micro_batches=micro_batches, micro_batch_size=micro_batch_size)
         if not callable(optimizer):
-            raise RecycleError(f"optimizer is a {type(optimizer).__name__}: give a function that makes one for a stage's parameters, lambda parameters: torch.optim.SGD(parameters, …)")
+            raise RecycleError(
+                f"optimizer is a {type(optimizer).__name__}: give a function that makes one for a stage's parameters, "
+                "lambda parameters: torch.optim.SGD(parameters, …)"
+            )
         line = session.of_this_process()
         line.configure(chosen_settings.wait_timeout_s, chosen_settings.regroup_timeout_s, chosen_settings.group_sums)
         workers = int(os.environ["WORLD_SIZE"])
@@ -59,11 +76,24 @@ class Pipeline(PlainJob):
         topology = Topology(workers // stages, stages, micro_batches)
         module = _built(layers, range(*cut[line.rank // topology.replicas]), seed)
         made = optimizer(module.parameters())
-        super().__init__(line, chosen_settings, topology, module, made, None if scheduler is None else scheduler(made), loss, clip, micro_batch_size)
+        super().__init__(
+            line,
+            chosen_settings,
+            topology,
+            module,
+            made,
+            None if scheduler is None else scheduler(made),
+            loss,
+            clip,
+            micro_batch_size,
+        )
         self._trainer.feed.source = _source(data, topology, self._places, micro_batch_size)
 
     def evaluate(self, data: Callable[[int, int], Any], micro_batches: int | None = None) -> float:
-        """The mean loss, on every worker, with the layers in evaluation mode.  ``data(replica, micro_batch)`` gives (inputs, labels), of so many for each replica."""
+        """The mean loss, on every worker, with the layers in evaluation mode.
+
+        ``data(replica, micro_batch)`` gives (inputs, labels), of so many for each replica.
+        """
         count = micro_batches or self._trainer.topology.micro_batches
         ours = [packed(data(self.seat.replica, number)) for number in range(count)] if self._trainer.feed.reads else []
         return self._trainer.evaluate(ours, count)
@@ -74,9 +104,14 @@ def _cut(layers: int, stages: int, workers: int, parts: Sequence[int] | None) ->
     if not 1 <= stages <= layers:
         raise RecycleError(f"stages is {stages}, and there are {layers} layers: write 1 to {layers}")
     if workers % stages or workers < 2 * stages:
-        raise RecycleError(f"{workers} workers for {stages} stages: start a multiple of {stages}, and at least {2 * stages}, since a lost worker needs a replica to take "
-                           f"its micro-batches: python -m recycle_plugin.launch --workers {2 * stages}")
-    each = list(parts) if parts is not None else [layers // stages + (stage < layers % stages) for stage in range(stages)]
+        raise RecycleError(
+            f"{workers} workers for {stages} stages: start a multiple of {stages}, and at least {2 * stages}, since a "
+            "lost worker needs a replica to take "
+            f"its micro-batches: python -m recycle_plugin.launch --workers {2 * stages}"
+        )
+    each = (
+        list(parts) if parts is not None else [layers // stages + (stage < layers % stages) for stage in range(stages)]
+    )
     if len(each) != stages or sum(each) != layers or min(each) < 1:
         raise RecycleError(f"parts is {each}: write {stages} numbers of at least 1, {layers} in all")
     ends = [sum(each[: stage + 1]) for stage in range(stages)]
@@ -91,8 +126,11 @@ def _refuse_shared(layers: Sequence[Layer], cut: list[tuple[int, int]]) -> None:
             for parameter in layers[number].parameters() if isinstance(layers[number], nn.Module) else ():
                 other, its_stage = owner.setdefault(parameter, (number, stage))
                 if its_stage != stage:
-                    raise RecycleError(f"layers {other} and {number} share a weight, and are in stages {its_stage} and {stage}: weights that stages share are not supported "
-                                       "here yet; give parts= that puts them into one stage, or use DeepSpeed's TiedLayerSpec")
+                    raise RecycleError(
+                        f"layers {other} and {number} share a weight, and are in stages {its_stage} and {stage}: "
+                        "weights that stages share are not supported "
+                        "here yet; give parts= that puts them into one stage, or use DeepSpeed's TiedLayerSpec"
+                    )
 
 
 def _built(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
@@ -104,11 +142,17 @@ def _built(layers: Sequence[Layer], numbers: range, seed: int) -> nn.Sequential:
         with keyed(seed + number, device()):
             layer = given() if callable(given) and not isinstance(given, nn.Module) else given
         if not isinstance(layer, nn.Module):
-            raise RecycleError(f"layer {number} is a {type(layer).__name__}: give a module, or a function without arguments that makes one")
+            raise RecycleError(
+                f"layer {number} is a {type(layer).__name__}: give a module, or a function without arguments that "
+                "makes one"
+            )
         made[str(number)] = layer
     module = nn.Sequential(made)
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise RecycleError(f"layers {numbers[0]} to {numbers[-1]}, a stage of their own, have no parameter to train: give parts= that puts them beside others")
+        raise RecycleError(
+            f"layers {numbers[0]} to {numbers[-1]}, a stage of their own, have no parameter to train: give parts= that "
+            "puts them beside others"
+        )
     return module
 
 
@@ -120,15 +164,20 @@ def _refuse_function(number: int, given: Layer) -> None:
     except ValueError:  # nothing is known of it
         pass
     except TypeError as error:
-        raise RecycleError(f"layer {number} is {getattr(given, '__name__', given)}, which is called without arguments to make a module, and has {error}: where it computes "
-                           "outputs from inputs, give a module whose forward calls it") from None  # fmt: skip
+        raise RecycleError(
+            f"layer {number} is {getattr(given, '__name__', given)}, which is called without arguments to make a "
+            f"module, and has {error}: where it computes "
+            "outputs from inputs, give a module whose forward calls it"
+        ) from None
 
 
 def _source(data: Any, topology: Topology, places: DataCursor, size: int) -> Source:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, topology.replicas, places, size, drop_last=True, collate=None)
     if not callable(data):
-        raise RecycleError(f"data is a {type(data).__name__}: give a function of (step, replica, micro_batch), or a map-style dataset")
+        raise RecycleError(
+            f"data is a {type(data).__name__}: give a function of (step, replica, micro_batch), or a map-style dataset"
+        )
 
     def batch(step: int, micro_batch: MicroBatch) -> Any:
         return data(step, *micro_batch)

@@ -34,7 +34,10 @@ class PlainBuckets:
 
 
 class PlainOptimizer:
-    """Of ``wrapped``, with its learning-rate ``scheduler``, if it has one.  ``clip()`` clips what stands in ``parameter.grad``."""
+    """Of ``wrapped``, with its learning-rate ``scheduler``, if it has one.
+
+    ``clip()`` clips what stands in ``parameter.grad``.
+    """
 
     def __init__(self, wrapped: torch.optim.Optimizer, scheduler: Any, clip: Callable[[], None]) -> None:
         self.wrapped, self.scheduler, self._clip = wrapped, scheduler, clip

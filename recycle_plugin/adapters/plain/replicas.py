@@ -1,4 +1,6 @@
-"""Data parallel training of a model whose script runs forward and backward itself: replicas that survive each other's loss, without a pipeline."""
+"""Data parallel training of a model whose script runs forward and backward itself: replicas that survive each other's
+loss, without a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,43 @@ from recycle_plugin.runtime.worker.ports import Compute
 
 
 class Replicas(PlainJob):
-    """A replica of ``module`` on each worker, all of which are stepped alike by ``optimizer``, with its ``scheduler``, if there is one.
+    """A replica of ``module`` on each worker, all of which are stepped alike by ``optimizer``, with its ``scheduler``,
+    if there is one.
 
-    ``compute(step, replica, micro_batch)`` does what a script's loop does with a micro-batch: forward, loss, ``loss.backward()``; and returns the loss.  It gets all
-    that it needs from its arguments, since the micro-batches of a lost replica are computed by the others.  Steps count from 1; each replica has ``micro_batches``.
-    The first call is made twice, which has to give the same.  Layers stay in the mode, of training or evaluation, that the script has put them in.
-    A parameter that gets no gradient in a step is stepped by one of zeros, as with DeepSpeed.
-    ``clip``, ``settings``: as for a Pipeline; the loss that is trained is the mean over all micro-batches.
-    Raises RecycleError where something does not fit, and SettingsError.
+    ``compute(step, replica, micro_batch)`` does what a script's loop does with a micro-batch: forward, loss,
+    ``loss.backward()``; and returns the loss.  It gets all that it needs from its arguments, since the micro-batches of
+    a lost replica are computed by the others.  Steps count from 1; each replica has ``micro_batches``. The first call
+    is made twice, which has to give the same.  Layers stay in the mode, of training or evaluation, that the script has
+    put them in. A parameter that gets no gradient in a step is stepped by one of zeros, as with DeepSpeed. ``clip``,
+    ``settings``: as for a Pipeline; the loss that is trained is the mean over all micro-batches. Raises RecycleError
+    where something does not fit, and SettingsError.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, micro_batches: int = 1, *, scheduler: Any = None, clip: float = 0.0,
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compute: Compute,
+        micro_batches: int = 1,
+        *,
+        scheduler: Any = None,
+        clip: float = 0.0,
         settings: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         chosen = settings_of(settings, split_backward=False)
         check_numbers(micro_batches=micro_batches)
         if chosen.split_backward:
-            raise RecycleError("recycle.split_backward: a backward that the script calls is not split; leave it out, or set it to false")
+            raise RecycleError(
+                "recycle.split_backward: a backward that the script calls is not split; leave it out, or set it to "
+                "false"
+            )
         line, workers = session.of_this_process(), int(os.environ["WORLD_SIZE"])
         if workers < 2:
-            raise RecycleError("one worker: start at least 2, since a lost one needs another to take its micro-batches: python -m recycle_plugin.launch --workers 2")
-        super().__init__(line, chosen, Topology(workers, 1, micro_batches), module, optimizer, scheduler, None, clip, compute=compute)
+            raise RecycleError(
+                "one worker: start at least 2, since a lost one needs another to take its micro-batches: python -m "
+                "recycle_plugin.launch --workers 2"
+            )
+        super().__init__(
+            line, chosen, Topology(workers, 1, micro_batches), module, optimizer, scheduler, None, clip, compute=compute
+        )
         self._trainer.feed.source = lambda step, micro_batch: None

@@ -32,14 +32,21 @@ from recycle_plugin.settings.schema import Settings
 def settings_of(section: Mapping[str, Any] | None, **defaults: Any) -> Settings:
     """Of a plain job; raises SettingsError, and RecycleError where nothing would heed them."""
     if not isinstance(section, Mapping | None):
-        raise RecycleError(f"settings is a {type(section).__name__}: give a dict, as the section \"recycle\" of a DeepSpeed config")
+        raise RecycleError(
+            f'settings is a {type(section).__name__}: give a dict, as the section "recycle" of a DeepSpeed config'
+        )
     chosen = Settings.from_section({"enabled": True, **defaults, **(section or {})})
     if not chosen.enabled:
-        raise RecycleError("recycle.enabled is false: a plain job has nothing else to train with; leave it out, or train without this class")
+        raise RecycleError(
+            "recycle.enabled is false: a plain job has nothing else to train with; leave it out, or train without this "
+            "class"
+        )
     if chosen.loss_scaling:
         raise RecycleError("recycle.loss_scaling: plain jobs train in fp32, whose losses need no scale; leave it out")
     if chosen.norm == "deepspeed":
-        raise RecycleError('recycle.norm is "deepspeed": a plain job clips by the true norm over all stages; leave it out')
+        raise RecycleError(
+            'recycle.norm is "deepspeed": a plain job clips by the true norm over all stages; leave it out'
+        )
     return chosen
 
 
@@ -59,15 +66,27 @@ class PlainJob:
     """Of the worker of ``line``, whose stage is ``module``, stepped by ``optimizer``."""
 
     def __init__(
-        self, line: Session, settings: Settings, topology: Topology, module: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any,
-        loss: Callable[[Any, Any], torch.Tensor] | None, clip: float, micro_batch_size: int = 1, compute: Compute | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        line: Session,
+        settings: Settings,
+        topology: Topology,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        loss: Callable[[Any, Any], torch.Tensor] | None,
+        clip: float,
+        micro_batch_size: int = 1,
+        compute: Compute | None = None,
+    ) -> None:
         stage, replica = divmod(line.rank, topology.replicas)
         self.seat, self.module, self.optimizer, self.scheduler = Seat(replica, stage), module, optimizer, scheduler
         check_layers(module)
         check_optimizer(module, optimizer)
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise RecycleError("ReduceLROnPlateau is stepped with a metric, which a step does not know: give no scheduler=, and call its step() between steps")
+            raise RecycleError(
+                "ReduceLROnPlateau is stepped with a metric, which a step does not know: give no scheduler=, and call "
+                "its step() between steps"
+            )
         if not clip >= 0:
             raise RecycleError(f"clip is {clip}: write the largest norm that gradients may have, or 0 for any")
         peers = _meet(topology, stage)
@@ -80,18 +99,30 @@ class PlainJob:
         self._places = DataCursor(topology.micro_batches)
         batch = len(topology.batch) * micro_batch_size
         framework = Framework(
-            seat=self.seat, topology=topology, model=model, optimizer=steps, buckets=PlainBuckets(peers), checkpoints=self._files, places=self._places,
-            micro_batch_size=micro_batch_size, batch=lambda: batch, next_batch=_no_iterator, forward=_forward, clipping=clip,
-            state=(scheduler_part(lambda: scheduler), steps.counters), compute=compute,
-        )  # fmt: skip
+            seat=self.seat,
+            topology=topology,
+            model=model,
+            optimizer=steps,
+            buckets=PlainBuckets(peers),
+            checkpoints=self._files,
+            places=self._places,
+            micro_batch_size=micro_batch_size,
+            batch=lambda: batch,
+            next_batch=_no_iterator,
+            forward=_forward,
+            clipping=clip,
+            state=(scheduler_part(lambda: scheduler), steps.counters),
+            compute=compute,
+        )
         self._trainer = Trainer(line, settings, framework)
         line.at_end = self._trainer.finish
 
     def step(self) -> float:
         """One optimizer step; the mean loss over all micro-batches of all replicas, on every worker.
 
-        It may return before the step is committed; what it returned stays final.  Whoever reads parameters or the optimizer's state with torch in the thread
-        that trains waits for the commit; call :meth:`settle` before something else does.
+        It may return before the step is committed; what it returned stays final.  Whoever reads parameters or the
+        optimizer's state with torch in the thread that trains waits for the commit; call :meth:`settle` before
+        something else does.
         """
         return self._trainer.train()
 
@@ -105,14 +136,21 @@ class PlainJob:
         self._trainer.settle()
 
     def save(self, folder: str | Path, tag: str | None = None) -> None:
-        """A checkpoint of all steps so far is in ``folder``/``tag`` when this returns, complete whoever is missing.  ``tag`` None: by the step."""
+        """A checkpoint of all steps so far is in ``folder``/``tag`` when this returns, complete whoever is missing.
+
+        ``tag`` None: by the step.
+        """
         self._trainer.save(Path(folder), tag)
 
     def load(self, folder: str | Path, tag: str | None = None) -> None:
-        """Everybody goes on from that checkpoint, by default the one saved last, with the data and the random numbers of its next step."""
+        """Everybody goes on from that checkpoint, by default the one saved last, with the data and the random numbers
+        of its next step.
+        """
         self._trainer.begin_loading(f"load({str(folder)!r}, {tag!r})")
         with self._trainer.lifted():
-            self._files.read(self._trainer.state, chosen(Path(folder), tag))  # only now is nobody writing one, so that all find the same
+            self._files.read(
+                self._trainer.state, chosen(Path(folder), tag)
+            )  # only now is nobody writing one, so that all find the same
             self._trainer.loaded(whole=True)
 
 
@@ -122,7 +160,9 @@ def _meet(topology: Topology, stage: int) -> dist.ProcessGroup:
         dist.init_process_group(BACKEND)
     check_backend(dist.get_backend())
     replicas = topology.replicas
-    return [dist.new_group(range(number * replicas, (number + 1) * replicas)) for number in range(topology.stages)][stage]
+    return [dist.new_group(range(number * replicas, (number + 1) * replicas)) for number in range(topology.stages)][
+        stage
+    ]
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
 """Who takes part in a job, who has gone and how, and whether those left may go on.
 
-* A worker is one process (core/vocabulary/roster.py).  Who is lost stays lost, and a later process of its rank is another worker; nobody can join a
-  job that has started, and who asks to hears so at once.  A loss takes its failure domain with it.
-* Who is stopped or stuck (core/coordinator/failure_detector.py) is lost as whoever dies, and *fenced*: its supervisor kills it, and it hears so
-  itself, should it wake up.
+* A worker is one process (core/vocabulary/roster.py).  Who is lost stays lost, and a later process of its rank is
+  another worker; nobody can join a job that has started, and who asks to hears so at once.  A loss takes its failure
+  domain with it.
+* Who is stopped or stuck (core/coordinator/failure_detector.py) is lost as whoever dies, and *fenced*: its supervisor
+  kills it, and it hears so itself, should it wake up.
 * Of the seats that are not known to be dead a new generation has a majority, or half with this coordinator among them;
   else this is the wrong side of a partition, and it ends.  A death is known when a supervisor saw the process end.  The
   broken connection mostly comes first, so there is a grace before deciding, in which nothing is committed.
@@ -38,14 +39,30 @@ from recycle_plugin.core.messages.protocol import (
     Resized,
     Stepped,
     SurvivorReport,
-)  # fmt: skip
+)
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.describe import how_ended, named
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 from recycle_plugin.core.vocabulary.topology import ClusterView, Topology
 
-OF_MEMBERS = (SurvivorReport, Fingerprint, ComputeTime, Stepped, Contribution, BarrierReached, CheckpointLoaded, Resized, Leaving, Left, Heartbeat, Missing, Fatal, Note, Crashed)
+OF_MEMBERS = (
+    SurvivorReport,
+    Fingerprint,
+    ComputeTime,
+    Stepped,
+    Contribution,
+    BarrierReached,
+    CheckpointLoaded,
+    Resized,
+    Leaving,
+    Left,
+    Heartbeat,
+    Missing,
+    Fatal,
+    Note,
+    Crashed,
+)
 """Nothing of this counts from a worker that is lost, or has come too late."""
 
 
@@ -59,7 +76,9 @@ class Attendance:
         self.dead: set[WorkerId] = set()  # of the lost ones, those known to be
         self.late: set[WorkerId] = set()  # came when they could take part no more
         self.leaving: set[WorkerId] = set()  # members that want to go as soon as nobody counts on them
-        self.unguarded: dict[int, int] = {}  # by rank, the process that the launcher had started for it, and that was killed
+        self.unguarded: dict[
+            int, int
+        ] = {}  # by rank, the process that the launcher had started for it, and that was killed
         self.failure_detector = FailureDetector()
         self._seats: dict[int, Seat] = {}  # by rank, of all that have begun
         self._crashes: dict[WorkerId, Crashed] = {}  # what their scripts have ended with
@@ -109,13 +128,25 @@ class Attendance:
         self.failure_detector.admit(roster.workers)
 
     def turn_away(self, worker: WorkerId, host: str, step: int, out: CoordinatorOutput) -> None:
-        """Whoever comes when the job is at ``step``, or has another one's rank, hears so at once, and ends, instead of waiting for the others."""
+        """Whoever comes when the job is at ``step``, or has another one's rank, hears so at once, and ends, instead of
+        waiting for the others.
+        """
         if worker in self.late:
             return
         self.late.add(worker)
-        why = f"the job has started, and is at step {step}" if self.started else f"another process has rank {worker.rank} already"
-        out.say("late", f"a process on {host} wants to take part as rank {worker.rank}: {why}; nobody can join yet, and it is told to end",
-                rank=worker.rank, host=host, incarnation=worker.incarnation)
+        why = (
+            f"the job has started, and is at step {step}"
+            if self.started
+            else f"another process has rank {worker.rank} already"
+        )
+        out.say(
+            "late",
+            f"a process on {host} wants to take part as rank {worker.rank}: {why}; nobody can join yet, and it is told "
+            "to end",
+            rank=worker.rank,
+            host=host,
+            incarnation=worker.incarnation,
+        )
         out.tell(worker, End(0, f"{why}; nobody can join as rank {worker.rank} yet", failed=True))
 
     def resize(self, micro_batches: int) -> bool:
@@ -132,7 +163,13 @@ class Attendance:
             return False
         self.leaving.add(member.worker)
         self._reasons[member.worker] = message.reason
-        out.say("leaving", f"{member} leaves at the next commit: {message.reason}", seat=str(member.seat), rank=member.rank, why=message.reason)
+        out.say(
+            "leaving",
+            f"{member} leaves at the next commit: {message.reason}",
+            seat=str(member.seat),
+            rank=member.rank,
+            why=message.reason,
+        )
         return True
 
     @property
@@ -140,10 +177,14 @@ class Attendance:
         reasons: dict[str, list[str]] = {}
         for worker, reason in sorted(self._reasons.items()):
             reasons.setdefault(reason, []).append(self.named(worker.rank))
-        return "; ".join(f"{' and '.join(whose)} leave{'s' * (len(whose) == 1)}: {reason}" for reason, whose in reasons.items())
+        return "; ".join(
+            f"{' and '.join(whose)} leave{'s' * (len(whose) == 1)}: {reason}" for reason, whose in reasons.items()
+        )
 
     def agreed(self, roster: Roster) -> None:
-        """All go on in a generation of ``roster``: whoever was to leave by then is no member any more, and says goodbye."""
+        """All go on in a generation of ``roster``: whoever was to leave by then is no member any more, and says
+        goodbye.
+        """
         self.roster = self.roster.without({member.worker for member in roster.leaves(self.roster)})
 
     def leave(self, worker: WorkerId) -> None:
@@ -166,15 +207,29 @@ class Attendance:
             how = f"it went with its guard, process {self.unguarded[message.rank]}, which was killed"
         self.dead.add(message.worker)
         if message.worker in self.lost:
-            out.say("confirmed", f"{self.named(message.rank)}: {how}, says its supervisor", rank=message.rank, code=message.code, how=how)
+            out.say(
+                "confirmed",
+                f"{self.named(message.rank)}: {how}, says its supervisor",
+                rank=message.rank,
+                code=message.code,
+                how=how,
+            )
         return how
 
     def crashed(self, message: Crashed, out: CoordinatorOutput) -> None:
-        """Its script has ended with an error, which people see once, whoever else meets it.  The worker is lost once its process ends."""
+        """Its script has ended with an error, which people see once, whoever else meets it.
+
+        The worker is lost once its process ends.
+        """
         known = {(each.error, each.trace) for each in self._crashes.values()}
         self._crashes[message.worker] = message
         if (message.error, message.trace) not in known:
-            out.say("error", f"the script of {self.named(message.rank)} ended with {message.error}", rank=message.rank, traceback=message.trace)
+            out.say(
+                "error",
+                f"the script of {self.named(message.rank)} ended with {message.error}",
+                rank=message.rank,
+                traceback=message.trace,
+            )
 
     def crash(self, workers: Iterable[WorkerId]) -> str:
         """What the scripts of ``workers`` have ended with, as far as they have; empty where none has."""
@@ -182,7 +237,10 @@ class Attendance:
         for worker in workers:
             if worker in self._crashes:
                 errors.setdefault(self._crashes[worker].error, []).append(self.named(worker.rank))
-        return "; ".join(f"the script{'s' * (len(whose) > 1)} of {' and '.join(whose)} ended with {error}" for error, whose in errors.items())
+        return "; ".join(
+            f"the script{'s' * (len(whose) > 1)} of {' and '.join(whose)} ended with {error}"
+            for error, whose in errors.items()
+        )
 
     def crash_after(self, step: int) -> str:
         """Of the scripts that had come to ``step``."""
@@ -214,8 +272,15 @@ class Attendance:
         self._remove(member.worker)
         live = self.view(self.roster).live_replicas(member.seat.stage)
         count = {0: "no live worker", 1: "one live worker"}.get(len(live), f"{len(live)} live workers")
-        out.say("lost", f"{member}: {how}. Stage {member.seat.stage} has {count} left",
-                seat=str(member.seat), rank=member.rank, cause=cause.value, how=how, seen_at=at)
+        out.say(
+            "lost",
+            f"{member}: {how}. Stage {member.seat.stage} has {count} left",
+            seat=str(member.seat),
+            rank=member.rank,
+            cause=cause.value,
+            how=how,
+            seen_at=at,
+        )
 
     # --- enough to go on -------------------------------------------------------------------------
 
@@ -234,7 +299,13 @@ class Attendance:
 
     def cut_off(self) -> str:
         """Why those left have to end, once the grace is over."""
-        if self._outnumbered_at is None or self.failure_detector.clock - self._outnumbered_at <= self.failure_detector.deadlines.progress_timeout_s:
+        if (
+            self._outnumbered_at is None
+            or self.failure_detector.clock - self._outnumbered_at <= self.failure_detector.deadlines.progress_timeout_s
+        ):
             return ""
-        return (f"{len(self.unreachable)} workers can't be reached and aren't known to be dead, and only {len(self.roster)} are left here: "
-                "this may be the smaller side of a broken network")
+        return (
+            f"{len(self.unreachable)} workers can't be reached and aren't known to be dead, and only "
+            f"{len(self.roster)} are left here: "
+            "this may be the smaller side of a broken network"
+        )

@@ -1,9 +1,9 @@
 """Meetings: what all live workers do together outside a step, agreed on through the coordinator.
 
-Saving and loading a checkpoint and an evaluation must be done by all or by nobody, also where somebody dies in them.  A collective
-can't tell: it may be through on some workers and broken on others.  The coordinator's word can, because it reaches all in the same
-order: either everybody had arrived at a *place* before the membership changed, and all hear of that first, or nobody hears of it and
-all hear of the change.
+Saving and loading a checkpoint and an evaluation must be done by all or by nobody, also where somebody dies in them.  A
+collective can't tell: it may be through on some workers and broken on others.  The coordinator's word can, because it
+reaches all in the same order: either everybody had arrived at a *place* before the membership changed, and all hear of
+that first, or nobody hears of it and all hear of the change.
 """
 
 from __future__ import annotations
@@ -20,9 +20,19 @@ class Barriers:
         self._generation = -1
         self._arrived: dict[str, dict[WorkerId, dict]] = {}
 
-    def arrive(self, worker: WorkerId, generation: int, place: str, values: dict, members: AbstractSet[WorkerId], enough: bool = True) -> dict | None:
-        """What all have brought along, if with this one every one of ``members`` is there, and they are ``enough`` to do anything.  Those of
-        ``generation``, which is in force: whoever has arrived anywhere in an earlier one arrives once more."""
+    def arrive(
+        self,
+        worker: WorkerId,
+        generation: int,
+        place: str,
+        values: dict,
+        members: AbstractSet[WorkerId],
+        enough: bool = True,
+    ) -> dict | None:
+        """What all have brought along, if with this one every one of ``members`` is there, and they are ``enough`` to
+        do anything.  Those of ``generation``, which is in force: whoever has arrived anywhere in an earlier one arrives
+        once more.
+        """
         if generation != self._generation:
             self._generation = generation
             self._arrived.clear()

@@ -1,9 +1,11 @@
 """Workers that miss something from a live one: how often they may try again, and who goes where that does not help.
 
-Two can't work together, and nobody sees which of them is at fault.  So the one that is not heard goes, with three exceptions:
+Two can't work together, and nobody sees which of them is at fault.  So the one that is not heard goes, with three
+exceptions:
 
 * The other goes where the stage of the first would have nobody left, and its own has somebody.
-* The other goes where it has missed something from more workers than have missed something from this one: it is rather deaf than all of them dumb.
+* The other goes where it has missed something from more workers than have missed something from this one: it is rather
+  deaf than all of them dumb.
 * Who says that it does not hear itself goes before anybody else: all that waits, waits for it in the end.
 """
 
@@ -19,8 +21,9 @@ TRIES = 2  # to send something over a new line
 
 
 class Complaint(NamedTuple):
-    """``why``: in words; ``tries``: the how manieth since the last commit that is held against the same worker; ``doubted``: that worker, None for a collective of
-    many."""
+    """``why``: in words; ``tries``: the how manieth since the last commit that is held against the same worker;
+    ``doubted``: that worker, None for a collective of many.
+    """
 
     why: str
     tries: int
@@ -36,11 +39,16 @@ class Complaints:
 
     def __init__(self) -> None:
         self._committed = 0
-        self._tries: dict[tuple[WorkerId, WorkerId] | str, int] = {}  # by who misses something from whom, or by the collective that was not finished
+        self._tries: dict[
+            tuple[WorkerId, WorkerId] | str, int
+        ] = {}  # by who misses something from whom, or by the collective that was not finished
 
     def add(self, missing: Missing, roster: Roster, committed: int, holds: bool) -> Complaint | None:
-        """``committed``: the last step that is; ``holds``: whether ``missing`` is of the membership in force.  None where that is not so, and what a worker says
-        of itself then counts only with the next complaint, or where one of the two is no member any more."""
+        """``committed``: the last step that is; ``holds``: whether ``missing`` is of the membership in force.
+
+        None where that is not so, and what a worker says of itself then counts only with the next complaint, or where
+        one of the two is no member any more.
+        """
         member = roster.member(missing.worker)
         source = _source(missing, member, roster) if member is not None and missing.source else None
         if member is None or (source is None and missing.source) or not (holds or member == source):
@@ -66,7 +74,11 @@ class Complaints:
         of_member = {far: tries for (near, far), tries in pairs.items() if near == member.worker}
         of_source = {near: tries for (near, far), tries in pairs.items() if far == source.worker}
         if len(of_member) > len(of_source):
-            return Complaint(f"{why}, and has missed something from {len(of_member) - 1} more", sum(of_member.values()), member.worker)
+            return Complaint(
+                f"{why}, and has missed something from {len(of_member) - 1} more",
+                sum(of_member.values()),
+                member.worker,
+            )
         if roster.is_last(source) and not roster.is_last(member):
             return Complaint(f"{why}, which is the last one of its stage", sum(of_source.values()), member.worker)
         return Complaint(why, sum(of_source.values()), source.worker)

@@ -1,17 +1,23 @@
 """The course of a job: in which membership it goes on, which steps it commits, and how it comes to its end.
 
-* A loss makes a generation of those left that holds at once; a planned leave one that holds from a step which nobody can have started, and is
-  announced again where a loss comes first.
-* What the members of a generation have in common when all have reported is committed, and the rest is finished from what is held (core/vocabulary/recovery_plan.py).
-* A step is committed when every live worker has applied it.  While the membership is changing at once, or too few are left, nothing is.
+* A loss makes a generation of those left that holds at once; a planned leave one that holds from a step which nobody
+  can have started, and is announced again where a loss comes first.
+* What the members of a generation have in common when all have reported is committed, and the rest is finished from
+  what is held (core/vocabulary/recovery_plan.py).
+* A step is committed when every live worker has applied it.  While the membership is changing at once, or too few are
+  left, nothing is.
 * Replicas that differ are as good as lost, where a majority knows which.
-* Who is suspected for too long is given up, but for a stage's last worker, without whom the job ends: that has a longer deadline.
-* Where everybody waits and nobody does anything, all meet again, by which what was lost is sent once more; if they stand still again before another commit,
-  the job ends.
-* The job ends where a stage has nobody left, where workers contradict each other, where it has become too slow for the user, and where all have left.
+* Who is suspected for too long is given up, but for a stage's last worker, without whom the job ends: that has a longer
+  deadline.
+* Where everybody waits and nobody does anything, all meet again, by which what was lost is sent once more; if they
+  stand still again before another commit, the job ends.
+* The job ends where a stage has nobody left, where workers contradict each other, where it has become too slow for the
+  user, and where all have left.
 
-The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part (core/coordinator/attendance.py), what a generation's
-members say (core/coordinator/regrouping.py), what is known of steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who meets where (core/coordinator/barriers.py).
+The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part
+(core/coordinator/attendance.py), what a generation's members say (core/coordinator/regrouping.py), what is known of
+steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who meets where
+(core/coordinator/barriers.py).
 """
 
 from __future__ import annotations
@@ -46,8 +52,11 @@ from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.roster import FailureDomain, Member, Roster, WorkerId
 
-EARLY = (", and nothing is lost yet: start the job again; where nobody has killed it, see by dmesg on its host whether that ran out of memory, and give its "
-         "workers more, or make the model smaller")  # fmt: skip
+EARLY = (
+    ", and nothing is lost yet: start the job again; where nobody has killed it, see by dmesg on its host whether that "
+    "ran out of memory, and give its "
+    "workers more, or make the model smaller"
+)
 
 
 class Course:
@@ -91,15 +100,23 @@ class Course:
         """The first who says it says it for all."""
         if self.attendance.resize(message.micro_batches):
             self._throughput_floor.resize(message.full_us)
-            out.say("batch", f"from step {self.committed + 1} on {message.batch} samples a step, {message.micro_batches} micro-batches of each replica",
-                    step=self.committed + 1, batch=message.batch, micro_batches=message.micro_batches)
+            out.say(
+                "batch",
+                f"from step {self.committed + 1} on {message.batch} samples a step, {message.micro_batches} "
+                "micro-batches of each replica",
+                step=self.committed + 1,
+                batch=message.batch,
+                micro_batches=message.micro_batches,
+            )
 
     # --- regrouping ------------------------------------------------------------------------------
 
     def regroup(self, cause: str, now: float, out: CoordinatorOutput, from_step: int = 0) -> None:
         """Publish the membership; with ``from_step`` the leaving workers stay members until then."""
         slowness = tuple(sorted(self.steps.straggler_detector.percent.items()))
-        self.regrouping.publish(self.attendance.staying if from_step else self.roster, from_step, cause, now, slowness, out)
+        self.regrouping.publish(
+            self.attendance.staying if from_step else self.roster, from_step, cause, now, slowness, out
+        )
 
     def report(self, message: SurvivorReport, now: float, out: CoordinatorOutput) -> None:
         if self.regrouping.add(message):
@@ -143,19 +160,36 @@ class Course:
             self._plan_leave(now, out)
         self._compare_replicas(now, out)
 
-    def _say_resume(self, reports: Reports, committed: int, throughput: float, now: float, out: CoordinatorOutput) -> None:
+    def _say_resume(
+        self, reports: Reports, committed: int, throughput: float, now: float, out: CoordinatorOutput
+    ) -> None:
         slowest, ahead = reports.slowest, max(reports.counts) - committed
-        out.say("resume", f"{len(self.roster)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
-                generation=reports.generation.number, committed=committed, ahead=ahead, regroup_s=round(now - reports.generation.at, 4),
-                digest=slowest.digest, timings=slowest.timings, throughput=throughput, period_us=slowest.period_us, bound_us=slowest.bound_us)
+        out.say(
+            "resume",
+            f"{len(self.roster)} workers go on with step {committed + 1}" + "; some have applied it" * bool(ahead),
+            generation=reports.generation.number,
+            committed=committed,
+            ahead=ahead,
+            regroup_s=round(now - reports.generation.at, 4),
+            digest=slowest.digest,
+            timings=slowest.timings,
+            throughput=throughput,
+            period_us=slowest.period_us,
+            bound_us=slowest.bound_us,
+        )
 
     def _escalate(self, throughput: float, out: CoordinatorOutput) -> None:
         reason = self._throughput_floor.reason(throughput)
         if reason is None or self.ending.ended is not None:
             return
         self.end_planned(reason, out, TRY_AGAIN)
-        out.say("throughput_floor", f"{reason}: the job ends with a checkpoint of step {self.ending.ended.step - 1} and exit code {TRY_AGAIN}",
-                throughput=throughput, step=self.ending.ended.step - 1, code=TRY_AGAIN)
+        out.say(
+            "throughput_floor",
+            f"{reason}: the job ends with a checkpoint of step {self.ending.ended.step - 1} and exit code {TRY_AGAIN}",
+            throughput=throughput,
+            step=self.ending.ended.step - 1,
+            code=TRY_AGAIN,
+        )
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -173,8 +207,9 @@ class Course:
         self.steps.commit(step, self.roster, now, out)
 
     def _compare_replicas(self, now: float, out: CoordinatorOutput) -> None:
-        """Whoever differs from a majority is lost as if it had died; what it has contributed since it was right is in everybody's
-        state alike, and stays.  Without a majority nobody knows which state to go on with."""
+        """Whoever differs from a majority is lost as if it had died; what it has contributed since it was right is in
+        everybody's state alike, and stays.  Without a majority nobody knows which state to go on with.
+        """
         for mismatch in self.steps.mismatches(self.roster):
             if not mismatch.majority:
                 self.end(f"{mismatch}. {self.ending.safe_point}", out)
@@ -193,12 +228,16 @@ class Course:
 
     # --- between steps ---------------------------------------------------------------------------
 
-    def barrier(self, message: BarrierReached | CheckpointLoaded | Resized, place: str, values: dict, out: CoordinatorOutput) -> dict | None:
+    def barrier(
+        self, message: BarrierReached | CheckpointLoaded | Resized, place: str, values: dict, out: CoordinatorOutput
+    ) -> dict | None:
         """What all have brought along to ``place``, if with this one all are there."""
         self._end_if_stranded(out)
         if message.generation != self.regrouping.in_force or self.regrouping.at_once is not None:
             return None
-        return self._barriers.arrive(message.worker, message.generation, place, values, self.roster.workers, not self.attendance.outnumbered)
+        return self._barriers.arrive(
+            message.worker, message.generation, place, values, self.roster.workers, not self.attendance.outnumbered
+        )
 
     # --- leaving ---------------------------------------------------------------------------------
 
@@ -210,7 +249,8 @@ class Course:
     def _plan_leave(self, now: float, out: CoordinatorOutput) -> None:
         """Announce a generation for a step that nobody can have started.
 
-        Not in place of an earlier one whose step may have come: who leaves by that may be gone, and no other membership in force is without it.
+        Not in place of an earlier one whose step may have come: who leaves by that may be gone, and no other membership
+        in force is without it.
         """
         if self.regrouping.has_come(self.committed):
             return  # once all have come to it, this is called again
@@ -232,7 +272,11 @@ class Course:
         self.ending.goodbye(message.code, member is not None and not early)
         if self.attendance.started and not self.ending.failed:
             planned = early or self.ending.ended is not None
-            out.say("left", f"{self.attendance.named(worker.rank)} has left after step {self.committed}" + " as planned" * planned, rank=worker.rank)
+            out.say(
+                "left",
+                f"{self.attendance.named(worker.rank)} has left after step {self.committed}" + " as planned" * planned,
+                rank=worker.rank,
+            )
         self._await_without(member, early, now, out)
         self._finish_if_empty(out)
 
@@ -244,7 +288,9 @@ class Course:
             self._compare_scripts(member, message.step, out)
 
     def _script_ended(self, member: Member, step: int, out: CoordinatorOutput) -> None:
-        """... of ``member``, after ``step``: the others' have to do so too, or they would wait for it, or go on without its data.  One look at each worker."""
+        """... of ``member``, after ``step``: the others' have to do so too, or they would wait for it, or go on without
+        its data.  One look at each worker.
+        """
         self.ending.scripts_end(member, step)
         self._compare_scripts(member, step, out)
         for other in self.roster:
@@ -279,13 +325,22 @@ class Course:
         self.lose(message.worker, Cause.DIED, how, now, message.at, out, by_itself=message.code >= 0)
 
     def unguarded(self, message: Unguarded, out: CoordinatorOutput) -> None:
-        """The process that the launcher had started for a rank is gone: some launchers end the job for that, others go on without it."""
+        """The process that the launcher had started for a rank is gone: some launchers end the job for that, others go
+        on without it.
+        """
         self.attendance.unguarded[message.rank] = message.pid
-        out.say("unguarded", f"the guard of rank {message.rank}, process {message.pid} that the launcher had started, was killed, and its worker goes with it",
-                rank=message.rank, pid=message.pid)
+        out.say(
+            "unguarded",
+            f"the guard of rank {message.rank}, process {message.pid} that the launcher had started, was killed, and "
+            "its worker goes with it",
+            rank=message.rank,
+            pid=message.pid,
+        )
 
     def tick(self, now: float, out: CoordinatorOutput) -> None:
-        """Time passes, and may show who is stopped or stuck, that nobody does anything, or that those left are cut off."""
+        """Time passes, and may show who is stopped or stuck, that nobody does anything, or that those left are cut
+        off.
+        """
         if self.ending.failed:
             return
         suspicions = self.attendance.failure_detector.tick(now)
@@ -302,21 +357,28 @@ class Course:
         if member is not None and self.roster.is_last(member):
             limit_s = failure_detector.deadlines.last_worker_timeout_s
             if suspicion.for_s > limit_s:
-                self.end(f"{member}, the last worker of stage {member.seat.stage}: {suspicion} (deadline {limit_s:.1f} s). "
-                         f"{self.ending.safe_point}. {self._say_waits(out)}", out)
+                self.end(
+                    f"{member}, the last worker of stage {member.seat.stage}: {suspicion} (deadline {limit_s:.1f} s). "
+                    f"{self.ending.safe_point}. {self._say_waits(out)}",
+                    out,
+                )
         elif suspicion.overdue:
             failure_detector.has_cost(suspicion.work)
             self.give_up(worker, suspicion.cause, f"{suspicion} (deadline {suspicion.limit_s:.1f} s)", now, out)
 
     def _see_standstill(self, now: float, out: CoordinatorOutput) -> None:
-        """Once it may be a message that was lost, and then all say again what they hold; twice it is a mistake that nobody here can mend."""
+        """Once it may be a message that was lost, and then all say again what they hold; twice it is a mistake that
+        nobody here can mend.
+        """
         failure_detector = self.attendance.failure_detector
         standstill_s = failure_detector.standstill_s
         if self.halted or self.ending.failed or standstill_s <= failure_detector.stall_s:
             return
         why, waits = f"everybody waits for {standstill_s:.1f} s", self._say_waits(out)
         if self._stood_still == self.committed:
-            self.end(f"{why}, once more since step {self.committed} was committed. {self.ending.safe_point}. {waits}", out)
+            self.end(
+                f"{why}, once more since step {self.committed} was committed. {self.ending.safe_point}. {waits}", out
+            )
         else:
             self._stood_still = self.committed
             out.say("warning", f"{why}, and nobody does anything: all meet again. {waits}")
@@ -333,7 +395,16 @@ class Course:
         self.attendance.fence(worker, why, out)
         self.lose(worker, cause, why, now, now, out)
 
-    def lose(self, worker: WorkerId, cause: Cause, how: str, now: float, at: float, out: CoordinatorOutput, by_itself: bool = False) -> None:
+    def lose(
+        self,
+        worker: WorkerId,
+        cause: Cause,
+        how: str,
+        now: float,
+        at: float,
+        out: CoordinatorOutput,
+        by_itself: bool = False,
+    ) -> None:
         """``at``: when that was seen.  ``by_itself``: its process has ended so, and not been killed."""
         if self.attendance.is_gone(worker) or self.ending.failed:
             return
@@ -342,7 +413,11 @@ class Course:
             self.attendance.lost.add(worker)
             crash = self.attendance.crash([worker])
             killed = not crash and not by_itself
-            self.end(f"{crash or f'{self.attendance.named(worker.rank)}: {how}'} before training started{EARLY * killed}", out, killed=worker.rank if killed else None)
+            self.end(
+                f"{crash or f'{self.attendance.named(worker.rank)}: {how}'} before training started{EARLY * killed}",
+                out,
+                killed=worker.rank if killed else None,
+            )
         elif member is None:
             self._depart(worker, out)
         else:
@@ -352,7 +427,11 @@ class Course:
     def _depart(self, worker: WorkerId, out: CoordinatorOutput) -> None:
         """Its planned leave holds, and it is gone without the goodbye: nobody needs anything of it any more."""
         self.attendance.leave(worker)
-        out.say("left", f"{self.attendance.named(worker.rank)} has left after step {self.committed} as planned, without a word", rank=worker.rank)
+        out.say(
+            "left",
+            f"{self.attendance.named(worker.rank)} has left after step {self.committed} as planned, without a word",
+            rank=worker.rank,
+        )
         self._finish_if_empty(out)
 
     def _after_loss(self, member: Member, now: float, out: CoordinatorOutput) -> None:
@@ -381,8 +460,14 @@ class Course:
         return self.ending.through(self.committed)
 
     def end_planned(self, reason: str, out: CoordinatorOutput, code: int = 0, cause: str = "") -> None:
-        """``cause``: what has led to that.  Where guards were killed, that is taken for it, and the script does not know: there is to be a checkpoint."""
-        guards = ", ".join(f"the guard of rank {rank}, process {pid}, was killed" for rank, pid in sorted(self.attendance.unguarded.items()))
+        """``cause``: what has led to that.
+
+        Where guards were killed, that is taken for it, and the script does not know: there is to be a checkpoint.
+        """
+        guards = ", ".join(
+            f"the guard of rank {rank}, process {pid}, was killed"
+            for rank, pid in sorted(self.attendance.unguarded.items())
+        )
         if guards and not code:
             reason, code = f"{reason}, after {guards}", TRY_AGAIN
         if self.attendance.started:
@@ -407,7 +492,10 @@ class Course:
         return self.attendance.crash_in(empty[0]) if empty else ""
 
     def _give_up_going_on(self, why: str, out: CoordinatorOutput, cause: str = "") -> None:
-        """At a planned end that is no failure: who does nothing with the others any more just goes.  But who still meets them would wait in vain."""
+        """At a planned end that is no failure: who does nothing with the others any more just goes.
+
+        But who still meets them would wait in vain.
+        """
         if not self._through:
             self.end(why, out, cause)
         elif not self.ending.stranded:

@@ -1,10 +1,13 @@
-"""How a job ends: at once where nobody can go on, or after a step that all come to; and that it has, when all have left.
+"""How a job ends: at once where nobody can go on, or after a step that all come to; and that it has, when all have
+left.
 
 * A planned end holds from a step which nobody can have started.  The first one stays; only a failure goes before it.
 * A failure is final, is said once, and names the checkpoint to go on from where it may cost steps.
-* At a planned end all steps are committed, and a loss after that is one only for those who do something with the others yet, as saving the last state.
-* Once a worker has left that was not to, its training script is through, and so all steps are committed: whoever dies after that is no loss.  But what a script
-  does behind the last step counts: where that ends with an error, so does the job, once the others are through.
+* At a planned end all steps are committed, and a loss after that is one only for those who do something with the others
+  yet, as saving the last state.
+* Once a worker has left that was not to, its training script is through, and so all steps are committed: whoever dies
+  after that is no loss.  But what a script does behind the last step counts: where that ends with an error, so does the
+  job, once the others are through.
 * All scripts end after the same step, or the job has failed.
 """
 
@@ -19,8 +22,10 @@ NAMED = 3  # causes in a line: one signal may reach all supervisors
 
 
 class Ending:
-    """``ended``: how, once that is decided; ``finishing``: a training script is through; ``stranded``: why, at a planned end, those left can't go on;
-    ``checkpoint``: the last one's path; ``causes``: of a planned end, all that asked for it."""
+    """``ended``: how, once that is decided; ``finishing``: a training script is through; ``stranded``: why, at a
+    planned end, those left can't go on; ``checkpoint``: the last one's path; ``causes``: of a planned end, all that
+    asked for it.
+    """
 
     def __init__(self) -> None:
         self.ended: End | None = None
@@ -47,7 +52,11 @@ class Ending:
         if self.failed:
             return
         self.ended = End(0, reason, failed=True)
-        out.say("end", f"the job ends: {f'{cause}, and so ' * bool(cause)}{reason}", **({} if killed is None else {"killed": killed}))
+        out.say(
+            "end",
+            f"the job ends: {f'{cause}, and so ' * bool(cause)}{reason}",
+            **({} if killed is None else {"killed": killed}),
+        )
         out.tell(WORKERS, self.ended)
         out.tell(SUPERVISORS, Over(1))
 
@@ -74,12 +83,21 @@ class Ending:
         if self._first_through is None or step <= self._first_through[1]:
             return ""
         who, last = self._first_through
-        return (f"the training script of {who} ended after step {last}, and that of {member} is in step {step}: all have to train "
-                "equally many steps, so see to what ends the loop on some ranks only")
+        return (
+            f"the training script of {who} ended after step {last}, and that of {member} is in step {step}: all have "
+            "to train "
+            "equally many steps, so see to what ends the loop on some ranks only"
+        )
 
     def finish(self, committed: int, crash: str, out: CoordinatorOutput) -> None:
         """All have left.  ``crash``: what scripts have ended with that had come to the last step."""
         more = f"; {len(self.causes) - NAMED} more" if len(self.causes) > NAMED else ""
         why = "; ".join(([crash] if crash else []) + self.causes[:NAMED]) + more
-        out.say("finished", f"the job has ended after step {committed}: {why}" if why else f"all workers have left after step {committed}", step=committed)
+        out.say(
+            "finished",
+            f"the job has ended after step {committed}: {why}"
+            if why
+            else f"all workers have left after step {committed}",
+            step=committed,
+        )
         out.tell(SUPERVISORS, Over(self._code or int(bool(crash))))

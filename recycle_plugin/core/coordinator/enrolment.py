@@ -1,4 +1,6 @@
-"""The start of a job: all workers are there and want the same; and what the job will not survive, which is said before it begins."""
+"""The start of a job: all workers are there and want the same; and what the job will not survive, which is said before
+it begins.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,17 @@ class Enrolment:
 
     def contradiction(self) -> str | None:
         """Why they can't train together: what they want differently, and who wants what."""
-        wants = {rank: {**_flat(asdict(ready.job)), "the checkpoint's step": ready.stepped} for rank, ready in sorted(self._ready.items())}
+        wants = {
+            rank: {**_flat(asdict(ready.job)), "the checkpoint's step": ready.stepped}
+            for rank, ready in sorted(self._ready.items())
+        }
         names = dict.fromkeys(name for want in wants.values() for name in want)
         differing = [name for name in names if len({str(want.get(name)) for want in wants.values()}) > 1]
         if not differing:
             return None
-        found = "; ".join(f"{name} is {_by_value({rank: str(want.get(name)) for rank, want in wants.items()})}" for name in differing)
+        found = "; ".join(
+            f"{name} is {_by_value({rank: str(want.get(name)) for rank, want in wants.items()})}" for name in differing
+        )
         return f"workers were started with different recycle settings or from different checkpoints: {found}"
 
 
@@ -56,11 +63,16 @@ def _by_value(values: dict[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} (rank{'s' * (len(those) > 1)} {', '.join(map(str, those))})" for value, those in ranks.items())
+    return ", ".join(
+        f"{value} (rank{'s' * (len(those) > 1)} {', '.join(map(str, those))})" for value, those in ranks.items()
+    )
 
 
 class WeakPoint(NamedTuple):
-    """``kind``: "warning" where something can be done about it, else "note".  ``refused``: the user wants no job that has it."""
+    """``kind``: "warning" where something can be done about it, else "note".
+
+    ``refused``: the user wants no job that has it.
+    """
 
     kind: str
     text: str
@@ -74,7 +86,17 @@ def weak_points(job: JobSpec, roster: Roster, shape: Topology) -> Iterator[WeakP
     runs = "runs all workers, the coordinator and the store" if alone else "runs the coordinator and the store"
     yield WeakPoint("note", f"single point of failure: host {roster.first.host} {runs}; its loss ends the job", {})
     for host, stages in stages_at_risk(roster).items() if strict or not alone else ():
-        yield WeakPoint("warning", "strict_placement: " * strict + at_risk(host, stages, roster, shape), {"host": host, "stages": list(stages)}, strict)
+        yield WeakPoint(
+            "warning",
+            "strict_placement: " * strict + at_risk(host, stages, roster, shape),
+            {"host": host, "stages": list(stages)},
+            strict,
+        )
     if job.clipping and job.clip == "sync" and job.stagger_optimizer:
-        yield WeakPoint("warning", f"gradient_clipping is {job.clipping:g}, so each step waits for the norm over all stages and the optimizer is "
-                        "not staggered; set recycle.clip to \"validate\" where the norm is seldom over that", {})  # fmt: skip
+        yield WeakPoint(
+            "warning",
+            f"gradient_clipping is {job.clipping:g}, so each step waits for the norm over all stages and the optimizer "
+            "is "
+            'not staggered; set recycle.clip to "validate" where the norm is seldom over that',
+            {},
+        )

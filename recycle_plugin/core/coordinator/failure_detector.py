@@ -1,22 +1,24 @@
 """Who is stopped or stuck: a failure detector over what workers are at, as a state machine without clock or sockets.
 
 A worker's *beat* comes from a thread of its own and says what the worker is at and how many instructions it has
-finished; its supervisor's *pulse* says that the process is there, whether it is stopped, and how much CPU it has used.  To evict a healthy worker is
-as bad as to miss a dead one, hence:
+finished; its supervisor's *pulse* says that the process is there, whether it is stopped, and how much CPU it has used.
+To evict a healthy worker is as bad as to miss a dead one, hence:
 
 * Whoever waits for somebody else is not to blame, however long that takes.
 * Whoever computes one and the same instruction beyond the deadline is; an instruction computes only once its inputs are
   there.  One that computes, by what its process uses of the CPU, has longer than one that does nothing.
-* What has cost one worker is no proof against the next: where a peer runs the same work and takes long over it too, it is the work that takes long.
-* What may take long (the script's own code, data, a checkpoint, the first step, which may compile) has the long deadline,
-  and that only counts while somebody waits.
-* A process that is stopped is lost after the deadline, whatever it was at.  That is the supervisor's word: a worker whose
-  interpreter is held up, say by a large pickle, sends no beats, and is healthy.
-* Where neither beats nor pulses come, the host is gone, or cut off: it has a deadline of its own, which no step lengthens.
+* What has cost one worker is no proof against the next: where a peer runs the same work and takes long over it too, it
+  is the work that takes long.
+* What may take long (the script's own code, data, a checkpoint, the first step, which may compile) has the long
+  deadline, and that only counts while somebody waits.
+* A process that is stopped is lost after the deadline, whatever it was at.  That is the supervisor's word: a worker
+  whose interpreter is held up, say by a large pickle, sends no beats, and is healthy.
+* Where neither beats nor pulses come, the host is gone, or cut off: it has a deadline of its own, which no step
+  lengthens.
 
-What this finds are suspicions; who is given up for them core/coordinator/suspicions.py decides.  The deadlines are core/vocabulary/deadlines.py's.  Time passes here by ticks, each of
-which costs one look at each worker, and a late tick counts as little more than one in time: while the coordinator itself was stopped or starved, nobody else
-could be heard.
+What this finds are suspicions; who is given up for them core/coordinator/suspicions.py decides.  The deadlines are
+core/vocabulary/deadlines.py's.  Time passes here by ticks, each of which costs one look at each worker, and a late tick
+counts as little more than one in time: while the coordinator itself was stopped or starved, nobody else could be heard.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ FRESH_S = 2.0  # a beat that is older says nothing of now
 
 
 class Suspicion(NamedTuple):
-    """A worker has owed something for ``for_s`` seconds: what, in words, for how long that is all right, and what is known about it.  ``work``: of an
-    instruction, what it is for."""
+    """A worker has owed something for ``for_s`` seconds: what, in words, for how long that is all right, and what is
+    known about it.  ``work``: of an instruction, what it is for.
+    """
 
     what: str
     for_s: float
@@ -106,11 +109,18 @@ class FailureDetector:
                 sign.supervisor_heartbeat = self.clock
 
     def heartbeat(self, message: Heartbeat) -> Lease:
-        """The answer, without a promise before the start.  The promise holds also where the deadline shrinks, and where this clock, told the time now and then, lags."""
+        """The answer, without a promise before the start.
+
+        The promise holds also where the deadline shrinks, and where this clock, told the time now and then, lags.
+        """
         sign = self._signs.get(message.worker)
         answer = Lease(message.number, self._lease_s if sign is not None else 0.0)
         if sign is not None:
-            if sign.last is None or (message.done, message.at, message.what) != (sign.last.done, sign.last.at, sign.last.what):
+            if sign.last is None or (message.done, message.at, message.what) != (
+                sign.last.done,
+                sign.last.at,
+                sign.last.what,
+            ):
                 sign.since, sign.cpu_since_s = self.clock, sign.cpu_s
             sign.last, sign.leased_until = message, self.clock + LATE_S + answer.for_s
             sign.heard = sign.heartbeat = self.clock
@@ -157,7 +167,10 @@ class FailureDetector:
         elif self._all_wait_since is None:
             self._all_wait_since = self.clock
         waits = [worker for worker, sign in self._signs.items() if sign.last is not None and sign.last.at == WAITS]
-        found = {worker: self._suspicion(sign, any(other != worker for other in waits[:2])) for worker, sign in self._signs.items()}
+        found = {
+            worker: self._suspicion(sign, any(other != worker for other in waits[:2]))
+            for worker, sign in self._signs.items()
+        }
         return {worker: suspicion for worker, suspicion in found.items() if suspicion is not None and suspicion.raised}
 
     def met_again(self) -> None:
@@ -174,7 +187,13 @@ class FailureDetector:
 
     def _everybody_waits(self) -> bool:
         signs = self._signs.values()
-        return bool(signs) and all(sign.last is not None and sign.last.at == WAITS and not sign.stopped and self.clock - sign.heartbeat < FRESH_S for sign in signs)
+        return bool(signs) and all(
+            sign.last is not None
+            and sign.last.at == WAITS
+            and not sign.stopped
+            and self.clock - sign.heartbeat < FRESH_S
+            for sign in signs
+        )
 
     @property
     def stall_s(self) -> float:
@@ -193,9 +212,19 @@ class FailureDetector:
         """What is worst, if anything is: who is silent has not said what it is at now."""
         heartbeat_s, seen = self.deadlines.heartbeat_timeout_s - TICK_S, max(sign.supervisor_heartbeat, sign.heartbeat)
         if (silent := self.clock - sign.heard) > SUSPECTED * heartbeat_s:
-            return Suspicion("nothing was heard of it or its supervisor", silent, max(heartbeat_s, sign.leased_until - sign.heard), cause=Cause.SILENT)
+            return Suspicion(
+                "nothing was heard of it or its supervisor",
+                silent,
+                max(heartbeat_s, sign.leased_until - sign.heard),
+                cause=Cause.SILENT,
+            )
         if sign.stopped:
-            return Suspicion("its process is stopped", self.clock - seen, max(self.deadlines.instruction_s(self._step_s), sign.leased_until - seen), cause=Cause.STOPPED)
+            return Suspicion(
+                "its process is stopped",
+                self.clock - seen,
+                max(self.deadlines.instruction_s(self._step_s), sign.leased_until - seen),
+                cause=Cause.STOPPED,
+            )
         return self._slowness(sign, sign.last, others_wait) if sign.last is not None else None
 
     def _slowness(self, sign: Sign, last: Heartbeat, others_wait: bool) -> Suspicion | None:
@@ -213,7 +242,10 @@ class FailureDetector:
     def _allowance(self, work: Work, sign: Sign) -> tuple[float, str]:
         """How long an instruction may take, and why."""
         if work in self._costly:
-            return self.deadlines.idle_timeout_s, "which has cost a worker already, so it may be the work that takes long"
+            return (
+                self.deadlines.idle_timeout_s,
+                "which has cost a worker already, so it may be the work that takes long",
+            )
         share = self._cpu_share(sign)
         if share is None:
             return self.deadlines.busy_s(self._step_s), "and what its process uses of the CPU can't be read"
@@ -228,8 +260,9 @@ class FailureDetector:
 
 
 def _work(instruction: str) -> Work:
-    """What is slow for one worker is so for another: a micro-batch of a step, whatever is done with it, or what a stage does at the step's end.  What is no
-    instruction is only itself: whatever a worker says must not hurt the others."""
+    """What is slow for one worker is so for another: a micro-batch of a step, whatever is done with it, or what a stage
+    does at the step's end.  What is no instruction is only itself: whatever a worker says must not hurt the others.
+    """
     try:
         one = Instruction.parse(instruction)
     except ValueError:

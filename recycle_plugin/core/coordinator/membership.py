@@ -1,12 +1,16 @@
-"""What each message to the coordinator leads to: its decisions, as a state machine without clock, threads or sockets.
+"""What each message to the coordinator leads to: its decisions, as a state machine without clock, threads or
+sockets.
 
-Messages go in, addressed messages and events come out; ``runtime.control.coordinator`` carries them.  Who takes part, what is committed and
-how the job goes on is decided in core/coordinator/course.py.  Here, around that, is what workers agree on before they start, and between them:
+Messages go in, addressed messages and events come out; ``runtime.control.coordinator`` carries them.  Who takes part,
+what is committed and how the job goes on is decided in core/coordinator/course.py.  Here, around that, is what workers
+agree on before they start, and between them:
 
 * A job starts when all ranks are there, and want the same (core/coordinator/enrolment.py).
-* Meetings and complaints that belong to an older generation, or to one that has lost somebody, are dropped; what is said of a step is of that
-  step, whoever is live, and the first complete word on it stays (core/messages/contributions.py).
-* What all have to hear of at one step, a rejection, a checkpoint or another batch size, is a generation that holds at once.
+* Meetings and complaints that belong to an older generation, or to one that has lost somebody, are dropped; what is
+  said of a step is of that step, whoever is live, and the first complete word on it stays
+  (core/messages/contributions.py).
+* What all have to hear of at one step, a rejection, a checkpoint or another batch size, is a generation that holds at
+  once.
 
 All that it knows is in its attributes, each thing in one place, and survives core/coordinator/state_dump.py.
 """
@@ -44,7 +48,7 @@ from recycle_plugin.core.messages.protocol import (
     SurvivorReport,
     Terminate,
     Unguarded,
-)  # fmt: skip
+)
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 from recycle_plugin.core.vocabulary.deadlines import shown
@@ -151,7 +155,9 @@ class Membership:
         return out
 
     def greet(self, worker: WorkerId, host: str) -> CoordinatorOutput:
-        """A process on ``host`` has connected as ``worker``; if it can't take part, it hears so before it does anything."""
+        """A process on ``host`` has connected as ``worker``; if it can't take part, it hears so before it does
+        anything.
+        """
         out = CoordinatorOutput()
         if self.ended is None and (self.started or worker.incarnation):
             self._turn_away(worker, host, out)
@@ -202,9 +208,19 @@ class Membership:
         shape, roster = job.shape, self._enrolment.roster
         self.course.begin(roster, job, stepped)
         seats = {str(seat): roster.holder(seat).rank for seat in roster.seats}
-        out.say("start", f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder {job.run_dir}",
-                job=asdict(job), seats=seats, hosts=sorted({member.host for member in roster}))
-        out.say("deadlines", f"who waits how long for what, in the order in which it fires:\n{shown(job.deadlines.table)}", table=[row._asdict() for row in job.deadlines.table])
+        out.say(
+            "start",
+            f"{shape.replicas} replicas of {shape.stages} stages, {shape.micro_batches} micro-batches each; run folder "
+            f"{job.run_dir}",
+            job=asdict(job),
+            seats=seats,
+            hosts=sorted({member.host for member in roster}),
+        )
+        out.say(
+            "deadlines",
+            f"who waits how long for what, in the order in which it fires:\n{shown(job.deadlines.table)}",
+            table=[row._asdict() for row in job.deadlines.table],
+        )
         for kind, text, details, refused in weak_points(job, roster, shape):
             self.course.end(text, out) if refused else out.say(kind, text, **details)
         if self.ended is None:
@@ -218,20 +234,36 @@ class Membership:
             self._reject(message.step, norm, now, out)
 
     def _reject(self, step: int, norm: float, now: float, out: CoordinatorOutput) -> None:
-        """Everybody has to hear that ``step`` can't stay as it was applied, and takes it back; some gradients leave nothing to go on with."""
+        """Everybody has to hear that ``step`` can't stay as it was applied, and takes it back; some gradients leave
+        nothing to go on with.
+        """
         validation, safe_point = self.course.steps.validation, self.course.ending.safe_point
         if validation.hopeless(norm):
-            self.course.end(f"the gradient norm of step {step} is {norm}. {safe_point}; to skip such steps set recycle.nonfinite to \"skip\"", out)
+            self.course.end(
+                f"the gradient norm of step {step} is {norm}. {safe_point}; to skip such steps set recycle.nonfinite "
+                'to "skip"',
+                out,
+            )
             return
-        out.say("rejected", f"step {step} is taken back and {'clipped' if isfinite(norm) else 'skipped'}: its gradient norm is {norm:.4g} "
-                f"({validation.rejected} of {validation.judged} steps so far)", step=step, norm=norm, rejected=validation.rejected, judged=validation.judged)
+        out.say(
+            "rejected",
+            f"step {step} is taken back and {'clipped' if isfinite(norm) else 'skipped'}: its gradient norm is "
+            f"{norm:.4g} "
+            f"({validation.rejected} of {validation.judged} steps so far)",
+            step=step,
+            norm=norm,
+            rejected=validation.rejected,
+            judged=validation.judged,
+        )
         if not self.course.halted:
             self.course.regroup(f"rejection of step {step}", now, out)
 
     def _send_again(self, missing: Missing, now: float, out: CoordinatorOutput) -> None:
-        """A line between two live workers has lost something: all meet again, over new lines, and it is sent once more.
+        """A line between two live workers has lost something: all meet again, over new lines, and it is sent once
+        more.
 
-        Where that does not help, the one goes that is to be doubted (core/coordinator/complaints.py); the job ends where nobody knows which.
+        Where that does not help, the one goes that is to be doubted (core/coordinator/complaints.py); the job ends
+        where nobody knows which.
         """
         complaint = self._complaints.add(missing, self.roster, self.committed, self.course.holds(missing.generation))
         if complaint is None:
@@ -243,8 +275,12 @@ class Membership:
         elif doubted is not None:
             self.course.give_up(doubted, Cause.LINK, f"{why}, for the {tries}th time", now, out)
         else:
-            self.course.end(f"{why}, {tries} times, and nobody in it is lost: see to the network between their hosts, or let GLOO_SOCKET_IFNAME name "
-                             f"the interface that connects them. {self.course.ending.safe_point}", out)
+            self.course.end(
+                f"{why}, {tries} times, and nobody in it is lost: see to the network between their hosts, or let "
+                "GLOO_SOCKET_IFNAME name "
+                f"the interface that connects them. {self.course.ending.safe_point}",
+                out,
+            )
 
     # --- between steps ---------------------------------------------------------------------------
 
@@ -264,7 +300,11 @@ class Membership:
             self.course.regroup("another batch size", now, out)
 
     def _terminate(self, message: Terminate, out: CoordinatorOutput) -> None:
-        who = f"the supervisor of {self.course.attendance.named(message.rank)} on host {message.host} got " if message.host else ""
+        who = (
+            f"the supervisor of {self.course.attendance.named(message.rank)} on host {message.host} got "
+            if message.host
+            else ""
+        )
         out.say("terminate", f"{who}{message.reason}: the job ends at the next commit")
         self.course.end_planned(f"{who}{message.reason}", out)
 

@@ -1,9 +1,9 @@
 """From one membership to the next: it is published, its members report, and when all have they go on together.
 
-* A *generation* is a version of the membership.  One that a failure makes holds at once; a planned one holds from a step which nobody can
-  have started.
-* Every member of a new generation stops and reports how many steps it has applied, what it holds of unfinished ones, and the hash of
-  the plan it made.  When all have, everybody learns all of it.
+* A *generation* is a version of the membership.  One that a failure makes holds at once; a planned one holds from a
+  step which nobody can have started.
+* Every member of a new generation stops and reports how many steps it has applied, what it holds of unfinished ones,
+  and the hash of the plan it made.  When all have, everybody learns all of it.
 * A newer generation replaces one that is still reported for; reports that belong to an older one are dropped.
 """
 
@@ -55,7 +55,12 @@ class Reports:
     def _by_seat(self, joined: Callable[[list[SurvivorReport]], Any]) -> dict[str, Any]:
         """Of each seat of which somebody has reported, what its shards, in their order, come to."""
         roster = self.generation.roster
-        told = {str(seat): [self.by_worker[member.worker] for member in roster.group(seat) if member.worker in self.by_worker] for seat in roster.seats}
+        told = {
+            str(seat): [
+                self.by_worker[member.worker] for member in roster.group(seat) if member.worker in self.by_worker
+            ]
+            for seat in roster.seats
+        }
         return {seat: joined(reports) for seat, reports in told.items() if reports}
 
     def contradiction(self) -> str | None:
@@ -87,7 +92,9 @@ class Regrouping:
         """The generation that members have stopped for, if any."""
         return self._awaiting.number if self._awaiting and not self._awaiting.from_step else None
 
-    def publish(self, roster: Roster, from_step: int, cause: str, now: float, slowness: tuple, out: CoordinatorOutput) -> None:
+    def publish(
+        self, roster: Roster, from_step: int, cause: str, now: float, slowness: tuple, out: CoordinatorOutput
+    ) -> None:
         self.generation += 1
         self._awaiting = Generation(self.generation, tuple(roster), from_step, cause, now, slowness)
         self._reports.clear()
@@ -110,12 +117,20 @@ class Regrouping:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody has reported for a generation that has not come about: it has something to do with the others yet."""
+        """Whether somebody has reported for a generation that has not come about: it has something to do with the
+        others yet.
+        """
         return self.generation > self.in_force and bool(self._reports)
 
     def complete(self, live: Roster) -> Reports | None:
-        """What all have said, once everybody has who still can: whoever has gone since has nothing to do with what is left."""
-        if self._awaiting is None or not self._reports or (self._awaiting.roster.workers & live.workers) - self._reports.keys():
+        """What all have said, once everybody has who still can: whoever has gone since has nothing to do with what is
+        left.
+        """
+        if (
+            self._awaiting is None
+            or not self._reports
+            or (self._awaiting.roster.workers & live.workers) - self._reports.keys()
+        ):
             return None
         return Reports(self._awaiting, dict(self._reports))
 
@@ -132,6 +147,8 @@ class Regrouping:
         if self._awaiting is None:
             return None
         missing = self._awaiting.roster.without(left | self._reports.keys())
-        return (f"regrouping to generation {self._awaiting.number} waited {seconds:.0f} s for the report of "
-                f"{', '.join(map(str, missing))}; raise recycle.regroup_timeout_s if "
-                "the training script may pause that long")
+        return (
+            f"regrouping to generation {self._awaiting.number} waited {seconds:.0f} s for the report of "
+            f"{', '.join(map(str, missing))}; raise recycle.regroup_timeout_s if "
+            "the training script may pause that long"
+        )

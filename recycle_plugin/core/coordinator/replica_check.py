@@ -1,7 +1,8 @@
-"""Replicas of a stage hold the same bits, and so do all copies of a weight that stages share: who doesn't, by hashes after the same step.
+"""Replicas of a stage hold the same bits, and so do all copies of a weight that stages share: who doesn't, by hashes
+after the same step.
 
-All live workers of a stage apply the same reduced gradient to the same state, so any difference is a fault: of memory, of
-an arithmetic unit, or of the software.  It says nothing of who is right, so a majority decides.
+All live workers of a stage apply the same reduced gradient to the same state, so any difference is a fault: of memory,
+of an arithmetic unit, or of the software.  It says nothing of who is right, so a majority decides.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from recycle_plugin.core.vocabulary.roster import Group, Member, Roster, WorkerI
 
 @dataclass(frozen=True)
 class Mismatch:
-    """``members`` of one stage differ from the others; from each other, if there is no ``majority``.  ``weight``: in their copies of this one,
-    which several stages have."""
+    """``members`` of one stage differ from the others; from each other, if there is no ``majority``.
+
+    ``weight``: in their copies of this one, which several stages have.
+    """
 
     step: int
     members: Group
@@ -30,7 +33,11 @@ class Mismatch:
 
     def __str__(self) -> str:
         if self.majority:
-            return f"its copy of {self.weight} after step {self.step} is unlike the others" if self.weight else f"its state after step {self.step} is unlike that of the stage's other replicas"
+            return (
+                f"its copy of {self.weight} after step {self.step} is unlike the others"
+                if self.weight
+                else f"its state after step {self.step} is unlike that of the stage's other replicas"
+            )
         if self.weight:
             return f"the copies of {self.weight} at {', '.join(map(str, self.members))} differ after step {self.step}, and no majority says which is right"
         return f"the replicas at {', '.join(map(str, self.members))} differ after step {self.step}, and no majority says which is right"
@@ -47,9 +54,14 @@ class Fingerprints:
         self._said.setdefault(message.step, {})[message.worker] = message
 
     def committed(self, step: int, roster: Roster) -> Iterator[Mismatch]:
-        """``step`` is: what everybody who is alive has said, of it or before, is compared.  Of a checkpoint that training begins with not all may have yet.
-        Shards of a seat hold different parts: each is compared with the same shard of the others."""
-        for checked in sorted(checked for checked, said in self._said.items() if checked <= step and roster.workers <= said.keys()):
+        """``step`` is: what everybody who is alive has said, of it or before, is compared.
+
+        Of a checkpoint that training begins with not all may have yet. Shards of a seat hold different parts: each is
+        compared with the same shard of the others.
+        """
+        for checked in sorted(
+            checked for checked, said in self._said.items() if checked <= step and roster.workers <= said.keys()
+        ):
             said = self._said.pop(checked)
             for counterparts in roster.counterparts:
                 told = {member: said[member.worker] for member in counterparts}
@@ -62,9 +74,13 @@ class Fingerprints:
     def _of_step(step: int, told: dict[Member, Fingerprint], roster: Roster) -> Iterator[Mismatch]:
         """Copies of tied weights first: there are more of them, so a majority is likelier."""
         for weight in sorted({weight for one in told.values() for weight in one.tied}):
-            yield from _compared(step, {member: one.tied[weight] for member, one in told.items() if weight in one.tied}, weight)
+            yield from _compared(
+                step, {member: one.tied[weight] for member, one in told.items() if weight in one.tied}, weight
+            )
         for stage in roster.live_stages:
-            yield from _compared(step, {member: told[member].digest for member in roster.stage(stage) if member in told})
+            yield from _compared(
+                step, {member: told[member].digest for member in roster.stage(stage) if member in told}
+            )
 
 
 def _compared(step: int, digests: dict[Member, str], weight: str = "") -> Iterator[Mismatch]:
@@ -72,4 +88,9 @@ def _compared(step: int, digests: dict[Member, str], weight: str = "") -> Iterat
     if len(counts) > 1:
         common, votes = counts.most_common(1)[0]
         majority = 2 * votes > len(digests)
-        yield Mismatch(step, tuple(member for member, digest in digests.items() if not majority or digest != common), majority, weight)
+        yield Mismatch(
+            step,
+            tuple(member for member, digest in digests.items() if not majority or digest != common),
+            majority,
+            weight,
+        )

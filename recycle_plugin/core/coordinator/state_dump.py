@@ -1,8 +1,8 @@
-"""The state of a state machine of this package as JSON, and back: every attribute of every object in it, found by looking, so that none
-can be forgotten.
+"""The state of a state machine of this package as JSON, and back: every attribute of every object in it, found by
+looking, so that none can be forgotten.
 
-Whoever adds an attribute has nothing to do, and whoever adds one that does not survive this (an iterator, a lambda, an object that two
-others share) hears so, with its place, at the first :func:`dump`.
+Whoever adds an attribute has nothing to do, and whoever adds one that does not survive this (an iterator, a lambda, an
+object that two others share) hears so, with its place, at the first :func:`dump`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ PACKAGE = "recycle_plugin.core"
 
 
 def dump(thing: Any) -> Any:
-    """``thing`` for json.dumps.  TypeError names what is neither Python's own nor of a class of this package, and what two objects share,
-    which would be two things afterwards."""
+    """``thing`` for json.dumps.
+
+    TypeError names what is neither Python's own nor of a class of this package, and what two objects share, which would
+    be two things afterwards.
+    """
     return _Dump().of(thing, type(thing).__name__)
 
 
@@ -68,7 +71,9 @@ class _Dump:
         if kind is deque:
             return {"deque": [self._each(thing, where), thing.maxlen]}
         if kind is dict:
-            return {"dict": [[self.of(key, where), self.of(value, f"{where}[{key!r}]")] for key, value in thing.items()]}
+            return {
+                "dict": [[self.of(key, where), self.of(value, f"{where}[{key!r}]")] for key, value in thing.items()]
+            }
         return {_name(kind, where): self._content(thing, where)}
 
     def _content(self, thing: Any, where: str) -> Any:
@@ -89,7 +94,11 @@ class _Dump:
 
 def _attributes(thing: Any) -> Iterable[tuple[str, Any]]:
     """Without what can be worked out again."""
-    return ((name, value) for name, value in vars(thing).items() if not isinstance(getattr(type(thing), name, None), cached_property))
+    return (
+        (name, value)
+        for name, value in vars(thing).items()
+        if not isinstance(getattr(type(thing), name, None), cached_property)
+    )
 
 
 def _object(kind: type, content: Any) -> Any:

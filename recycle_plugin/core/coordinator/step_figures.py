@@ -16,14 +16,19 @@ class StepFigures:
         self._committed_at: float | None = None
 
     def add(self, message: ComputeTime) -> None:
-        self._said.setdefault(message.step, []).append(message)  # a step that is applied twice is spoken of twice, each time of what is new
+        self._said.setdefault(message.step, []).append(
+            message
+        )  # a step that is applied twice is spoken of twice, each time of what is new
 
     def committed(self, step: int, live: Mapping[int, int], now: float) -> tuple[dict[str, float], dict[str, Any]]:
-        """Figures of ``step``, as far as they are known, and more that only the log has.  ``live``: of each live worker's rank its stage.
+        """Figures of ``step``, as far as they are known, and more that only the log has.
 
-        Figures: ``step_s`` since the commit before; ``bubble_share``: of the live workers' time since then, in which they computed no micro-batch;
-        ``redone_share``: of the time that they computed, spent on what had been a lost worker's, or on what they had computed before.
-        More: ``redone_s``, which is that time, in seconds of all workers together, and ``stage_bubbles``: the bubbles' share by stage, in their order.
+        ``live``: of each live worker's rank its stage.
+
+        Figures: ``step_s`` since the commit before; ``bubble_share``: of the live workers' time since then, in which
+        they computed no micro-batch; ``redone_share``: of the time that they computed, spent on what had been a lost
+        worker's, or on what they had computed before. More: ``redone_s``, which is that time, in seconds of all workers
+        together, and ``stage_bubbles``: the bubbles' share by stage, in their order.
         """
         paces = [pace for told in [each for each in self._said if each <= step] for pace in self._said.pop(told)]
         spent, again = (sum(getattr(pace, name) for pace in paces) for name in ("spent_us", "again_us"))

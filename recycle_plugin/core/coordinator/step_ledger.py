@@ -1,6 +1,8 @@
-"""What the coordinator knows of the job's steps: who has applied which, what workers have found in them, and which stay for good.
+"""What the coordinator knows of the job's steps: who has applied which, what workers have found in them, and which stay
+for good.
 
-A step is committed when every live worker has applied it.  ``core.coordinator.course`` says who is live, and does what follows.
+A step is committed when every live worker has applied it.  ``core.coordinator.course`` says who is live, and does what
+follows.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 class StepLedger:
     """``committed``: the last step that stays.  ``rebalances``: paces count.  ``shards``: of every seat."""
 
-    def __init__(self, committed: int = 0, validation: StepValidation | None = None, rebalances: bool = False, shards: int = 1) -> None:
+    def __init__(
+        self, committed: int = 0, validation: StepValidation | None = None, rebalances: bool = False, shards: int = 1
+    ) -> None:
         self.committed = committed
         self.validation = validation or StepValidation()
         self.straggler_detector = StragglerDetector()
@@ -70,9 +74,15 @@ class StepLedger:
         self.committed = step
         self.validation.committed(step)
         for late, values in self._contributions.committed(step):  # what the others have said of it is all here
-            out.say("warning", f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it", step=late)
+            out.say(
+                "warning",
+                f"the loss of step {late} is that of {len(values)} micro-batches: a worker took the others' with it",
+                step=late,
+            )
             _tell_collected(late, LOSS, values, out)
-        figures, more = self._work.committed(step, {rank: seat.stage for rank, seat in roster.seats_by_rank().items()}, now)
+        figures, more = self._work.committed(
+            step, {rank: seat.stage for rank, seat in roster.seats_by_rank().items()}, now
+        )
         out.tell(WORKERS, Committed(step, figures))
         out.say("committed", f"step {step} committed", step=step, **figures, **more)
 
@@ -88,13 +98,24 @@ class StepLedger:
         """Why work is to be dealt out anew: a worker has become slow, or is so no longer."""
         news = self.straggler_detector.news()
         for seat, percent in news.items():
-            out.say("rebalance", f"{roster.holder(seat)} needs {percent}% of the time that its stage's others need: work is dealt out anew", seat=str(seat), percent=percent)
+            out.say(
+                "rebalance",
+                f"{roster.holder(seat)} needs {percent}% of the time that its stage's others need: work is dealt out "
+                "anew",
+                seat=str(seat),
+                percent=percent,
+            )
         return f"pace of {', '.join(map(str, news))}" if news else None
 
     def sum_up(self, out: CoordinatorOutput) -> None:
         """No step follows."""
         if (validation := self.validation).judged:
-            out.say("validated", f"{validation.rejected} of {validation.judged} steps were rejected and applied again", rejected=validation.rejected, judged=validation.judged)
+            out.say(
+                "validated",
+                f"{validation.rejected} of {validation.judged} steps were rejected and applied again",
+                rejected=validation.rejected,
+                judged=validation.judged,
+            )
 
     # --- over changes of the membership ------------------------------------------------------------
 
@@ -103,9 +124,12 @@ class StepLedger:
         self.committed = step
         out.say("loaded", f"everybody goes on from a checkpoint of step {step}", step=step)
 
-    def agree(self, generation: int, counts: Iterable[int], held: Mapping[str, dict], all_valid_from: Iterable[int]) -> tuple[int, float | None, bool]:
-        """Of a generation whose members have applied ``counts`` steps, hold ``held`` and compute in ``all_valid_from``: what is committed by that, and the norm and
-        whether later work is void (core.messages.protocol.Resume)."""
+    def agree(
+        self, generation: int, counts: Iterable[int], held: Mapping[str, dict], all_valid_from: Iterable[int]
+    ) -> tuple[int, float | None, bool]:
+        """Of a generation whose members have applied ``counts`` steps, hold ``held`` and compute in ``all_valid_from``:
+        what is committed by that, and the norm and whether later work is void (core.messages.protocol.Resume).
+        """
         fewest, behind = min(counts), min(all_valid_from) < self._era
         committed = fewest - self._unheard(fewest, held, behind)
         norm, rejected = self.validation.rejection(committed + 1), self._unheard(committed + 1, held, behind)
@@ -120,8 +144,10 @@ class StepLedger:
         self._applied = dict.fromkeys(workers, committed)
 
     def _unheard(self, step: int, held: Mapping[str, dict], behind: bool) -> bool:
-        """Whether ``step`` was rejected, and not everybody knew, or somebody is ``behind``: it has found out for itself and applied the step as all do by now,
-        but a newer generation came before it heard that what others have computed since is void."""
+        """Whether ``step`` was rejected, and not everybody knew, or somebody is ``behind``: it has found out for itself
+        and applied the step as all do by now, but a newer generation came before it heard that what others have
+        computed since is void.
+        """
         if self.validation.rejection(step) is None:
             return False
         return behind or bool(uninformed({Seat.parse(seat): unpack(packed) for seat, packed in held.items()}, step))

@@ -1,10 +1,10 @@
 """Whether a step's gradients could be applied as they were, judged after it has been applied.
 
 Clipping needs the norm over all stages, and whoever waits for it before stepping is not staggered any more.  With
-``clip: validate`` a stage steps at once, with the gradients as they are, and says its share of the norm; the coordinator
-judges once it has every stage's.  Mostly the norm is below the limit, and nothing was waited for.  Where it is not, or is not
-finite, the step is *rejected*: whoever has applied it takes it back, everything computed with the rejected weights is void on
-all stages, and it is applied once more, clipped by the norm that is known now, or skipped.
+``clip: validate`` a stage steps at once, with the gradients as they are, and says its share of the norm; the
+coordinator judges once it has every stage's.  Mostly the norm is below the limit, and nothing was waited for.  Where it
+is not, or is not finite, the step is *rejected*: whoever has applied it takes it back, everything computed with the
+rejected weights is void on all stages, and it is applied once more, clipped by the norm that is known now, or skipped.
 
 A stage's share comes from whichever of its workers says it; they hold the same gradient.  It stays good over failures.
 """
@@ -22,7 +22,8 @@ def over(norm: float, limit: float) -> bool:
 
 
 class StepValidation:
-    """Of a job of ``stages`` of so many ``shards`` whose gradients are clipped to ``limit``; ``skips``: steps whose norm is not finite are skipped.
+    """Of a job of ``stages`` of so many ``shards`` whose gradients are clipped to ``limit``; ``skips``: steps whose
+    norm is not finite are skipped.
 
     ``judged`` and ``rejected`` count the steps so far.
     """
@@ -46,8 +47,11 @@ class StepValidation:
         return self.rejection(step)
 
     def _again(self, step: int, share: dict[str, float]) -> float | None:
-        """``step`` was judged, and a stage whose sum was made again after a failure says its share once more.  That it is rounded otherwise changes
-        nothing; but where it is not finite any more nobody there can apply it, and so all have to take the step back that they were to keep."""
+        """``step`` was judged, and a stage whose sum was made again after a failure says its share once more.
+
+        That it is rounded otherwise changes nothing; but where it is not finite any more nobody there can apply it, and
+        so all have to take the step back that they were to keep.
+        """
         if all(map(isfinite, share.values())) or self.rejection(step) is not None:
             return None
         self._norms[step], self.rejected = inf, self.rejected + 1

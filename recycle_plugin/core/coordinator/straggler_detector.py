@@ -1,9 +1,9 @@
 """Which workers are slow: measured compute time per planned time, compared within a stage.
 
-A worker's pace is the time of its F, I, W and B of a step over what the cost model expects of just these, so it does not
-depend on how much work it has: taking work off a slow worker does not make it look fast.  What is announced changes only
-where the pace has been more than 30% away from it for three steps in a row, in the same direction, so noise around any
-level, the one at which a worker counts as slow included, changes nothing.
+A worker's pace is the time of its F, I, W and B of a step over what the cost model expects of just these, so it does
+not depend on how much work it has: taking work off a slow worker does not make it look fast.  What is announced changes
+only where the pace has been more than 30% away from it for three steps in a row, in the same direction, so noise around
+any level, the one at which a worker counts as slow included, changes nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class StragglerDetector:
 
     def _compare(self, measured: Mapping[Seat, float]) -> None:
         if len(measured) > 1:
-            usual = median_low(measured.values())  # of two the faster: the other may be slow, and it cannot be fast by mistake
+            usual = median_low(
+                measured.values()
+            )  # of two the faster: the other may be slow, and it cannot be fast by mistake
             for seat, pace in measured.items():
                 self._recent.setdefault(seat, deque(maxlen=STEPS)).append(max(1.0, pace / usual))
 
@@ -54,7 +56,9 @@ class StragglerDetector:
         found = {}
         for seat, recent in sorted(self._recent.items()):
             known = self.percent.get(seat, 100)
-            if len(recent) == STEPS and (min(recent) > known / 100 * WIDTH or max(recent) < max(known / 100 / WIDTH, LIKE_OTHERS)):
+            if len(recent) == STEPS and (
+                min(recent) > known / 100 * WIDTH or max(recent) < max(known / 100 / WIDTH, LIKE_OTHERS)
+            ):
                 percent = round(100 * median(recent) / GRAIN) * GRAIN if median(recent) > WIDTH else 100
                 if percent != known:
                     found[seat] = percent
@@ -63,7 +67,9 @@ class StragglerDetector:
 
 
 def _by_seat(paces: Mapping[WorkerId, ComputeTime], members: Group) -> dict[Seat, float]:
-    """How long each seat has computed, of what was planned: as long as its slowest shard, since the others wait for it."""
+    """How long each seat has computed, of what was planned: as long as its slowest shard, since the others wait for
+    it.
+    """
     slowest: dict[Seat, float] = {}
     for member in members:
         pace = paces.get(member.worker)

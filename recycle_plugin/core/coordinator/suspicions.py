@@ -23,7 +23,12 @@ class Suspicions:
         for worker, suspicion in self._said.items():
             member = attendance.roster.member(worker)
             if worker not in found and member is not None:
-                out.say("cleared", f"{member} goes on after {suspicion.for_s:.1f} s", seat=str(member.seat), rank=member.rank)
+                out.say(
+                    "cleared",
+                    f"{member} goes on after {suspicion.for_s:.1f} s",
+                    seat=str(member.seat),
+                    rank=member.rank,
+                )
         self._said = found
 
     @staticmethod
@@ -33,5 +38,13 @@ class Suspicions:
             then = f"it is the last worker of stage {member.seat.stage}, so it is not given up, and the job ends after {end_s:g} s"
         else:
             then = f"it is given up after {suspicion.limit_s:.1f} s"
-        out.say("suspected", f"{member}: {suspicion}; {then}", seat=str(member.seat), rank=member.rank, cause=suspicion.cause.value, what=suspicion.what,
-                for_s=round(suspicion.for_s, 3), limit_s=round(suspicion.limit_s, 3))
+        out.say(
+            "suspected",
+            f"{member}: {suspicion}; {then}",
+            seat=str(member.seat),
+            rank=member.rank,
+            cause=suspicion.cause.value,
+            what=suspicion.what,
+            for_s=round(suspicion.for_s, 3),
+            limit_s=round(suspicion.limit_s, 3),
+        )

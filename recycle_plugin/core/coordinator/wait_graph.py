@@ -26,8 +26,16 @@ class Edge(NamedTuple):
     for_s: float
 
     def __str__(self) -> str:
-        doing = f"{'wait' if len(self.who) > 1 else 'waits'} for {self.what or 'something'}" if self.at == WAITS else f"{self.at} {self.what}".rstrip()
-        missing = "" if self.at != WAITS or _FROM.fullmatch(self.what) else f", which {named(self.whom)} {'have' if len(self.whom) > 1 else 'has'} not come to"
+        doing = (
+            f"{'wait' if len(self.who) > 1 else 'waits'} for {self.what or 'something'}"
+            if self.at == WAITS
+            else f"{self.at} {self.what}".rstrip()
+        )
+        missing = (
+            ""
+            if self.at != WAITS or _FROM.fullmatch(self.what)
+            else f", which {named(self.whom)} {'have' if len(self.whom) > 1 else 'has'} not come to"
+        )
         return f"{named(self.who)} {doing} for {self.for_s:.1f} s{missing if self.whom else ''}"
 
 
@@ -39,15 +47,20 @@ def named(members: Group) -> str:
 
 
 def wait_graph(roster: Roster, failure_detector: FailureDetector) -> list[Edge]:
-    """One edge for all that do the same, in the order of the first one's rank.  Who waits for what one worker gives waits for that one; who waits for others to
-    come to the same place waits for all that are elsewhere, and are to come.  Costs one look at each worker, and one more for each edge."""
+    """One edge for all that do the same, in the order of the first one's rank.
+
+    Who waits for what one worker gives waits for that one; who waits for others to come to the same place waits for all
+    that are elsewhere, and are to come.  Costs one look at each worker, and one more for each edge.
+    """
     doing: dict[tuple[str, str], list[Member]] = {}
     longest: dict[tuple[str, str], float] = {}
     for member in roster:
         at, what, for_s = failure_detector.doing(member.worker)
         doing.setdefault((at, what), []).append(member)
         longest[at, what] = max(for_s, longest.get((at, what), 0.0))
-    return [Edge(tuple(who), at, what, _whom(at, what, who, roster), longest[at, what]) for (at, what), who in doing.items()]
+    return [
+        Edge(tuple(who), at, what, _whom(at, what, who, roster), longest[at, what]) for (at, what), who in doing.items()
+    ]
 
 
 def _whom(at: str, what: str, who: list[Member], roster: Roster) -> Group:
@@ -72,6 +85,12 @@ def shown(edges: list[Edge]) -> str:
 def records(edges: list[Edge]) -> list[dict]:
     """For the run folder."""
     return [
-        {"who": [str(member.seat) for member in edge.who], "at": edge.at, "what": edge.what, "whom": [str(member.seat) for member in edge.whom], "for_s": round(edge.for_s, 3)}
+        {
+            "who": [str(member.seat) for member in edge.who],
+            "at": edge.at,
+            "what": edge.what,
+            "whom": [str(member.seat) for member in edge.whom],
+            "for_s": round(edge.for_s, 3),
+        }
         for edge in edges
     ]

@@ -1,14 +1,16 @@
 """Numbers of a step that all workers contribute to and all need: losses by micro-batch, squared norms by stage.
 
-What is complete is told to all *once*, and is the step's for good.  A stage whose sum is made again after a failure may find another last
-digit of its share, and somebody may have stepped with the norm that was told before: a second one would clip replicas by two factors.
-Everybody has heard of the first before it hears of any later change of the membership (one connection, in order), and keeps it (core/worker/control_view.py).
+What is complete is told to all *once*, and is the step's for good.  A stage whose sum is made again after a failure may
+find another last digit of its share, and somebody may have stepped with the norm that was told before: a second one
+would clip replicas by two factors. Everybody has heard of the first before it hears of any later change of the
+membership (one connection, in order), and keeps it (core/worker/control_view.py).
 
-Nothing here belongs to a membership: a share, or a loss, is of the step's micro-batches, whoever computed it.  So what is incomplete stays
-good over failures too, and it does not matter when it was sent; only what is *void* (core/coordinator/step_validation.py) counts no more.
+Nothing here belongs to a membership: a share, or a loss, is of the step's micro-batches, whoever computed it.  So what
+is incomplete stays good over failures too, and it does not matter when it was sent; only what is *void*
+(core/coordinator/step_validation.py) counts no more.
 
-Every shard of a seat says its own, and a set is complete when all have.  Losses are the same from all; a norm's shares are added, since each
-shard has other parameters.
+Every shard of a seat says its own, and a set is complete when all have.  Losses are the same from all; a norm's shares
+are added, since each shard has other parameters.
 """
 
 from __future__ import annotations

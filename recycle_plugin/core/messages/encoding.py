@@ -1,10 +1,12 @@
 """Messages as bytes: frames of a fixed head and a msgpack body.
 
-The head is two letters, the *version* (a checksum of what every message has in it, so nobody can forget to count it up) and the body's length.  All of
-it is looked at before a byte of the body is, and so is a limit on that length.  The body is the list of the message's number among the kinds that are said
-on such a line and its fields (core/messages/typed.py); texts may be any that Python has, and whole numbers any that a float can hold.
+The head is two letters, the *version* (a checksum of what every message has in it, so nobody can forget to count it up)
+and the body's length.  All of it is looked at before a byte of the body is, and so is a limit on that length.  The body
+is the list of the message's number among the kinds that are said on such a line and its fields
+(core/messages/typed.py); texts may be any that Python has, and whole numbers any that a float can hold.
 
-Whatever bytes come, reading them raises nothing: what is no message is an :class:`~recycle_plugin.core.messages.typed.Unreadable`.
+Whatever bytes come, reading them raises nothing: what is no message is an
+:class:`~recycle_plugin.core.messages.typed.Unreadable`.
 """
 
 from __future__ import annotations
@@ -35,8 +37,12 @@ class Language:
         self.version = crc32("\n".join(form_of(kind).text for kind in kinds).encode())
 
     def encode(self, message: object) -> bytes:
-        """One frame.  TypeError where a field holds what nobody could read, ValueError where the message is too long."""
-        body = msgpack.packb((self._numbers[type(message)], *values(message)), default=_other, unicode_errors="surrogatepass")
+        """One frame.  TypeError where a field holds what nobody could read, ValueError where the message is too
+        long.
+        """
+        body = msgpack.packb(
+            (self._numbers[type(message)], *values(message)), default=_other, unicode_errors="surrogatepass"
+        )
         if len(body) > LIMIT:
             raise ValueError(f"a {type(message).__name__} of {len(body)} bytes is too long to be sent: at most {LIMIT}")
         return HEAD.pack(MAGIC, self.version, len(body)) + body
@@ -47,14 +53,19 @@ class Language:
         if magic != MAGIC:
             return Unreadable("a frame", f"begins with {bytes(head[: HEAD.size])!r}, and no message does")
         if version != self.version:
-            return Unreadable("a frame", f"is of version {version:08x}, and this is {self.version:08x}: all need the same version of the plugin")
+            return Unreadable(
+                "a frame",
+                f"is of version {version:08x}, and this is {self.version:08x}: all need the same version of the plugin",
+            )
         if size > limit:
             return Unreadable("a frame", f"has a body of {size} bytes, and at most {limit} are read")
         return size
 
     def message(self, body: bytes) -> object:
         try:
-            plain = msgpack.unpackb(body, ext_hook=_extension, unicode_errors="surrogatepass", max_array_len=MOST, max_map_len=MOST)
+            plain = msgpack.unpackb(
+                body, ext_hook=_extension, unicode_errors="surrogatepass", max_array_len=MOST, max_map_len=MOST
+            )
         except (ValueError, MemoryError) as error:
             return Unreadable("a body", f"of {len(body)} bytes is no msgpack: {str(error) or type(error).__name__}")
         number = plain.pop(0) if type(plain) is list and plain else None
@@ -73,7 +84,9 @@ def decode(frame: bytes) -> object:
     frames.feed(frame)
     message = frames.take()
     if message is None or frames.broken_off and not isinstance(message, Unreadable):
-        return Unreadable("a frame", "ends before its message does" if message is None else "has something behind its message")
+        return Unreadable(
+            "a frame", "ends before its message does" if message is None else "has something behind its message"
+        )
     return message
 
 
@@ -93,7 +106,10 @@ class Frames:
         return bool(self._rest)
 
     def take(self) -> object | None:
-        """The next message, None while it is not whole.  After an Unreadable nothing is known of where the next would begin."""
+        """The next message, None while it is not whole.
+
+        After an Unreadable nothing is known of where the next would begin.
+        """
         if len(self._rest) < HEAD.size:
             return None
         size = CONTROL.size(self._rest, self._limit)

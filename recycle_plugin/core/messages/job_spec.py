@@ -22,8 +22,9 @@ class Endpoint:
 class JobSpec:
     """As its workers ask for it; the ``start`` event shows it to the user, field by field.
 
-    ``batch``: samples in a step of all replicas.  ``clipping``: the limit of the gradient norm, 0 for none.  ``arithmetic``: in exact mode, what
-    decides how operations round.  Times are in seconds.  The others are the settings of the same name.
+    ``batch``: samples in a step of all replicas.  ``clipping``: the limit of the gradient norm, 0 for none.
+    ``arithmetic``: in exact mode, what decides how operations round.  Times are in seconds.  The others are the
+    settings of the same name.
     """
 
     replicas: int

@@ -1,4 +1,5 @@
-"""The control messages between workers, supervisors and the coordinator; core/messages/encoding.py makes bytes of them, by their fields' annotations.
+"""The control messages between workers, supervisors and the coordinator; core/messages/encoding.py makes bytes of them,
+by their fields' annotations.
 
 Data (activations, gradients) never passes here: a step costs each worker a handful of these messages.
 """
@@ -13,7 +14,9 @@ from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Member, Roster, WorkerId
 
-TRY_AGAIN = 75  # exit code of a job that has fallen below recycle.max_slowdown, or was ended from outside: sysexits' "temporary failure, try again"
+# exit code of a job that has fallen below recycle.max_slowdown, or was ended from outside: sysexits' "temporary
+# failure, try again"
+TRY_AGAIN = 75
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,10 @@ class OfWorker:
 
 @dataclass(frozen=True)
 class Hello:
-    """First message of every connection.  ``role`` is ``worker`` or ``supervisor``, or ``placing``: a supervisor that has no rank of its own yet."""
+    """First message of every connection.
+
+    ``role`` is ``worker`` or ``supervisor``, or ``placing``: a supervisor that has no rank of its own yet.
+    """
 
     rank: int
     role: str
@@ -56,9 +62,12 @@ class Ready:
 
 @dataclass(frozen=True)
 class SurvivorReport(OfWorker):
-    """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest``, by which a step
-    takes ``period_us``, and no plan's takes less than ``bound_us``, and still holds ``held`` (core.vocabulary.dataflow.pack), and of plain iterators' data ``drawn`` (core.vocabulary.iterator_draws.pack).
-    ``loaded``: its state is that of a checkpoint that all have loaded.  ``valid_from``: core.worker.step_store's, in which it computes."""
+    """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest``, by which a
+    step takes ``period_us``, and no plan's takes less than ``bound_us``, and still holds ``held``
+    (core.vocabulary.dataflow.pack), and of plain iterators' data ``drawn`` (core.vocabulary.iterator_draws.pack).
+    ``loaded``: its state is that of a checkpoint that all have loaded.  ``valid_from``: core.worker.step_store's, in
+    which it computes.
+    """
 
     generation: int
     stepped: int
@@ -102,7 +111,10 @@ class Stepped(OfWorker):
 
 @dataclass(frozen=True)
 class Fingerprint(OfWorker):
-    """A hash of the worker's state after ``step``; said before :class:`Stepped`.  ``tied``: of each weight that other stages have too, by name."""
+    """A hash of the worker's state after ``step``; said before :class:`Stepped`.
+
+    ``tied``: of each weight that other stages have too, by name.
+    """
 
     step: int
     digest: str
@@ -111,7 +123,8 @@ class Fingerprint(OfWorker):
 
 @dataclass(frozen=True)
 class ComputeTime(OfWorker):
-    """The worker has computed for ``spent_us`` in ``step``, and ``nominal_us`` is what that should take; said before :class:`Stepped`.
+    """The worker has computed for ``spent_us`` in ``step``, and ``nominal_us`` is what that should take; said before
+    :class:`Stepped`.
 
     ``again_us``: of the first, on what had been another worker's, or on what it had computed before.
     """
@@ -138,7 +151,9 @@ class Contribution(OfWorker):
 
 @dataclass(frozen=True)
 class BarrierReached(OfWorker):
-    """The worker is at ``place`` of what all do together outside a step (core.coordinator.barriers), with ``values`` for everybody."""
+    """The worker is at ``place`` of what all do together outside a step (core.coordinator.barriers), with ``values``
+    for everybody.
+    """
 
     generation: int
     place: str
@@ -154,8 +169,10 @@ class Leaving(OfWorker):
 
 @dataclass(frozen=True)
 class Left(OfWorker):
-    """The worker goes now, after everybody's commit, with exit code ``code``.  ``planned``: since the step has come before which it was to leave; else its
-    script is through, after ``step``."""
+    """The worker goes now, after everybody's commit, with exit code ``code``.
+
+    ``planned``: since the step has come before which it was to leave; else its script is through, after ``step``.
+    """
 
     code: int = 0
     planned: bool = False
@@ -172,15 +189,17 @@ class Exited(OfWorker):
 
 @dataclass(frozen=True)
 class Unguarded(OfWorker):
-    """The supervisor's own guard, the process ``pid`` that the launcher has started for the rank, is gone, and takes the worker with it."""
+    """The supervisor's own guard, the process ``pid`` that the launcher has started for the rank, is gone, and takes
+    the worker with it.
+    """
 
     pid: int
 
 
 @dataclass(frozen=True)
 class Heartbeat(OfWorker):
-    """From a thread of the worker's, every so often: it has finished ``done`` instructions, the last ones of ``step``, and is ``at`` ``what``
-    (core.coordinator.failure_detector).
+    """From a thread of the worker's, every so often: it has finished ``done`` instructions, the last ones of ``step``,
+    and is ``at`` ``what`` (core.coordinator.failure_detector).
 
     ``number`` comes back in :class:`Lease`.
     """
@@ -206,8 +225,9 @@ class Missing(OfWorker):
 
 @dataclass(frozen=True)
 class SupervisorHeartbeat(OfWorker):
-    """From the supervisor, every so often: its worker's process is there, whether it is stopped, and how many seconds it has used a CPU, or
-    waited for one or for a disk, None where that can't be read."""
+    """From the supervisor, every so often: its worker's process is there, whether it is stopped, and how many seconds
+    it has used a CPU, or waited for one or for a disk, None where that can't be read.
+    """
 
     stopped: bool
     cpu_s: float | None = None
@@ -215,7 +235,10 @@ class SupervisorHeartbeat(OfWorker):
 
 @dataclass(frozen=True)
 class Terminate:
-    """The job is to end at the next commit.  ``host``: where the supervisor of ``rank`` has got what ``reason`` names, a signal; empty: another reason."""
+    """The job is to end at the next commit.
+
+    ``host``: where the supervisor of ``rank`` has got what ``reason`` names, a signal; empty: another reason.
+    """
 
     rank: int
     reason: str
@@ -231,8 +254,10 @@ class Fatal(OfWorker):
 
 @dataclass(frozen=True)
 class Crashed(OfWorker):
-    """The worker's script has ended with ``error``, in a line, and the process ends with it.  ``trace``: the traceback, if there is one; ``step``: the last one
-    that was begun."""
+    """The worker's script has ended with ``error``, in a line, and the process ends with it.
+
+    ``trace``: the traceback, if there is one; ``step``: the last one that was begun.
+    """
 
     error: str
     trace: str = ""
@@ -253,7 +278,9 @@ class Note(OfWorker):
 
 @dataclass(frozen=True)
 class Welcome:
-    """Answer to a Hello: where the job's key-value store listens, and the job's name; to a worker also which one of its rank it is."""
+    """Answer to a Hello: where the job's key-value store listens, and the job's name; to a worker also which one of its
+    rank it is.
+    """
 
     store_port: int
     job_id: str
@@ -288,10 +315,12 @@ class Generation:
 
 @dataclass(frozen=True)
 class Resume:
-    """Everybody in ``generation`` has reported: go on behind step ``committed``, with what each seat holds of later ones.
+    """Everybody in ``generation`` has reported: go on behind step ``committed``, with what each seat holds of later
+    ones.
 
-    ``held``, ``drawn``: by the seat's text form, as reported.  ``norm``: where the next step was rejected (core.coordinator.step_validation), why; ``rejected``:
-    not everybody knew that, so what was computed after it counts nowhere.
+    ``held``, ``drawn``: by the seat's text form, as reported.  ``norm``: where the next step was rejected
+    (core.coordinator.step_validation), why; ``rejected``: not everybody knew that, so what was computed after it counts
+    nowhere.
     """
 
     generation: int
@@ -315,14 +344,20 @@ class Lease:
 
 @dataclass(frozen=True)
 class Fence(OfWorker):
-    """The worker of ``rank`` was given up.  Its supervisor kills it; where it gets this itself, it ends without doing anything more."""
+    """The worker of ``rank`` was given up.
+
+    Its supervisor kills it; where it gets this itself, it ends without doing anything more.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Committed:
-    """All stages have applied ``step``: its effects stay.  ``figures``: core.coordinator.step_figures's, for the user's monitors."""
+    """All stages have applied ``step``: its effects stay.
+
+    ``figures``: core.coordinator.step_figures's, for the user's monitors.
+    """
 
     step: int
     figures: dict[str, float] = field(default_factory=dict, compare=False)
@@ -368,8 +403,37 @@ class Over:
 
 MESSAGES = (
     # from a worker or its supervisor
-    Hello, Ready, SurvivorReport, Fingerprint, ComputeTime, Stepped, Contribution, BarrierReached, CheckpointLoaded, Resized, Leaving, Left, Exited, Unguarded, Heartbeat, Missing, SupervisorHeartbeat, Terminate,
-    Fatal, Note, Crashed,
+    Hello,
+    Ready,
+    SurvivorReport,
+    Fingerprint,
+    ComputeTime,
+    Stepped,
+    Contribution,
+    BarrierReached,
+    CheckpointLoaded,
+    Resized,
+    Leaving,
+    Left,
+    Exited,
+    Unguarded,
+    Heartbeat,
+    Missing,
+    SupervisorHeartbeat,
+    Terminate,
+    Fatal,
+    Note,
+    Crashed,
     # from the coordinator
-    Welcome, Placed, Generation, Resume, Lease, Fence, Committed, Collected, BarrierPassed, End, Over,
-)  # fmt: skip
+    Welcome,
+    Placed,
+    Generation,
+    Resume,
+    Lease,
+    Fence,
+    Committed,
+    Collected,
+    BarrierPassed,
+    End,
+    Over,
+)

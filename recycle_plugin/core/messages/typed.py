@@ -1,8 +1,8 @@
 """Values of this package's types from plain ones (numbers, texts, lists, dicts), as a wire or a file has them.
 
-The annotations say what is taken, and nothing else is.  A dataclass or a named tuple is the list of its fields' values (on the wire), or a dict of them
-by name (in files, where those with a default may be missing); an enumeration's member is its value.  What does not fit is no exception but an
-:class:`Unreadable`, with the field's name.
+The annotations say what is taken, and nothing else is.  A dataclass or a named tuple is the list of its fields' values
+(on the wire), or a dict of them by name (in files, where those with a default may be missing); an enumeration's member
+is its value.  What does not fit is no exception but an :class:`Unreadable`, with the field's name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ SHOWN = 80  # characters of a value that does not fit
 
 @dataclass(frozen=True)
 class Unreadable:
-    """What does not say what it should: ``what`` of it, a field by its dotted name mostly, and ``why``, which goes on from there: "is '2', …"."""
+    """What does not say what it should: ``what`` of it, a field by its dotted name mostly, and ``why``, which goes on
+    from there: "is '2', …".
+    """
 
     what: str
     why: str
@@ -44,7 +46,9 @@ class _Wrong(Exception):
 
 
 class TypeForm(NamedTuple):
-    """Of the values of one annotation.  ``kinds``: types whose values stand as they are; ``make`` takes any other, and raises _Wrong.
+    """Of the values of one annotation.
+
+    ``kinds``: types whose values stand as they are; ``make`` takes any other, and raises _Wrong.
 
     ``text`` is alike exactly where the same values are taken for the same.
     """
@@ -64,7 +68,10 @@ def read(kind: type[T], plain: object, name: str) -> T | Unreadable:
 
 
 def values(thing: object) -> tuple:
-    """A dataclass's fields, as :func:`read` takes them back; those that are dataclasses too stay so.  TypeError where it is none."""
+    """A dataclass's fields, as :func:`read` takes them back; those that are dataclasses too stay so.
+
+    TypeError where it is none.
+    """
     return _getter(type(thing))(thing)
 
 
@@ -121,7 +128,11 @@ def _enumeration(kind: type[Enum]) -> TypeForm:
     members = {member.value: member for member in kind}
     text = f"{kind.__name__}({', '.join(map(repr, members))})"
     refuse = _refusal(text)
-    return TypeForm(text, frozenset(), lambda plain: members[plain] if type(plain) in SCALARS and plain in members else refuse(plain))
+    return TypeForm(
+        text,
+        frozenset(),
+        lambda plain: members[plain] if type(plain) in SCALARS and plain in members else refuse(plain),
+    )
 
 
 def _each(form: TypeForm, plain: list) -> list:
@@ -141,9 +152,16 @@ def _tuple(parts: tuple) -> TypeForm:
     if parts[-1] is Ellipsis:
         form = form_of(parts[0])
         text, refuse = f"tuple[{form.text}, ...]", _refusal("a list")
-        return TypeForm(text, frozenset(), lambda plain: tuple(_each(form, plain)) if type(plain) is list else refuse(plain))
+        return TypeForm(
+            text, frozenset(), lambda plain: tuple(_each(form, plain)) if type(plain) is list else refuse(plain)
+        )
     forms = tuple(map(form_of, parts))
-    return _fixed(f"tuple[{', '.join(form.text for form in forms)}]", tuple(f"[{place}]" for place in range(len(forms))), forms, tuple)
+    return _fixed(
+        f"tuple[{', '.join(form.text for form in forms)}]",
+        tuple(f"[{place}]" for place in range(len(forms))),
+        forms,
+        tuple,
+    )
 
 
 def _dict(form: TypeForm) -> TypeForm:
@@ -239,7 +257,9 @@ def _plain(plain: Any, depth: int = 0) -> Any:
     if depth >= DEEPEST:
         raise _Wrong(f"is more than {DEEPEST} lists and dicts deep")
     if type(plain) is not list and not (type(plain) is dict and TEXT.issuperset(map(type, plain))):
-        raise _Wrong(f"is {shown(plain)}, and it has to be made of numbers, texts, lists, and dicts with texts for keys")
+        raise _Wrong(
+            f"is {shown(plain)}, and it has to be made of numbers, texts, lists, and dicts with texts for keys"
+        )
     for one in plain if type(plain) is list else plain.values():
         if type(one) not in SCALARS:
             _plain(one, depth + 1)
@@ -251,7 +271,9 @@ def _plain(plain: Any, depth: int = 0) -> Any:
 
 @cache
 def names_of(kind: type) -> tuple[str, ...]:
-    """The fields of a dataclass or named tuple in the order of its list: those that are only given by name come last."""
+    """The fields of a dataclass or named tuple in the order of its list: those that are only given by name come
+    last.
+    """
     if not is_dataclass(kind):
         return kind._fields
     given = [each for each in fields(kind) if each.init]
@@ -261,7 +283,9 @@ def names_of(kind: type) -> tuple[str, ...]:
 def _defaults(kind: type) -> frozenset[str]:
     if not is_dataclass(kind):
         return frozenset(kind._field_defaults)
-    return frozenset(each.name for each in fields(kind) if each.default is not MISSING or each.default_factory is not MISSING)
+    return frozenset(
+        each.name for each in fields(kind) if each.default is not MISSING or each.default_factory is not MISSING
+    )
 
 
 @cache

@@ -1,9 +1,9 @@
 """Blocks: the units in which exact mode adds gradients, so that the sum has the same bits whoever computes.
 
 Floating-point sums depend on their order.  A *block* is so many consecutive micro-batches of one logical replica on one
-stage (all of them unless told otherwise).  One worker runs all of it and adds its weight gradients in ascending order, from
-nothing; then everybody adds the blocks' sums in the blocks' order.  Neither says who does it.  A larger block leaves routing
-less freedom; each block beyond a worker's first takes it one more buffer of the gradients' size.
+stage (all of them unless told otherwise).  One worker runs all of it and adds its weight gradients in ascending order,
+from nothing; then everybody adds the blocks' sums in the blocks' order.  Neither says who does it.  A larger block
+leaves routing less freedom; each block beyond a worker's first takes it one more buffer of the gradients' size.
 
 A block of one micro-batch binds nobody: that is what planning without exact mode amounts to.
 """

@@ -6,7 +6,9 @@ from enum import Enum
 
 
 class Cause(Enum):
-    """The value stands in the events ``lost`` and ``suspected``, and labels metrics: it stays the same from release to release."""
+    """The value stands in the events ``lost`` and ``suspected``, and labels metrics: it stays the same from release to
+    release.
+    """
 
     ERROR = "error"  # its script ended with an error
     DIED = "died"  # its process ended, or its connection broke: which of the two is seen first is chance

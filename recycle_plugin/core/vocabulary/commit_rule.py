@@ -13,10 +13,12 @@ AHEAD = 3  # from the last step that is said to be committed to the first one th
 
 
 def unstarted(committed: int) -> int:
-    """The first step that nobody can have started while ``committed`` is the last step that the coordinator has said to be committed.
+    """The first step that nobody can have started while ``committed`` is the last step that the coordinator has said to
+    be committed.
 
-    Whoever starts step c+3 has applied c+2, and that only once it knew c+1 to be committed.  The coordinator says so after whatever it says
-    now, over the same connection.  So all workers read of a change that holds from this step on before they come to it.
+    Whoever starts step c+3 has applied c+2, and that only once it knew c+1 to be committed.  The coordinator says so
+    after whatever it says now, over the same connection.  So all workers read of a change that holds from this step on
+    before they come to it.
     """
     return committed + AHEAD
 

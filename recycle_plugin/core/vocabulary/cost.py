@@ -13,17 +13,14 @@ from recycle_plugin.core.vocabulary.instruction import Op
 class CostModel:
     """Costs per stage, in microseconds.  All tuples have one entry per stage, or none where they have a default.
 
-    ``forward``, ``input``, ``weight``: one micro-batch's F, I and W.
-    ``communication``: one boundary tensor from worker to worker (latency plus transfer).
-    ``reduce``, ``step``: the stage's gradient sum and optimizer step; 0 by default.
-    ``tie``: the sum of tied weights' gradients over the stages that share them.
-    ``dispatch``: fixed cost of every instruction, whatever it does.
-    ``backward``: B, both gradients at once; input + weight by default.
+    ``forward``, ``input``, ``weight``: one micro-batch's F, I and W. ``communication``: one boundary tensor from worker
+    to worker (latency plus transfer). ``reduce``, ``step``: the stage's gradient sum and optimizer step; 0 by default.
+    ``tie``: the sum of tied weights' gradients over the stages that share them. ``dispatch``: fixed cost of every
+    instruction, whatever it does. ``backward``: B, both gradients at once; input + weight by default.
     ``communication_across``: a boundary tensor between workers of different replicas; ``communication`` by default.
-    ``slowness``: seats whose worker needs more (or less) time for F, I, W and B, in percent of the stage's: 150 is half as
-    slow again.
-    ``activation_bytes``, ``pending_bytes``: what one micro-batch holds from its F on, and from its I until
-    its W; with activation checkpointing the second is the larger.  Needed for ``Policy.memory_bytes``.
+    ``slowness``: seats whose worker needs more (or less) time for F, I, W and B, in percent of the stage's: 150 is half
+    as slow again. ``activation_bytes``, ``pending_bytes``: what one micro-batch holds from its F on, and from its I
+    until its W; with activation checkpointing the second is the larger.  Needed for ``Policy.memory_bytes``.
     """
 
     forward: tuple[int, ...]
@@ -61,10 +58,24 @@ class CostModel:
 
     @classmethod
     def uniform(
-        cls, stages: int, forward: int = 1, input: int = 1, weight: int = 1, communication: int = 0, reduce: int = 0, step: int = 0
+        cls,
+        stages: int,
+        forward: int = 1,
+        input: int = 1,
+        weight: int = 1,
+        communication: int = 0,
+        reduce: int = 0,
+        step: int = 0,
     ) -> CostModel:
         """The same costs on every stage; the default is the papers' F = I = W = 1."""
-        return cls((forward,) * stages, (input,) * stages, (weight,) * stages, communication, (reduce,) * stages, (step,) * stages)
+        return cls(
+            (forward,) * stages,
+            (input,) * stages,
+            (weight,) * stages,
+            communication,
+            (reduce,) * stages,
+            (step,) * stages,
+        )
 
     @property
     def stages(self) -> int:
@@ -79,12 +90,15 @@ class CostModel:
             return self.dispatch + {Op.REDUCE: self.reduce[stage], Op.TIE: self.tie, Op.STEP: self.step[stage]}[op]
         if op not in (Op.F, Op.I, Op.W, Op.B):
             return 0
-        spent = self.dispatch + {
-            Op.F: self.forward[stage],
-            Op.I: self.input[stage],
-            Op.W: self.weight[stage],
-            Op.B: self.backward[stage] if self.backward else self.input[stage] + self.weight[stage],
-        }[op]
+        spent = (
+            self.dispatch
+            + {
+                Op.F: self.forward[stage],
+                Op.I: self.input[stage],
+                Op.W: self.weight[stage],
+                Op.B: self.backward[stage] if self.backward else self.input[stage] + self.weight[stage],
+            }[op]
+        )
         percent = self.percent(seat) if seat is not None else 100
         return spent if percent == 100 else -(-spent * percent // 100)
 

@@ -1,8 +1,8 @@
 """Dependencies, stated once: what an instruction needs, uses up and leaves behind.
 
-Scheduler, verifier, simulator, the runtime's waits, recovery (core/vocabulary/recovery_plan.py) and the trace's arrows are
-all derived from ``requires``, ``consumes`` and ``provides``.  A datum carries its step, because with staggered stages two steps
-are in flight and an activation of step k must never be taken for one of k+1.
+Scheduler, verifier, simulator, the runtime's waits, recovery (core/vocabulary/recovery_plan.py) and the trace's arrows
+are all derived from ``requires``, ``consumes`` and ``provides``.  A datum carries its step, because with staggered
+stages two steps are in flight and an activation of step k must never be taken for one of k+1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ TRAVELS = frozenset({"act", "grad"})
 
 
 class Datum(NamedTuple):
-    """Something an instruction makes: ``data act grad stash inner wgrad reduced tied norm params``; besides, ``drawn`` from an iterator, and a ``loss``."""
+    """Something an instruction makes: ``data act grad stash inner wgrad reduced tied norm params``; besides, ``drawn``
+    from an iterator, and a ``loss``.
+    """
 
     kind: str
     stage: int
@@ -25,24 +27,33 @@ class Datum(NamedTuple):
     step: int
 
     def __str__(self) -> str:
-        return f"{self.kind} of stage {self.stage}" + (
-            f", micro-batch {self.micro_batch}" if self.micro_batch else ""
-        ) + f", step {self.step}"
+        return (
+            f"{self.kind} of stage {self.stage}"
+            + (f", micro-batch {self.micro_batch}" if self.micro_batch else "")
+            + f", step {self.step}"
+        )
 
 
 def goes_to(datum: Datum, stages: int) -> int | None:
-    """The stage that a boundary tensor is made for, of ``stages``; None where there is none behind the last or before the first."""
+    """The stage that a boundary tensor is made for, of ``stages``; None where there is none behind the last or before
+    the first.
+    """
     stage = datum.stage + (1 if datum.kind == "act" else -1)
     return stage if 0 <= stage < stages else None
 
 
 def requires(
-    instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = (), tied: bool = False, drawn: bool = False,
-) -> tuple[Datum, ...]:  # fmt: skip
+    instruction: Instruction,
+    stages: int,
+    own: tuple[MicroBatch, ...] = (),
+    tied: bool = False,
+    drawn: bool = False,
+) -> tuple[Datum, ...]:
     """What must exist before ``instruction`` runs, in a pipeline of ``stages`` stages.
 
-    ``own``: the micro-batches that this worker runs on its stage; REDUCE needs all their weight gradients.  ``tied``: the stage
-    shares weights, so that what is judged and applied is the sum over all stages that do.  ``drawn``: data is read from plain iterators (core/vocabulary/iterator_draws.py).
+    ``own``: the micro-batches that this worker runs on its stage; REDUCE needs all their weight gradients.  ``tied``:
+    the stage shares weights, so that what is judged and applied is the sum over all stages that do.  ``drawn``: data is
+    read from plain iterators (core/vocabulary/iterator_draws.py).
     """
     op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
     last = stage == stages - 1
@@ -119,7 +130,9 @@ def provides(instruction: Instruction) -> tuple[Datum, ...]:
 
 
 def pack(data: Iterable[Datum]) -> dict[str, str]:
-    """``data`` for a message, the micro-batches of each kind, stage and step together: {"wgrad 1@17": "0.0 0.1", "reduced 1@16": ""}."""
+    """``data`` for a message, the micro-batches of each kind, stage and step together: {"wgrad 1@17": "0.0 0.1",
+    "reduced 1@16": ""}.
+    """
     found: dict[str, list[str]] = {}
     for datum in sorted(data, key=lambda datum: (*datum[:2], datum.step, datum.micro_batch or ())):
         names = found.setdefault(f"{datum.kind} {datum.stage}@{datum.step}", [])

@@ -1,8 +1,9 @@
 """Who waits how long for what, and what happens then: all deadlines of a running job, in one place.
 
-To give a healthy worker up costs a worker; to wait for a dead one costs time.  A process that ends and a connection that breaks are seen at once and have no
-deadline.  These are for what is silent, stopped or stuck, which a slow moment looks like too: a long micro-batch, a switch that fails over, a virtual machine
-that moves, a disk that is busy.  So suspicion comes first (a third of the time), and whoever may be healthy gets more time than whoever hardly can be.
+To give a healthy worker up costs a worker; to wait for a dead one costs time.  A process that ends and a connection
+that breaks are seen at once and have no deadline.  These are for what is silent, stopped or stuck, which a slow moment
+looks like too: a long micro-batch, a switch that fails over, a virtual machine that moves, a disk that is busy.  So
+suspicion comes first (a third of the time), and whoever may be healthy gets more time than whoever hardly can be.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Deadlines:
     wait_timeout_s: float = inf
 
     def instruction_s(self, step_s: float) -> float:
-        """What an instruction may take while its process does nothing; ``step_s``: the median step, 0 where that is not known."""
+        """What an instruction may take while its process does nothing; ``step_s``: the median step, 0 where that is not
+        known.
+        """
         return max(self.progress_timeout_s, STEPS * step_s)
 
     def busy_s(self, step_s: float) -> float:
@@ -55,35 +58,84 @@ class Deadlines:
     def table(self) -> list[Deadline]:
         """In the order in which they fire."""
         rows = [
-            Deadline(self.heartbeat_timeout_s, "heartbeat_timeout_s", "a word of a worker or of its supervisor", "it is given up"),
-            Deadline(self.progress_timeout_s, "progress_timeout_s", f"an instruction of a process that is stopped or uses no CPU; {STEPS} median steps where these are longer",
-                     "its worker is given up"),
-            Deadline(STALL * self.progress_timeout_s, "progress_timeout_s", "anybody, while all wait for each other", "all meet again; a second time, the job ends"),
-            Deadline(self.busy_timeout_s, "busy_timeout_s", "an instruction of a process that uses the CPU", "its worker is given up"),
-            Deadline(self.regroup_timeout_s, "regroup_timeout_s", "the survivors' agreement after a failure; by workers, the coordinator", "the job ends"),
-            Deadline(self.last_worker_timeout_s, "last_worker_timeout_s", "the last worker of a stage, whatever it owes", "the job ends"),
-            Deadline(self.idle_timeout_s, "idle_timeout_s", "the script's own code, data, a checkpoint, the first step, or an instruction that has cost a worker already",
-                     "its worker is given up"),
+            Deadline(
+                self.heartbeat_timeout_s,
+                "heartbeat_timeout_s",
+                "a word of a worker or of its supervisor",
+                "it is given up",
+            ),
+            Deadline(
+                self.progress_timeout_s,
+                "progress_timeout_s",
+                f"an instruction of a process that is stopped or uses no CPU; {STEPS} median steps where these are "
+                "longer",
+                "its worker is given up",
+            ),
+            Deadline(
+                STALL * self.progress_timeout_s,
+                "progress_timeout_s",
+                "anybody, while all wait for each other",
+                "all meet again; a second time, the job ends",
+            ),
+            Deadline(
+                self.busy_timeout_s,
+                "busy_timeout_s",
+                "an instruction of a process that uses the CPU",
+                "its worker is given up",
+            ),
+            Deadline(
+                self.regroup_timeout_s,
+                "regroup_timeout_s",
+                "the survivors' agreement after a failure; by workers, the coordinator",
+                "the job ends",
+            ),
+            Deadline(
+                self.last_worker_timeout_s,
+                "last_worker_timeout_s",
+                "the last worker of a stage, whatever it owes",
+                "the job ends",
+            ),
+            Deadline(
+                self.idle_timeout_s,
+                "idle_timeout_s",
+                "the script's own code, data, a checkpoint, the first step, or an instruction that has cost a worker "
+                "already",
+                "its worker is given up",
+            ),
             Deadline(self.wait_timeout_s, "wait_timeout_s", "anything else, by a worker", "the job ends"),
-        ]  # fmt: skip
+        ]
         return sorted((row for row in rows if isfinite(row.seconds)), key=lambda row: row.seconds)
 
     def contradictions(self) -> list[tuple[str, str]]:
-        """Pairs of settings of which the first is to fire no later than the second, or before it where that is the last one, and does not."""
+        """Pairs of settings of which the first is to fire no later than the second, or before it where that is the last
+        one, and does not.
+        """
         pairs = (
-            ("progress_timeout_s", "busy_timeout_s"), ("busy_timeout_s", "idle_timeout_s"), ("heartbeat_timeout_s", "last_worker_timeout_s"),
-            ("progress_timeout_s", "last_worker_timeout_s"), ("idle_timeout_s", "wait_timeout_s"), ("regroup_timeout_s", "wait_timeout_s"),
+            ("progress_timeout_s", "busy_timeout_s"),
+            ("busy_timeout_s", "idle_timeout_s"),
+            ("heartbeat_timeout_s", "last_worker_timeout_s"),
+            ("progress_timeout_s", "last_worker_timeout_s"),
+            ("idle_timeout_s", "wait_timeout_s"),
+            ("regroup_timeout_s", "wait_timeout_s"),
             ("last_worker_timeout_s", "wait_timeout_s"),
-        )  # fmt: skip
-        return [(first, last) for first, last in pairs if (getattr(self, first), first) > (getattr(self, last), "" if last == "wait_timeout_s" else first)]
+        )
+        return [
+            (first, last)
+            for first, last in pairs
+            if (getattr(self, first), first) > (getattr(self, last), "" if last == "wait_timeout_s" else first)
+        ]
 
 
 def lease_s(deadlines: Deadlines) -> float:
-    """For how long after a beat nobody is given up for silence: what is left of either deadline where time is told late."""
+    """For how long after a beat nobody is given up for silence: what is left of either deadline where time is told
+    late.
+    """
     return min(deadlines.progress_timeout_s, deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
 
 
 def shown(table: list[Deadline]) -> str:
     """A line each."""
     width = max((len(f"{row.seconds:g}") for row in table), default=0)
-    return "\n".join(f"  {row.seconds:>{width}g} s  {row.awaited}: then {row.then} (recycle.{row.setting})" for row in table)
+    return "\n".join(
+        f"  {row.seconds:>{width}g} s  {row.awaited}: then {row.then} (recycle.{row.setting})" for row in table
+    )

@@ -8,7 +8,10 @@ from recycle_plugin.core.vocabulary.topology import ClusterView
 
 
 def readers(view: ClusterView) -> dict[int, tuple[Seat, Seat]]:
-    """By replica: who reads its inputs, and who its labels.  Without replicas that have lost both ends.  Costs time in proportion to the replicas."""
+    """By replica: who reads its inputs, and who its labels.
+
+    Without replicas that have lost both ends.  Costs time in proportion to the replicas.
+    """
     found = {}
     for replica in range(view.topology.replicas):
         ends = [Seat(replica, stage) for stage in (0, view.topology.stages - 1)]

@@ -15,11 +15,24 @@ from recycle_plugin.core.vocabulary.instruction import Instruction
 
 KINDS = ("kill", "stop", "leave")
 POINTS = (
-    "recovery.start", "recovery.report", "recovery.resume", "recovery.undone", "step.end",
-    "checkpoint.start", "checkpoint.file", "checkpoint.written", "checkpoint.publish", "checkpoint.named", "checkpoint.latest",
-    "load.start", "load.end", "resize",
-)  # fmt: skip
-_FORM = re.compile(r"(?P<kind>\w+) (?P<seat>\d+\.\d+) (?P<when>before|after|at) (?P<where>[\w.<>@-]+)(?::(?P<count>\d+))?")
+    "recovery.start",
+    "recovery.report",
+    "recovery.resume",
+    "recovery.undone",
+    "step.end",
+    "checkpoint.start",
+    "checkpoint.file",
+    "checkpoint.written",
+    "checkpoint.publish",
+    "checkpoint.named",
+    "checkpoint.latest",
+    "load.start",
+    "load.end",
+    "resize",
+)
+_FORM = re.compile(
+    r"(?P<kind>\w+) (?P<seat>\d+\.\d+) (?P<when>before|after|at) (?P<where>[\w.<>@-]+)(?::(?P<count>\d+))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +62,8 @@ class Fault:
         match = _FORM.fullmatch(" ".join(text.split()))
         if match is None:
             raise ValueError(
-                f"{text!r} is no fault: write 'kill 0.1 before 1F0.2@5', 'kill 0.1 after 1STEP@5' or 'kill 0.1 at recovery.report'"
+                f"{text!r} is no fault: write 'kill 0.1 before 1F0.2@5', 'kill 0.1 after 1STEP@5' or 'kill 0.1 at "
+                "recovery.report'"
             )
         return cls(match["kind"], Seat.parse(match["seat"]), match["when"], match["where"], int(match["count"] or 1))
 

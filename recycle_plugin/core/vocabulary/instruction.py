@@ -1,7 +1,7 @@
 """The one instruction vocabulary: plans, programs, traces, faults, errors and tests all speak it.
 
-``2F1.3`` is stage 2, forward, micro-batch 3 of replica 1; ``2F1.3@17`` the same in step 17, and ``2F1.3@-2`` in the second evaluation;
-``1SA0.2>0.2`` sends an activation to seat 0.2 and ``2RA0.2<0.1`` receives it from seat 0.1.
+``2F1.3`` is stage 2, forward, micro-batch 3 of replica 1; ``2F1.3@17`` the same in step 17, and ``2F1.3@-2`` in the
+second evaluation; ``1SA0.2>0.2`` sends an activation to seat 0.2 and ``2RA0.2<0.1`` receives it from seat 0.1.
 """
 
 from __future__ import annotations

@@ -1,25 +1,27 @@
 """Plain iterators: who draws what of them, and who keeps it.
 
-An iterator can't be read again, nor by somebody else.  Stock DeepSpeed has each worker of the first and of the last stage
-(the *ends*) call ``next`` once per micro-batch; both ends of a replica have to stay at the same position.  So:
+An iterator can't be read again, nor by somebody else.  Stock DeepSpeed has each worker of the first and of the last
+stage (the *ends*) call ``next`` once per micro-batch; both ends of a replica have to stay at the same position.  So:
 
-* A *draw* is one call, named by the replica whose iterator it is and its position in the step.  Both ends make the same draws
-  in the same order: of replica r in step k first positions 0 to M-1, which are its own micro-batches r.0 to r.M-1, then what it
-  draws for others.  A worker draws when it begins a step, everything that it will need of it.
-* What is drawn is the whole batch, inputs and labels.  It goes to whoever runs the micro-batch at that stage (most often the
-  drawer) and to the next live worker of the stage, and all of them keep it until the step is committed.  Only when the copies
-  have left the drawer may anything that others see follow from the batch: no activation, gradient or sum is older than its data.
-* A replica is a *source* as long as both its ends live.  What is kept of a lost one's batches is used: its input from who drew it
-  for the first stage, its label from who drew it for the last, or, where that one is gone, from the other end's draw of the
-  same position.  A live end of a replica that is no source any more still makes the draws whose other half is kept.  So the
-  interrupted step, and the next where it was begun, are those of the run without a failure.
-* What nobody has drawn, or nobody has kept and nobody has computed with, is dealt to the sources, evenly, at positions behind
-  their own: the batch stays as large as it was.  The deal follows from what everybody reports when the membership changes, and
-  what was once drawn for a micro-batch stays so: ends that have come unequally far in a step continue in the same order.
+* A *draw* is one call, named by the replica whose iterator it is and its position in the step.  Both ends make the same
+  draws in the same order: of replica r in step k first positions 0 to M-1, which are its own micro-batches r.0 to
+  r.M-1, then what it draws for others.  A worker draws when it begins a step, everything that it will need of it.
+* What is drawn is the whole batch, inputs and labels.  It goes to whoever runs the micro-batch at that stage (most
+  often the drawer) and to the next live worker of the stage, and all of them keep it until the step is committed.  Only
+  when the copies have left the drawer may anything that others see follow from the batch: no activation, gradient or
+  sum is older than its data.
+* A replica is a *source* as long as both its ends live.  What is kept of a lost one's batches is used: its input from
+  who drew it for the first stage, its label from who drew it for the last, or, where that one is gone, from the other
+  end's draw of the same position.  A live end of a replica that is no source any more still makes the draws whose other
+  half is kept.  So the interrupted step, and the next where it was begun, are those of the run without a failure.
+* What nobody has drawn, or nobody has kept and nobody has computed with, is dealt to the sources, evenly, at positions
+  behind their own: the batch stays as large as it was.  The deal follows from what everybody reports when the
+  membership changes, and what was once drawn for a micro-batch stays so: ends that have come unequally far in a step
+  continue in the same order.
 * Where the copies are gone of what was computed with, the job ends.  It ends too where no source is left.
 
-Draws of step k are never made after draws of step k+1: who begins k+1 has the gradient sum of k, so that every batch of k was
-used at both ends, and drawn and copied before that.
+Draws of step k are never made after draws of step k+1: who begins k+1 has the gradient sum of k, so that every batch of
+k was used at both ends, and drawn and copied before that.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Gone(Exception):
 
 @dataclass(frozen=True)
 class IteratorState:
-    """What everybody knows when a generation goes on: its plan, what each has of uncommitted steps, and what is left of them."""
+    """What everybody knows when a generation goes on: its plan, what each has of uncommitted steps, and what is left of
+    them.
+    """
 
     plan: Plan
     held: Held
@@ -90,7 +94,9 @@ class Share:
 
 def sources(view: ClusterView) -> tuple[int, ...]:
     """Replicas whose first and last stage live."""
-    return tuple(replica for replica in view.live_replicas(0) if replica in view.live_replicas(view.topology.stages - 1))
+    return tuple(
+        replica for replica in view.live_replicas(0) if replica in view.live_replicas(view.topology.stages - 1)
+    )
 
 
 def share(iterator_state: IteratorState, step: int) -> Share:
@@ -105,7 +111,9 @@ def share(iterator_state: IteratorState, step: int) -> Share:
     transfers = [
         transfer
         for (stage, micro_batch), runner in sorted(runs.items())
-        for transfer in _transfers(plan.view, step, micro_batch, draws[micro_batch], runner, here, (last - stage, micro_batch in traced))
+        for transfer in _transfers(
+            plan.view, step, micro_batch, draws[micro_batch], runner, here, (last - stage, micro_batch in traced)
+        )
     ]
     return Share(draws, tuple(transfers))
 
@@ -115,8 +123,11 @@ def _known(here: Mapping[Seat, Batches], step: int) -> dict[MicroBatch, Draw]:
     for seat, batches in here.items():
         for micro_batch, draw in batches.items():
             if known.setdefault(micro_batch, draw) != draw:
-                raise Torn(f"seat {seat} has draw {draw} for micro-batch {micro_batch} of step {step}, and another worker draw {known[micro_batch]}: this is a "
-                           "mistake of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl")  # fmt: skip
+                raise Torn(
+                    f"seat {seat} has draw {draw} for micro-batch {micro_batch} of step {step}, and another worker "
+                    f"draw {known[micro_batch]}: this is a "
+                    "mistake of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl"
+                )
     return known
 
 
@@ -125,30 +136,54 @@ def _runs(iterator_state: IteratorState, step: int) -> dict[tuple[int, MicroBatc
     plan, ends = iterator_state.plan, {0, iterator_state.plan.stages - 1}
     recovery = iterator_state.recovery_plans.get(step)
     if recovery is None:
-        return {(stage, micro_batch): plan.route[stage, micro_batch] for stage in ends for micro_batch in plan.view.topology.batch}
-    forwards = ((seat, one) for seat, work in recovery.compute.items() for one in work if one.op is Op.F and one.stage in ends)
+        return {
+            (stage, micro_batch): plan.route[stage, micro_batch]
+            for stage in ends
+            for micro_batch in plan.view.topology.batch
+        }
+    forwards = (
+        (seat, one) for seat, work in recovery.compute.items() for one in work if one.op is Op.F and one.stage in ends
+    )
     return {(one.stage, one.micro_batch): seat for seat, one in forwards}
 
 
 def _traced(iterator_state: IteratorState, step: int) -> AbstractSet[MicroBatch]:
     """Micro-batches of ``step`` that something was computed with."""
-    found = {datum.micro_batch for have in iterator_state.held.values() for datum in have if datum.step == step and datum.kind != "params"}
-    stepped = any(datum.kind == "params" and datum.step == step + 1 for have in iterator_state.held.values() for datum in have)
+    found = {
+        datum.micro_batch
+        for have in iterator_state.held.values()
+        for datum in have
+        if datum.step == step and datum.kind != "params"
+    }
+    stepped = any(
+        datum.kind == "params" and datum.step == step + 1 for have in iterator_state.held.values() for datum in have
+    )
     return frozenset(iterator_state.plan.view.topology.batch) if stepped or None in found else found
 
 
-def _deal(view: ClusterView, step: int, known: Batches, wanted: list[MicroBatch], traced: AbstractSet[MicroBatch]) -> dict[MicroBatch, Draw]:
+def _deal(
+    view: ClusterView, step: int, known: Batches, wanted: list[MicroBatch], traced: AbstractSet[MicroBatch]
+) -> dict[MicroBatch, Draw]:
     own, alive = view.topology.micro_batches, sources(view)
     draws = {one: known.get(one, Draw(*one)) for one in wanted if one in known or one.replica in alive}
     orphans = [one for one in wanted if one not in draws]
     lost = [one for one in orphans if one in traced]
     if lost:
-        raise Gone(f"step {step}: everybody who kept the data of micro-batch {lost[0]} is lost, and plain iterators can't be read again; "
-                   "go on from the last checkpoint, or use engine.set_data_source(), which needs no copies")  # fmt: skip
+        raise Gone(
+            f"step {step}: everybody who kept the data of micro-batch {lost[0]} is lost, and plain iterators can't be "
+            "read again; "
+            "go on from the last checkpoint, or use engine.set_data_source(), which needs no copies"
+        )
     if orphans and not alive:
-        raise Gone("no replica has both its first and its last stage left, so that plain iterators give no inputs with their labels any more; "
-                   "go on from the last checkpoint, or use engine.set_data_source(), which needs no such replica")  # fmt: skip
-    free = {source: 1 + max([own - 1, *(draw.position for draw in known.values() if draw.source == source)]) for source in alive}
+        raise Gone(
+            "no replica has both its first and its last stage left, so that plain iterators give no inputs with their "
+            "labels any more; "
+            "go on from the last checkpoint, or use engine.set_data_source(), which needs no such replica"
+        )
+    free = {
+        source: 1 + max([own - 1, *(draw.position for draw in known.values() if draw.source == source)])
+        for source in alive
+    }
     for one in orphans:
         source = min(alive, key=lambda each: (free[each], each))
         draws[one] = Draw(source, free[source])
@@ -157,9 +192,18 @@ def _deal(view: ClusterView, step: int, known: Batches, wanted: list[MicroBatch]
 
 
 def _transfers(
-    view: ClusterView, step: int, micro_batch: MicroBatch, draw: Draw, runner: Seat, here: Mapping[Seat, Batches], other: tuple[int, bool]
+    view: ClusterView,
+    step: int,
+    micro_batch: MicroBatch,
+    draw: Draw,
+    runner: Seat,
+    here: Mapping[Seat, Batches],
+    other: tuple[int, bool],
 ) -> Iterator[BatchTransfer]:
-    """To ``runner`` and the one that keeps a copy.  ``other``: the other end's stage, and whether something was computed with the micro-batch."""
+    """To ``runner`` and the one that keeps a copy.
+
+    ``other``: the other end's stage, and whether something was computed with the micro-batch.
+    """
     live = view.live_replicas(runner.stage)
     keeper = Seat(live[(live.index(runner.replica) + 1) % len(live)], runner.stage)
     holders = [seat for seat in here if seat.stage == runner.stage and micro_batch in here[seat]]
@@ -170,17 +214,24 @@ def _transfers(
     if holders or drawer in view.live:
         giver = holders[0] if holders else drawer
     elif runner.stage == 0 and other[1]:
-        raise Gone(f"step {step}: everybody who kept the inputs of micro-batch {micro_batch} is lost, and plain iterators can't be read again; "
-                   "go on from the last checkpoint, or use engine.set_data_source(), which needs no copies")  # fmt: skip
+        raise Gone(
+            f"step {step}: everybody who kept the inputs of micro-batch {micro_batch} is lost, and plain iterators "
+            "can't be read again; "
+            "go on from the last checkpoint, or use engine.set_data_source(), which needs no copies"
+        )
     else:
         giver = next(seat for seat in here if seat.stage == other[0] and micro_batch in here[seat])
     yield from (BatchTransfer(micro_batch, giver, taker) for taker in sorted(takers))
 
 
 def pack(drawn: Mapping[int, Batches]) -> dict[str, str]:
-    """``drawn``, by step, for a message: {"17": "0.0 0.1 1.0=0.2"} says that 1.0's data is draw 0.2; the others are their own."""
+    """``drawn``, by step, for a message: {"17": "0.0 0.1 1.0=0.2"} says that 1.0's data is draw 0.2; the others are
+    their own.
+    """
     return {
-        str(step): " ".join(str(one) if tuple(one) == tuple(draw) else f"{one}={draw}" for one, draw in sorted(batches.items()))
+        str(step): " ".join(
+            str(one) if tuple(one) == tuple(draw) else f"{one}={draw}" for one, draw in sorted(batches.items())
+        )
         for step, batches in sorted(drawn.items())
     }
 

@@ -1,4 +1,7 @@
-"""Which hosts hold every replica of a stage: losing one of those loses the stage.  And who sits where so that none does."""
+"""Which hosts hold every replica of a stage: losing one of those loses the stage.
+
+And who sits where so that none does.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +47,13 @@ def most_on_a_host(shape: Topology) -> int:
 
 
 def spread(hosts: Sequence[str]) -> tuple[int, ...]:
-    """The rank for each place that the launcher has filled, of which place i is on ``hosts[i]``; place 0 keeps rank 0.
+    """The rank for each place that the launcher has filled, of which place i is on ``hosts[i]``; place 0 keeps rank
+    0.
 
-    DeepSpeed gives the replicas of a stage neighbouring ranks, so neighbours among the ranks go to different hosts.  Where one
-    host has more than half of the places, what stays together of it is as short as can be.  No host then has a whole stage
-    that has not more than :func:`most_on_a_host`, however many replicas there are: nobody knows that yet when ranks are given out.
+    DeepSpeed gives the replicas of a stage neighbouring ranks, so neighbours among the ranks go to different hosts.
+    Where one host has more than half of the places, what stays together of it is as short as can be.  No host then has
+    a whole stage that has not more than :func:`most_on_a_host`, however many replicas there are: nobody knows that yet
+    when ranks are given out.
     """
     left = Counter(hosts)
     order: list[str] = []

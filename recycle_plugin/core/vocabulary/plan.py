@@ -21,15 +21,14 @@ ONE_F_ONE_B = "1f1b"
 class Policy:
     """Which of ReCycle's techniques are on, and how much memory a worker may use.
 
-    ``activation_cap``: micro-batches whose activations or pending weight gradients one worker may hold
-    at once: one number, one per stage, "1f1b" for what 1F1B holds (one for each stage still ahead), or
-    None for the number of stages (what 1F1B holds at its first stage).
-    ``memory_bytes``: the same in bytes, one number or one per stage; it needs a cost model with
-    ``activation_bytes`` and then replaces ``activation_cap``.
-    ``couple``: a backward may run as one B where that saves memory or time (split backward on).
-    ``stagger_optimizer``: a stage steps once it has its gradients, and begins the next step; off: no stage steps before all have theirs.
-    ``validate``: the step waits for the gradient norm over all stages (gradient clipping), and so is not staggered either.
-    ``block``: so many consecutive micro-batches of a replica stay together (core/vocabulary/blocks.py); None: all of them.
+    ``activation_cap``: micro-batches whose activations or pending weight gradients one worker may hold at once: one
+    number, one per stage, "1f1b" for what 1F1B holds (one for each stage still ahead), or None for the number of stages
+    (what 1F1B holds at its first stage). ``memory_bytes``: the same in bytes, one number or one per stage; it needs a
+    cost model with ``activation_bytes`` and then replaces ``activation_cap``. ``couple``: a backward may run as one B
+    where that saves memory or time (split backward on). ``stagger_optimizer``: a stage steps once it has its gradients,
+    and begins the next step; off: no stage steps before all have theirs. ``validate``: the step waits for the gradient
+    norm over all stages (gradient clipping), and so is not staggered either. ``block``: so many consecutive
+    micro-batches of a replica stay together (core/vocabulary/blocks.py); None: all of them.
     """
 
     split_backward: bool = True
@@ -50,11 +49,16 @@ class Policy:
         if self.block is not None and self.block < 1:
             raise ValueError(f"block is {self.block}: it has at least 1 micro-batch")
         if self.couple and self.block != 1:
-            raise ValueError("couple and block: a backward in one piece would overtake a weight gradient of its block that waits; choose one")
+            raise ValueError(
+                "couple and block: a backward in one piece would overtake a weight gradient of its block that waits; "
+                "choose one"
+            )
 
     @property
     def together(self) -> bool:
-        """Whether no stage steps before all have their gradients: they meet in a VALIDATE, and part again at their STEPs."""
+        """Whether no stage steps before all have their gradients: they meet in a VALIDATE, and part again at their
+        STEPs.
+        """
         return self.validate or not self.stagger_optimizer
 
     def closing(self, tied: bool) -> tuple[Op, ...]:
@@ -73,7 +77,9 @@ class Policy:
         return stages if cap is None else cap
 
     def blocks(self, topology: Topology) -> Blocks:
-        return Blocks(topology, topology.micro_batches if self.block is None else min(self.block, topology.micro_batches))
+        return Blocks(
+            topology, topology.micro_batches if self.block is None else min(self.block, topology.micro_batches)
+        )
 
 
 @dataclass(frozen=True)
@@ -131,5 +137,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Hash of everything that workers have to agree on: 16 hex digits."""
-        seats = array("q", (number for seat, end in zip(self.programs.seats, self.programs.ends) for number in (*seat, end)))
+        seats = array(
+            "q", (number for seat, end in zip(self.programs.seats, self.programs.ends) for number in (*seat, end))
+        )
         return hashlib.sha256(seats.tobytes() + self.programs.data).hexdigest()[:16]

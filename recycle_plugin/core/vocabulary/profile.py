@@ -15,7 +15,9 @@ from recycle_plugin.core.vocabulary.cost import CostModel
 
 ORIGINS = ("measured", "analytic")
 STATE_BYTES = {"fp32": 16, "bf16": 18}
-"""A parameter with Adam: weight, gradient, m and v in fp32; beside bf16 weights a gradient and a master weight in fp32 too."""
+"""A parameter with Adam: weight, gradient, m and v in fp32; beside bf16 weights a gradient and a master weight in fp32
+too.
+"""
 UNDO_BYTES = {"snapshot": 12, "inverse": 4}
 """A parameter, by the setting ``undo``: copies of its fp32 weight, m and v, or of its gradient."""
 
@@ -29,7 +31,10 @@ class Wire:
 
     def __post_init__(self) -> None:
         if self.latency_us < 0 or self.bytes_per_us <= 0:
-            raise ValueError(f"a link of {self.latency_us} us and {self.bytes_per_us} bytes/us: latency not negative, bandwidth above 0")
+            raise ValueError(
+                f"a link of {self.latency_us} us and {self.bytes_per_us} bytes/us: latency not negative, bandwidth "
+                "above 0"
+            )
 
     def transfer_us(self, size: int) -> int:
         """One tensor of ``size`` bytes on an idle link."""
@@ -99,7 +104,15 @@ class Profile:
             raise ValueError(f"origin is {self.origin!r}: one of {', '.join(ORIGINS)}")
         if self.dtype not in STATE_BYTES:
             raise ValueError(f"dtype is {self.dtype!r}: one of {', '.join(STATE_BYTES)}")
-        for name in ("micro_batch", "sequence", "layers", "boundary_bytes", "gradient_bytes_each", "gpus_per_worker", "device_bytes"):
+        for name in (
+            "micro_batch",
+            "sequence",
+            "layers",
+            "boundary_bytes",
+            "gradient_bytes_each",
+            "gpus_per_worker",
+            "device_bytes",
+        ):
             value = getattr(self, name)
             if (type(value) is not int or value < 1) and not (name == "device_bytes" and value is None):
                 raise ValueError(f"{name} is {value!r}: a whole number, at least 1")
@@ -147,28 +160,39 @@ class Profile:
             return tuple(round(sum(getattr(part, name) for part in row)) for row in rows)
 
         ring = self.inside if placement == "stage" else self.across
-        gradients = [self.gradient_bytes_each * sum(part.parameters for part in row) // self.gpus_per_worker for row in rows]
+        gradients = [
+            self.gradient_bytes_each * sum(part.parameters for part in row) // self.gpus_per_worker for row in rows
+        ]
         return CostModel(
-            each("forward_us"), each("input_us"), each("weight_us"),
+            each("forward_us"),
+            each("input_us"),
+            each("weight_us"),
             communication=(self.inside if placement == "replica" else self.across).transfer_us(self.boundary_bytes),
             communication_across=self.across.transfer_us(self.boundary_bytes) if placement == "replica" else None,
-            reduce=tuple(ring_us(ring, size * (stages if placement == "replica" else 1), replicas) for size in gradients),
+            reduce=tuple(
+                ring_us(ring, size * (stages if placement == "replica" else 1), replicas) for size in gradients
+            ),
             step=each("step_us"),
             backward=each("backward_us") if fused else (),
             activation_bytes=each("activation_bytes"),
             pending_bytes=each("pending_bytes"),
-        )  # fmt: skip
+        )
 
     def state_bytes(self, stages: int, undo: str | None = None) -> tuple[int, ...]:
-        """Per stage, a worker's parameters, gradients and Adam's state, which a copy of it moves; with what takes a step back where
-        ``undo`` says how."""
+        """Per stage, a worker's parameters, gradients and Adam's state, which a copy of it moves; with what takes a
+        step back where ``undo`` says how.
+        """
         each = STATE_BYTES[self.dtype] + (UNDO_BYTES[undo] if undo else 0)
         return tuple(each * sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages))
 
     def working_bytes(self, stages: int) -> tuple[int, ...]:
-        """Per stage, an estimate of what one running instruction needs on top: while a part's I runs, what that part holds
-        before and after it is there at once, with the boundary tensors that come and go."""
-        return tuple(max(part.activation_bytes + part.pending_bytes for part in row) + 2 * self.boundary_bytes for row in self.parts(stages))
+        """Per stage, an estimate of what one running instruction needs on top: while a part's I runs, what that part
+        holds before and after it is there at once, with the boundary tensors that come and go.
+        """
+        return tuple(
+            max(part.activation_bytes + part.pending_bytes for part in row) + 2 * self.boundary_bytes
+            for row in self.parts(stages)
+        )
 
 
 def ring_us(wire: Wire, size: int, members: int) -> int:

@@ -26,7 +26,9 @@ _NUMBER = {op: number for number, op in enumerate(OPS)}
 def encode(instruction: Instruction) -> int:
     """The code of an instruction of a template.  Raises ValueError for one bound to a step or a peer."""
     if instruction.step or instruction.peer:
-        raise ValueError(f"{instruction} is bound to a step or a peer: a plan's programs are templates without transfers")
+        raise ValueError(
+            f"{instruction} is bound to a step or a peer: a plan's programs are templates without transfers"
+        )
     replica, index = instruction.micro_batch or (0, 0)
     return _NUMBER[instruction.op] << OP_SHIFT | instruction.stage << STAGE_SHIFT | replica << REPLICA_SHIFT | index
 
@@ -148,14 +150,21 @@ class Route(Mapping[tuple[int, MicroBatch], Seat]):
 
     @classmethod
     def of(cls, topology: Topology, route: Mapping[tuple[int, MicroBatch], Seat]) -> Route:
-        return cls(topology, array("i", (route[stage, mb].replica for stage in range(topology.stages) for mb in topology.batch)).tobytes())
+        return cls(
+            topology,
+            array(
+                "i", (route[stage, mb].replica for stage in range(topology.stages) for mb in topology.batch)
+            ).tobytes(),
+        )
 
     def __getitem__(self, key: tuple[int, MicroBatch]) -> Seat:
         stage, (replica, index) = key
         shape = self.topology
         if not (0 <= stage < shape.stages and 0 <= replica < shape.replicas and 0 <= index < shape.micro_batches):
             raise KeyError(key)
-        return Seat(memoryview(self.data).cast("i")[(stage * shape.replicas + replica) * shape.micro_batches + index], stage)
+        return Seat(
+            memoryview(self.data).cast("i")[(stage * shape.replicas + replica) * shape.micro_batches + index], stage
+        )
 
     def __iter__(self) -> Iterator[tuple[int, MicroBatch]]:
         return ((stage, micro_batch) for stage in range(self.topology.stages) for micro_batch in self.topology.batch)
@@ -167,12 +176,18 @@ class Route(Mapping[tuple[int, MicroBatch], Seat]):
         """Replica number of each worker of ``stage`` -> the micro-batches that it runs, in canonical order."""
         width = self.topology.replicas * self.topology.micro_batches
         owned: dict[int, list[MicroBatch]] = {}
-        for replica, micro_batch in zip(memoryview(self.data).cast("i")[stage * width : (stage + 1) * width], self.topology.batch):
+        for replica, micro_batch in zip(
+            memoryview(self.data).cast("i")[stage * width : (stage + 1) * width], self.topology.batch
+        ):
             owned.setdefault(replica, []).append(micro_batch)
         return {replica: tuple(micro_batches) for replica, micro_batches in owned.items()}
 
     def __eq__(self, other: object) -> bool:
-        return (self.topology, self.data) == (other.topology, other.data) if isinstance(other, Route) else Mapping.__eq__(self, other)
+        return (
+            (self.topology, self.data) == (other.topology, other.data)
+            if isinstance(other, Route)
+            else Mapping.__eq__(self, other)
+        )
 
     def __hash__(self) -> int:
         return hash((self.topology, self.data))

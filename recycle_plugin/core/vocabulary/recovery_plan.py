@@ -1,21 +1,21 @@
 """What has to run again after a failure, and nothing else: recovery is lineage.
 
 To finish a step every live worker needs its stage's reduced gradient, and that needs every micro-batch's weight
-gradient.  What of these survived, on whichever live worker, stays as it is.  What has to run is the *backward
-closure* of what is missing, through ``core.vocabulary.dataflow``: a weight gradient needs what its input gradient left, that
+gradient.  What of these survived, on whichever live worker, stays as it is.  What has to run is the *backward closure*
+of what is missing, through ``core.vocabulary.dataflow``: a weight gradient needs what its input gradient left, that
 needs the stash and the gradient from one stage down, and so on, until something is met that a live worker holds.
 Boundary tensors are kept by who made them until the step is committed, and sent once more.
 
-In exact mode weight gradients are in the sums of blocks (core/vocabulary/blocks.py).  A block that a live worker has begun goes on there, in
-order; one whose worker has died is made again, all of it, by one worker.
+In exact mode weight gradients are in the sums of blocks (core/vocabulary/blocks.py).  A block that a live worker has
+begun goes on there, in order; one whose worker has died is made again, all of it, by one worker.
 
 Nothing surviving, this is the restart of the step; more surviving (a log), it is SWIFT's replay (PPoPP'23).
 
-Where the closure runs through a worker that has already stepped, that worker takes its step back first and steps
-again from the reduced gradient, which it keeps.  Where some live worker of a stage holds the whole reduced gradient,
-the others get it from there (the stage rolls forward); otherwise it is summed again from untouched contributions.
-Where stages share weights (core/vocabulary/topology.py) and somebody lacks the sum over them, all of them make it again from the reduced gradients,
-which everybody keeps: it comes out the same.
+Where the closure runs through a worker that has already stepped, that worker takes its step back first and steps again
+from the reduced gradient, which it keeps.  Where some live worker of a stage holds the whole reduced gradient, the
+others get it from there (the stage rolls forward); otherwise it is summed again from untouched contributions. Where
+stages share weights (core/vocabulary/topology.py) and somebody lacks the sum over them, all of them make it again from
+the reduced gradients, which everybody keeps: it comes out the same.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ class BoundaryMove:
 class RecoveryPlan:
     """What is left of ``step``, for every live seat, in no particular order.
 
-    ``compute``: F, I, W and B.  ``boundary_only``: those F and I that make a boundary tensor only, because the micro-batch's weight
-    gradient has been counted already.  ``closing``: REDUCE, TIE, VALIDATE and STEP, in this order.  ``holders``: from whom the
-    others of a stage get the reduced gradient, where somebody has it.  ``moves``: how boundary tensors that are not on their
-    consumer's worker get there.  ``undo``: who has to take the step back before that.
+    ``compute``: F, I, W and B.  ``boundary_only``: those F and I that make a boundary tensor only, because the
+    micro-batch's weight gradient has been counted already.  ``closing``: REDUCE, TIE, VALIDATE and STEP, in this order.
+    ``holders``: from whom the others of a stage get the reduced gradient, where somebody has it.  ``moves``: how
+    boundary tensors that are not on their consumer's worker get there.  ``undo``: who has to take the step back before
+    that.
     """
 
     step: int
@@ -69,11 +70,13 @@ class RecoveryPlan:
 
 
 def unfinished(plan: Plan, committed: int, held: Held, rejected: bool = False) -> tuple[RecoveryPlan, ...]:
-    """What is left of the steps after ``committed`` that somebody has begun, two at most (core/vocabulary/commit_rule.py).
+    """What is left of the steps after ``committed`` that somebody has begun, two at most
+    (core/vocabulary/commit_rule.py).
 
-    Stashes of the second step do not outlive a step that is taken back: their parameters are about to change.  ``rejected``: the
-    first was rejected (core/coordinator/step_validation.py) and not everybody knows, so who has applied it astray takes it back, and nothing later counts,
-    be it from somebody who has not stepped: a worker that has, and is lost, may have sent it.
+    Stashes of the second step do not outlive a step that is taken back: their parameters are about to change.
+    ``rejected``: the first was rejected (core/coordinator/step_validation.py) and not everybody knows, so who has
+    applied it astray takes it back, and nothing later counts, be it from somebody who has not stepped: a worker that
+    has, and is lost, may have sent it.
     """
     if rejected:
         back, held = _astray(held, committed + 1), without_later(held, committed + 1)
@@ -94,14 +97,17 @@ def uninformed(held: Held, step: int) -> frozenset[Seat]:
 
 def _astray(held: Held, step: int) -> frozenset[Seat]:
     """Who has applied ``step`` without knowing that."""
-    return frozenset(seat for seat in uninformed(held, step) if Datum("params", seat.stage, None, step + 1) in held[seat])
+    return frozenset(
+        seat for seat in uninformed(held, step) if Datum("params", seat.stage, None, step + 1) in held[seat]
+    )
 
 
 def without_later(held: Held, step: int) -> Held:
     """What counts of ``held`` where ``step`` was rejected: nothing later; and who has applied it astray has not."""
     back = _astray(held, step)
     return {
-        seat: frozenset(datum for datum in have if datum.step <= step or datum.kind == "params" and seat not in back) for seat, have in held.items()
+        seat: frozenset(datum for datum in have if datum.step <= step or datum.kind == "params" and seat not in back)
+        for seat, have in held.items()
     }
 
 
@@ -112,7 +118,10 @@ def surviving(held: Held, recovery: RecoveryPlan) -> Held:
     def stays(seat: Seat, datum: Datum) -> bool:
         return datum.step <= recovery.step or datum.kind != "stash" and datum != later._replace(stage=seat.stage)
 
-    return {seat: have if seat not in recovery.undo else frozenset(d for d in have if stays(seat, d)) for seat, have in held.items()}
+    return {
+        seat: have if seat not in recovery.undo else frozenset(d for d in have if stays(seat, d))
+        for seat, have in held.items()
+    }
 
 
 def plan_recovery(plan: Plan, step: int, held: Held) -> RecoveryPlan:
@@ -141,7 +150,9 @@ class _Closure:
 
     def __init__(self, plan: Plan, step: int, held: Held) -> None:
         self._plan, self._step, self._held = plan, step, held
-        self._seats = {stage: sorted(seat for seat in plan.view.live if seat.stage == stage) for stage in range(plan.stages)}
+        self._seats = {
+            stage: sorted(seat for seat in plan.view.live if seat.stage == stage) for stage in range(plan.stages)
+        }
         self._blocks = plan.policy.blocks(plan.view.topology)
         self._where = _index(held, step)
         self._homes = self._begun()
@@ -167,33 +178,51 @@ class _Closure:
             return
         missing: set[Block] = set()
         for micro_batch in self._plan.view.topology.batch:
-            found, block = self._where.get(Datum("wgrad", stage, micro_batch, self._step), ()), self._blocks.of(micro_batch)
+            found, block = (
+                self._where.get(Datum("wgrad", stage, micro_batch, self._step), ()),
+                self._blocks.of(micro_batch),
+            )
             if len(found) > 1:
                 self._torn(stage, micro_batch, f"is in the sums of seats {_names(found)}, and would be counted twice")
             if not found:
                 missing.add(block)
                 self._weight(stage, micro_batch)
             elif block in missing or found[0] != self._homes[stage, block]:
-                self._torn(stage, micro_batch, f"is in the sum of seat {found[0]}, and what its block adds before it is not")
+                self._torn(
+                    stage, micro_batch, f"is in the sum of seat {found[0]}, and what its block adds before it is not"
+                )
 
     def _torn(self, stage: int, micro_batch: MicroBatch, how: str) -> None:
-        raise Torn(f"the weight gradient of micro-batch {micro_batch} on stage {stage}, step {self._step}, {how}: "
-                   "this is a mistake of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl")
+        raise Torn(
+            f"the weight gradient of micro-batch {micro_batch} on stage {stage}, step {self._step}, {how}: "
+            "this is a mistake of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl"
+        )
 
     def close(self) -> None:
-        """REDUCE where a stage lacks its result, TIE where one of a tie lacks its own, then VALIDATE, by all or by nobody, and STEP.
+        """REDUCE where a stage lacks its result, TIE where one of a tie lacks its own, then VALIDATE, by all or by
+        nobody, and STEP.
 
-        Where somebody has stepped the norm was told to all, and VALIDATE finds it there (core/messages/contributions.py): nobody waits for one again.
+        Where somebody has stepped the norm was told to all, and VALIDATE finds it there
+        (core/messages/contributions.py): nobody waits for one again.
         """
         behind = {seat for seat in self._held if not self._stepped(seat)} | self.undo
         apart = self._apart()
         for seat in sorted(self._held):
-            runs = {Op.REDUCE: seat.stage in self._lacking, Op.TIE: seat.stage in apart, Op.VALIDATE: bool(behind), Op.STEP: seat in behind}
-            self.closing[seat] = [Instruction(op, seat.stage, None, self._step) for op in self._plan.policy.closing(tied=True) if runs[op]]
+            runs = {
+                Op.REDUCE: seat.stage in self._lacking,
+                Op.TIE: seat.stage in apart,
+                Op.VALIDATE: bool(behind),
+                Op.STEP: seat in behind,
+            }
+            self.closing[seat] = [
+                Instruction(op, seat.stage, None, self._step) for op in self._plan.policy.closing(tied=True) if runs[op]
+            ]
 
     def _apart(self) -> set[int]:
         """Stages that share weights, and somebody there has no sum over all that share them."""
-        lacks = {seat.stage for seat, have in self._held.items() if Datum("tied", seat.stage, None, self._step) not in have}
+        lacks = {
+            seat.stage for seat, have in self._held.items() if Datum("tied", seat.stage, None, self._step) not in have
+        }
         return {stage for tie in self._plan.view.topology.ties if lacks.intersection(tie) for stage in tie}
 
     def boundary_only(self) -> frozenset[Instruction]:
@@ -255,12 +284,17 @@ class _Closure:
         return self._homes.get((stage, self._blocks.of(micro_batch))) or self._plan.route[stage, micro_batch]
 
     def _begun(self) -> dict[tuple[int, Block], Seat]:
-        """Who has most of each block that somebody has begun.  A stash may be left of what was run for its boundary tensor only."""
+        """Who has most of each block that somebody has begun.
+
+        A stash may be left of what was run for its boundary tensor only.
+        """
         homes: dict[tuple[int, Block], tuple[int, Seat]] = {}
         for datum, seats in self._where.items():
             if datum.kind in MADE_OF_BLOCK:
                 key = datum.stage, self._blocks.of(datum.micro_batch)
-                homes[key] = min(homes.get(key, (len(MADE_OF_BLOCK), seats[0])), (MADE_OF_BLOCK.index(datum.kind), seats[0]))
+                homes[key] = min(
+                    homes.get(key, (len(MADE_OF_BLOCK), seats[0])), (MADE_OF_BLOCK.index(datum.kind), seats[0])
+                )
         return {key: seat for key, (_, seat) in homes.items()}
 
 

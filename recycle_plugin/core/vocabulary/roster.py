@@ -1,9 +1,11 @@
 """Who takes part in a generation: workers, the seats that they hold, and who is given up with whom.
 
-A *worker* is one process: a rank, and which of the processes that have had it, its *incarnation*.  So one that comes back is another worker
-than the one that was lost.  A *seat* is held by a group of workers in a fixed order, its *shards* (one today, a tensor-parallel group later).
+A *worker* is one process: a rank, and which of the processes that have had it, its *incarnation*.  So one that comes
+back is another worker than the one that was lost.  A *seat* is held by a group of workers in a fixed order, its
+*shards* (one today, a tensor-parallel group later).
 
-Whoever asks who holds, lives, comes first, joins or leaves asks a :class:`Roster`; nobody searches a generation's members.
+Whoever asks who holds, lives, comes first, joins or leaves asks a :class:`Roster`; nobody searches a generation's
+members.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ class WorkerId(NamedTuple):
 
 @dataclass(frozen=True)
 class Member:
-    """A worker of a generation: where it sits, where its peers reach it, and on which host it runs.  ``shard``: its place in the seat's group."""
+    """A worker of a generation: where it sits, where its peers reach it, and on which host it runs.
+
+    ``shard``: its place in the seat's group.
+    """
 
     rank: int
     seat: Seat
@@ -50,15 +55,19 @@ Group = tuple[Member, ...]
 class Roster:
     """Of ``members``, in the order of their ranks, however they are given.
 
-    What is made of them (a dict for each kind of question) is made when it is first asked for, in one pass; after that every answer is one
-    look into a dict, whatever the number of workers, unless it says otherwise.  ValueError where two have one rank, or one shard of a seat.
+    What is made of them (a dict for each kind of question) is made when it is first asked for, in one pass; after that
+    every answer is one look into a dict, whatever the number of workers, unless it says otherwise.  ValueError where
+    two have one rank, or one shard of a seat.
     """
 
     members: Group = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "members", tuple(sorted(self.members, key=lambda member: member.worker)))
-        for what, of in (("rank", lambda member: member.rank), ("seat and shard", lambda member: (member.seat, member.shard))):
+        for what, of in (
+            ("rank", lambda member: member.rank),
+            ("seat and shard", lambda member: (member.seat, member.shard)),
+        ):
             twice = [name for name, group in self._grouped(of).items() if len(group) > 1]
             if twice:
                 raise ValueError(f"two members of one generation have the {what} {twice[0]}")
@@ -102,7 +111,10 @@ class Roster:
 
     @cached_property
     def _by_seat(self) -> dict[Seat, Group]:
-        return {seat: tuple(sorted(group, key=lambda member: member.shard)) for seat, group in self._grouped(lambda member: member.seat).items()}
+        return {
+            seat: tuple(sorted(group, key=lambda member: member.shard))
+            for seat, group in self._grouped(lambda member: member.seat).items()
+        }
 
     @cached_property
     def _by_stage(self) -> dict[int, Group]:
@@ -134,7 +146,10 @@ class Roster:
         return self._by_seat.get(seat, ())
 
     def holder(self, seat: Seat, shard: int = 0) -> Member | None:
-        """Of one shard: its counterparts at other seats send to it and receive from it.  One step for each shard of the seat."""
+        """Of one shard: its counterparts at other seats send to it and receive from it.
+
+        One step for each shard of the seat.
+        """
         return next((member for member in self.group(seat) if member.shard == shard), None)
 
     @cached_property
@@ -165,12 +180,20 @@ class Roster:
         return tuple(sorted(self._by_stage))
 
     def first_of(self, stage: int) -> Member:
-        """The one alive of the lowest rank, which does what one does for the stage.  IndexError where nobody is left."""
+        """The one alive of the lowest rank, which does what one does for the stage.
+
+        IndexError where nobody is left.
+        """
         return self.stage(stage)[0]
 
     def stages(self, stages: Collection[int]) -> Group:
-        """Who is live in any of them, in the order of the ranks.  As long as they are many, times the logarithm of that."""
-        return tuple(sorted((member for stage in set(stages) for member in self.stage(stage)), key=lambda member: member.rank))
+        """Who is live in any of them, in the order of the ranks.
+
+        As long as they are many, times the logarithm of that.
+        """
+        return tuple(
+            sorted((member for stage in set(stages) for member in self.stage(stage)), key=lambda member: member.rank)
+        )
 
     def replica(self, replica: int) -> Group:
         """Who is live in it, in the order of the ranks."""
@@ -199,5 +222,9 @@ class FailureDomain(Enum):
 
     def of(self, member: Member, roster: Roster) -> Group:
         """Who of ``roster`` goes when ``member`` does, itself first."""
-        together = {FailureDomain.WORKER: (), FailureDomain.SEAT: roster.group(member.seat), FailureDomain.REPLICA: roster.replica(member.seat.replica)}
+        together = {
+            FailureDomain.WORKER: (),
+            FailureDomain.SEAT: roster.group(member.seat),
+            FailureDomain.REPLICA: roster.replica(member.seat.replica),
+        }
         return member, *(other for other in together[self] if other != member)

@@ -18,11 +18,15 @@ class Span(NamedTuple):
 
 
 def run_again(spans: Iterable[Span]) -> dict[Span, Span]:
-    """Spans whose work was lost or taken back, each with the one in which its instruction was run once more, by whomever."""
+    """Spans whose work was lost or taken back, each with the one in which its instruction was run once more, by
+    whomever.
+    """
     last: dict[Hashable, Span] = {}
     found = {}
     for span in sorted(spans, key=lambda span: span.start_us):
-        key = span.instruction if span.instruction.micro_batch else (span.seat, span.instruction)  # everybody has a STEP of his own
+        key = (
+            span.instruction if span.instruction.micro_batch else (span.seat, span.instruction)
+        )  # everybody has a STEP of his own
         if key in last:
             found[last[key]] = span
         last[key] = span

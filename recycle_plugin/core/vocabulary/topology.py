@@ -1,18 +1,21 @@
 """The logical shape of a job, and who of it is alive.
 
-Stages that share a weight (DeepSpeed's ``TiedLayerSpec``) have a copy of it each, and a *tie*: the copies stay equal because all of them
-apply the same gradient.  That is the sum over the stages of what each stage's REDUCE has left; TIE makes it, one joint event of all live
-workers of the tie's stages, between REDUCE and STEP.  It is a second sum after the stage's own, and not one over the workers' contributions:
+Stages that share a weight (DeepSpeed's ``TiedLayerSpec``) have a copy of it each, and a *tie*: the copies stay equal
+because all of them apply the same gradient.  That is the sum over the stages of what each stage's REDUCE has left; TIE
+makes it, one joint event of all live workers of the tie's stages, between REDUCE and STEP.  It is a second sum after
+the stage's own, and not one over the workers' contributions:
 
-* Every live worker of a stage has the stage's sum before TIE begins, and keeps it until the step is committed.  So whoever dies, the sum
-  over the stages can be made again from what any one survivor of each stage holds, and it has the same bits, since stages are added in
-  their order.  Nothing is run again because of a tie, and nobody needs to know who has the result: where somebody lacks it, it is made
-  again, by all (core/vocabulary/recovery_plan.py).
-* Nobody has the result before all have come to TIE.  So who has applied it can rely on every other stage's sum being there still.
-* The stage's one STEP applies its own and its tied weights together, as DeepSpeed's optimizer does.  A tied weight is committed with the
-  step, whose commit waits for all stages anyway.
+* Every live worker of a stage has the stage's sum before TIE begins, and keeps it until the step is committed.  So
+  whoever dies, the sum over the stages can be made again from what any one survivor of each stage holds, and it has the
+  same bits, since stages are added in their order.  Nothing is run again because of a tie, and nobody needs to know who
+  has the result: where somebody lacks it, it is made again, by all (core/vocabulary/recovery_plan.py).
+* Nobody has the result before all have come to TIE.  So who has applied it can rely on every other stage's sum being
+  there still.
+* The stage's one STEP applies its own and its tied weights together, as DeepSpeed's optimizer does.  A tied weight is
+  committed with the step, whose commit waits for all stages anyway.
 
-What this costs is that a stage of a tie steps when the last of them has its sum; planner, lower bound and verifier count with that.
+What this costs is that a stage of a tie steps when the last of them has its sum; planner, lower bound and verifier
+count with that.
 """
 
 from __future__ import annotations
@@ -42,7 +45,10 @@ class Topology:
             if getattr(self, name) < 1:
                 raise ValueError(f"topology.{name} is {getattr(self, name)}: it has to be at least 1")
         if self.ties != tied(self.ties) or any(not 0 <= stage < self.stages for tie in self.ties for stage in tie):
-            raise ValueError(f"topology.ties is {self.ties}: sets of two or more of the stages 0 to {self.stages - 1}, none in two of them, all in order")
+            raise ValueError(
+                f"topology.ties is {self.ties}: sets of two or more of the stages 0 to {self.stages - 1}, none in two "
+                "of them, all in order"
+            )
 
     def tie(self, stage: int) -> tuple[int, ...]:
         """The stages with which ``stage`` shares weights, itself included; none where it shares none."""
@@ -55,7 +61,9 @@ class Topology:
     @cached_property
     def batch(self) -> tuple[MicroBatch, ...]:
         """All micro-batches of a step, in the order in which gradients of one worker are summed."""
-        return tuple(MicroBatch(replica, index) for replica in range(self.replicas) for index in range(self.micro_batches))
+        return tuple(
+            MicroBatch(replica, index) for replica in range(self.replicas) for index in range(self.micro_batches)
+        )
 
     def full(self) -> ClusterView:
         return ClusterView(self, frozenset(self.seats))
@@ -96,7 +104,9 @@ class ClusterView:
 
 
 def tied(groups: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
-    """The ties of a job in which each of ``groups`` is the stages that share some weight: groups that have a stage in common are one tie."""
+    """The ties of a job in which each of ``groups`` is the stages that share some weight: groups that have a stage in
+    common are one tie.
+    """
     ties: list[set[int]] = []
     for group in map(set, groups):
         ties = [tie for tie in ties if not tie & group] + [group.union(*(tie for tie in ties if tie & group))]

@@ -1,1 +1,3 @@
-"""A worker's half: its training loop, what it has of unfinished steps, and what it knows of the coordinator's decisions."""
+"""A worker's half: its training loop, what it has of unfinished steps, and what it knows of the coordinator's
+decisions.
+"""

@@ -1,8 +1,9 @@
 """How often checkpoints are made by themselves: as often as what one costs allows.
 
-After CheckFreq (Mohan et al., FAST'21): the state is copied in memory and written while training goes on, and the interval follows from
-the measured cost.  Cost is all the time that steps take longer than usual, from the one that begins with the copy to the one in
-which the last file is there.  Every worker has a :class:`CheckpointInterval` and tells it the same, so that all come to the same step.
+After CheckFreq (Mohan et al., FAST'21): the state is copied in memory and written while training goes on, and the
+interval follows from the measured cost.  Cost is all the time that steps take longer than usual, from the one that
+begins with the copy to the one in which the last file is there.  Every worker has a :class:`CheckpointInterval` and
+tells it the same, so that all come to the same step.
 """
 
 from __future__ import annotations
@@ -18,19 +19,24 @@ from recycle_plugin.core.vocabulary.commit_rule import unstarted
 FIRST = 10  # steps before the first checkpoint: long enough to know how long a step takes
 REMEMBERED = 20  # steps that count as usual
 COSTS = 20  # checkpoints whose costs are remembered: any one may be measured in a bad moment
-DOUBTED = 10  # times the usual cost: no more is believed of any one; nor, of the first one alone, an interval so many times the first
+# times the usual cost: no more is believed of any one; nor, of the first one alone, an interval so many times the first
+DOUBTED = 10
 
 
 class Cost(NamedTuple):
-    """Of one checkpoint, to one worker: seconds in all (less than none where others have slowed down what counts as usual), and
-    seconds of a usual step."""
+    """Of one checkpoint, to one worker: seconds in all (less than none where others have slowed down what counts as
+    usual), and seconds of a usual step.
+    """
 
     seconds: float
     step_s: float
 
 
 class CheckpointInterval:
-    """``overhead``: what checkpoints may cost, as a share of the steps between them.  ``due``: the step before which the next one is made."""
+    """``overhead``: what checkpoints may cost, as a share of the steps between them.
+
+    ``due``: the step before which the next one is made.
+    """
 
     def __init__(self, overhead: float, stepped: int) -> None:
         self._overhead = overhead
@@ -39,7 +45,10 @@ class CheckpointInterval:
         self.due = stepped + FIRST + 1
 
     def made(self, begun: int, costs: Collection[Cost], free: int) -> None:
-        """The one before step ``begun`` is written, and has cost each worker that.  ``free``: a step that nobody has started."""
+        """The one before step ``begun`` is written, and has cost each worker that.
+
+        ``free``: a step that nobody has started.
+        """
         self._costs.append(Cost(max(cost.seconds for cost in costs), median(cost.step_s for cost in costs)))
         step_s = median(cost.step_s for cost in self._costs)
         self.every = max(1, ceil(self._expected() / (self._overhead * step_s)))
@@ -55,11 +64,16 @@ class CheckpointInterval:
         return fmean(believed) + (stdev(believed) / sqrt(len(believed)) if len(believed) > 1 else 0.0)
 
     def failed(self, begun: int, free: int) -> None:
-        """The one before step ``begun`` could not be written, which says nothing of what one costs.  ``free``: as for ``made``."""
+        """The one before step ``begun`` could not be written, which says nothing of what one costs.
+
+        ``free``: as for ``made``.
+        """
         self.due = max(begun + self.every, free)
 
     def dropped(self, committed: int) -> None:
-        """The membership has changed while one was written, and everybody goes on from ``committed``: the next one comes at once."""
+        """The membership has changed while one was written, and everybody goes on from ``committed``: the next one
+        comes at once.
+        """
         self.due = unstarted(committed)
 
     def loaded(self, step: int) -> None:

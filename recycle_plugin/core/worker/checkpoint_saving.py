@@ -1,11 +1,11 @@
 """A checkpoint is there whole or not at all, and never half of one under its name.
 
-It is written under another name.  When the coordinator says that everybody has written (core/coordinator/barriers.py), the first live worker gives it its own.  Whoever
-dies before that is seen by all: they save once more, under yet another name.  A late writer, given up by the others and still alive, writes to a place that
-nobody uses any more.
+It is written under another name.  When the coordinator says that everybody has written (core/coordinator/barriers.py),
+the first live worker gives it its own.  Whoever dies before that is seen by all: they save once more, under yet another
+name.  A late writer, given up by the others and still alive, writes to a place that nobody uses any more.
 
-Whoever can't write, since its disk is full, comes to the meeting all the same and says so, and so does who can't give it its name: the verdict is one for all,
-who go on without the checkpoint, and what was written of it goes.
+Whoever can't write, since its disk is full, comes to the meeting all the same and says so, and so does who can't give
+it its name: the verdict is one for all, who go on without the checkpoint, and what was written of it goes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ class CheckpointFiles(Protocol):
     """Of one checkpoint.  The values say why something could not be written, "" where it was."""
 
     def write(self, number: int) -> Iterator[Any]:
-        """This worker's share, under a name of the attempt ``number``, which is another one in each membership.  Raises Interrupted."""
+        """This worker's share, under a name of the attempt ``number``, which is another one in each membership.
+
+        Raises Interrupted.
+        """
 
     def publish(self, number: int) -> Iterator[Any]:
         """All shares of this attempt are there: give it its name.  Once it has that, doing so again changes nothing."""
@@ -31,9 +34,18 @@ class CheckpointFiles(Protocol):
         """Nobody writes to this attempt any more, and nobody wants it.  No value."""
 
 
-def save(loop: TrainingLoop, control_view: ControlView, place: str, files: CheckpointFiles, recover: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Returns when the checkpoint is in place, of all live workers' last committed step.  ``place``: its name, the same on all; ``recover()``: after a
-    membership change between steps.  The value is "", or where it can't be written, the same on all: why."""
+def save(
+    loop: TrainingLoop,
+    control_view: ControlView,
+    place: str,
+    files: CheckpointFiles,
+    recover: Callable[[], Iterator[Any]],
+) -> Iterator[Any]:
+    """Returns when the checkpoint is in place, of all live workers' last committed step.
+
+    ``place``: its name, the same on all; ``recover()``: after a membership change between steps.  The value is "", or
+    where it can't be written, the same on all: why.
+    """
     while True:
         yield from loop.settle()
         try:

@@ -1,4 +1,6 @@
-"""What a worker knows from the coordinator, and what follows from that; carried by ``runtime.control.session`` or simulated."""
+"""What a worker knows from the coordinator, and what follows from that; carried by ``runtime.control.session`` or
+simulated.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ class ControlView:
     """Of the worker of ``rank``; ``incarnation``: which one of those that have had it.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
-    adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force, ``news`` how commits
-    were said, for whoever takes it from there, ``end`` the job's; ``departed``: the others go on without this worker, since it was to leave.
+    adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
+    ``news`` how commits were said, for whoever takes it from there, ``end`` the job's; ``departed``: the others go on
+    without this worker, since it was to leave.
     """
 
     def __init__(self, rank: int, incarnation: int = 0) -> None:
@@ -86,7 +89,9 @@ class ControlView:
             case Resume():
                 self._resume = message
                 if message.rejected:
-                    self._collected = {key: values for key, values in self._collected.items() if key[0] <= message.committed + 1}
+                    self._collected = {
+                        key: values for key, values in self._collected.items() if key[0] <= message.committed + 1
+                    }
             case Committed():
                 self.committed = max(self.committed, message.step)
                 self.news.append((self.generation, message))
@@ -99,12 +104,18 @@ class ControlView:
                 self.end = message
 
     def has_left(self, generation: Generation) -> bool:
-        """Whether ``generation``, which holds at once, is without this worker because the step has come before which it was to leave."""
+        """Whether ``generation``, which holds at once, is without this worker because the step has come before which it
+        was to leave.
+        """
         outside = self.worker not in generation.roster.workers and not generation.from_step
         return outside and self._leaves_at > 0 and self.committed >= self._leaves_at - 1
 
-    def lose_coordinator(self, why: str = "the coordinator's host is gone (it is still a single point of failure)") -> bool:
-        """Its line is broken, and nothing will be heard any more: the job is over here, a planned end included, unless it already is."""
+    def lose_coordinator(
+        self, why: str = "the coordinator's host is gone (it is still a single point of failure)"
+    ) -> bool:
+        """Its line is broken, and nothing will be heard any more: the job is over here, a planned end included, unless
+        it already is.
+        """
         lost = self.end is None or not self.end.failed
         if lost:
             self.end = End(0, why, failed=True)
@@ -117,7 +128,9 @@ class ControlView:
 
     def _is_certain(self, pending: Generation | None) -> bool:
         """Whether all go on with it, unless there is a failure: it holds at once, or all have come to its step."""
-        return pending is not None and (not pending.from_step or self._resume is not None and self._resume.generation == pending.number)
+        return pending is not None and (
+            not pending.from_step or self._resume is not None and self._resume.generation == pending.number
+        )
 
     def interruption(self) -> Generation | None:
         """A membership change that holds at once, if there is one."""
@@ -146,13 +159,18 @@ class ControlView:
         return True if self.committed >= step else None
 
     def collected(self, step: int, name: str) -> dict | None:
-        """The complete set of contributions ``name`` of ``step``, until a later one is committed: after a failure it may be asked for once more."""
+        """The complete set of contributions ``name`` of ``step``, until a later one is committed: after a failure it
+        may be asked for once more.
+        """
         return self._collected.get((step, name))
 
     def barrier_passed(self, place: str, number: int) -> BarrierPassed | bool | None:
-        """The meeting at ``place`` to which this worker came in generation ``number``, handed out once; False when the membership has
-        changed before it came about; None as long as neither is known."""
-        return self._barriers_passed.pop(place, False if self.number != number or self.interruption() is not None else None)
+        """The meeting at ``place`` to which this worker came in generation ``number``, handed out once; False when the
+        membership has changed before it came about; None as long as neither is known.
+        """
+        return self._barriers_passed.pop(
+            place, False if self.number != number or self.interruption() is not None else None
+        )
 
     def resume_of(self, generation: Generation) -> Resume | bool | None:
         """Where ``generation`` goes on, False when a newer one has replaced it, None as long as neither is known."""

@@ -7,7 +7,9 @@ class DataCursor:
     """``micro_batches``: of a replica, in each step from the first, step 1, on."""
 
     def __init__(self, micro_batches: int) -> None:
-        self._changes = [(1, 0, micro_batches)]  # from this step on, before which a replica had so many, it has so many each
+        self._changes = [
+            (1, 0, micro_batches)
+        ]  # from this step on, before which a replica had so many, it has so many each
 
     def before(self, step: int) -> int:
         """How many a replica has had before ``step``."""

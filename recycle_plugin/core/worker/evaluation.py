@@ -1,10 +1,13 @@
-"""Evaluations between steps, by whoever is left: every worker has the losses, or all do it once more after a failure.
+"""Evaluations between steps, by whoever is left: every worker has the losses, or all do it once more after a
+failure.
 
-They run through the one executor, as steps of their own with negative numbers: ``1F0.2@-3`` is a forward of the third evaluation.
+They run through the one executor, as steps of their own with negative numbers: ``1F0.2@-3`` is a forward of the third
+evaluation.
 
-Stock DeepSpeed reads a micro-batch twice, its inputs by the first stage's worker of the replica and its labels by the last stage's.  Each of these *ends*
-has read the whole batch, so where one is lost the other's serves for both; where both are, the replica's batches are out of reach, and the evaluation is
-over the others.  Who runs a micro-batch of a lost worker gets its data from who has read it.
+Stock DeepSpeed reads a micro-batch twice, its inputs by the first stage's worker of the replica and its labels by the
+last stage's.  Each of these *ends* has read the whole batch, so where one is lost the other's serves for both; where
+both are, the replica's batches are out of reach, and the evaluation is over the others.  Who runs a micro-batch of a
+lost worker gets its data from who has read it.
 """
 
 from __future__ import annotations
@@ -28,13 +31,23 @@ Forwards = Callable[[Plan, Seat, int, int], Iterable[Instruction]]  # planner.fo
 class Evaluations:
     """Of ``worker``, which trains by ``loop``.  ``recover()``: after a membership change between steps."""
 
-    def __init__(self, machine: Machine, worker: Worker, loop: TrainingLoop, forwards: Forwards, recover: Callable[[], Iterator[Any]]) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        worker: Worker,
+        loop: TrainingLoop,
+        forwards: Forwards,
+        recover: Callable[[], Iterator[Any]],
+    ) -> None:
         self._machine, self._worker, self._loop, self._seat = machine, worker, loop, worker.seat
         self._forwards, self._recover = forwards, recover
         self._number = 0
 
     def run(self, batches: Sequence[Any], count: int) -> Iterator[Any]:
-        """The value is the loss of each micro-batch, by its name.  ``batches``: the ``count`` that this worker has read, if it is an end of its replica."""
+        """The value is the loss of each micro-batch, by its name.
+
+        ``batches``: the ``count`` that this worker has read, if it is an end of its replica.
+        """
         self._number += 1
         while True:
             yield from self._loop.settle()
@@ -42,7 +55,9 @@ class Evaluations:
                 return (yield from self._run(self._loop.plan, batches, count))
             except Interrupted:
                 pass
-            finally:  # before this worker meets the others: after that somebody may have sent what is to be evaluated once more
+            finally:
+                # before this worker meets the others: after that somebody may have sent what is to be evaluated once
+                # more
                 self._worker.forget_evaluation(-self._number)
             yield from self._recover()
 
@@ -52,11 +67,21 @@ class Evaluations:
         for micro_batch, stage in self._mine(plan, read_by, count):
             self._hand_out(plan, Datum(KIND, stage, micro_batch, number), batches[micro_batch.index])
         program = tuple(self._forwards(plan, self._seat, number, count))
-        givers = {Datum(KIND, one.stage, one.micro_batch, number): read_by[one.micro_batch.replica][one.stage > 0] for one in program if one.op is Op.LOAD}
-        yield from self._worker.execute(StepProgram(number, program, frozenset(one for one in program if one.op is Op.F), givers=givers))
-        return (yield from self._loop.barrier(f"the end of evaluation {self._number}", self._worker.losses(number))).values
+        givers = {
+            Datum(KIND, one.stage, one.micro_batch, number): read_by[one.micro_batch.replica][one.stage > 0]
+            for one in program
+            if one.op is Op.LOAD
+        }
+        yield from self._worker.execute(
+            StepProgram(number, program, frozenset(one for one in program if one.op is Op.F), givers=givers)
+        )
+        return (
+            yield from self._loop.barrier(f"the end of evaluation {self._number}", self._worker.losses(number))
+        ).values
 
-    def _mine(self, plan: Plan, read_by: Mapping[int, tuple[Seat, Seat]], count: int) -> Iterator[tuple[MicroBatch, int]]:
+    def _mine(
+        self, plan: Plan, read_by: Mapping[int, tuple[Seat, Seat]], count: int
+    ) -> Iterator[tuple[MicroBatch, int]]:
         """What this worker has read, and for which end."""
         for replica, ends in read_by.items():
             for stage, reader in {0: ends[0], plan.stages - 1: ends[1]}.items():
@@ -72,7 +97,10 @@ class Evaluations:
             self._machine.transfer(datum, batch, taker, self._worker.store.valid_from)
 
     def _say_missing(self, plan: Plan, read_by: Mapping[int, tuple[Seat, Seat]]) -> None:
-        missing, control_view = sorted(set(range(plan.view.topology.replicas)) - read_by.keys()), self._machine.control_view
+        missing, control_view = (
+            sorted(set(range(plan.view.topology.replicas)) - read_by.keys()),
+            self._machine.control_view,
+        )
         if missing and control_view.is_first:
             text = f"evaluation {self._number} is without the data of replicas {', '.join(map(str, missing))}, whose ends are lost"
             self._machine.send(Note(control_view.rank, "warning", text, {"replicas": missing}))

@@ -1,4 +1,6 @@
-"""What a worker of the first or last stage does with a plain iterator: draw, hand on, keep.  The rules: core/vocabulary/iterator_draws.py.
+"""What a worker of the first or last stage does with a plain iterator: draw, hand on, keep.
+
+The rules: core/vocabulary/iterator_draws.py.
 
 What is drawn is in the worker's store, as ``held_draws`` of its stage, until the step is committed.
 """
@@ -20,17 +22,28 @@ class DataIterator(Protocol):
     """Whose ``next`` gives a batch, inputs and labels."""
 
     def read(self, step: int, position: int, draw: Draw | None) -> Any:
-        """The next one, in ``step`` the ``position``-th; as it is kept where it is ``draw``, None where nobody needs it."""
+        """The next one, in ``step`` the ``position``-th; as it is kept where it is ``draw``, None where nobody needs
+        it.
+        """
 
     def draw_of(self, batch: Any) -> Draw:
         """Which one it is."""
 
 
 class IteratorData:
-    """Of the worker whose ``store`` it is.  ``hand_on(datum, batch, taker)`` gives a copy to a peer; ``say(step, retired, dealt)`` tells the user which
-    replicas are no sources any more, and what is drawn in their place."""
+    """Of the worker whose ``store`` it is.
 
-    def __init__(self, store: StepStore, iterator: DataIterator, hand_on: Callable[[Datum, Any, Seat], None], say: Callable[[int, set[int], Batches], None]) -> None:
+    ``hand_on(datum, batch, taker)`` gives a copy to a peer; ``say(step, retired, dealt)`` tells the user which replicas
+    are no sources any more, and what is drawn in their place.
+    """
+
+    def __init__(
+        self,
+        store: StepStore,
+        iterator: DataIterator,
+        hand_on: Callable[[Datum, Any, Seat], None],
+        say: Callable[[int, set[int], Batches], None],
+    ) -> None:
         self._store, self._iterator, self._hand_on, self._say = store, iterator, hand_on, say
         self._read_so_far: dict[int, int] = {}  # how often the iterator was asked in a step
         self._read_in_all = 0
@@ -60,13 +73,19 @@ class IteratorData:
                 self._draw(step, micro_batch, draw)
         for transfer in shared.transfers:
             if transfer.giver == seat:
-                self._hand_on(Datum(KIND, transfer.taker.stage, transfer.micro_batch, step), self._store[self._here(step, transfer.micro_batch)], transfer.taker)
+                self._hand_on(
+                    Datum(KIND, transfer.taker.stage, transfer.micro_batch, step),
+                    self._store[self._here(step, transfer.micro_batch)],
+                    transfer.taker,
+                )
 
     def giver(self, datum: Datum) -> Seat:
         """From whom a batch comes that this worker does not draw."""
         seat = self._store.seat
         transfers = self._share(datum.step).transfers
-        return next((one.giver for one in transfers if one.taker == seat and one.micro_batch == datum.micro_batch), seat)
+        return next(
+            (one.giver for one in transfers if one.taker == seat and one.micro_batch == datum.micro_batch), seat
+        )
 
     def batches_read(self) -> int:
         """Where the iterator stands: how many it has given."""
@@ -75,8 +94,11 @@ class IteratorData:
     def skip_to(self, read: int) -> None:
         """The iterator stands where it stood when it had given ``read`` batches.  ValueError where it is past that."""
         if read < self._read_in_all:
-            raise ValueError(f"the data iterator of seat {self._store.seat} has given {self._read_in_all} batches, and is to stand behind {read}: it can't be read "
-                             "again; pass one that begins anew")  # fmt: skip
+            raise ValueError(
+                f"the data iterator of seat {self._store.seat} has given {self._read_in_all} batches, and is to stand "
+                f"behind {read}: it can't be read "
+                "again; pass one that begins anew"
+            )
         while self._read_in_all < read:
             self._iterator.read(0, self._read_in_all, None)
             self._read_in_all += 1
@@ -86,7 +108,10 @@ class IteratorData:
         self._read_so_far = {}
 
     def _share(self, step: int) -> Share:
-        if any(step in batches for batches in self._iterator_state.held_draws.values()) or step in self._iterator_state.recovery_plans:
+        if (
+            any(step in batches for batches in self._iterator_state.held_draws.values())
+            or step in self._iterator_state.recovery_plans
+        ):
             return share(self._iterator_state, step)
         if self._usual is None:
             self._usual = share(self._iterator_state, step)
@@ -94,7 +119,10 @@ class IteratorData:
 
     def _draw(self, step: int, micro_batch: MicroBatch, draw: Draw) -> None:
         if self._read_so_far.get(step, 0) > draw.position:
-            raise AssertionError(f"seat {self._store.seat} is to draw {draw} of step {step} for micro-batch {micro_batch}, and has drawn past that")
+            raise AssertionError(
+                f"seat {self._store.seat} is to draw {draw} of step {step} for micro-batch {micro_batch}, and has "
+                "drawn past that"
+            )
         while (count := self._read_so_far.get(step, 0)) <= draw.position:
             batch = self._iterator.read(step, count, draw if count == draw.position else None)
             self._read_so_far = {step: count + 1}

@@ -1,18 +1,22 @@
-"""What a worker has of steps that are not committed: one store, and one rule each for how a datum comes, is used up, is promised, and goes.
+"""What a worker has of steps that are not committed: one store, and one rule each for how a datum comes, is used up, is
+promised, and goes.
 
-What an instruction needs, uses up and leaves behind follows from ``core.vocabulary.dataflow``; values are opaque, tensors in a real worker and numbers in a
-simulated one.  A datum goes
+What an instruction needs, uses up and leaves behind follows from ``core.vocabulary.dataflow``; values are opaque,
+tensors in a real worker and numbers in a simulated one.  A datum goes
 
 * when the instruction that needs it has run (:func:`core.vocabulary.dataflow.consumes`);
-* when its step is *committed*, or, where :class:`Retention` says so of its kind, once a checkpoint of that step is durable;
-* when it is *void*: computed with weights that were rejected (core/coordinator/step_validation.py).  Data carry the *era* of who made them, the membership in which that
-  worker last went on from other weights, and what comes from an earlier era is not taken;
+* when its step is *committed*, or, where :class:`Retention` says so of its kind, once a checkpoint of that step is
+  durable;
+* when it is *void*: computed with weights that were rejected (core/coordinator/step_validation.py).  Data carry the
+  *era* of who made them, the membership in which that worker last went on from other weights, and what comes from an
+  earlier era is not taken;
 * a stash, when the weights that it was made with are about to change;
-* for want of room: of the boundary tensors that this worker has made and sent, which stay because a peer may need them once more, the oldest go
-  where they take more than a budget.  But what peers have been told of is *promised*: they plan with it, so it stays until it is sent again.
+* for want of room: of the boundary tensors that this worker has made and sent, which stay because a peer may need them
+  once more, the oldest go where they take more than a budget.  But what peers have been told of is *promised*: they
+  plan with it, so it stays until it is sent again.
 
-Of one thread: whoever receives hands over what has come between two instructions.  Each step costs time in proportion to what is here, a few data for each
-micro-batch that the worker runs, however many workers there are.
+Of one thread: whoever receives hands over what has come between two instructions.  Each step costs time in proportion
+to what is here, a few data for each micro-batch that the worker runs, however many workers there are.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 
 REPORTED = frozenset({"act", "grad", "stash", "inner", "wgrad", "reduced", "tied", "norm", "params"})
-"""Kinds that peers plan with after a failure (core/vocabulary/recovery_plan.py); of what is drawn from iterators they hear apart."""
+"""Kinds that peers plan with after a failure (core/vocabulary/recovery_plan.py); of what is drawn from iterators they
+hear apart.
+"""
 GIVEN = frozenset({"drawn", "params"})
 """Kinds that no rejected weight has a part in: data that can't be read again, and the weights that are gone back to."""
 Compute = Callable[[Instruction, "StepStore"], Mapping[Datum, Any]]
@@ -54,9 +60,11 @@ class AsItIs:
 
 @dataclass(frozen=True)
 class Retention:
-    """``logged``: kinds that stay after the commit, until a checkpoint of their step is durable (:meth:`StepStore.checkpointed`).
+    """``logged``: kinds that stay after the commit, until a checkpoint of their step is durable
+    (:meth:`StepStore.checkpointed`).
 
-    ``budget``: what boundary tensors of one's own may weigh before those that were sent are let go; None: there is no limit.
+    ``budget``: what boundary tensors of one's own may weigh before those that were sent are let go; None: there is no
+    limit.
     """
 
     logged: frozenset[str] = frozenset()
@@ -70,15 +78,24 @@ class _Kept(NamedTuple):
 
 
 class StepStore:
-    """Of the worker at ``seat``, in a pipeline of ``stages`` stages.  ``tied``: its stage shares weights; ``reads_iterator``: its data is read from an iterator.
+    """Of the worker at ``seat``, in a pipeline of ``stages`` stages.
 
-    ``tiers``: where values may be, what is made in the first.  Read-only: ``committed``, ``valid_from``; ``peak_weight``, the most that boundary tensors of its
-    own have weighed; ``peak``, the most micro-batches that had a stash or a pending weight gradient at once; ``let_go``, how many went for want of room.
+    ``tied``: its stage shares weights; ``reads_iterator``: its data is read from an iterator.
+
+    ``tiers``: where values may be, what is made in the first.  Read-only: ``committed``, ``valid_from``;
+    ``peak_weight``, the most that boundary tensors of its own have weighed; ``peak``, the most micro-batches that had a
+    stash or a pending weight gradient at once; ``let_go``, how many went for want of room.
     """
 
     def __init__(
-        self, seat: Seat, stages: int, tied: bool = False, retention: Retention = Retention(), tiers: Sequence[Tier] = (AsItIs(),), committed: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        seat: Seat,
+        stages: int,
+        tied: bool = False,
+        retention: Retention = Retention(),
+        tiers: Sequence[Tier] = (AsItIs(),),
+        committed: int = 0,
+    ) -> None:
         self.seat, self._stages, self._tied, self._retention, self._tiers = seat, stages, tied, retention, tiers
         self.reads_iterator = False
         self.committed, self.valid_from = committed, 0
@@ -107,14 +124,21 @@ class StepStore:
 
     def of(self, kind: str, step: int) -> dict[MicroBatch | None, Any]:
         """All of this kind that belongs to ``step``, by micro-batch."""
-        return {datum.micro_batch: found.value for datum, found in self._data.items() if datum.kind == kind and datum.step == step}
+        return {
+            datum.micro_batch: found.value
+            for datum, found in self._data.items()
+            if datum.kind == kind and datum.step == step
+        }
 
     def requires(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
         """As core.vocabulary.dataflow's, of this pipeline.  What is evaluated is read from an iterator in any case."""
         return requires(instruction, self._stages, own, self._tied, self.reads_iterator or instruction.step < 0)
 
     def missing(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> Iterator[Datum]:
-        """What ``instruction`` requires and is not here (yet).  ``own``: as core.vocabulary.dataflow.requires has it.  An evaluation has no weights of its own."""
+        """What ``instruction`` requires and is not here (yet).
+
+        ``own``: as core.vocabulary.dataflow.requires has it.  An evaluation has no weights of its own.
+        """
         for datum in self.requires(instruction, own):
             if datum not in self._data and (datum.kind != "params" or datum.step >= 0):
                 yield datum
@@ -147,14 +171,20 @@ class StepStore:
         self._put(datum, value, self.valid_from)
 
     def arrive(self, datum: Datum, value: Any, valid_from: int) -> bool:
-        """From a worker of ``valid_from``; whether it is of use.  A second copy does no harm: a datum has the same numbers whoever makes it."""
+        """From a worker of ``valid_from``; whether it is of use.
+
+        A second copy does no harm: a datum has the same numbers whoever makes it.
+        """
         if 0 <= datum.step <= self.committed or valid_from < self.valid_from:
             return False
         self._put(datum, value, valid_from)
         return True
 
     def run(self, instruction: Instruction, compute: Compute, boundary_only: bool = False) -> None:
-        """Let ``compute`` make what ``instruction`` provides of what is here.  ``boundary_only``: for the boundary tensor only, so that nothing else stays."""
+        """Let ``compute`` make what ``instruction`` provides of what is here.
+
+        ``boundary_only``: for the boundary tensor only, so that nothing else stays.
+        """
         lacking = next(self.missing(instruction), None)
         if lacking is not None:
             raise AssertionError(f"{instruction} needs {lacking}, which seat {self.seat} does not have")
@@ -193,9 +223,15 @@ class StepStore:
     # --- how it goes -------------------------------------------------------------------------------
 
     def commit(self, step: int) -> None:
-        """All stages have applied ``step``: nothing of it is of use any more, but what is logged, and the weights behind it."""
+        """All stages have applied ``step``: nothing of it is of use any more, but what is logged, and the weights
+        behind it.
+        """
         self.committed = max(self.committed, step)
-        self._remove_all(lambda datum: 0 <= datum.step <= step and datum.kind != "params" and datum.kind not in self._retention.logged)
+        self._remove_all(
+            lambda datum: 0 <= datum.step <= step
+            and datum.kind != "params"
+            and datum.kind not in self._retention.logged
+        )
         if self._before is not None and self._before[0].step <= step:
             self._before = None
 
@@ -204,7 +240,9 @@ class StepStore:
         self._remove_all(lambda datum: 0 <= datum.step <= min(step, self.committed) and datum.kind != "params")
 
     def undo(self, step: int) -> None:
-        """Take ``step``, the last one, back: the weights are those before it, and what was begun with the later ones can't be gone on with."""
+        """Take ``step``, the last one, back: the weights are those before it, and what was begun with the later ones
+        can't be gone on with.
+        """
         before, value = self._before
         self._remove(before._replace(step=step + 1))
         self._before = None
@@ -212,12 +250,18 @@ class StepStore:
         self._forget_stashes(step)
 
     def discard_after(self, after: int, valid_from: int) -> set[Datum]:
-        """What is here of the steps after ``after``, from whomever, was computed with rejected weights, but what has come from ``valid_from`` already; what that was."""
+        """What is here of the steps after ``after``, from whomever, was computed with rejected weights, but what has
+        come from ``valid_from`` already; what that was.
+        """
         self.valid_from = valid_from
-        return self._remove_all(lambda datum: datum.step > after and datum.kind not in GIVEN and self._data[datum].valid_from < valid_from)
+        return self._remove_all(
+            lambda datum: datum.step > after and datum.kind not in GIVEN and self._data[datum].valid_from < valid_from
+        )
 
     def rewind(self, step: int, valid_from: int) -> None:
-        """The state of ``step``, from a checkpoint, takes the place of the last one; what comes later is of ``valid_from``."""
+        """The state of ``step``, from a checkpoint, takes the place of the last one; what comes later is of
+        ``valid_from``.
+        """
         self._remove_all(lambda datum: True)
         self.committed, self.valid_from, self._before = step, valid_from, None
         self.put(Datum("params", self.seat.stage, None, step + 1))

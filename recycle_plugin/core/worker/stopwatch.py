@@ -21,7 +21,9 @@ class Stopwatch:
         self._done: dict[int, set[Instruction]] = defaultdict(set)
 
     def begin(self, program: StepProgram) -> None:
-        """``program`` is run next.  The first of a step says what was meant to be computed here; a later one is of recovery.
+        """``program`` is run next.
+
+        The first of a step says what was meant to be computed here; a later one is of recovery.
 
         Nothing of the step before the last one will be run again: it is committed (core/vocabulary/commit_rule.py).
         """

@@ -1,12 +1,12 @@
 """A worker's training loop: run the program of each step, and recover when the membership changes.
 
-Recovery: stop at the instruction boundary, plan for the survivors, report how many steps are applied here and what
-this worker holds of unfinished ones; once everybody knows that of all, run what is left of them (core/vocabulary/recovery_plan.py), and
-go on with the new plan.  A worker whose last step stands in the way takes it back first.  Further failures while
-this goes on just make another generation.
+Recovery: stop at the instruction boundary, plan for the survivors, report how many steps are applied here and what this
+worker holds of unfinished ones; once everybody knows that of all, run what is left of them
+(core/vocabulary/recovery_plan.py), and go on with the new plan.  A worker whose last step stands in the way takes it
+back first.  Further failures while this goes on just make another generation.
 
-As the executor's, its waits are yielded: one process drives every worker of a simulated cluster, and a real worker, whose
-waits block, drains it (runtime/worker/blocking_loop.py).
+As the executor's, its waits are yielded: one process drives every worker of a simulated cluster, and a real worker,
+whose waits block, drains it (runtime/worker/blocking_loop.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol, TypeVar
 
-from recycle_plugin.core.messages.protocol import BarrierReached, CheckpointLoaded, Generation, Note, Resized, Resume, Stepped, SurvivorReport
+from recycle_plugin.core.messages.protocol import (
+    BarrierReached,
+    CheckpointLoaded,
+    Generation,
+    Note,
+    Resized,
+    Resume,
+    Stepped,
+    SurvivorReport,
+)
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack, unpack
 from recycle_plugin.core.vocabulary.ids import Seat
@@ -34,8 +43,11 @@ Slowness = tuple[tuple[Seat, int], ...]  # core.vocabulary.cost.CostModel's
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What a worker runs of ``step``.  ``boundary_only``, ``holder``: see core.vocabulary.recovery_plan.RecoveryPlan; nothing of them in a plan's own program.  ``givers``: from whom data
-    comes that an evaluation needs here and that this worker has not read."""
+    """What a worker runs of ``step``.
+
+    ``boundary_only``, ``holder``: see core.vocabulary.recovery_plan.RecoveryPlan; nothing of them in a plan's own
+    program.  ``givers``: from whom data comes that an evaluation needs here and that this worker has not read.
+    """
 
     step: int
     instructions: tuple[Instruction, ...]
@@ -46,7 +58,10 @@ class StepProgram:
 
 
 class StepRunner(Protocol):
-    """What the loop asks of whoever computes.  ``valid_from``: the membership in which it last went on from other weights (core/worker/step_store.py)."""
+    """What the loop asks of whoever computes.
+
+    ``valid_from``: the membership in which it last went on from other weights (core/worker/step_store.py).
+    """
 
     valid_from: int
 
@@ -66,10 +81,14 @@ class StepRunner(Protocol):
         """Take ``step``, the last applied one, back."""
 
     def record_norm(self, step: int, norm: float) -> None:
-        """``step`` was rejected (core/coordinator/step_validation.py) for ``norm``: it is to be applied with regard to that."""
+        """``step`` was rejected (core/coordinator/step_validation.py) for ``norm``: it is to be applied with regard to
+        that.
+        """
 
     def discard_after(self, after: int, valid_from: int) -> None:
-        """What is here of the steps after ``after`` was computed with rejected weights; so was what still comes from a worker of an earlier era."""
+        """What is here of the steps after ``after`` was computed with rejected weights; so was what still comes from a
+        worker of an earlier era.
+        """
 
     def leave(self, members: Iterable[str]) -> None:
         """Only the workers at these addresses are left."""
@@ -90,8 +109,13 @@ class LoopPort(Protocol):
 
     control_view: ControlView
 
-    def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True) -> Iterator[Any]:
-        """Yield until ``ready()`` is not None; that is the value.  Raises as ``ControlView.check``; if not ``interruptible``, as ``check_end``."""
+    def wait(
+        self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
+    ) -> Iterator[Any]:
+        """Yield until ``ready()`` is not None; that is the value.
+
+        Raises as ``ControlView.check``; if not ``interruptible``, as ``check_end``.
+        """
 
     def send(self, message: object) -> None: ...
 
@@ -104,7 +128,15 @@ class LoopPort(Protocol):
 class TrainingLoop:
     """Of the worker at ``seat``."""
 
-    def __init__(self, port: LoopPort, replica: StepRunner, planner: Planner, topology: Topology, seat: Seat, machine: StepMachine) -> None:
+    def __init__(
+        self,
+        port: LoopPort,
+        replica: StepRunner,
+        planner: Planner,
+        topology: Topology,
+        seat: Seat,
+        machine: StepMachine,
+    ) -> None:
         self._port, self._control_view = port, port.control_view
         self._replica = replica
         self._planner = planner
@@ -161,31 +193,46 @@ class TrainingLoop:
                 yield from self.recover()
 
     def barrier(self, place: str, values: dict) -> Iterator[Any]:
-        """With all live workers, outside a step; the value is the :class:`Met`.  Raises Interrupted when the membership changes before
-        that has come about, and then it comes about for nobody.
+        """With all live workers, outside a step; the value is the :class:`Met`.
+
+        Raises Interrupted when the membership changes before that has come about, and then it comes about for nobody.
         """
         number = self._control_view.number
         self._port.send(BarrierReached(self._control_view.rank, number, place, values))
-        met = yield from self._port.wait(f"all workers to be at {place}", lambda: self._control_view.barrier_passed(place, number), interruptible=False)
+        met = yield from self._port.wait(
+            f"all workers to be at {place}",
+            lambda: self._control_view.barrier_passed(place, number),
+            interruptible=False,
+        )
         if not met:
             raise Interrupted(f"the membership has changed before all were at {place}")
         return met
 
     def loaded(self, step: int) -> Iterator[Any]:
-        """The replica has the state of ``step`` from a checkpoint, as all have who have met before: go on from there."""
+        """The replica has the state of ``step`` from a checkpoint, as all have who have met before: go on from
+        there.
+        """
         self.machine.rewind(step)
         self._control_view.rewind(step)
         self._loaded = True
         self._port.send(CheckpointLoaded(self._control_view.rank, self._control_view.number))
-        yield from self._port.wait("all workers to have loaded the checkpoint", self._control_view.interruption, interruptible=False)
+        yield from self._port.wait(
+            "all workers to have loaded the checkpoint", self._control_view.interruption, interruptible=False
+        )
         yield from self.recover()
 
     def resize(self, topology: Topology, batch: int, full_us: int) -> Iterator[Any]:
-        """Go on with plans for ``topology``, of another number of micro-batches, as all do who have met before with all steps committed."""
+        """Go on with plans for ``topology``, of another number of micro-batches, as all do who have met before with all
+        steps committed.
+        """
         self._topology = topology
         self._plans.clear()
-        self._port.send(Resized(self._control_view.rank, self._control_view.number, topology.micro_batches, batch, full_us))
-        yield from self._port.wait("all workers to plan for another batch size", self._control_view.interruption, interruptible=False)
+        self._port.send(
+            Resized(self._control_view.rank, self._control_view.number, topology.micro_batches, batch, full_us)
+        )
+        yield from self._port.wait(
+            "all workers to plan for another batch size", self._control_view.interruption, interruptible=False
+        )
         yield from self.recover()
 
     def recover(self) -> Iterator[Any]:
@@ -197,7 +244,9 @@ class TrainingLoop:
             yield from self._enter(generation)
 
     def catch_up(self) -> Iterator[Any]:
-        """The same between steps: all that the script has been told of is applied again, also where a step was taken back, and committed."""
+        """The same between steps: all that the script has been told of is applied again, also where a step was taken
+        back, and committed.
+        """
         stepped = self.machine.stepped
         yield from self.recover()
         yield from self.advance(stepped)
@@ -238,8 +287,19 @@ class TrainingLoop:
         timings = {"notice_s": round(stopped - generation.at, 4), "plan_s": round(planned - stopped, 4)}
         drawn = self._replica.held_draws()  # first: from here on nothing of a lost worker's is taken any more
         held = pack({*self._replica.held(), Datum("params", self.seat.stage, None, self.machine.stepped + 1)})
-        report = SurvivorReport(self._control_view.rank, generation.number, self.machine.stepped, plan.digest, held, timings, self._loaded, plan.period_us, plan.bound_us,
-                        drawn, self._replica.valid_from)  # fmt: skip
+        report = SurvivorReport(
+            self._control_view.rank,
+            generation.number,
+            self.machine.stepped,
+            plan.digest,
+            held,
+            timings,
+            self._loaded,
+            plan.period_us,
+            plan.bound_us,
+            drawn,
+            self._replica.valid_from,
+        )
         self._port.send(report)
         what = f"the other members' reports for generation {generation.number} ({generation.cause})"
         resume = yield from self._port.wait(what, lambda: self._control_view.resume_of(generation), interruptible=False)
@@ -258,17 +318,28 @@ class TrainingLoop:
         """Work out what is left of the unfinished steps, and take the last one back where that is in the way."""
         started = self._port.clock()
         held = reported = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
-        recovery_plans = {recovery.step: recovery for recovery in unfinished(plan, resume.committed, held, resume.rejected)}
+        recovery_plans = {
+            recovery.step: recovery for recovery in unfinished(plan, resume.committed, held, resume.rejected)
+        }
         self._recovery_plans, undo = {}, False
         if resume.norm is not None:
             self._replica.record_norm(resume.committed + 1, resume.norm)
         for recovery in recovery_plans.values():
             program = self._planner.arrange(recovery, plan, held)[self.seat]
-            self._recovery_plans[recovery.step] = StepProgram(recovery.step, program, recovery.boundary_only, recovery.holders.get(self.seat.stage), resumed=True)
+            self._recovery_plans[recovery.step] = StepProgram(
+                recovery.step, program, recovery.boundary_only, recovery.holders.get(self.seat.stage), resumed=True
+            )
             undo |= self.seat in recovery.undo
             held = surviving(held, recovery)
         counts = without_later(reported, resume.committed + 1) if resume.rejected else reported
-        self._replica.take_state(IteratorState(plan, counts, {Seat.parse(seat): unpack_drawn(packed) for seat, packed in resume.held_draws.items()}, recovery_plans))
+        self._replica.take_state(
+            IteratorState(
+                plan,
+                counts,
+                {Seat.parse(seat): unpack_drawn(packed) for seat, packed in resume.held_draws.items()},
+                recovery_plans,
+            )
+        )
         self.machine.resume(resume.committed, undo)
         if undo:
             self._replica.undo(resume.committed + 1)
@@ -281,8 +352,21 @@ class TrainingLoop:
     def _say_rest(self, undone: bool, spent_s: float) -> None:
         first, also = min(self._recovery_plans), " and the next" * (len(self._recovery_plans) > 1)
         compute = sum(one.op in COMPUTE for program in self._recovery_plans.values() for one in program.instructions)
-        details = {"seat": str(self.seat), "step": first, "compute": compute, "undone": undone, "work_out_s": round(spent_s, 4)}
-        self._port.send(Note(self._control_view.rank, "recovery_plan", f"seat {self.seat} has {compute} instructions left to compute of step {first}{also}", details))
+        details = {
+            "seat": str(self.seat),
+            "step": first,
+            "compute": compute,
+            "undone": undone,
+            "work_out_s": round(spent_s, 4),
+        }
+        self._port.send(
+            Note(
+                self._control_view.rank,
+                "recovery_plan",
+                f"seat {self.seat} has {compute} instructions left to compute of step {first}{also}",
+                details,
+            )
+        )
 
     def _plan_for(self, generation: Generation) -> Plan:
         case = frozenset(generation.roster.seats), generation.slowness

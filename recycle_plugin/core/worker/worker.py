@@ -1,7 +1,9 @@
-"""A worker: what ``core.worker.training_loop`` calls replica and ``core.worker.executor`` calls world, the same for a real one and for a simulated one.
+"""A worker: what ``core.worker.training_loop`` calls replica and ``core.worker.executor`` calls world, the same for a
+real one and for a simulated one.
 
-What it has of uncommitted steps is in one store (core/worker/step_store.py); what it waits for is what the store lacks.  It says losses and shares of the
-norm, judges, and hands out what it draws from an iterator (core/worker/iterator_data.py).  What is left is its *machine*: a clock, lines, and whoever computes.
+What it has of uncommitted steps is in one store (core/worker/step_store.py); what it waits for is what the store lacks.
+It says losses and shares of the norm, judges, and hands out what it draws from an iterator
+(core/worker/iterator_data.py).  What is left is its *machine*: a clock, lines, and whoever computes.
 """
 
 from __future__ import annotations
@@ -29,19 +31,28 @@ from recycle_plugin.core.worker.stopwatch import Stopwatch
 from recycle_plugin.core.worker.training_loop import StepProgram
 
 T = TypeVar("T")
-SUMMED = frozenset({"inner", "wgrad", "reduced"})  # what is in a worker's sums: of layers whose backward is not split, from I on
+SUMMED = frozenset(
+    {"inner", "wgrad", "reduced"}
+)  # what is in a worker's sums: of layers whose backward is not split, from I on
 
 
 class Machine(Protocol):
-    """What a worker runs on.  Generators yield what a simulated machine waits for; a real one blocks and yields nothing."""
+    """What a worker runs on.
+
+    Generators yield what a simulated machine waits for; a real one blocks and yields nothing.
+    """
 
     control_view: ControlView
 
-    def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True) -> Iterator[Any]:
+    def wait(
+        self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
+    ) -> Iterator[Any]:
         """As core.worker.training_loop.LoopPort's."""
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
-        """The same for what comes from ``source``; where that takes too long, the coordinator has to hear of it, and has it sent again."""
+        """The same for what comes from ``source``; where that takes too long, the coordinator has to hear of it, and
+        has it sent again.
+        """
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
         """... of ``step``, before the next one is applied."""
@@ -81,7 +92,10 @@ class Machine(Protocol):
         """What LOAD, F, I, W, B or STEP makes."""
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
-        """The value is the sum that REDUCE, or TIE, makes with all that take part.  ``holder``: who has it, and gives it to the others."""
+        """The value is the sum that REDUCE, or TIE, makes with all that take part.
+
+        ``holder``: who has it, and gives it to the others.
+        """
 
     def share(self, step: int, have: StepStore) -> float:
         """This stage's part of the squared norm of ``step``."""
@@ -96,27 +110,47 @@ class Machine(Protocol):
         """Take the weights' last step, ``step``, back."""
 
     def forget_sums(self, after: int) -> None:
-        """The weight gradients of the steps after ``after`` that were added up here count no more; of one step at most there are any."""
+        """The weight gradients of the steps after ``after`` that were added up here count no more; of one step at most
+        there are any.
+        """
 
 
 @dataclass(frozen=True)
 class Judging:
-    """``waits``: VALIDATE waits for the norm, by which the step is clipped; ``validates``: the norm is judged after the step (core/coordinator/step_validation.py)."""
+    """``waits``: VALIDATE waits for the norm, by which the step is clipped; ``validates``: the norm is judged after the
+    step (core/coordinator/step_validation.py).
+    """
 
     waits: bool = False
     validates: bool = False
 
 
 class Worker:
-    """At ``store.seat``.  ``stopwatch``: whether, and by which costs, it says how fast it computes.  ``applied(step)``: to be told of each step that is
-    (core.worker.training_loop.TrainingLoop.applied)."""
+    """At ``store.seat``.
+
+    ``stopwatch``: whether, and by which costs, it says how fast it computes.  ``applied(step)``: to be told of each
+    step that is (core.worker.training_loop.TrainingLoop.applied).
+    """
 
     def __init__(
-        self, machine: Machine, shape: Topology, store: StepStore, steps: StepMachine, judging: Judging, iterator_data: IteratorData | None = None,
+        self,
+        machine: Machine,
+        shape: Topology,
+        store: StepStore,
+        steps: StepMachine,
+        judging: Judging,
+        iterator_data: IteratorData | None = None,
         stopwatch: Stopwatch | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.store, self.seat = store, store.seat
-        self._machine, self._control_view, self._shape, self._steps, self._judging, self.iterator_data = machine, machine.control_view, shape, steps, judging, iterator_data
+        self._machine, self._control_view, self._shape, self._steps, self._judging, self.iterator_data = (
+            machine,
+            machine.control_view,
+            shape,
+            steps,
+            judging,
+            iterator_data,
+        )
         self._stopwatch = stopwatch
         self.applied: Callable[[int], None] = lambda step: None
         self.program: StepProgram | None = None
@@ -127,7 +161,10 @@ class Worker:
         self._shape = shape
 
     def rewind(self, step: int) -> None:
-        """The state of ``step``, which all load, takes the place of the last one.  They meet again then, and what comes later is of another era."""
+        """The state of ``step``, which all load, takes the place of the last one.
+
+        They meet again then, and what comes later is of another era.
+        """
         self.store.rewind(step, self._control_view.number + 1)
         if self.iterator_data is not None:
             self.iterator_data.rewind()
@@ -195,7 +232,9 @@ class Worker:
         """What comes from elsewhere, and, before a step, the commit of the one whose undo record it overwrites."""
         if instruction.op in RECEIVES or instruction.op is Op.LOAD:
             for datum in self.store.missing(instruction):
-                yield from self._machine.wait_for(datum, instruction.peer or self._giver(datum), partial(self._has, datum))
+                yield from self._machine.wait_for(
+                    datum, instruction.peer or self._giver(datum), partial(self._has, datum)
+                )
         elif instruction.op is Op.STEP and not self._steps.may_apply(instruction.step):
             before = instruction.step - 1
             yield from self._machine.wait_for_commit(before)
@@ -248,7 +287,9 @@ class Worker:
     def _validate(self, step: int) -> Iterator[Any]:
         """Wait until all stages have their gradients, and where these are clipped, for the norm over them."""
         self._say_share(step, NORM, self._machine.share(step, self.store) if self._judging.waits else 0.0)
-        shares = yield from self._machine.wait(f"all contributions to the {NORM} of step {step}", lambda: self._control_view.collected(step, NORM))
+        shares = yield from self._machine.wait(
+            f"all contributions to the {NORM} of step {step}", lambda: self._control_view.collected(step, NORM)
+        )
         if self._judging.waits:
             self.record_norm(step, self._machine.norm(shares))
 
@@ -262,7 +303,10 @@ class Worker:
         self.applied(step)
 
     def _validate_later(self, step: int) -> None:
-        """The coordinator judges once it has all shares.  One that is not finite leaves nothing to judge, and no way back for some undo."""
+        """The coordinator judges once it has all shares.
+
+        One that is not finite leaves nothing to judge, and no way back for some undo.
+        """
         share = self._machine.share(step, self.store)
         self._say_share(step, SHARE, share)
         if not isfinite(share):
@@ -282,7 +326,9 @@ class Worker:
 
     def losses(self, step: int) -> dict[str, float]:
         """By micro-batch, of those whose last stage has run here."""
-        return {str(micro_batch): self._machine.number(loss) for micro_batch, loss in self.store.of("loss", step).items()}
+        return {
+            str(micro_batch): self._machine.number(loss) for micro_batch, loss in self.store.of("loss", step).items()
+        }
 
     def _giver(self, datum: Datum) -> Seat:
         """From whom a batch comes that this worker has not read."""
@@ -300,7 +346,9 @@ class Worker:
         return Datum("norm", self.seat.stage, None, step)
 
     def _say_share(self, step: int, name: str, share: float) -> None:
-        self._machine.send(Contribution(self._control_view.rank, step, name, {str(self.seat.stage): share}, self._shape.stages))
+        self._machine.send(
+            Contribution(self._control_view.rank, step, name, {str(self.seat.stage): share}, self._shape.stages)
+        )
 
     def _say_losses(self, step: int) -> None:
         losses = self.losses(step)

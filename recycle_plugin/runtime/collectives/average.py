@@ -12,8 +12,13 @@ HALF = (torch.float16, torch.bfloat16)
 def mean(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """See there."""
     if not tensor.is_floating_point() and not tensor.is_complex():
-        raise TypeError(f"recycle_plugin.mean of a tensor of {tensor.dtype}: whole numbers have no average of their kind; convert it, for instance by .float()")
-    total = tensor.detach().to(torch.float32 if tensor.dtype in HALF else tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+        raise TypeError(
+            f"recycle_plugin.mean of a tensor of {tensor.dtype}: whole numbers have no average of their kind; convert "
+            "it, for instance by .float()"
+        )
+    total = tensor.detach().to(
+        torch.float32 if tensor.dtype in HALF else tensor.dtype, copy=True, memory_format=torch.contiguous_format
+    )
     if dist.is_available() and dist.is_initialized():
         _average(total, group)
     return total.to(tensor.dtype)

@@ -1,11 +1,11 @@
 """Who calls a collective, and whether what they get can be right.
 
-A group keeps its logical size when members are lost, and sums are never scaled without a word: they may be counts of tokens.  So a
-script's sum over a group with lost members is said, with the script's line, or refused.
+A group keeps its logical size when members are lost, and sums are never scaled without a word: they may be counts of
+tokens.  So a script's sum over a group with lost members is said, with the script's line, or refused.
 
-What a program runs, a micro-batch's forward and backward first of all, is run by other workers after a loss, and more often by some
-than by others.  A collective in there would be called by some members and not by others, and wait for ever, or be taken for
-another one; so it is refused at once, while everybody is alive too.
+What a program runs, a micro-batch's forward and backward first of all, is run by other workers after a loss, and more
+often by some than by others.  A collective in there would be called by some members and not by others, and wait for
+ever, or be taken for another one; so it is refused at once, while everybody is alive too.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session
 
 SUMS = frozenset({Op.REDUCE, Op.TIE})  # the plugin's own: rerouting has put the lost members' part into them
-BETWEEN = frozenset({"torch", "deepspeed", "recycle_plugin", "typing_extensions", "warnings", "contextlib", "functools"})  # the script and a group; decorators too
+BETWEEN = frozenset(
+    {"torch", "deepspeed", "recycle_plugin", "typing_extensions", "warnings", "contextlib", "functools"}
+)  # the script and a group; decorators too
 NAMED = 16  # ranks in a message
 
 
 class Callers:
-    """Of all groups of the worker of ``session``, whose setting ``group_sums`` says what becomes of a sum that lacks somebody's part."""
+    """Of all groups of the worker of ``session``, whose setting ``group_sums`` says what becomes of a sum that lacks
+    somebody's part.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._said: set[str] = set()  # lines of the script
 
     def admit(self, called: str, ranks: Sequence[int]) -> None:
-        """Raises RecycleError for ``called``, a function of torch.distributed, over ``ranks``, where not all of them would call it.
+        """Raises RecycleError for ``called``, a function of torch.distributed, over ``ranks``, where not all of them
+        would call it.
 
         A group of one has nobody to wait for.
         """
@@ -43,25 +48,45 @@ class Callers:
             return
         where = f"torch.distributed.{called} over {named(ranks)}, called at {calling_line()}"
         if elsewhere:
-            raise RecycleError(f"{where} in thread {threading.current_thread().name!r}: groups that can lose members meet in the order of one thread's calls; "
-                               "call it in the thread that trains, between steps")
-        raise RecycleError(f"{where} in {work}: after a loss other workers run what a micro-batch needs, some more often than others, so the members would "
-                           "wait for each other in vain; leave collectives out of layers, loss functions, data and optimizers: train_batch() returns the loss "
-                           "over all micro-batches, and between steps there is recycle_plugin.mean(tensor, group)")
+            raise RecycleError(
+                f"{where} in thread {threading.current_thread().name!r}: groups that can lose members meet in the "
+                "order of one thread's calls; "
+                "call it in the thread that trains, between steps"
+            )
+        raise RecycleError(
+            f"{where} in {work}: after a loss other workers run what a micro-batch needs, some more often than others, "
+            "so the members would "
+            "wait for each other in vain; leave collectives out of layers, loss functions, data and optimizers: "
+            "train_batch() returns the loss "
+            "over all micro-batches, and between steps there is recycle_plugin.mean(tensor, group)"
+        )
 
     def sum_without(self, called: str, ranks: Sequence[int], live: Sequence[int], line: str) -> None:
-        """Of ``ranks`` only ``live`` are left to add up what the script has asked for in ``line``: said once for each line, or refused."""
+        """Of ``ranks`` only ``live`` are left to add up what the script has asked for in ``line``: said once for each
+        line, or refused.
+        """
         if len(live) == len(ranks):
             return
         lost = [rank for rank in ranks if rank not in live]
-        text = (f"{line}: torch.distributed.{called} over {named(ranks)} adds up what {len(live)} of {len(ranks)} have, {named(lost)} being lost, and "
-                "get_world_size() stays as it was")
+        text = (
+            f"{line}: torch.distributed.{called} over {named(ranks)} adds up what {len(live)} of {len(ranks)} have, "
+            f"{named(lost)} being lost, and "
+            "get_world_size() stays as it was"
+        )
         if self._session.group_sums == "raise":
-            raise RecycleError(f"{text}: write recycle_plugin.mean(tensor, group) for an average over the live; recycle.group_sums \"warn\" lets such sums be")
+            raise RecycleError(
+                f"{text}: write recycle_plugin.mean(tensor, group) for an average over the live; recycle.group_sums "
+                '"warn" lets such sums be'
+            )
         if line not in self._said:
             self._said.add(line)
             if self._session.rank == live[0]:
-                self._session.note("warning", f"{text}: for an average over the live write recycle_plugin.mean(tensor, group)", line=line, lost=lost)
+                self._session.note(
+                    "warning",
+                    f"{text}: for an average over the live write recycle_plugin.mean(tensor, group)",
+                    line=line,
+                    lost=lost,
+                )
 
     @property
     def is_own(self) -> bool:

@@ -31,14 +31,20 @@ from recycle_plugin.runtime.collectives.link import (
 )
 from recycle_plugin.runtime.processes import forked
 
-NOT_GLOOS = ("Cannot use", "Invalid scalar type", "nsupported", "nhandled")  # what it says of an operation, a dtype or a device that it does not know
+NOT_GLOOS = (
+    "Cannot use",
+    "Invalid scalar type",
+    "nsupported",
+    "nhandled",
+)  # what it says of an operation, a dtype or a device that it does not know
 
 
 class Rendezvous:
     """Where the links of one group meet, one after the other: at ``store``.
 
-    Each that connects has a connection to the store for itself.  To open one may take seconds, since torch asks the name server for the name of the address that it
-    leads to; so those that are free again are kept for the next link, which is made when a worker has just been lost.
+    Each that connects has a connection to the store for itself.  To open one may take seconds, since torch asks the
+    name server for the name of the address that it leads to; so those that are free again are kept for the next link,
+    which is made when a worker has just been lost.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -51,7 +57,10 @@ class Rendezvous:
 
     @contextmanager
     def alone(self, prefix: str) -> Iterator[dist.Store]:
-        """A connection of one's own, for the link that is called ``prefix``.  After an error somebody may wait on it still, and nobody gets it again."""
+        """A connection of one's own, for the link that is called ``prefix``.
+
+        After an error somebody may wait on it still, and nobody gets it again.
+        """
         with self._lock:
             client = self._free.pop() if self._free else None
         client = client or self._store.clone()
@@ -61,25 +70,37 @@ class Rendezvous:
 
 
 class GlooLink:
-    """Of the ``members``, of whom this one is ``position``; ``name``: what they are called, as "ranks 0, 1".  At ``rendezvous`` no other link is called ``prefix``.
+    """Of the ``members``, of whom this one is ``position``; ``name``: what they are called, as "ranks 0, 1".
 
-    Gloo does not wake a member that waits for a live one which has left the operation, its abort closes nothing while one is pending,
-    and a wait with a deadline breaks the connection (measured, torch 2.13).  So connecting and each operation has a thread, Gloo's or one of ours, and
-    :meth:`abort` shuts the group's sockets down, which ends those that block.
+    At ``rendezvous`` no other link is called ``prefix``.
 
-    Which sockets are Gloo's nobody tells.  They are those opened while it connected that lead to a
-    port on which some member's Gloo listens; members tell each other those ports through the store, before they connect,
-    so that no connection of anybody else's is ever shut: not the next generation's either, which may connect at the same time.
+    Gloo does not wake a member that waits for a live one which has left the operation, its abort closes nothing while
+    one is pending, and a wait with a deadline breaks the connection (measured, torch 2.13).  So connecting and each
+    operation has a thread, Gloo's or one of ours, and :meth:`abort` shuts the group's sockets down, which ends those
+    that block.
+
+    Which sockets are Gloo's nobody tells.  They are those opened while it connected that lead to a port on which some
+    member's Gloo listens; members tell each other those ports through the store, before they connect, so that no
+    connection of anybody else's is ever shut: not the next generation's either, which may connect at the same time.
 
     It has a connection to the store of its own: while Gloo waits there for a peer, and it may do so long after its
-    generation has passed (until ``timeout``), nobody else can use that connection, and one that the script waits on can't keep it.
+    generation has passed (until ``timeout``), nobody else can use that connection, and one that the script waits on
+    can't keep it.
     """
 
     _opening = threading.Lock()  # of a port: whose it is must be clear
 
     def __init__(
-        self, generation: int, rendezvous: Rendezvous, prefix: str, position: int, members: int, name: str, address: str, timeout: timedelta
-    ) -> None:  # fmt: skip
+        self,
+        generation: int,
+        rendezvous: Rendezvous,
+        prefix: str,
+        position: int,
+        members: int,
+        name: str,
+        address: str,
+        timeout: timedelta,
+    ) -> None:
         self.generation = generation
         self._rendezvous, self._prefix = rendezvous, prefix
         self._address = address
@@ -125,7 +146,9 @@ class GlooLink:
             ended = self._stop(Broken(f"the connections among {self._name} were given up"))
         for handle in ended:
             handle.end(self._end)
-        threading.Thread(target=self._take_down, name="recycle: leaving a group", daemon=True).start()  # which costs 0.1 s
+        threading.Thread(
+            target=self._take_down, name="recycle: leaving a group", daemon=True
+        ).start()  # which costs 0.1 s
 
     # --- operations -----------------------------------------------------------------------------------
 
@@ -139,7 +162,9 @@ class GlooLink:
         try:
             future = work.get_future()
         except RuntimeError:  # sends and receives have none
-            threading.Thread(target=self._see_through, args=(work, operation, handle), name=f"recycle: {handle.what}", daemon=True).start()
+            threading.Thread(
+                target=self._see_through, args=(work, operation, handle), name=f"recycle: {handle.what}", daemon=True
+            ).start()
         else:
             future.add_done_callback(lambda over: self._result_of(over.value, handle))
 
@@ -174,7 +199,9 @@ class GlooLink:
     def _meet(self) -> None:
         try:
             group = self._made()
-        except Exception as error:  # of Gloo's or of the store's; others may have left while this one still connected to them
+        except (
+            Exception
+        ) as error:  # of Gloo's or of the store's; others may have left while this one still connected to them
             with self._lock:
                 ended = self._stop(Broken(str(error)))
             for handle in ended:
@@ -193,14 +220,20 @@ class GlooLink:
     def _stop(self, error: Broken) -> list[Handle]:
         """Nothing begins any more; what has to be told so."""
         self._end = self._end or error
-        ended = [*self._running, *(handle for _, handle in self._waiting), *([self._connecting] if self._connecting else [])]
+        ended = [
+            *self._running,
+            *(handle for _, handle in self._waiting),
+            *([self._connecting] if self._connecting else []),
+        ]
         self._waiting.clear()
         return ended
 
     def _who_is_missing(self) -> str:
         whole = f"the connections among {self._name}"
         try:
-            missing = [str(position) for position, key in enumerate(self._keys) if not self._rendezvous.has(self._prefix, key)]
+            missing = [
+                str(position) for position, key in enumerate(self._keys) if not self._rendezvous.has(self._prefix, key)
+            ]
         except RuntimeError:  # the store is gone
             return whole
         return f"{whole}; not there of {self._members} are number {', '.join(missing)}" if missing else whole
@@ -223,7 +256,10 @@ class GlooLink:
             return options, [port for inode, port in _sockets().items() if port and inode not in before]
 
     def _take_down(self) -> None:
-        """Shut the sockets, so that every operation on them fails, and let the group go.  While it still connects, that sees for itself."""
+        """Shut the sockets, so that every operation on them fails, and let the group go.
+
+        While it still connects, that sees for itself.
+        """
         with self._lock:
             group, self._group = self._group, None
         if group is None:
@@ -248,21 +284,36 @@ def _options_of(options: Any, **values: Any) -> Any:
 
 STARTS: dict[type, Callable[[dist.ProcessGroupGloo, Operation], dist.Work]] = {
     AllReduce: lambda group, one: group.allreduce(one.tensors, _options_of(dist.AllreduceOptions(), reduceOp=one.op)),
-    Reduce: lambda group, one: group.reduce(one.tensors, _options_of(dist.ReduceOptions(), reduceOp=one.op, rootRank=one.root)),
+    Reduce: lambda group, one: group.reduce(
+        one.tensors, _options_of(dist.ReduceOptions(), reduceOp=one.op, rootRank=one.root)
+    ),
     Broadcast: lambda group, one: group.broadcast(one.tensors, _options_of(dist.BroadcastOptions(), rootRank=one.root)),
     AllGather: lambda group, one: group.allgather([one.outputs], [one.source], AllgatherOptions()),
-    Gather: lambda group, one: group.gather([one.outputs] if one.outputs else [], [one.source], _options_of(dist.GatherOptions(), rootRank=one.root)),
-    Scatter: lambda group, one: group.scatter([one.output], [one.sources] if one.sources else [], _options_of(dist.ScatterOptions(), rootRank=one.root)),
-    ReduceScatter: lambda group, one: group._reduce_scatter_base(one.output, one.source, _options_of(dist.ReduceScatterOptions(), reduceOp=one.op)),
-    AllToAll: lambda group, one: group.alltoall_base(one.output, one.source, one.incoming, one.outgoing, dist.AllToAllOptions()),
+    Gather: lambda group, one: group.gather(
+        [one.outputs] if one.outputs else [], [one.source], _options_of(dist.GatherOptions(), rootRank=one.root)
+    ),
+    Scatter: lambda group, one: group.scatter(
+        [one.output], [one.sources] if one.sources else [], _options_of(dist.ScatterOptions(), rootRank=one.root)
+    ),
+    ReduceScatter: lambda group, one: group._reduce_scatter_base(
+        one.output, one.source, _options_of(dist.ReduceScatterOptions(), reduceOp=one.op)
+    ),
+    AllToAll: lambda group, one: group.alltoall_base(
+        one.output, one.source, one.incoming, one.outgoing, dist.AllToAllOptions()
+    ),
     Barrier: lambda group, one: group.barrier(dist.BarrierOptions()),
     Send: lambda group, one: group.send([one.tensor], one.to, one.tag),
-    Receive: lambda group, one: group.recv_anysource([one.tensor], one.tag) if one.source is None else group.recv([one.tensor], one.source, one.tag),
+    Receive: lambda group, one: group.recv_anysource([one.tensor], one.tag)
+    if one.source is None
+    else group.recv([one.tensor], one.source, one.tag),
 }
 
 
 def _options(address: str, timeout: timedelta) -> dist.ProcessGroupGloo._Options:
-    """Gloo listens on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.  Left alone it looks its host's name up, and many a host's name is its loopback's."""
+    """Gloo listens on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.
+
+    Left alone it looks its host's name up, and many a host's name is its loopback's.
+    """
     chosen = dist.ProcessGroupGloo._Options()
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     make = dist.ProcessGroupGloo.create_device

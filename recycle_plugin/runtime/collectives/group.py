@@ -1,8 +1,8 @@
 """A process group whose membership changes: the torch.distributed backend ``recycle``.
 
-DeepSpeed and user code cache group objects in a dozen places.  The object stays the same over
-failures, and so do its ``rank()`` and ``size()``, which are logical; behind it stand links of the live members, made anew
-for each membership when they are first used (runtime/collectives/in_flight.py).
+DeepSpeed and user code cache group objects in a dozen places.  The object stays the same over failures, and so do its
+``rank()`` and ``size()``, which are logical; behind it stand links of the live members, made anew for each membership
+when they are first used (runtime/collectives/in_flight.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,18 @@ from recycle_plugin.runtime.device import DEVICES
 from recycle_plugin.runtime.state.touch import touch
 
 Tensors = list[torch.Tensor]
-ASKED = (None, "gloo", *(f"{kind}:gloo" for kind in DEVICES), BACKEND)  # names of backends that this one takes the place of
-OF_THE_LIVE = (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR)  # nobody divides these by the group's size
+ASKED = (
+    None,
+    "gloo",
+    *(f"{kind}:gloo" for kind in DEVICES),
+    BACKEND,
+)  # names of backends that this one takes the place of
+OF_THE_LIVE = (
+    dist.ReduceOp.MIN,
+    dist.ReduceOp.MAX,
+    dist.ReduceOp.BAND,
+    dist.ReduceOp.BOR,
+)  # nobody divides these by the group's size
 
 
 def register(session: Session) -> None:
@@ -54,18 +64,25 @@ def register(session: Session) -> None:
 def check_backend(backend: str) -> None:
     """Of the group of all, which the script has asked for; groups that others make can't lose members."""
     if backend != BACKEND:
-        raise RecycleError(f'process groups over {backend} are not supported yet: write "gloo" where your script names a backend, or leave it out')
+        raise RecycleError(
+            f'process groups over {backend} are not supported yet: write "gloo" where your script names a backend, or '
+            "leave it out"
+        )
 
 
 class MemberGroup(dist.ProcessGroup):
-    """Of the live ones of its logical members; ``options`` are torch's for a new group, with its name and its members' global ranks."""
+    """Of the live ones of its logical members; ``options`` are torch's for a new group, with its name and its members'
+    global ranks.
+    """
 
     def __init__(self, session: Session, callers: Callers, outcomes: Outcomes, options: object) -> None:
         super().__init__(options.group_rank, options.group_size)
         self._callers = callers
         self._rank = options.group_rank
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-        self._flight = Flight(session, outcomes, options.group_id, self._ranks, self._rank, options.store, options.timeout)
+        self._flight = Flight(
+            session, outcomes, options.group_id, self._ranks, self._rank, options.store, options.timeout
+        )
 
     def getBackendName(self) -> str:  # noqa: N802  torch's name
         return BACKEND
@@ -73,9 +90,17 @@ class MemberGroup(dist.ProcessGroup):
     # --- operations -----------------------------------------------------------------------------------
 
     def allreduce(self, tensors, options=None):
-        op = options.reduceOp if isinstance(options, dist.AllreduceOptions) else dist.ReduceOp.SUM if options is None else options
+        op = (
+            options.reduceOp
+            if isinstance(options, dist.AllreduceOptions)
+            else dist.ReduceOp.SUM
+            if options is None
+            else options
+        )
         check = self._adding("all_reduce", op, tensors)
-        return self._run(Asked("all_reduce", lambda held: AllReduce(held, _added(op)), tensors, check, divide=_is_mean(op)))
+        return self._run(
+            Asked("all_reduce", lambda held: AllReduce(held, _added(op)), tensors, check, divide=_is_mean(op))
+        )
 
     def reduce(self, tensors, options):
         def check():
@@ -85,14 +110,26 @@ class MemberGroup(dist.ProcessGroup):
         op, root, is_root = options.reduceOp, options.rootRank, options.rootRank == self._rank
         adding = self._adding("reduce", op, tensors)
         own = tensors if is_root else [tensor.clone() for tensor in tensors]  # everybody's may change
-        return self._run(Asked("reduce", lambda held: Reduce(held, _added(op), self._flight.position[root]), own, check, divide=_is_mean(op), gives=ALL if is_root else EACH, writes=is_root))
+        return self._run(
+            Asked(
+                "reduce",
+                lambda held: Reduce(held, _added(op), self._flight.position[root]),
+                own,
+                check,
+                divide=_is_mean(op),
+                gives=ALL if is_root else EACH,
+                writes=is_root,
+            )
+        )
 
     def broadcast(self, tensors, options):
         def make(held):
             return Broadcast(held, self._flight.position[root])
 
         root = options.rootRank
-        return self._run(Asked("broadcast", make, tensors, lambda: self._place(root, "broadcast from"), writes=root != self._rank))
+        return self._run(
+            Asked("broadcast", make, tensors, lambda: self._place(root, "broadcast from"), writes=root != self._rank)
+        )
 
     def barrier(self, opts=None):  # torch passes it by this name
         return self._run(Asked("barrier", lambda _: Barrier()))
@@ -101,14 +138,20 @@ class MemberGroup(dist.ProcessGroup):
         return self._whole("all_gather", lambda held: AllGather(held, *inputs), outputs[0], inputs)
 
     def gather(self, outputs, inputs, options):
-        return self._whole("gather", lambda held: Gather(held, *inputs, options.rootRank), outputs[0] if outputs else [], inputs)
+        return self._whole(
+            "gather", lambda held: Gather(held, *inputs, options.rootRank), outputs[0] if outputs else [], inputs
+        )
 
     def scatter(self, outputs, inputs, options):
-        return self._whole("scatter", lambda held: Scatter(*held, inputs[0] if inputs else [], options.rootRank), outputs, inputs)
+        return self._whole(
+            "scatter", lambda held: Scatter(*held, inputs[0] if inputs else [], options.rootRank), outputs, inputs
+        )
 
     def reduce_scatter(self, outputs, inputs, options):
         source = torch.cat([tensor.reshape(-1) for tensor in inputs[0]])
-        return self._whole("reduce_scatter", lambda held: ReduceScatter(*held, source, options.reduceOp), outputs, inputs)
+        return self._whole(
+            "reduce_scatter", lambda held: ReduceScatter(*held, source, options.reduceOp), outputs, inputs
+        )
 
     def all_gather_single(self, output, source, options=None):
         def make(held):
@@ -117,27 +160,54 @@ class MemberGroup(dist.ProcessGroup):
         return self._whole("all_gather_into_tensor", make, [output], source)
 
     def reduce_scatter_single(self, output, source, options):
-        return self._whole("reduce_scatter_tensor", lambda held: ReduceScatter(*held, source, options.reduceOp), [output], source)
+        return self._whole(
+            "reduce_scatter_tensor", lambda held: ReduceScatter(*held, source, options.reduceOp), [output], source
+        )
 
     def all_to_all_single(self, output, source, incoming, outgoing, options):
-        return self._whole("all_to_all_single", lambda held: AllToAll(*held, source, incoming, outgoing), [output], source)
+        return self._whole(
+            "all_to_all_single", lambda held: AllToAll(*held, source, incoming, outgoing), [output], source
+        )
 
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single  # before torch 2.13
+    _allgather_base, _reduce_scatter_base, alltoall_base = (
+        all_gather_single,
+        reduce_scatter_single,
+        all_to_all_single,
+    )  # before torch 2.13
 
     def send(self, tensors, destination, tag=0):
         def make(held):
             return Send(*held, self._flight.position[destination], tag)
 
-        return self._run(Asked("send", make, tensors, lambda: self._place(destination, "send to"), gives=Channel(self._rank, destination, tag), writes=False))
+        return self._run(
+            Asked(
+                "send",
+                make,
+                tensors,
+                lambda: self._place(destination, "send to"),
+                gives=Channel(self._rank, destination, tag),
+                writes=False,
+            )
+        )
 
     def recv(self, tensors, source, tag=0):
         def make(held):
             return Receive(*held, self._flight.position[source], tag)
 
-        return self._run(Asked("recv", make, tensors, lambda: self._place(source, "receive from"), gives=Channel(source, self._rank, tag)))
+        return self._run(
+            Asked(
+                "recv",
+                make,
+                tensors,
+                lambda: self._place(source, "receive from"),
+                gives=Channel(source, self._rank, tag),
+            )
+        )
 
     def recv_anysource(self, tensors, tag=0):
-        return self._run(Asked("recv", lambda held: Receive(*held, None, tag), tensors, gives=Channel(None, self._rank, tag)))
+        return self._run(
+            Asked("recv", lambda held: Receive(*held, None, tag), tensors, gives=Channel(None, self._rank, tag))
+        )
 
     # --- among the live members only, whatever the logical size (runtime/stage/block_sums.py) ------------------
 
@@ -146,30 +216,48 @@ class MemberGroup(dist.ProcessGroup):
         return self._flight.position[self._rank], len(self._flight.position)
 
     def exchange(self, target: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int]) -> None:
-        """Give each live member its part of ``source``, and write what comes from each to ``target``.  After an interruption ``target`` is not to be read."""
+        """Give each live member its part of ``source``, and write what comes from each to ``target``.
+
+        After an interruption ``target`` is not to be read.
+        """
         if self.live_position()[1] == 1:
             target.copy_(source)
             return
-        call = self._flight.begin(Asked("an exchange", lambda held: AllToAll(*held, source, incoming, outgoing), [target]), SUMS)
+        call = self._flight.begin(
+            Asked("an exchange", lambda held: AllToAll(*held, source, incoming, outgoing), [target]), SUMS
+        )
         self._flight.finish(call)
 
     # --- asking ---------------------------------------------------------------------------------------
 
     def _run(self, asked: Asked) -> TorchWork:
-        """What the script asks for, or stock code, if it can be right where it is called (runtime/collectives/callers.py)."""
+        """What the script asks for, or stock code, if it can be right where it is called
+        (runtime/collectives/callers.py).
+        """
         self._callers.admit(asked.called, self._ranks)
-        touch(asked.tensors, asked.given)  # a script's parameters are committed first, which may bring another membership
+        touch(
+            asked.tensors, asked.given
+        )  # a script's parameters are committed first, which may bring another membership
         return TorchWork(self._flight, self._flight.begin(asked, SUMS if self._callers.is_own else SCRIPT))
 
-    def _whole(self, called: str, make: Callable[[Tensors], Operation], outputs: Sequence[torch.Tensor], *given: Any) -> TorchWork:
-        """An operation that needs every logical member, and has something to do for a single one too.  In such a one positions are logical."""
+    def _whole(
+        self, called: str, make: Callable[[Tensors], Operation], outputs: Sequence[torch.Tensor], *given: Any
+    ) -> TorchWork:
+        """An operation that needs every logical member, and has something to do for a single one too.
+
+        In such a one positions are logical.
+        """
         line = calling_line()
 
         def check():
             if len(self._flight.position) < len(self._ranks):
                 lost = [rank for place, rank in enumerate(self._ranks) if place not in self._flight.position]
-                raise RecycleError(f"torch.distributed.{called} over {named(self._ranks)}, called at {line}, needs every member, and {named(lost)} "
-                                   f"{'are' if len(lost) > 1 else 'is'} lost; all_reduce and broadcast work among the live, recycle_plugin.mean(tensor, group) averages over them")
+                raise RecycleError(
+                    f"torch.distributed.{called} over {named(self._ranks)}, called at {line}, needs every member, and "
+                    f"{named(lost)} "
+                    f"{'are' if len(lost) > 1 else 'is'} lost; all_reduce and broadcast work among the live, "
+                    "recycle_plugin.mean(tensor, group) averages over them"
+                )
 
         return self._run(Asked(called, make, outputs, check, alone=True, gives=EACH, given=given))
 
@@ -177,10 +265,17 @@ class MemberGroup(dist.ProcessGroup):
         """What is to be seen to before each try of a reduction."""
         if not _is_mean(op):
             line = "" if self._callers.is_own or any(op == one for one in OF_THE_LIVE) else calling_line()
-            return (lambda: self._callers.sum_without(called, self._ranks, self._flight.live_ranks(), line)) if line else bool
+            return (
+                (lambda: self._callers.sum_without(called, self._ranks, self._flight.live_ranks(), line))
+                if line
+                else bool
+            )
         whole = next((tensor for tensor in tensors if not tensor.is_floating_point() and not tensor.is_complex()), None)
         if whole is not None:
-            raise RecycleError(f"torch.distributed.{called} with ReduceOp.AVG of a tensor of {whole.dtype}: whole numbers have no average of their kind; convert it first")
+            raise RecycleError(
+                f"torch.distributed.{called} with ReduceOp.AVG of a tensor of {whole.dtype}: whole numbers have no "
+                "average of their kind; convert it first"
+            )
         return bool
 
     def _place(self, logical: int, what: str) -> None:

@@ -1,13 +1,15 @@
 """The operations of one process group that are under way, over whichever link its live members have.
 
-What is asked for is started at once and goes on by itself: in the background, in the order of the calls.  A membership change inside a training step
-breaks it, and recovery deals with that.  What the script has asked for between steps survives: with another membership everybody
-leaves behind what is not over, says what is (runtime/collectives/outcomes.py), and then, once all have said so, takes the result from who has it, or
-starts it again among those who are left, still in the calls' order.
+What is asked for is started at once and goes on by itself: in the background, in the order of the calls.  A membership
+change inside a training step breaks it, and recovery deals with that.  What the script has asked for between steps
+survives: with another membership everybody leaves behind what is not over, says what is
+(runtime/collectives/outcomes.py), and then, once all have said so, takes the result from who has it, or starts it again
+among those who are left, still in the calls' order.
 
-What is broken off leaves nothing half done: an operation of the script has buffers of its own (runtime/collectives/link.py), each try new ones, and the script's tensors are
-written when it is over well.  The plugin's own sums go straight to buffers that were made for them, and that nobody reads after an interruption.
-They have a link to themselves, since recovery runs them in an order that is not the script's.
+What is broken off leaves nothing half done: an operation of the script has buffers of its own
+(runtime/collectives/link.py), each try new ones, and the script's tensors are written when it is over well.  The
+plugin's own sums go straight to buffers that were made for them, and that nobody reads after an interruption. They have
+a link to themselves, since recovery runs them in an order that is not the script's.
 """
 
 from __future__ import annotations
@@ -48,11 +50,13 @@ class Channel(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """``called``: the function of torch.distributed; ``make`` gives the link's operation on copies of ``tensors``, what it changes, or here only reads.
+    """``called``: the function of torch.distributed; ``make`` gives the link's operation on copies of ``tensors``, what
+    it changes, or here only reads.
 
-    ``given``: whatever else the caller has given it.  ``check`` sees before each try whether it can be right; ``alone``: there is something to do
-    for a single member too; ``divide``: the result is, by how many took part; ``gives``: the same to ALL members, to EACH its own, or to both ends
-    of a Way; ``writes``: something to the caller's tensors.
+    ``given``: whatever else the caller has given it.  ``check`` sees before each try whether it can be right;
+    ``alone``: there is something to do for a single member too; ``divide``: the result is, by how many took part;
+    ``gives``: the same to ALL members, to EACH its own, or to both ends of a Way; ``writes``: something to the caller's
+    tensors.
     """
 
     called: str
@@ -70,7 +74,8 @@ class Asked:
 class Call:
     """One that was asked for, on ``link``; ``number``: of the script's, on its line, None where nobody counts it.
 
-    ``handle``: of the present try, None while there is none.  Then it is ``over``, with ``error`` or with what ``held`` has, and from rank ``source``.
+    ``handle``: of the present try, None while there is none.  Then it is ``over``, with ``error`` or with what ``held``
+    has, and from rank ``source``.
     """
 
     asked: Asked
@@ -113,7 +118,16 @@ class TorchWork(dist.Work):
 class Flight:
     """Of the group ``name`` of the global ``ranks``, in which this one is ``rank``; links meet at ``store``."""
 
-    def __init__(self, session: Session, outcomes: Outcomes, name: str, ranks: tuple[int, ...], rank: int, store: dist.Store, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        session: Session,
+        outcomes: Outcomes,
+        name: str,
+        ranks: tuple[int, ...],
+        rank: int,
+        store: dist.Store,
+        timeout: timedelta,
+    ) -> None:
         self._session, self._outcomes = session, outcomes
         self._name, self._ranks, self._rank, self._timeout = name, ranks, rank, timeout
         self._rendezvous = Rendezvous(store)
@@ -121,7 +135,9 @@ class Flight:
         self._calls: list[Call] = []  # not over, or not noticed to be
         self._links: dict[str, Link] = {}
         self._connecting: dict[str, Handle] = {}
-        self._said: dict[int, dict[str, Said]] | None  # by logical position; None: that is not known yet, and what the script asks for has to wait
+        self._said: (
+            dict[int, dict[str, Said]] | None
+        )  # by logical position; None: that is not known yet, and what the script asks for has to wait
         self._join()
         outcomes.follow(self)
 
@@ -150,9 +166,15 @@ class Flight:
         return call
 
     def finish(self, call: Call, timeout_s: float = 0) -> None:
-        """Return when it is over and its caller has the result.  Interruptible in a step; between steps recovery comes first, and then it goes on."""
+        """Return when it is over and its caller has the result.
+
+        Interruptible in a step; between steps recovery comes first, and then it goes on.
+        """
         while not call.over:
-            self._see_to(call, lambda: self._session.wait(lambda: self._awaited(call), lambda: call.has_news, timeout_s=timeout_s))
+            self._see_to(
+                call,
+                lambda: self._session.wait(lambda: self._awaited(call), lambda: call.has_news, timeout_s=timeout_s),
+            )
         with self._lock:
             self._forget(call)
         self._hand_over(call)
@@ -180,7 +202,9 @@ class Flight:
             self._session.between_steps()
 
     def _break_off(self, call: Call) -> None:
-        """Who runs the step begins it anew; what the script waits for there has been asked for between steps, and stays."""
+        """Who runs the step begins it anew; what the script waits for there has been asked for between steps, and
+        stays.
+        """
         with self._lock:
             if not call.lasts:
                 self._forget(call)
@@ -192,13 +216,22 @@ class Flight:
             self._calls.remove(call)
 
     def _number_of(self, asked: Asked) -> int | None:
-        """None: only its end says from whom it has come, and no other receive may be under way then, lest it be open which has what."""
+        """None: only its end says from whom it has come, and no other receive may be under way then, lest it be open
+        which has what.
+        """
         way = asked.gives
         if isinstance(way, Channel) and way.target == self._rank:
             for other in self._calls:
-                if isinstance(other.asked.gives, Channel) and other.asked.gives[1:] == way[1:] and None in (way.source, other.asked.gives.source):
-                    raise RecycleError(f"torch.distributed.{asked.called} with tag {way.tag} while another one is under way, one of them from any source: wait for that "
-                                       "one first, so that after a loss it is known which message each was to get")  # fmt: skip
+                if (
+                    isinstance(other.asked.gives, Channel)
+                    and other.asked.gives[1:] == way[1:]
+                    and None in (way.source, other.asked.gives.source)
+                ):
+                    raise RecycleError(
+                        f"torch.distributed.{asked.called} with tag {way.tag} while another one is under way, one of "
+                        "them from any source: wait for that "
+                        "one first, so that after a loss it is known which message each was to get"
+                    )
             if way.source is None:
                 return None
         return self._outcomes.take_number(self._line(asked.gives))
@@ -262,7 +295,9 @@ class Flight:
             gives = gives._replace(source=call.source)
             call.number = self._outcomes.take_number(self._line(gives))
         if call.number is not None:
-            self._outcomes.add(self._line(gives), call.number, None if gives == EACH or call.error is not None else call.held)
+            self._outcomes.add(
+                self._line(gives), call.number, None if gives == EACH or call.error is not None else call.held
+            )
 
     def _wake(self) -> None:
         with self._session.changed:
@@ -273,7 +308,10 @@ class Flight:
         with self._lock:
             for call in self._calls:
                 self._notice(call)
-            finished, self._calls = [call for call in self._calls if call.over], [call for call in self._calls if not call.over]
+            finished, self._calls = (
+                [call for call in self._calls if call.over],
+                [call for call in self._calls if not call.over],
+            )
         for call in finished:
             if call.error is None:
                 self._hand_over(call)
@@ -285,7 +323,9 @@ class Flight:
             return
         call.handed = True
         with torch.no_grad():
-            for tensor, value in zip(call.asked.tensors, call.held) if call.asked.writes else ():  # else autograd would take the tensor for changed
+            for tensor, value in (
+                zip(call.asked.tensors, call.held) if call.asked.writes else ()
+            ):  # else autograd would take the tensor for changed
                 if value is not tensor:
                     tensor.copy_(value)
 
@@ -328,10 +368,18 @@ class Flight:
 
     def _ask(self) -> None:
         self._asking = True
-        threading.Thread(target=self._hear, args=(self._generation, [self._ranks[other] for other in self._others]), name=f"recycle: what is behind {self._name}", daemon=True).start()
+        threading.Thread(
+            target=self._hear,
+            args=(self._generation, [self._ranks[other] for other in self._others]),
+            name=f"recycle: what is behind {self._name}",
+            daemon=True,
+        ).start()
 
     def _hear(self, generation: int, others: list[int]) -> None:
-        """In a thread of its own.  Where the store is gone, or one of them does not speak, whoever waits has a deadline."""
+        """In a thread of its own.
+
+        Where the store is gone, or one of them does not speak, whoever waits has a deadline.
+        """
         try:
             said = self._outcomes.of_others(generation, others, self._name)
         except RuntimeError:
@@ -363,8 +411,11 @@ class Flight:
                 return True
             ahead = other if said.is_over(number) else ahead
         if ahead is not None:
-            raise RecycleError(f"{asked.called} was over on rank {self._ranks[ahead]} and not on rank {self._session.rank} when a worker was lost, and its result, of each "
-                               f"member's own or of more than {LARGEST >> 20} MiB, can't be had again: go on from the last checkpoint")  # fmt: skip
+            raise RecycleError(
+                f"{asked.called} was over on rank {self._ranks[ahead]} and not on rank {self._session.rank} when a "
+                "worker was lost, and its result, of each "
+                f"member's own or of more than {LARGEST >> 20} MiB, can't be had again: go on from the last checkpoint"
+            )
         return False
 
     def _sources(self, gives: str | Channel) -> list[int]:
@@ -386,7 +437,9 @@ class Flight:
         return self._name_of(call) if connecting.poll() else f"{connecting.what} for {self._name_of(call)}"
 
     def _await_news(self, call: Call, failure: Broken) -> None:
-        """Raises Interrupted once it is known who is lost, or, where nobody is, once all meet again over new connections."""
+        """Raises Interrupted once it is known who is lost, or, where nobody is, once all meet again over new
+        connections.
+        """
         name, session = self._name_of(call), self._session
         what = f"news of a lost worker after {name} failed"
         try:
@@ -396,18 +449,33 @@ class Flight:
         try:
             session.wait(what, lambda: None, timeout_s=NEWS_TIMEOUT_S)
         except WaitTimeout:  # before the start nobody can be told to meet again
-            raise RecycleError(f"{name} failed, and after {NEWS_TIMEOUT_S:.0f} s none of them is known to be lost: see to the network between their hosts, "
-                               f"or let GLOO_SOCKET_IFNAME name the interface that connects them ({failure})") from failure
+            raise RecycleError(
+                f"{name} failed, and after {NEWS_TIMEOUT_S:.0f} s none of them is known to be lost: see to the network "
+                "between their hosts, "
+                f"or let GLOO_SOCKET_IFNAME name the interface that connects them ({failure})"
+            ) from failure
 
     # --- links ----------------------------------------------------------------------------------------
 
     def _link(self, which: str) -> Link:
-        """Of the present membership.  The one before is broken once this one stands: by then nobody needs it, and it ends who still waits there."""
+        """Of the present membership.
+
+        The one before is broken once this one stands: by then nobody needs it, and it ends who still waits there.
+        """
         last = self._links.get(which)
         if last is None or last.generation != self._generation:
             name = f"ranks {', '.join(map(str, self.live_ranks()))}"
             called, own = f"generation{self._generation}{which}", self._session.own_address
-            link = GlooLink(self._generation, self._rendezvous, called, self.position[self._rank], len(self.position), name, own, self._timeout)
+            link = GlooLink(
+                self._generation,
+                self._rendezvous,
+                called,
+                self.position[self._rank],
+                len(self.position),
+                name,
+                own,
+                self._timeout,
+            )
             self._links[which], self._connecting[which] = link, link.connect()
             if last is not None:
                 self._connecting[which].when_over(last.abort)

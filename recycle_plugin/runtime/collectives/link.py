@@ -3,9 +3,10 @@
 A membership change finds operations that wait for who is gone, or for who has left them.  So nothing here blocks but
 :meth:`Handle.wait`, which has a deadline, and what is started can be walked away from at any time.
 
-**The buffers of an operation are its own**, from :meth:`Link.start` until its handle is over, and for ever once it was left behind: threads of the link may
-go on reading and writing them.  They stay allocated as long, and nothing else is touched.  So who may be broken off, and needs a
-tensor afterwards, gives copies of it, and takes the result from them when the handle is over well.
+**The buffers of an operation are its own**, from :meth:`Link.start` until its handle is over, and for ever once it was
+left behind: threads of the link may go on reading and writing them.  They stay allocated as long, and nothing else is
+touched.  So who may be broken off, and needs a tensor afterwards, gives copies of it, and takes the result from them
+when the handle is over well.
 
 An implementation passes tests/runtime/test_link.py.
 """
@@ -26,8 +27,9 @@ class Broken(RuntimeError):
     """A connection of the group is, or the group was aborted: who is lost is for others to say."""
 
 
-# --- operations: every member of the link starts the same ones in the same order, but for sends and receives -------------
-# Members go by their position in the link.  Tensors are contiguous, and alike on all members where not said otherwise.
+# --- operations: every member of the link starts the same ones in the same order, but for sends and receives
+# ------------- Members go by their position in the link.  Tensors are contiguous, and alike on all members where not
+# said otherwise.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +85,9 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReduceScatter:
-    """``output`` becomes this member's part of everybody's ``source``, put together by ``op`` and cut into as many parts as there are members."""
+    """``output`` becomes this member's part of everybody's ``source``, put together by ``op`` and cut into as many
+    parts as there are members.
+    """
 
     output: torch.Tensor
     source: torch.Tensor
@@ -92,8 +96,9 @@ class ReduceScatter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AllToAll:
-    """Each member gets its part of everybody's ``source``, into ``output``; ``outgoing`` and ``incoming`` are the parts' lengths in the first dimension,
-    empty where all are equal.  Of any two members' own lengths."""
+    """Each member gets its part of everybody's ``source``, into ``output``; ``outgoing`` and ``incoming`` are the
+    parts' lengths in the first dimension, empty where all are equal.  Of any two members' own lengths.
+    """
 
     output: torch.Tensor
     source: torch.Tensor
@@ -124,7 +129,9 @@ class Receive:
     tag: int
 
 
-Operation = AllReduce | Reduce | Broadcast | AllGather | Gather | Scatter | ReduceScatter | AllToAll | Barrier | Send | Receive
+Operation = (
+    AllReduce | Reduce | Broadcast | AllGather | Gather | Scatter | ReduceScatter | AllToAll | Barrier | Send | Receive
+)
 
 
 class Handle:
@@ -150,7 +157,10 @@ class Handle:
         return self._over
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it is over well.  Raises its error, WaitTimeout past the deadline (it goes on), RecycleError where it was left behind."""
+        """Return when it is over well.
+
+        Raises its error, WaitTimeout past the deadline (it goes on), RecycleError where it was left behind.
+        """
         if not self._over and not self._left:
             over = threading.Event()
             self.when_over(over.set)
@@ -166,7 +176,10 @@ class Handle:
         return self._finish(left=True)
 
     def when_over(self, tell: Callable[[], object]) -> None:
-        """``tell`` is called once, by any thread, when it is over or was left behind; at once where it already is.  It must not block."""
+        """``tell`` is called once, by any thread, when it is over or was left behind; at once where it already is.
+
+        It must not block.
+        """
         with self._lock:
             if not self._over and not self._left:
                 self._tell.append(tell)
@@ -204,10 +217,13 @@ class Link(Protocol):
         """Meet the other members.  The handle, always the same one, names whoever has not come."""
 
     def start(self, operation: Operation) -> Handle:
-        """Begin ``operation``, once connected, after all that was started before; of the link's threads each sees its end.
+        """Begin ``operation``, once connected, after all that was started before; of the link's threads each sees its
+        end.
 
         An error of the operation's, as :class:`Broken` and what the group can't do, is the handle's.
         """
 
     def abort(self) -> None:
-        """Break the connections: whoever waits for one of its handles gets :class:`Broken`, here at once and elsewhere when it is known there."""
+        """Break the connections: whoever waits for one of its handles gets :class:`Broken`, here at once and elsewhere
+        when it is known there.
+        """

@@ -1,9 +1,10 @@
 """What the script's last collectives have come to, for members whom a loss has cut off from the result.
 
-A loss may find some members through with a collective, and others in it, or before it.  Those that are through don't come back: they go on to the
-next one, or to a training step.  If the others simply tried again, they would meet them there, and take one sum for another.  So
-collectives are counted, and with each membership everybody says which of each group are behind it, and what the last ones gave, which for most is
-the same for all members; who was cut off takes it from there.
+A loss may find some members through with a collective, and others in it, or before it.  Those that are through don't
+come back: they go on to the next one, or to a training step.  If the others simply tried again, they would meet them
+there, and take one sum for another.  So collectives are counted, and with each membership everybody says which of each
+group are behind it, and what the last ones gave, which for most is the same for all members; who was cut off takes it
+from there.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Follower(Protocol):
 
 @dataclass
 class Said:
-    """Of one line, which is a group or a way from one member to another, by one worker: the first ``count`` collectives are behind it, and those of ``after``.
+    """Of one line, which is a group or a way from one member to another, by one worker: the first ``count`` collectives
+    are behind it, and those of ``after``.
 
     ``values``: of the last ones what they gave to all; None: to each something else, or too much to keep.
     """
@@ -104,7 +106,11 @@ class Outcomes:
         told = store.multi_get([_key(generation, rank) for rank in ranks])
         lines = {rank: torch.load(io.BytesIO(bytes(text)), weights_only=True) for rank, text in zip(ranks, told)}
         return {
-            rank: {line: Said(count, set(after), values) for line, (count, after, values) in of_rank.items() if f"{line}\n".startswith(lines_of(group))}
+            rank: {
+                line: Said(count, set(after), values)
+                for line, (count, after, values) in of_rank.items()
+                if f"{line}\n".startswith(lines_of(group))
+            }
             for rank, of_rank in lines.items()
         }
 
@@ -115,7 +121,9 @@ class Outcomes:
         if self._store is not None:
             with self._lock:
                 text = io.BytesIO()
-                torch.save({line: (said.count, sorted(said.after), said.values) for line, said in self._own.items()}, text)
+                torch.save(
+                    {line: (said.count, sorted(said.after), said.values) for line, said in self._own.items()}, text
+                )
             self._store.set(_key(self._session.number, self._session.rank), text.getvalue())
         for group in followers:
             group.go_on()

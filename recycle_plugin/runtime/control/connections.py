@@ -1,7 +1,8 @@
 """Connections that carry the messages of core/messages/protocol.py: the port, over sockets, and within one process.
 
-A worker's threads wait in ``send`` and ``receive``, each with a deadline.  The event loops of the coordinator and of the supervisors wait for nobody: there a
-connection is in an :class:`InLoop`.  Both implementations carry the same frames (core/messages/encoding.py), so whatever bytes come are dealt with in one place.
+A worker's threads wait in ``send`` and ``receive``, each with a deadline.  The event loops of the coordinator and of
+the supervisors wait for nobody: there a connection is in an :class:`InLoop`.  Both implementations carry the same
+frames (core/messages/encoding.py), so whatever bytes come are dealt with in one place.
 """
 
 from __future__ import annotations
@@ -38,11 +39,14 @@ class Disconnected:
 
 
 class Control(Protocol):
-    """One end of a connection.  What is sent comes out of the other end in the same order, each message whole and once; when the connection breaks, the
-    last ones may not have got there.
+    """One end of a connection.
 
-    Every thread may call anything at any time, and nothing raises because the connection is broken.
-    ``here``: this end's address, on the interface that reaches the other; ``there``: host and port of the other, None within a process.
+    What is sent comes out of the other end in the same order, each message whole and once; when the connection breaks,
+    the last ones may not have got there.
+
+    Every thread may call anything at any time, and nothing raises because the connection is broken. ``here``: this
+    end's address, on the interface that reaches the other; ``there``: host and port of the other, None within a
+    process.
     """
 
     here: str
@@ -50,11 +54,16 @@ class Control(Protocol):
 
     @property
     def broken(self) -> Disconnected | None:
-        """None as long as something may come.  A peer's death breaks it once all that it has said is handed out, and so does what is no message."""
+        """None as long as something may come.
+
+        A peer's death breaks it once all that it has said is handed out, and so does what is no message.
+        """
 
     def send(self, message: object, timeout_s: float = 0.0) -> bool:
-        """False where the other end has not taken all that was sent: with a ``timeout_s`` that breaks the connection, without one the rest is kept for
-        :meth:`push`.  Raises what core.messages.encoding.encode does; what it has made of a message for several may be given in the message's place."""
+        """False where the other end has not taken all that was sent: with a ``timeout_s`` that breaks the connection,
+        without one the rest is kept for :meth:`push`.  Raises what core.messages.encoding.encode does; what it has made
+        of a message for several may be given in the message's place.
+        """
 
     def push(self) -> bool:
         """The same of what is kept."""
@@ -63,11 +72,13 @@ class Control(Protocol):
         """The next message; None where it is broken, or nothing has come after ``timeout_s``."""
 
     def resume(self, hello: object, timeout_s: float) -> bool:
-        """Make the connection again, with ``hello`` as its first message, and say whether it stands; only who has made it can.  What was under way either
-        way is lost.  ``hello`` says who comes, and whoever answers decides whether that one goes on where it was.
+        """Make the connection again, with ``hello`` as its first message, and say whether it stands; only who has made
+        it can.  What was under way either way is lost.  ``hello`` says who comes, and whoever answers decides whether
+        that one goes on where it was.
 
-        The coordinator takes a supervisor that comes again for the one before, in its rank's place; its worker does not notice.  A worker's broken
-        connection is its end: others are told of its loss at once, go on without it, and refuse it as they do any that comes late.
+        The coordinator takes a supervisor that comes again for the one before, in its rank's place; its worker does not
+        notice.  A worker's broken connection is its end: others are told of its loss at once, go on without it, and
+        refuse it as they do any that comes late.
         """
 
     def close(self) -> None:
@@ -129,7 +140,9 @@ class _Framed:
                 if time.monotonic() >= deadline:
                     return self._overdue(timeout_s)
                 self._await(select.POLLOUT, deadline)
-            except OSError:  # what the other end has said before it went is still to be read, and then the reader finds the end
+            except (
+                OSError
+            ):  # what the other end has said before it went is still to be read, and then the reader finds the end
                 self._mute = True
                 self._unsent.clear()
                 self._shut()
@@ -156,7 +169,9 @@ class _Framed:
             if data:
                 self._frames.feed(data)
             else:
-                self._break(Disconnected("the other end is gone" + ", in the middle of a message" * self._frames.broken_off))
+                self._break(
+                    Disconnected("the other end is gone" + ", in the middle of a message" * self._frames.broken_off)
+                )
         return True
 
     def _break(self, why: Disconnected) -> None:
@@ -188,7 +203,10 @@ class _Framed:
 
 
 class SocketControl(_Framed):
-    """Over a connected TCP ``connection``, which belongs to it from now on.  ``address``: of whom it was made to, by who made it."""
+    """Over a connected TCP ``connection``, which belongs to it from now on.
+
+    ``address``: of whom it was made to, by who made it.
+    """
 
     def __init__(self, connection: socket.socket, address: tuple[str, int] | None = None, limit: int = LIMIT) -> None:
         self._address = address
@@ -235,18 +253,25 @@ class SocketControl(_Framed):
 
 
 def connect(address: tuple[str, int], timeout_s: float) -> SocketControl:
-    """To whoever listens at ``address``, once somebody does.  ConnectionError says that for so long nobody did, and why."""
+    """To whoever listens at ``address``, once somebody does.
+
+    ConnectionError says that for so long nobody did, and why.
+    """
     try:
         return SocketControl(_connected(address, timeout_s), address)
     except OSError as error:
-        raise ConnectionError(f"no coordinator at {address[0]}:{address[1]} within {timeout_s:g} s ({error})") from error
+        raise ConnectionError(
+            f"no coordinator at {address[0]}:{address[1]} within {timeout_s:g} s ({error})"
+        ) from error
 
 
 def _connected(address: tuple[str, int], timeout_s: float) -> socket.socket:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            connection = socket.create_connection(address, timeout=max(RETRY_S, min(ATTEMPT_S, deadline - time.monotonic())))
+            connection = socket.create_connection(
+                address, timeout=max(RETRY_S, min(ATTEMPT_S, deadline - time.monotonic()))
+            )
             break
         except OSError:
             if time.monotonic() + RETRY_S >= deadline:
@@ -298,12 +323,17 @@ class _Wire:
 
 
 class InProcess(_Framed):
-    """Between two threads or tasks of one process.  ``answer`` gets the other end, now and each time that it is resumed; None for that end itself."""
+    """Between two threads or tasks of one process.
+
+    ``answer`` gets the other end, now and each time that it is resumed; None for that end itself.
+    """
 
     here = "127.0.0.1"
     there = None
 
-    def __init__(self, answer: Callable[[InProcess], None] | None, limit: int = LIMIT, wires: tuple[_Wire, _Wire] | None = None) -> None:
+    def __init__(
+        self, answer: Callable[[InProcess], None] | None, limit: int = LIMIT, wires: tuple[_Wire, _Wire] | None = None
+    ) -> None:
         self._answer = answer
         super().__init__(limit)
         self._in, self._out = wires or self._called()

@@ -1,4 +1,5 @@
-"""Carries the messages of ``core.coordinator.membership``; lives in a process of rank 0's guard (runtime/processes/guard.py), imports no torch.
+"""Carries the messages of ``core.coordinator.membership``; lives in a process of rank 0's guard
+(runtime/processes/guard.py), imports no torch.
 
 Each worker and each supervisor holds one connection.  A worker's death shows twice: its supervisor
 sees the process end and knows how, and its connection closes.  What it said before it died is read
@@ -18,7 +19,18 @@ from typing import Callable
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event
 from recycle_plugin.core.messages.encoding import encode
-from recycle_plugin.core.messages.protocol import Exited, Fence, Hello, Lease, Left, Over, Placed, Ready, Terminate, Welcome
+from recycle_plugin.core.messages.protocol import (
+    Exited,
+    Fence,
+    Hello,
+    Lease,
+    Left,
+    Over,
+    Placed,
+    Ready,
+    Terminate,
+    Welcome,
+)
 from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.placement import spread
@@ -31,7 +43,9 @@ LAST_WORDS_S = 0.2  # how long what a dead worker has said may be under way
 EXIT_S = 2.0  # how long a supervisor may take to say how its worker ended, before training has started
 CLOSING_S = 5.0  # how long closed connections may take to be noticed
 HELLO_S = 60.0  # how long who has connected may take to say who it is
-LISTEN_S = 60.0  # how long nothing need be heard of one that is there: silence is core.coordinator.failure_detector's business
+LISTEN_S = (
+    60.0  # how long nothing need be heard of one that is there: silence is core.coordinator.failure_detector's business
+)
 BACKLOG = 4096
 
 
@@ -46,12 +60,16 @@ class Coordinator:
         self._membership = Membership(ranks)
         self._ranks = ranks
         self._placing: dict[int, tuple[str, InLoop]] = {}  # by place: the host of a supervisor that asks for its rank
-        self._welcome = Welcome(store_port, f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}")  # several jobs may start in one second
+        self._welcome = Welcome(
+            store_port, f"{time.strftime('recycle-%Y%m%d-%H%M%S')}-{os.getpid()}"
+        )  # several jobs may start in one second
         self._say = say
         self._come: Counter[int] = Counter()  # how many workers of a rank have
         self._workers: dict[WorkerId, InLoop] = {}
         self._supervisors: dict[int, InLoop] = {}  # by rank
-        self._supervised: dict[int, tuple[str, int]] = {}  # by rank: host and process of the supervisor that its worker is started by
+        self._supervised: dict[
+            int, tuple[str, int]
+        ] = {}  # by rank: host and process of the supervisor that its worker is started by
         self._exits: dict[WorkerId, Exited] = {}
         self._ended: set[int] = set()  # ranks whose supervisor has said that its worker is no more
         self._strangers: set[str] = set()  # addresses that nonsense has come from
@@ -100,7 +118,9 @@ class Coordinator:
         return self._last_word.code if self._last_word is not None else 0
 
     async def all_gone(self, goodbye_s: float) -> None:
-        """Return when every supervisor that can be reached has closed its connection, ``goodbye_s`` after the end of the job at the latest."""
+        """Return when every supervisor that can be reached has closed its connection, ``goodbye_s`` after the end of
+        the job at the latest.
+        """
         if not self._awaited:
             return
         gone, over = asyncio.create_task(self._gone.wait()), asyncio.create_task(self._over.wait())
@@ -170,7 +190,9 @@ class Coordinator:
         if self._last_word is not None:
             control.send(self._last_word)
         if self._supervised.setdefault(hello.rank, (hello.host, hello.pid)) != (hello.host, hello.pid):
-            control.send(Over(1))  # of a launcher that was started twice, whose worker is turned away: it knows nothing of the first one's
+            control.send(
+                Over(1)
+            )  # of a launcher that was started twice, whose worker is turned away: it knows nothing of the first one's
             while await control.receive(LISTEN_S) is not None or control.broken is None:
                 pass  # it goes once it has read that
             return
@@ -192,7 +214,14 @@ class Coordinator:
         control.send(replace(self._welcome, incarnation=worker.incarnation))
         turned_away = self._membership.greet(worker, hello.host)
         if not turned_away.events:
-            self._say(Event("worker", f"{named(hello.rank)} is process {hello.pid} on {hello.host}", {"rank": hello.rank, "pid": hello.pid}), time.time())
+            self._say(
+                Event(
+                    "worker",
+                    f"{named(hello.rank)} is process {hello.pid} on {hello.host}",
+                    {"rank": hello.rank, "pid": hello.pid},
+                ),
+                time.time(),
+            )
         self._act(turned_away)
         return worker
 
@@ -248,8 +277,9 @@ class Coordinator:
 
     @property
     def _awaited(self) -> set[int]:
-        """Ranks whose supervisors are still to say goodbye: also one that was killed, whose worker runs, since another takes its place; and those of which it is
-        still to be found out whether the worker has left or was lost."""
+        """Ranks whose supervisors are still to say goodbye: also one that was killed, whose worker runs, since another
+        takes its place; and those of which it is still to be found out whether the worker has left or was lost.
+        """
         killed = {rank for rank in self._supervised if self._come[rank]} - self._ended
         asked = {worker.rank for worker in self._exits}
         return (self._supervisors.keys() | killed | asked) - {worker.rank for worker in self._membership.unreachable}

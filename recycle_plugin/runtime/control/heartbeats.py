@@ -1,4 +1,5 @@
-"""A worker's beats: what it is at, for the coordinator (core/coordinator/failure_detector.py), and how fresh the coordinator's word is here.
+"""A worker's beats: what it is at, for the coordinator (core/coordinator/failure_detector.py), and how fresh the
+coordinator's word is here.
 
 Beats come from a thread, so that long code of the script's is no death.  The answers carry a promise: for so long the
 others don't go on without this worker.  A process that was stopped, or cut off, finds when it goes on that the promise
@@ -22,7 +23,8 @@ SLOWEST_S = 1.0  # between two beats
 class Heartbeats:
     """Of the worker of ``rank``.  Only the process's main thread says what it is at.
 
-    ``lease_until``: when the coordinator's promise ends, by time.monotonic; never before :meth:`start`.  ``step``: the last one that was begun.
+    ``lease_until``: when the coordinator's promise ends, by time.monotonic; never before :meth:`start`.  ``step``: the
+    last one that was begun.
     """
 
     def __init__(self, rank: int, send: Callable[[object], None]) -> None:
@@ -40,13 +42,17 @@ class Heartbeats:
     def start(self, lease_s: float) -> None:
         """Beat from now on.  ``lease_s``: the shortest promise that the coordinator makes."""
         self.lease_until = time.monotonic() + lease_s
-        threading.Thread(target=self._beat_on, args=(min(SLOWEST_S, lease_s / 4),), name="recycle: heart", daemon=True).start()
+        threading.Thread(
+            target=self._beat_on, args=(min(SLOWEST_S, lease_s / 4),), name="recycle: heart", daemon=True
+        ).start()
 
     # --- what the worker is at ---------------------------------------------------------------------
 
     @contextmanager
     def at(self, at: str, what: object) -> Iterator[None]:
-        """``at``: one of core.coordinator.failure_detector's words; ``what``, or what it returns, is only made a text when it is said, in another thread."""
+        """``at``: one of core.coordinator.failure_detector's words; ``what``, or what it returns, is only made a text
+        when it is said, in another thread.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -62,7 +68,9 @@ class Heartbeats:
         self._done += 1
 
     def _change(self, at: tuple[str, object]) -> None:
-        """Who was said to compute says at once when that is over: whatever comes next may hold the interpreter up, and no beat with it."""
+        """Who was said to compute says at once when that is over: whatever comes next may hold the interpreter up, and
+        no beat with it.
+        """
         self._at = at
         if self._said_to_compute:
             self.beat()
@@ -82,7 +90,16 @@ class Heartbeats:
             self._number += 1
             with self._lock:
                 self._sent[self._number] = time.monotonic()
-            self._send(Heartbeat(self._rank, self._number, self._done, at, str(what() if callable(what) else what)[:LONGEST], self.step))
+            self._send(
+                Heartbeat(
+                    self._rank,
+                    self._number,
+                    self._done,
+                    at,
+                    str(what() if callable(what) else what)[:LONGEST],
+                    self.step,
+                )
+            )
 
     def heard(self, answer: Lease) -> None:
         """The promise counts from when the beat was sent: how long the answer was under way does not matter."""

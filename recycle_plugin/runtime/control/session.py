@@ -17,7 +17,17 @@ from dataclasses import replace
 from typing import Callable, Iterator, TypeVar
 
 from recycle_plugin.core.messages.activity import WAITS
-from recycle_plugin.core.messages.protocol import Fence, Generation, Hello, Lease, Leaving, Left, Note, OfWorker, Welcome
+from recycle_plugin.core.messages.protocol import (
+    Fence,
+    Generation,
+    Hello,
+    Lease,
+    Leaving,
+    Left,
+    Note,
+    OfWorker,
+    Welcome,
+)
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.errors import CutOff, RecycleError, WaitTimeout
@@ -28,28 +38,36 @@ T = TypeVar("T")
 CONNECT_S = 60.0  # how long the coordinator may take to answer
 SEND_S = 60.0  # how long it may take nothing of what is said
 NOT_LAUNCHED = (
-    "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py …`, or on one host with "
+    "recycle is enabled but no supervisor runs: launch with `deepspeed … --module recycle_plugin.launch your_script.py "
+    "…`, or on one host with "
     "`python -m recycle_plugin.launch --workers 4 your_script.py …`"
 )
 LISTEN_S = 60.0  # how long nothing need be heard; whoever waits for something has a deadline of its own
 
 
 class Session(ControlView):
-    """Over ``control`` to the coordinator, as the worker of ``rank``.  When that breaks, the job is over here: the others go on without this worker.
+    """Over ``control`` to the coordinator, as the worker of ``rank``.
 
-    What the line says is read under :attr:`changed`.  ``between_steps`` recovers from a membership change that the training script
-    meets outside a step, in a collective of its own.  ``work`` is what of a program is being carried out, None between steps, and ``trainer``
-    the thread that does so (runtime/collectives/callers.py); ``group_sums`` is the setting.  ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py),
-    ``at_end`` when the script is through, to go when everybody's last step is committed; ``trains``: this process has its trainer; ``forked``: it is not the
-    worker, but was forked from it.
+    When that breaks, the job is over here: the others go on without this worker.
 
-    ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then
-    be blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without this
+    What the line says is read under :attr:`changed`.  ``between_steps`` recovers from a membership change that the
+    training script meets outside a step, in a collective of its own.  ``work`` is what of a program is being carried
+    out, None between steps, and ``trainer`` the thread that does so (runtime/collectives/callers.py); ``group_sums`` is
+    the setting.  ``when_adopted`` is called with each membership (runtime/collectives/outcomes.py), ``at_end`` when the
+    script is through, to go when everybody's last step is committed; ``trains``: this process has its trainer;
+    ``forked``: it is not the worker, but was forked from it.
+
+    ``ended_early`` is called, in a thread of the session's, when the job fails before its start: the worker may then be
+    blocked where no exception gets in.  ``given_up`` is called there with the reason when the others go on without this
     worker: nothing that it might still do is wanted.
     """
 
     def __init__(
-        self, control: Control, rank: int, wait_timeout_s: float = 300.0, ended_early: Callable[[Session], None] | None = None
+        self,
+        control: Control,
+        rank: int,
+        wait_timeout_s: float = 300.0,
+        ended_early: Callable[[Session], None] | None = None,
     ) -> None:
         super().__init__(rank)
         self.host = socket.gethostname()
@@ -73,7 +91,10 @@ class Session(ControlView):
         self.send(Hello(rank, "worker", os.getpid(), self.host))
         welcome = control.receive(CONNECT_S)
         if not isinstance(welcome, Welcome):
-            raise RecycleError(f"the coordinator has not welcomed {named(rank)} within {CONNECT_S:.0f} s: {control.broken or welcome or 'it says nothing'}")
+            raise RecycleError(
+                f"the coordinator has not welcomed {named(rank)} within {CONNECT_S:.0f} s: "
+                f"{control.broken or welcome or 'it says nothing'}"
+            )
         self.job_id, self.incarnation = welcome.job_id, welcome.incarnation
         threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
 
@@ -103,7 +124,9 @@ class Session(ControlView):
         self.send(Leaving(self.rank, reason))
 
     def leave(self, code: int = 0, planned: bool = False) -> None:
-        """Say goodbye (core.messages.protocol.Left), so that the end of this process, with exit code ``code``, is not taken for a death."""
+        """Say goodbye (core.messages.protocol.Left), so that the end of this process, with exit code ``code``, is not
+        taken for a death.
+        """
         self.send(Left(self.rank, code, planned, self.heartbeats.step))
         with self.changed:
             self._closed = True
@@ -111,13 +134,18 @@ class Session(ControlView):
     # --- forks of this process -----------------------------------------------------------------------
 
     def cut_off(self) -> None:
-        """In a process that was forked from the worker (runtime/processes/forked.py): nothing is said, awaited or waited for in its name."""
+        """In a process that was forked from the worker (runtime/processes/forked.py): nothing is said, awaited or
+        waited for in its name.
+        """
         self.forked, self.changed = True, threading.Condition()
 
     def _refuse_forks(self) -> None:
         if self.forked:
-            raise RecycleError(f"process {os.getpid()} was forked from the worker of {self}, and is not that worker: it can't train, settle or take part in the job's "
-                               "collectives; do that in the script's own process")  # fmt: skip
+            raise RecycleError(
+                f"process {os.getpid()} was forked from the worker of {self}, and is not that worker: it can't train, "
+                "settle or take part in the job's "
+                "collectives; do that in the script's own process"
+            )
 
     # --- listening ---------------------------------------------------------------------------------
 
@@ -143,18 +171,30 @@ class Session(ControlView):
 
     def _leave_if_given_up(self, message: object) -> None:
         fenced = isinstance(message, Fence) and message.worker == self.worker
-        outside = isinstance(message, Generation) and not message.from_step and self.worker not in message.roster.workers
+        outside = (
+            isinstance(message, Generation) and not message.from_step and self.worker not in message.roster.workers
+        )
         if self.given_up is not None and (fenced or outside and not self._closed and not self.has_left(message)):
             self.given_up(message.reason if fenced else message.cause)
 
     def _coordinator_gone(self) -> None:
         nonsense = self._control.broken.unreadable
-        if not self._closed and (self.lose_coordinator(f"the coordinator can't be understood: {nonsense}") if nonsense else self.lose_coordinator()):
+        if not self._closed and (
+            self.lose_coordinator(f"the coordinator can't be understood: {nonsense}")
+            if nonsense
+            else self.lose_coordinator()
+        ):
             self.coordinator_is_gone = True
 
     # --- waiting -----------------------------------------------------------------------------------
 
-    def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True, timeout_s: float = 0) -> T:
+    def wait(
+        self,
+        what: Callable[[], str] | str,
+        ready: Callable[[], T | None],
+        interruptible: bool = True,
+        timeout_s: float = 0,
+    ) -> T:
         """Block until ``ready()`` is not None and return it.
 
         ``interruptible``: a membership change raises :class:`Interrupted`; the end of the job always
@@ -177,18 +217,27 @@ class Session(ControlView):
                     name = what if isinstance(what, str) else what()
                     if cut_off < deadline:
                         self._raise_cut_off(name)
-                    raise WaitTimeout(f"waited {timeout_s:.0f} s for {name}; raise recycle.wait_timeout_s if it may take longer")
+                    raise WaitTimeout(
+                        f"waited {timeout_s:.0f} s for {name}; raise recycle.wait_timeout_s if it may take longer"
+                    )
                 self.changed.wait(min(deadline, cut_off) - now)
 
     def await_lease(self, what: object, interruptible: bool = True) -> None:
-        """Return once it is sure that nobody goes on without this worker: to be called before ``what``, which others would see."""
+        """Return once it is sure that nobody goes on without this worker: to be called before ``what``, which others
+        would see.
+        """
         if not self.heartbeats.has_lease:
             self.heartbeats.beat()
-            self.wait(lambda: f"the coordinator's word before {what}", lambda: self.heartbeats.has_lease or None, interruptible)
+            self.wait(
+                lambda: f"the coordinator's word before {what}",
+                lambda: self.heartbeats.has_lease or None,
+                interruptible,
+            )
 
     def _raise_cut_off(self, name: str) -> None:
         raise CutOff(
-            f"{self} has heard nothing of the coordinator for {self.regroup_timeout_s:.0f} s, so the others may have gone on "
+            f"{self} has heard nothing of the coordinator for {self.regroup_timeout_s:.0f} s, so the others may have "
+            "gone on "
             f"without it; it stops waiting for {name}"
         )
 
@@ -237,7 +286,9 @@ class Session(ControlView):
         return value
 
 
-def connect_from_environment(environment: dict[str, str], ended_early: Callable[[Session], None] | None = None) -> Session:
+def connect_from_environment(
+    environment: dict[str, str], ended_early: Callable[[Session], None] | None = None
+) -> Session:
     """The session of this process, a worker that a supervisor has started; RecycleError if none has."""
     address = environment.get("RECYCLE_COORDINATOR")
     if not address:

@@ -27,7 +27,9 @@ class PulseListener(asyncio.DatagramProtocol):
 
 async def listen(address: tuple[str, int], take: Callable[[SupervisorHeartbeat], None]) -> asyncio.DatagramTransport:
     """Until it is closed.  OSError when the port is taken."""
-    return (await asyncio.get_running_loop().create_datagram_endpoint(lambda: PulseListener(take), local_addr=address))[0]
+    return (await asyncio.get_running_loop().create_datagram_endpoint(lambda: PulseListener(take), local_addr=address))[
+        0
+    ]
 
 
 async def connect(address: tuple[str, int]) -> asyncio.DatagramTransport:

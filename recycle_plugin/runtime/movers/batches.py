@@ -1,4 +1,6 @@
-"""A script's batch as the transport carries it: a tuple of tensors, the first of which describes the rest, so that nothing needs pickle."""
+"""A script's batch as the transport carries it: a tuple of tensors, the first of which describes the rest, so that
+nothing needs pickle.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from recycle_plugin.runtime.device import Tensors, fetch
 
 
 def packed(batch: Any, label: Any = None) -> Tensors:
-    """Copies in host memory of its tensors, which may stand in tuples and lists, or be None.  ``label``: JSON that goes with it.  Raises RecycleError."""
+    """Copies in host memory of its tensors, which may stand in tuples and lists, or be None.
+
+    ``label``: JSON that goes with it.  Raises RecycleError.
+    """
     tensors: list[torch.Tensor] = []
     description = json.dumps([label, _describe(batch, tensors)]).encode()
     return (torch.frombuffer(bytearray(description), dtype=torch.uint8), *tensors)
@@ -43,4 +48,6 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
         return [_describe(item, tensors) for item in value]
     if value is None:
         return None
-    raise RecycleError(f"a batch has a {type(value).__name__} in it; the pipeline engine takes tensors, and tuples or lists of tensors")
+    raise RecycleError(
+        f"a batch has a {type(value).__name__} in it; the pipeline engine takes tensors, and tuples or lists of tensors"
+    )

@@ -1,7 +1,7 @@
 """The mover between hosts (runtime/movers/mover.py): tagged messages over TCP.
 
-Shapes and dtypes travel with the tensors, so they may change from step to step.  Tensors of an accelerator pass through host memory: whoever sends
-has started the copy, and the thread that writes waits for it.
+Shapes and dtypes travel with the tensors, so they may change from step to step.  Tensors of an accelerator pass through
+host memory: whoever sends has started the copy, and the thread that writes waits for it.
 
 On a machine whose cores are busy every change of thread costs milliseconds, so there are as few as
 can be: the worker itself writes to the socket what that takes at once (a thread has the rest), and
@@ -63,7 +63,10 @@ class Nonsense(ValueError):
 
 
 class Transport:
-    """As runtime.movers.mover.Mover: one inbox of this worker and one outbox per peer.  ``device``: for which what arrives is."""
+    """As runtime.movers.mover.Mover: one inbox of this worker and one outbox per peer.
+
+    ``device``: for which what arrives is.
+    """
 
     def __init__(self, session: Session, device: Device) -> None:
         self._session, self._device = session, device
@@ -75,7 +78,9 @@ class Transport:
         self._closed = threading.Event()
         self._refusals = Refusals(lambda text: session.note("warning", f"at worker {session.rank} {text}"))
         self._said_nonsense = False
-        self._readers: dict[threading.Thread, str] = {}  # with the address of whose messages each reads, once that is said
+        self._readers: dict[
+            threading.Thread, str
+        ] = {}  # with the address of whose messages each reads, once that is said
         self._heard: set[str] | None = None  # from these only, if that is said
         self._knocked: tuple[str, int] | None = None  # at this worker's own door, and not yet let in
         self.address = f"tcp://{session.own_address}:{self._listener.getsockname()[1]}"
@@ -109,14 +114,20 @@ class Transport:
 
     def hear_out(self, peers: set[str]) -> bool:
         could_knock = self._knock()
-        with self._session.changed:  # a process that has ended has closed its connections, so this takes long only where a host is gone
-            self._session.changed.wait_for(lambda: self._knocked is None and peers.issuperset(self._readers.values()), DEATH_S)
+        with (
+            self._session.changed
+        ):  # a process that has ended has closed its connections, so this takes long only where a host is gone
+            self._session.changed.wait_for(
+                lambda: self._knocked is None and peers.issuperset(self._readers.values()), DEATH_S
+            )
             self._heard = peers
             return could_knock and self._knocked is None
 
     def _knock(self) -> bool:
-        """Come to one's own door: who came before, and has perhaps sent and died since, is let in before.  False where that can't be, for want of a descriptor as
-        may be; then whoever is in is heard out."""
+        """Come to one's own door: who came before, and has perhaps sent and died since, is let in before.
+
+        False where that can't be, for want of a descriptor as may be; then whoever is in is heard out.
+        """
         try:
             with socket.socket(self._listener.family) as knocking:
                 knocking.settimeout(DEATH_S)
@@ -133,7 +144,11 @@ class Transport:
             self._outboxes.pop(address).close(linger_s=0)
 
     def _broke(self, address: str, error: OSError | None) -> None:
-        """The connection to a peer has.  Most often it is dead, and the coordinator says so within moments; for want of room here, this worker is at fault itself."""
+        """The connection to a peer has.
+
+        Most often it is dead, and the coordinator says so within moments; for want of room here, this worker is at
+        fault itself.
+        """
         room = error is not None and error.errno in NO_ROOM
         what, at = (f"a connection ({error.strerror})", self.address) if room else ("a connection", address)
         timer = threading.Timer(DEATH_S, self._say_broken, (at, what, self._session.number))
@@ -143,7 +158,12 @@ class Transport:
     def _say_broken(self, address: str, what: str, generation: int) -> None:
         session = self._session
         peer = session.roster.at(address)
-        if peer is not None and not self._closed.is_set() and session.number == generation and session.interruption() is None:
+        if (
+            peer is not None
+            and not self._closed.is_set()
+            and session.number == generation
+            and session.interruption() is None
+        ):
             session.send(Missing(session.rank, generation, what, str(peer.seat)))
 
     def _failed(self, error: RecycleError) -> None:
@@ -189,7 +209,9 @@ class Transport:
             self._knocked = None if peer == self._knocked else self._knocked
         try:
             reader.start()
-        except RuntimeError:  # there is no room for another thread: the peer finds its connection broken, and comes again
+        except (
+            RuntimeError
+        ):  # there is no room for another thread: the peer finds its connection broken, and comes again
             self._let_go(connection, reader)
             raise OSError(errno.EAGAIN, "no thread") from None
 
@@ -224,7 +246,11 @@ class Transport:
         """Once: a scanner of ports comes more often."""
         if not self._said_nonsense:
             self._said_nonsense = True
-            self._session.note("warning", f"at worker {self._session.rank} a connection from {peer[0]}:{peer[1]} says what can't be understood: {nonsense}")
+            self._session.note(
+                "warning",
+                f"at worker {self._session.rank} a connection from {peer[0]}:{peer[1]} says what can't be understood: "
+                f"{nonsense}",
+            )
 
     def _receive_tensor(self, connection: socket.socket, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         if dtype not in DTYPES:
@@ -232,7 +258,12 @@ class Transport:
         try:
             tensor = self._device.room(shape, DTYPES[dtype])
             target = _bytes(tensor) if tensor.numel() else memoryview(b"")
-        except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # torch's own words on a shape that can't be, or on one for which there is no room
+        except (
+            RuntimeError,
+            TypeError,
+            OverflowError,
+            MemoryError,
+        ) as error:  # torch's own words on a shape that can't be, or on one for which there is no room
             raise Nonsense(f"a tensor of shape {str(shape)[:80]}: {str(error)[:200]}") from None
         _fill(connection, target)
         return tensor
@@ -260,18 +291,31 @@ class Message(NamedTuple):
         """What is written to the socket."""
         tensors = self.tensors.wait(self.timeout_s)
         shapes = tuple((str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors)
-        return [memoryview(LANGUAGE.encode(Header(self.datum, self.valid_from, shapes))), *(_bytes(tensor) for tensor in tensors if tensor.numel())]
+        return [
+            memoryview(LANGUAGE.encode(Header(self.datum, self.valid_from, shapes))),
+            *(_bytes(tensor) for tensor in tensors if tensor.numel()),
+        ]
 
 
 class Outbox:
-    """To one peer.  What the socket does not take at once, or is not in host memory yet, waits for a thread, so that no sender ever does.
+    """To one peer.
 
-    A peer that cannot be reached any more is the coordinator's business: what was for it is dropped, and ``tell(address, error)``
-    is called, once, with what was wrong if that is known.  ``emptied`` is called when nothing waits any more; ``failed`` with the error where something can't be sent.  ``own``: the
-    sender's address.
+    What the socket does not take at once, or is not in host memory yet, waits for a thread, so that no sender ever
+    does.
+
+    A peer that cannot be reached any more is the coordinator's business: what was for it is dropped, and
+    ``tell(address, error)`` is called, once, with what was wrong if that is known.  ``emptied`` is called when nothing
+    waits any more; ``failed`` with the error where something can't be sent.  ``own``: the sender's address.
     """
 
-    def __init__(self, address: str, own: str, tell: Callable[[str, OSError | None], None], emptied: Callable[[], None], failed: Callable[[RecycleError], None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        own: str,
+        tell: Callable[[str, OSError | None], None],
+        emptied: Callable[[], None],
+        failed: Callable[[RecycleError], None],
+    ) -> None:
         self._address, self._own, self._tell, self._emptied, self._failed = address, own, tell, emptied, failed
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self._peer = (host, int(port))
@@ -361,7 +405,10 @@ class Outbox:
                 self._changed.wait_for(lambda: self._closing, PAUSE_S)
 
     def _parts(self, waiting: Message | list[memoryview]) -> list[memoryview]:
-        """Once it is on the host.  Where it does not get there, nothing comes behind it, and nobody is told that the peer is at fault."""
+        """Once it is on the host.
+
+        Where it does not get there, nothing comes behind it, and nobody is told that the peer is at fault.
+        """
         try:
             return waiting.parts() if isinstance(waiting, Message) else waiting
         except Exception as error:  # handed to the thread that trains, whatever it is

@@ -1,7 +1,9 @@
-"""What becomes of a listener whose ``accept`` fails: nothing.  A moment without room for one more connection makes nobody deaf for good.
+"""What becomes of a listener whose ``accept`` fails: nothing.
 
-Linux hands out so whatever is wrong with the one that comes, who is gone by then; and EMFILE, ENFILE, ENOBUFS or ENOMEM where this process or its host has no room: who
-comes meanwhile waits in the listener's queue.
+A moment without room for one more connection makes nobody deaf for good.
+
+Linux hands out so whatever is wrong with the one that comes, who is gone by then; and EMFILE, ENFILE, ENOBUFS or ENOMEM
+where this process or its host has no room: who comes meanwhile waits in the listener's queue.
 """
 
 from __future__ import annotations
@@ -11,10 +13,22 @@ import os
 from typing import Callable
 
 NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # here, whoever is at the other end
-GONE = frozenset({
-    errno.ECONNABORTED, errno.EINTR, errno.EPERM, errno.EPROTO, errno.ENOPROTOOPT, errno.EOPNOTSUPP, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN,
-    errno.EHOSTUNREACH, errno.ENONET, errno.ETIMEDOUT,
-})  # fmt: skip
+GONE = frozenset(
+    {
+        errno.ECONNABORTED,
+        errno.EINTR,
+        errno.EPERM,
+        errno.EPROTO,
+        errno.ENOPROTOOPT,
+        errno.EOPNOTSUPP,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENONET,
+        errno.ETIMEDOUT,
+    }
+)
 PAUSE_S = 0.5  # between two attempts where there is no room
 
 
@@ -31,5 +45,8 @@ class Refusals:
             return 0.0
         if not self._said:
             self._said = True
-            self._say(f"a connection could not be accepted ({os.strerror(error.errno or 0)}); it is tried again every {PAUSE_S:g} s, and this is said once")
+            self._say(
+                f"a connection could not be accepted ({os.strerror(error.errno or 0)}); it is tried again every "
+                f"{PAUSE_S:g} s, and this is said once"
+            )
         return PAUSE_S

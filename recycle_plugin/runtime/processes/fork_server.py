@@ -1,14 +1,15 @@
 """A warm process that forks workers and stores: what all of them import is imported once.
 
-``python -u -m recycle_plugin.runtime.processes.fork_server ADDRESS MODULE…`` imports the modules and prints one line: ``ready ADDRESS``, and then it
-serves what :mod:`recycle_plugin.runtime.processes.spawn` asks for; or ``unsafe WHY``, and then it ends.  ADDRESS is the path of a Unix socket, or ``@``
-for one without a file, whose name the answer has.
+``python -u -m recycle_plugin.runtime.processes.fork_server ADDRESS MODULE…`` imports the modules and prints one line:
+``ready ADDRESS``, and then it serves what :mod:`recycle_plugin.runtime.processes.spawn` asks for; or ``unsafe WHY``,
+and then it ends.  ADDRESS is the path of a Unix socket, or ``@`` for one without a file, whose name the answer has.
 
-It has one thread, since a fork has only the one that made it: a lock that another held would stay locked.  So nothing that starts threads
-runs here, no backward pass on a device in particular.  Of NumPy's OpenBLAS, which makes its threads when it is loaded, workers have one thread each.
+It has one thread, since a fork has only the one that made it: a lock that another held would stay locked.  So nothing
+that starts threads runs here, no backward pass on a device in particular.  Of NumPy's OpenBLAS, which makes its threads
+when it is loaded, workers have one thread each.
 
-Nothing outlives anybody: the server ends with the process that started it, a worker with the server, and a worker is killed
-once whoever asked for it has gone.
+Nothing outlives anybody: the server ends with the process that started it, a worker with the server, and a worker is
+killed once whoever asked for it has gone.
 """
 
 from __future__ import annotations
@@ -49,13 +50,19 @@ class Server:
         self._in_worker = in_worker
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._refusals = Refusals(lambda text: print(f"recycle: warning: at the process that workers are forked from {text}", file=sys.stderr, flush=True))
+        self._refusals = Refusals(
+            lambda text: print(
+                f"recycle: warning: at the process that workers are forked from {text}", file=sys.stderr, flush=True
+            )
+        )
         self._opens_at: float | None = None  # where nobody is let in, since there was no room
         self._workers: dict[int, tuple[socket.socket, int]] = {}  # pid: the connection of who asked for it, a pidfd
 
     def serve(self) -> None:
         while True:
-            for key, _ in self._selector.select(None if self._opens_at is None else max(0.0, self._opens_at - time.monotonic())):
+            for key, _ in self._selector.select(
+                None if self._opens_at is None else max(0.0, self._opens_at - time.monotonic())
+            ):
                 key.data()
             if self._opens_at is not None and time.monotonic() >= self._opens_at:
                 self._opens_at = None
@@ -104,7 +111,9 @@ class Server:
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._abandoned(pid))
         _tell(connection, pid)
 
-    def _become_worker(self, connection: socket.socket, request: Request, out: int, err: int, kept: int | None = None) -> None:
+    def _become_worker(
+        self, connection: socket.socket, request: Request, out: int, err: int, kept: int | None = None
+    ) -> None:
         self._listener.close()
         self._selector.close()
         connection.close()
@@ -144,7 +153,9 @@ class Server:
 
 def _received(connection: socket.socket) -> tuple[Request, list[int]]:
     """A request, and the descriptors that the fork gets; ValueError for what is none, or another user's."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     if user != os.getuid():
         raise ValueError(f"user {user}")
     connection.settimeout(REQUEST_S)
@@ -209,7 +220,8 @@ def _run(module: str, first: Callable[[], None]) -> int:
 
 
 def _seed() -> None:
-    """NumPy's and torch's generators take what they begin with from the system when they are imported, which has been once for all workers.
+    """NumPy's and torch's generators take what they begin with from the system when they are imported, which has been
+    once for all workers.
 
     Python's own sees to itself.
     """
@@ -223,7 +235,9 @@ def unsafe() -> str:
     """Why this process should not be forked, or nothing."""
     threads = sorted(Path("/proc/self/task").iterdir())
     if len(threads) > 1:
-        return f"there are {len(threads)} threads ({', '.join((each / 'comm').read_text().strip() for each in threads)})"
+        return (
+            f"there are {len(threads)} threads ({', '.join((each / 'comm').read_text().strip() for each in threads)})"
+        )
     if "torch" in sys.modules:
         from recycle_plugin.runtime import device
 
@@ -234,7 +248,9 @@ def unsafe() -> str:
 def main(address: str, modules: list[str], in_worker: Callable[[], None] = lambda: None) -> None:
     """Import, say so, and serve until this process is ended.  ``in_worker``: see :class:`Server`."""
     die_with_parent()
-    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_THE_JOB)  # not ignored: a worker that gets one before it is set up would lose it
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, FOR_THE_JOB
+    )  # not ignored: a worker that gets one before it is set up would lose it
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # an import may print something
     listener = socket.socket(socket.AF_UNIX)

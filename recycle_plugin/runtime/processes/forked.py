@@ -1,8 +1,11 @@
-"""Processes that a script forks from a worker: loaders' workers, pools, whatever a library forks.  None of them is the worker.
+"""Processes that a script forks from a worker: loaders' workers, pools, whatever a library forks.
 
-A fork has the worker's handlers, its open connections and its session, and no thread but one.  What it did with them, the job would take for
-the worker's doing: its end would be the worker's leave, and a connection that it keeps open hides the worker's death.  So in the fork signals do what they do in
-any process, connections are closed, and whoever asks the session for something hears that this is not the worker.
+None of them is the worker.
+
+A fork has the worker's handlers, its open connections and its session, and no thread but one.  What it did with them,
+the job would take for the worker's doing: its end would be the worker's leave, and a connection that it keeps open
+hides the worker's death.  So in the fork signals do what they do in any process, connections are closed, and whoever
+asks the session for something hears that this is not the worker.
 
 What ``exec`` starts has none of it anyway.
 """
@@ -37,11 +40,14 @@ def own(connection: socket.socket) -> socket.socket:
 
 
 def register(cut_off: Callable[[], None]) -> None:
-    """From now on, in each fork of this process, and in forks of these: ``cut_off()`` is called there once nothing of the worker's is left.
+    """From now on, in each fork of this process, and in forks of these: ``cut_off()`` is called there once nothing of
+    the worker's is left.
 
     A signal that comes to the fork before that waits until it is what it is for any process.
     """
-    masks: list[set[signal.Signals]] = []  # what was blocked when this process began to fork; forks of several threads wait for each other
+    masks: list[
+        set[signal.Signals]
+    ] = []  # what was blocked when this process began to fork; forks of several threads wait for each other
     turn = threading.Lock()
 
     def begin() -> None:

@@ -1,31 +1,28 @@
 """The process that a launcher starts for a rank: it holds the place, and does nothing that could end it.
 
-A launcher answers the bad end of what it has started with the end of everything, so that is kept small: standard library, no event loop, no threads, no
-connections.  Its children are
+A launcher answers the bad end of what it has started with the end of everything, so that is kept small: standard
+library, no event loop, no threads, no connections.  Its children are
 
-* the *supervisor* (runtime/processes/supervisor.py), which may be killed: another is forked, and learns here its rank, its worker's process, and what it is to do;
-* the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows.  It does not notice that
-  supervisors change;
-* for rank 0 the *host*, the coordinator with the store (supervisor.Hosted), which outlives everybody.  It is not started again: its end is the job's, and the
-  guard says so in the run folder.
+* the *supervisor* (runtime/processes/supervisor.py), which may be killed: another is forked, and learns here its rank,
+  its worker's process, and what it is to do;
+* the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows.
+  It does not notice that supervisors change;
+* for rank 0 the *host*, the coordinator with the store (supervisor.Hosted), which outlives everybody.  It is not
+  started again: its end is the job's, and the guard says so in the run folder.
 
 Each of supervisor and host has a line here: objects of JSON, one a line of text.
 
 ===========================================================  ==================================================================================
-from the guard to a supervisor
-``{"held": {"rank", "pid", "code", "signal", "guard"}}``     first, once the host is there: what the guard has of the one before, null for nothing
-``{"pid"}``, ``{"failed"}``                                  the worker was started, or why not
-``{"code"}``                                                 the worker has ended
-``{"signal"}``                                               the guard has got it (a name): the job is to end
-from a supervisor
-``{"start": [module, argument, ...], "rank", "environment"}``  start the worker
-``{"kill"}``                                                 send the worker that signal
-to the host
-``{"through"}``                                              the supervisor has ended by itself: the host ends once all others have gone
-``{"signal"}``                                               as for a supervisor, where there is none any more
-from the host
-``{"ready"}``, ``{"folder"}``                                it listens; the run folder is known
-``{"closing"}``                                              all others have gone: it ends
+from the guard to a supervisor ``{"held": {"rank", "pid", "code", "signal", "guard"}}``     first, once the host is
+there: what the guard has of the one before, null for nothing ``{"pid"}``, ``{"failed"}``
+the worker was started, or why not ``{"code"}``                                                 the worker has ended
+``{"signal"}``                                               the guard has got it (a name): the job is to end from a
+supervisor ``{"start": [module, argument, ...], "rank", "environment"}``  start the worker ``{"kill"}``
+send the worker that signal to the host ``{"through"}``                                              the supervisor has
+ended by itself: the host ends once all others have gone ``{"signal"}``                                               as
+for a supervisor, where there is none any more from the host ``{"ready"}``, ``{"folder"}``
+it listens; the run folder is known ``{"closing"}``                                              all others have gone:
+it ends
 ===========================================================  ==================================================================================
 
 At the end of its line each of them knows that the guard is gone.
@@ -100,7 +97,9 @@ class Guard:
         self._result: int | None = None
 
     def hold(self) -> int:
-        """The exit code for the launcher: the supervisor's, and where that knew of nothing bad, the host's, which sees the job's end."""
+        """The exit code for the launcher: the supervisor's, and where that knew of nothing bad, the host's, which sees
+        the job's end.
+        """
         _call_this("recycle-guard")
         wake = self._take_signals()
         self._watch(wake, lambda: self._signalled(wake.recv(PIECE)))
@@ -138,7 +137,12 @@ class Guard:
         pid = os.fork()
         if pid == 0:
             near.close()
-            _become(child, far, [own for own, _ in self._watched.values()], "recycle-host" if child is self._host else "recycle-super")
+            _become(
+                child,
+                far,
+                [own for own, _ in self._watched.values()],
+                "recycle-host" if child is self._host else "recycle-super",
+            )
         far.close()
         self._watch(near, hear)
         return pid, Pipe(near)
@@ -149,13 +153,24 @@ class Guard:
 
     def _introduce(self) -> None:
         if self._ready:
-            held = {"rank": self._rank, "pid": self._worker, "code": self._code, "signal": self._signal, "guard": os.getpid()}
+            held = {
+                "rank": self._rank,
+                "pid": self._worker,
+                "code": self._code,
+                "signal": self._signal,
+                "guard": os.getpid(),
+            }
             self._supervisor.tell(held=held)
 
     def _signalled(self, numbers: bytes) -> None:
         for number in set(numbers) - {signal.SIGCHLD}:
             self._told(signal.Signals(number).name)
-        if self._worker is not None and self._forked is None and self._code is None and (code := _ended(self._worker)) is not None:
+        if (
+            self._worker is not None
+            and self._forked is None
+            and self._code is None
+            and (code := _ended(self._worker)) is not None
+        ):
             self._worker_ended(code)
         if self._supervisor_pid and (code := _ended(self._supervisor_pid)) is not None:
             self._supervisor_ended(code)
@@ -180,7 +195,10 @@ class Guard:
         if code >= 0:
             self._result = code
         elif len(self._killed) > TRIES:
-            _say(f"error: {TRIES + 1} supervisors of one worker were killed within {WITHIN_S:.0f} s, the last by signal {-code}: no other is started")
+            _say(
+                f"error: {TRIES + 1} supervisors of one worker were killed within {WITHIN_S:.0f} s, the last by signal "
+                f"{-code}: no other is started"
+            )
             self._result = 1
         else:
             whose = "a supervisor" if self._rank is None else f"the supervisor of rank {self._rank}"
@@ -313,7 +331,9 @@ def _become(child: Child, line: socket.socket, others: list[socket.socket | Bina
         _call_this(name)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in signal_info.ENDING:  # until it can deal with them; the guard has got them too, or none of them was meant for the job
+        for number in (
+            signal_info.ENDING
+        ):  # until it can deal with them; the guard has got them too, or none of them was meant for the job
             signal.signal(number, signal.SIG_IGN)
         signal_info.unblock()
         for end in others:  # of the guard: it would not be gone here

@@ -1,4 +1,5 @@
-"""A launcher for one host: all supervisors in one process, and workers forked from a warm one, which the launcher starts and ends.
+"""A launcher for one host: all supervisors in one process, and workers forked from a warm one, which the launcher
+starts and ends.
 
 What ends this process ends all others.  Imports no torch and no DeepSpeed.
 """
@@ -20,33 +21,51 @@ END_S = 30.0  # how long a job that was told to end may take, as under DeepSpeed
 
 
 class Launcher:
-    """Runs ``command``, the training script with its arguments, ``workers`` times; ``placement`` as in the script's config.
+    """Runs ``command``, the training script with its arguments, ``workers`` times; ``placement`` as in the script's
+    config.
 
-    ``imports``: the modules that workers are to have when they begin, None to start them as children that import everything themselves.
-    Where the environment names a process to fork from, that one is used, and not ended.
+    ``imports``: the modules that workers are to have when they begin, None to start them as children that import
+    everything themselves. Where the environment names a process to fork from, that one is used, and not ended.
     """
 
-    def __init__(self, command: list[str], workers: int, port: int, placement: str, environment: Mapping[str, str], imports: list[str] | None) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        workers: int,
+        port: int,
+        placement: str,
+        environment: Mapping[str, str],
+        imports: list[str] | None,
+    ) -> None:
         self._command = command
         self._workers = workers
         self._port = port
         self._placement = placement
         self._imports = imports
         self._environment = dict(environment) | {
-            "MASTER_ADDR": HERE, "MASTER_PORT": str(port), "WORLD_SIZE": str(workers), "LOCAL_SIZE": str(workers), "CROSS_RANK": "0", "CROSS_SIZE": "1",
-        }  # fmt: skip
+            "MASTER_ADDR": HERE,
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(workers),
+            "LOCAL_SIZE": str(workers),
+            "CROSS_RANK": "0",
+            "CROSS_SIZE": "1",
+        }
         self._running: asyncio.Task | None = None
         self._hosted: Hosted | None = None
         self._told = False  # to end
 
     async def run(self) -> int:
-        """The exit code: 0 when the job has come to its end, whoever died on the way; 1 when it was told to end; else the largest of its workers, and of what the job has ended with."""
+        """The exit code: 0 when the job has come to its end, whoever died on the way; 1 when it was told to end; else
+        the largest of its workers, and of what the job has ended with.
+        """
         provide(self._workers)
         self._running = asyncio.current_task()
         senders.take(self._signalled)
         if self._imports is None:
             self._environment.pop(SERVER_VARIABLE, None)
-        server = await self._server() if self._imports is not None and SERVER_VARIABLE not in self._environment else None
+        server = (
+            await self._server() if self._imports is not None and SERVER_VARIABLE not in self._environment else None
+        )
         if server is None:
             return await self._train()
         try:
@@ -82,7 +101,9 @@ class Launcher:
         return Supervisor(self._command, described, self._placement, Here(), self._hosted)
 
     def _signalled(self, what: str) -> None:
-        """The job ends at a commit; at the second one, where there is no job yet, or once it takes too long: at once."""
+        """The job ends at a commit; at the second one, where there is no job yet, or once it takes too long: at
+        once.
+        """
         if self._told or self._hosted is None:
             self._running.cancel()
         else:

@@ -10,8 +10,11 @@ from contextlib import suppress
 
 
 def leave_process(code: int) -> None:
-    """End, without waiting for the plugin's threads that were left behind in broken operations; they are daemons.  Where the script has ended well, its own
-    threads and pools of them come to their end before, as with Python: an upload that is under way, say."""
+    """End, without waiting for the plugin's threads that were left behind in broken operations; they are daemons.
+
+    Where the script has ended well, its own threads and pools of them come to their end before, as with Python: an
+    upload that is under way, say.
+    """
     if code == 0:
         threading._shutdown()
     atexit._run_exitfuncs()

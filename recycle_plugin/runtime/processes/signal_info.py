@@ -1,7 +1,8 @@
-"""Signals with their senders, by signalfd: Python's handlers are not told who has sent one, and who has ended a job is what people ask first.
+"""Signals with their senders, by signalfd: Python's handlers are not told who has sent one, and who has ended a job is
+what people ask first.
 
-Linux hands a descriptor the signals that every thread blocks.  What a process starts inherits that they are blocked, and unblocks them where they are meant
-for it.  Standard library only, and little of it: a guard is to stay small.
+Linux hands a descriptor the signals that every thread blocks.  What a process starts inherits that they are blocked,
+and unblocks them where they are meant for it.  Standard library only, and little of it: a guard is to stay small.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ SHOWN = 60  # characters of a command
 
 
 def opened() -> BinaryIO | None:
-    """Where those of ``ENDING`` come out that every thread blocks; None where a sandbox forbids it.  Children don't inherit it over an exec."""
+    """Where those of ``ENDING`` come out that every thread blocks; None where a sandbox forbids it.
+
+    Children don't inherit it over an exec.
+    """
     wanted = sum(1 << number - 1 for number in ENDING).to_bytes(SET, "little")
     descriptor = ctypes.CDLL(None).signalfd(-1, wanted, os.O_NONBLOCK | os.O_CLOEXEC)
     return os.fdopen(descriptor, "rb", buffering=0) if descriptor >= 0 else None

@@ -1,4 +1,6 @@
-"""A place in the job, as DeepSpeed's launcher describes it to each process: from what SLURM tells srun's tasks, where no launcher has been."""
+"""A place in the job, as DeepSpeed's launcher describes it to each process: from what SLURM tells srun's tasks, where
+no launcher has been.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,23 @@ def described(environment: Mapping[str, str]) -> dict[str, str]:
         return dict(environment)
     if "SLURM_PROCID" not in environment or "SLURM_STEP_NODELIST" not in environment:
         raise NoPlace(
-            "neither DeepSpeed's launcher nor srun has started this process: launch with deepspeed … --module recycle_plugin.launch your_script.py …, "
+            "neither DeepSpeed's launcher nor srun has started this process: launch with deepspeed … --module "
+            "recycle_plugin.launch your_script.py …, "
             "or on one host with python -m recycle_plugin.launch --workers 4 your_script.py …"
         )
-    return {
-        "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
-        "MASTER_PORT": str(FIRST_PORT + int(environment["SLURM_JOB_ID"]) % PORTS),
-    } | environment | {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_SIZE": str(tasks(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]),
-    }  # fmt: skip
+    return (
+        {
+            "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
+            "MASTER_PORT": str(FIRST_PORT + int(environment["SLURM_JOB_ID"]) % PORTS),
+        }
+        | environment
+        | {
+            "RANK": environment["SLURM_PROCID"],
+            "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+            "LOCAL_RANK": environment["SLURM_LOCALID"],
+            "LOCAL_SIZE": str(tasks(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]),
+        }
+    )
 
 
 def first_host(nodes: str) -> str:

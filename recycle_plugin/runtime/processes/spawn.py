@@ -1,6 +1,7 @@
 """Starting the worker process: a plain child, or a fork of a warm server that has the imports done.
 
-The server (``RECYCLE_FORK_SERVER`` names its Unix socket) saves the seconds that importing torch takes, for each worker.
+The server (``RECYCLE_FORK_SERVER`` names its Unix socket) saves the seconds that importing torch takes, for each
+worker.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from recycle_plugin.core.messages.encoding import HEAD, Language
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.runtime.processes.guard import SERVER_VARIABLE
 
-SERVER_S = 180.0  # how long a server may take to import what it is to have, and to compile on a machine's very first call
+SERVER_S = (
+    180.0  # how long a server may take to import what it is to have, and to compile on a machine's very first call
+)
 PR_SET_PDEATHSIG = 1
 STOP = signal.SIGUSR1  # ends a server as nothing else does
 STOP_S = 10.0
@@ -40,7 +43,9 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """For a fork that runs ``module`` with ``arguments``; ``keep_fd``: the number that the third descriptor gets, if there is one."""
+    """For a fork that runs ``module`` with ``arguments``; ``keep_fd``: the number that the third descriptor gets, if
+    there is one.
+    """
 
     module: str
     arguments: tuple[str, ...]
@@ -65,7 +70,9 @@ async def spawn(module: str, arguments: list[str], environment: dict[str, str], 
     if server:
         return await ForkedProcess.start(server, module, arguments, environment, keep_fd)
     keep = () if keep_fd is None else (keep_fd,)
-    return await asyncio.create_subprocess_exec(sys.executable, "-u", "-m", module, *arguments, env=environment, pass_fds=keep)
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-u", "-m", module, *arguments, env=environment, pass_fds=keep
+    )
 
 
 class ForkedProcess:
@@ -77,7 +84,9 @@ class ForkedProcess:
         self._writer = writer  # closing it makes the server kill the worker
 
     @classmethod
-    async def start(cls, server: str, module: str, arguments: list[str], environment: dict[str, str], keep_fd: int | None = None) -> ForkedProcess:
+    async def start(
+        cls, server: str, module: str, arguments: list[str], environment: dict[str, str], keep_fd: int | None = None
+    ) -> ForkedProcess:
         request = Request(module, tuple(arguments), environment, os.getcwd(), keep_fd)
         connection = ask(server, request, [1, 2] if keep_fd is None else [1, 2, keep_fd])
         reader, writer = await asyncio.open_unix_connection(sock=connection)
@@ -93,16 +102,23 @@ class ForkedProcess:
 
 
 def ask(server: str, request: Request, descriptors: list[int]) -> socket.socket:
-    """For a fork that has them as its standard output, standard error and ``request.keep_fd``; answers are a line with its process and one with its code."""
+    """For a fork that has them as its standard output, standard error and ``request.keep_fd``; answers are a line with
+    its process and one with its code.
+    """
     frame = LANGUAGE.encode(request)
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(server.replace("@", "\0", 1) if server.startswith("@") else server)
-        connection.sendmsg([frame[: HEAD.size]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
+        connection.sendmsg(
+            [frame[: HEAD.size]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        )
         connection.sendall(frame[HEAD.size :])
     except OSError as error:
         connection.close()
-        raise ConnectionError(f"{request.module} was not started: the process that it is to be forked from can't be reached ({error.strerror}); unset {SERVER_VARIABLE} where it names one of before") from error
+        raise ConnectionError(
+            f"{request.module} was not started: the process that it is to be forked from can't be reached "
+            f"({error.strerror}); unset {SERVER_VARIABLE} where it names one of before"
+        ) from error
     return connection
 
 
@@ -110,7 +126,9 @@ def forked_pid(module: str, answer: bytes) -> int:
     """From the first line that comes back.  ConnectionError where it is none."""
     said = answer.decode().strip()
     if not said.isdecimal():
-        raise ConnectionError(f"{module} was not started: {said or 'the process that it is to be forked from has gone'}")
+        raise ConnectionError(
+            f"{module} was not started: {said or 'the process that it is to be forked from has gone'}"
+        )
     return int(said)
 
 
@@ -121,7 +139,10 @@ def socket_name(listener: socket.socket) -> str:
 
 
 class ServerProcess:
-    """A fork server of this process's own (runtime/processes/fork_server.py), which ends with it at the latest.  Its output is this process's."""
+    """A fork server of this process's own (runtime/processes/fork_server.py), which ends with it at the latest.
+
+    Its output is this process's.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
         self._process = process
@@ -136,20 +157,29 @@ class ServerProcess:
             said = await asyncio.wait_for(process.stdout.readline(), timeout_s)
             how, _, what = said.decode().strip().partition(" ")
             if how != "ready":
-                raise NoServer(f"in the process to fork them from {what}" if how else f"the process to fork them from {how_ended(await process.wait())} before it had imported {', '.join(modules)}")
+                raise NoServer(
+                    f"in the process to fork them from {what}"
+                    if how
+                    else f"the process to fork them from {how_ended(await process.wait())} before it had imported "
+                    f"{', '.join(modules)}"
+                )
         except BaseException as error:
             if process.returncode is None:
                 process.kill()
             await process.wait()
             if isinstance(error, asyncio.TimeoutError):
-                raise NoServer(f"the process to fork them from has not imported {', '.join(modules)} within {timeout_s:g} s") from None
+                raise NoServer(
+                    f"the process to fork them from has not imported {', '.join(modules)} within {timeout_s:g} s"
+                ) from None
             raise
         return cls(process, what)
 
     async def stop(self) -> str:
         """End it, and with it what it has forked; how it had ended before, if it had."""
         with suppress(ProcessLookupError):
-            os.kill(self._process.pid, STOP)  # asyncio's send_signal would take the code of one that has just ended, and nobody could tell it any more
+            os.kill(
+                self._process.pid, STOP
+            )  # asyncio's send_signal would take the code of one that has just ended, and nobody could tell it any more
         try:
             code = await asyncio.wait_for(self._process.wait(), STOP_S)
         except asyncio.TimeoutError:  # it was stopped
@@ -159,7 +189,9 @@ class ServerProcess:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """SIGKILL once the process that started this one has ended, at once if it has: ``parent`` is no longer its parent."""
+    """SIGKILL once the process that started this one has ended, at once if it has: ``parent`` is no longer its
+    parent.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)

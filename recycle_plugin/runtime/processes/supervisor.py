@@ -23,7 +23,18 @@ from typing import Callable, Coroutine
 
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.messages.encoding import encode
-from recycle_plugin.core.messages.protocol import Exited, Fence, Hello, Lease, Over, Placed, SupervisorHeartbeat, Terminate, Unguarded, Welcome
+from recycle_plugin.core.messages.protocol import (
+    Exited,
+    Fence,
+    Hello,
+    Lease,
+    Over,
+    Placed,
+    SupervisorHeartbeat,
+    Terminate,
+    Unguarded,
+    Welcome,
+)
 from recycle_plugin.core.vocabulary.describe import how_ended
 from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import CutOff
@@ -55,11 +66,19 @@ class BadMaster(RuntimeError):
 class Supervisor:
     """Runs one worker: ``command`` is the training script with its arguments, and ``place`` where the worker runs.
 
-    ``placement`` "spread": the worker's rank is not the one that the launcher gave this place (core/vocabulary/placement.py).
-    ``hosted``: the coordinator, where that is in this process; ``started`` is called once there is a worker.
+    ``placement`` "spread": the worker's rank is not the one that the launcher gave this place
+    (core/vocabulary/placement.py). ``hosted``: the coordinator, where that is in this process; ``started`` is called
+    once there is a worker.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str], placement: str, place: Place, hosted: Hosted | None = None) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        placement: str,
+        place: Place,
+        hosted: Hosted | None = None,
+    ) -> None:
         self._command = command
         self._placement = placement
         self._environment = environment
@@ -99,7 +118,8 @@ class Supervisor:
         control.close()
         if not isinstance(placed, Placed):
             raise ConnectionError(
-                f'place {self._rank} has got no rank within {CONNECT_S:.0f} s: with recycle.placement "spread" all supervisors have to be there first, '
+                f'place {self._rank} has got no rank within {CONNECT_S:.0f} s: with recycle.placement "spread" all '
+                "supervisors have to be there first, "
                 "and all need the same config; see whether each host has started"
             )
         return placed.rank
@@ -114,12 +134,21 @@ class Supervisor:
         welcome = await self._control.receive(CONNECT_S)
         if not isinstance(welcome, Welcome):
             why = f" ({self._control.broken})" if self._control.broken else ""
-            raise ConnectionError("{}:{} answers, but is no coordinator{}: start the launcher with --master_port and a free one".format(*self._address, why))
+            raise ConnectionError(
+                "{}:{} answers, but is no coordinator{}: start the launcher with --master_port and a free one".format(
+                    *self._address, why
+                )
+            )
         self._over = asyncio.get_running_loop().create_future()
         tasks = [asyncio.create_task(self._listen())]
         try:
             if self._worker is None:
-                self._worker = await self._place.start(self._rank, "recycle_plugin.worker_process", self._command, self._worker_environment(welcome.store_port))
+                self._worker = await self._place.start(
+                    self._rank,
+                    "recycle_plugin.worker_process",
+                    self._command,
+                    self._worker_environment(welcome.store_port),
+                )
             tasks += asyncio.create_task(self._pulse()), asyncio.create_task(self._place.watch(self._told_to_end))
             return await self._until_both_ended(self._worker, tasks[-1])
         finally:
@@ -224,13 +253,22 @@ class Supervisor:
             self._over.set_result(1)  # the coordinator is gone
 
     async def _resumed(self) -> bool:
-        """The connection has broken: it is made once more, and the worker goes on meanwhile.  What was said since the break is said again where it counts."""
+        """The connection has broken: it is made once more, and the worker goes on meanwhile.
+
+        What was said since the break is said again where it counts.
+        """
         if self._over.done():
             return False
         if self._control.broken.unreadable is not None:
-            print(f"recycle: error: the coordinator can't be understood: {self._control.broken}", file=sys.stderr, flush=True)
+            print(
+                f"recycle: error: the coordinator can't be understood: {self._control.broken}",
+                file=sys.stderr,
+                flush=True,
+            )
             return False
-        if not await self._control.resume(self._hello, RESUME_S) or not isinstance(await self._control.receive(RESUME_S), Welcome):
+        if not await self._control.resume(self._hello, RESUME_S) or not isinstance(
+            await self._control.receive(RESUME_S), Welcome
+        ):
             return False
         if self._exited is not None and not self._answered.is_set():
             self._tell(self._exited)
@@ -241,7 +279,9 @@ class Supervisor:
 
 
 class Hosted:
-    """What only rank 0's guard has a process for, or the launcher for one host runs: the coordinator and the store's process."""
+    """What only rank 0's guard has a process for, or the launcher for one host runs: the coordinator and the store's
+    process.
+    """
 
     def __init__(self, coordinator: Coordinator, store: Process, announcer: Announcer, exporter: Exporter) -> None:
         self._coordinator = coordinator
@@ -252,9 +292,17 @@ class Hosted:
         self._watching = asyncio.create_task(self._watch_store())
 
     @classmethod
-    async def start(cls, address: tuple[str, int], ranks: int, environment: dict[str, str], told: Callable[[Event], None] = lambda event: None,
-                    stop: int | None = None) -> Hosted:  # fmt: skip
-        """``told``: gets all events, as the user does; ``stop``: the process that ends the job at SIGTERM, where it is not this one."""
+    async def start(
+        cls,
+        address: tuple[str, int],
+        ranks: int,
+        environment: dict[str, str],
+        told: Callable[[Event], None] = lambda event: None,
+        stop: int | None = None,
+    ) -> Hosted:
+        """``told``: gets all events, as the user does; ``stop``: the process that ends the job at SIGTERM, where it is
+        not this one.
+        """
         listener = socket.create_server(("", 0), backlog=4096)
         announcer = Announcer(stop or os.getpid())
 
@@ -269,10 +317,16 @@ class Hosted:
             await coordinator.start("0.0.0.0", address[1])
         except OSError as error:
             raise BadMaster(
-                f"master port {address[1]} cannot be used ({error.strerror}): start the launcher with --master_port and a free one"
+                f"master port {address[1]} cannot be used ({error.strerror}): start the launcher with --master_port "
+                "and a free one"
             ) from error
         os.set_inheritable(listener.fileno(), True)
-        store = await spawn("recycle_plugin.runtime.processes.store_host", [str(listener.fileno())], environment, keep_fd=listener.fileno())
+        store = await spawn(
+            "recycle_plugin.runtime.processes.store_host",
+            [str(listener.fileno())],
+            environment,
+            keep_fd=listener.fileno(),
+        )
         listener.close()
         return cls(coordinator, store, announcer, exporter)
 
@@ -290,8 +344,9 @@ class Hosted:
         return self._coordinator.code
 
     async def close(self, closing: Callable[[], None] = lambda: None, at_once: bool = False) -> None:
-        """Outlive the other supervisors, whose workers may train on without this one's, unless that is to be ``at_once``.  ``closing`` is called once they have
-        gone."""
+        """Outlive the other supervisors, whose workers may train on without this one's, unless that is to be
+        ``at_once``.  ``closing`` is called once they have gone.
+        """
         if not at_once:
             await self._coordinator.all_gone(GOODBYE_S)
         closing()
@@ -299,7 +354,9 @@ class Hosted:
         self._closing = True
         if not self._watching.done():
             self._store.send_signal(signal.SIGKILL)
-        await asyncio.wait({self._watching}, timeout=STORE_S)  # one that was forked from a stopped process is never heard of
+        await asyncio.wait(
+            {self._watching}, timeout=STORE_S
+        )  # one that was forked from a stopped process is never heard of
         self._watching.cancel()
         folder = self._announcer.folder if self._announcer.wants_report else None
         if folder is not None:
@@ -317,25 +374,38 @@ class Hosted:
 
 
 def _begin_report(folder: Path) -> None:
-    """In a process of its own, which outlives this one: nobody waits for it, and nothing that goes wrong in it gets out of it.  The launcher's SIGTERM is for those that train."""
+    """In a process of its own, which outlives this one: nobody waits for it, and nothing that goes wrong in it gets out
+    of it.  The launcher's SIGTERM is for those that train.
+    """
     nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     try:
-        subprocess.Popen([sys.executable, "-m", "recycle_plugin.observability.report", str(folder)], start_new_session=True,
-                         preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN), **nothing)  # fmt: skip
+        subprocess.Popen(
+            [sys.executable, "-m", "recycle_plugin.observability.report", str(folder)],
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+            **nothing,
+        )
     except OSError as error:
-        print(f"recycle: warning: no report ({error.strerror}): recycle report {folder} writes it", file=sys.stderr, flush=True)
+        print(
+            f"recycle: warning: no report ({error.strerror}): recycle report {folder} writes it",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _resolved(host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError as error:
-        raise BadMaster(f"master address {host} is unknown on its own host ({error.strerror}): {ANOTHER_ADDRESS}") from error
+        raise BadMaster(
+            f"master address {host} is unknown on its own host ({error.strerror}): {ANOTHER_ADDRESS}"
+        ) from error
 
 
 def life_of(pid: int) -> tuple[str, float | None]:
-    """The process's state, as ps has it, and how many seconds of CPU its threads have used or, of its main thread, waited for, which on a crowded machine is most
-    of it; None where that can't be read."""
+    """The process's state, as ps has it, and how many seconds of CPU its threads have used or, of its main thread,
+    waited for, which on a crowded machine is most of it; None where that can't be read.
+    """
     process = Path(f"/proc/{pid}")
     try:
         fields = (process / "stat").read_text().rpartition(")")[2].split()
@@ -351,7 +421,9 @@ def life_of(pid: int) -> tuple[str, float | None]:
 # --- the guard's children ------------------------------------------------------------------------------
 
 
-def supervise(command: list[str], environment: dict[str, str], placement: Callable[[list[str]], str], line: socket.socket) -> int:
+def supervise(
+    command: list[str], environment: dict[str, str], placement: Callable[[list[str]], str], line: socket.socket
+) -> int:
     """One rank's supervisor, at the end of its guard's ``line``; the exit code."""
 
     async def run() -> int:
@@ -363,7 +435,9 @@ def supervise(command: list[str], environment: dict[str, str], placement: Callab
 
 
 def host(environment: dict[str, str], line: socket.socket) -> int:
-    """Rank 0's host, at the end of its guard's ``line``: until the supervisor there has gone, and then until the others have; the job's exit code."""
+    """Rank 0's host, at the end of its guard's ``line``: until the supervisor there has gone, and then until the others
+    have; the job's exit code.
+    """
     address, ranks = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"])), int(environment["WORLD_SIZE"])
     guard = Pipe(line)
 
@@ -400,9 +474,13 @@ async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asy
 
 
 def _check_reachable(name: str) -> None:
-    """Workers tell each other the addresses at which they reach the coordinator: over a loopback that is none for other hosts."""
+    """Workers tell each other the addresses at which they reach the coordinator: over a loopback that is none for other
+    hosts.
+    """
     if ip_address(found := _resolved(name)).is_loopback:
-        raise BadMaster(f"master address {name} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}")
+        raise BadMaster(
+            f"master address {name} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}"
+        )
 
 
 def _in_one_line(run: Callable[[], Coroutine[None, None, int]]) -> int:

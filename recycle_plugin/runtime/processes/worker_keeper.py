@@ -1,4 +1,6 @@
-"""Where a supervisor has its worker: under its guard, which started both and outlives it, or in its own process's care."""
+"""Where a supervisor has its worker: under its guard, which started both and outlives it, or in its own process's
+care.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from recycle_plugin.runtime.processes.spawn import Process, spawn
 
 
 class Place(Protocol):
-    """``rank`` and ``worker``: those of a supervisor that was here before, None if there was none.  ``pid``: of the process that holds the place."""
+    """``rank`` and ``worker``: those of a supervisor that was here before, None if there was none.
+
+    ``pid``: of the process that holds the place.
+    """
 
     rank: int | None
     worker: Process | None
@@ -25,7 +30,10 @@ class Place(Protocol):
         """As runtime/processes/spawn.py's; ``rank`` is what the next supervisor finds."""
 
     async def watch(self, told_to_end: Callable[[str], None]) -> None:
-        """Until the place is lost.  ``told_to_end`` is called with the signal that says so, and its sender where that is known."""
+        """Until the place is lost.
+
+        ``told_to_end`` is called with the signal that says so, and its sender where that is known.
+        """
 
 
 class Here:
@@ -86,7 +94,10 @@ class Guarded:
         await asyncio.shield(self._hearing)
 
     def _signalled(self, what: str) -> None:
-        """The guard's signals mostly come here as well, and say no more.  Before there is a worker nobody has anything to lose, and the supervisor just ends."""
+        """The guard's signals mostly come here as well, and say no more.
+
+        Before there is a worker nobody has anything to lose, and the supervisor just ends.
+        """
         self._signals.append(what)
         if self.worker is None:
             self._supervising.cancel()
@@ -106,7 +117,9 @@ class Guarded:
             if "signal" in message:
                 self._signalled(message["signal"])
         if not self._started.done():
-            self._started.set_exception(ConnectionError("the worker was not started: the process that the launcher has started for it is gone"))
+            self._started.set_exception(
+                ConnectionError("the worker was not started: the process that the launcher has started for it is gone")
+            )
         if self.worker is not None and not self._code.done():
             with suppress(ProcessLookupError):
                 os.kill(self.worker.pid, signal.SIGKILL)

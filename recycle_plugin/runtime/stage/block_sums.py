@@ -1,8 +1,9 @@
-"""Exact mode's weight gradients: one sum for each block (core/vocabulary/blocks.py), and the sum over all of them in the blocks' order.
+"""Exact mode's weight gradients: one sum for each block (core/vocabulary/blocks.py), and the sum over all of them in
+the blocks' order.
 
-The sum costs what an all-reduce does: every worker gets one slice of all blocks, adds it up, and gives the result to all.  Each element
-is added in the same order wherever the slices are cut, so the bits depend neither on who has which block nor on how many
-workers there are.  Contributions are only read.
+The sum costs what an all-reduce does: every worker gets one slice of all blocks, adds it up, and gives the result to
+all.  Each element is added in the same order wherever the slices are cut, so the bits depend neither on who has which
+block nor on how many workers there are.  Contributions are only read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from recycle_plugin.errors import RecycleError
 
 Gradients = list[torch.Tensor | None]  # one for each parameter
 Part = TypeVar("Part")  # of a sum: a block, or a stage
-PIECE = 1 << 20  # numbers that are added at once: the buffers for more would be mapped, and zeroed by the kernel, at each sum
+PIECE = (
+    1 << 20
+)  # numbers that are added at once: the buffers for more would be mapped, and zeroed by the kernel, at each sum
 
 
 class Group(Protocol):
@@ -28,8 +31,9 @@ class Group(Protocol):
         """Which of them this one is, and how many there are."""
 
     def exchange(self, target: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int]) -> None:
-        """Give each live worker its part of ``source``, and write what comes from each to ``target``, both in their order and of one
-        dimension; ``outgoing`` and ``incoming`` are the lengths of the parts."""
+        """Give each live worker its part of ``source``, and write what comes from each to ``target``, both in their
+        order and of one dimension; ``outgoing`` and ``incoming`` are the lengths of the parts.
+        """
 
 
 @contextmanager
@@ -56,11 +60,15 @@ class BlockSums:
 
     @contextmanager
     def adding(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """What is added to ``parameter.grad`` goes to the sum of the block of ``micro_batch``, whose turn it has to be."""
+        """What is added to ``parameter.grad`` goes to the sum of the block of ``micro_batch``, whose turn it has to
+        be.
+        """
         block = self._blocks.of(micro_batch)
         count = self._counts.get(block, 0)
         if count != micro_batch.index % self._blocks.size:
-            raise AssertionError(f"the weight gradient of micro-batch {micro_batch} is not in its turn: its block has {count} so far")
+            raise AssertionError(
+                f"the weight gradient of micro-batch {micro_batch} is not in its turn: its block has {count} so far"
+            )
         with in_place_of(self.parameters, self._sums.setdefault(block, [None] * len(self.parameters))):
             yield
         self._counts[block] = count + 1
@@ -74,7 +82,10 @@ class BlockSums:
         self._sums, self._counts = {}, {}
 
     def owners(self, group: Group) -> list[list[Block]]:
-        """The blocks of each live worker, from what each says.  Raises RecycleError where one is missing, not whole, or there twice."""
+        """The blocks of each live worker, from what each says.
+
+        Raises RecycleError where one is missing, not whole, or there twice.
+        """
         members, (position, live) = self._blocks.members(), group.live_position()
         mine = torch.tensor([self._counts.get(block, 0) for block in members])
         told = torch.empty(live * len(members), dtype=mine.dtype)
@@ -82,13 +93,20 @@ class BlockSums:
         counts = told.view(live, -1)
         for block, column in zip(members, counts.T.tolist(), strict=True):
             if sorted(column)[-1] != len(members[block]) or sum(column) != len(members[block]):
-                raise RecycleError(f"the block of micro-batches {members[block][0]} to {members[block][-1]} has {column} weight gradients on the live workers "
-                                   "of a stage, and one has to have all: this is a mistake of the plugin; go on from the last checkpoint")  # fmt: skip
+                raise RecycleError(
+                    f"the block of micro-batches {members[block][0]} to {members[block][-1]} has {column} weight "
+                    "gradients on the live workers "
+                    "of a stage, and one has to have all: this is a mistake of the plugin; go on from the last "
+                    "checkpoint"
+                )
         return [[block for block, count in zip(members, row) if count] for row in counts.tolist()]
 
     def total(self, places: list[int], owners: list[list[Block]], group: Group) -> torch.Tensor:
         """The sum of all blocks' gradients of the parameters at ``places``, one after the other in one dimension."""
-        mine = {block: torch.cat([self._gradient(block, place) for place in places]) for block in owners[group.live_position()[0]]}
+        mine = {
+            block: torch.cat([self._gradient(block, place) for place in places])
+            for block in owners[group.live_position()[0]]
+        }
         length = sum(self.parameters[place].numel() for place in places)
         return fixed_order_sum(mine, owners, torch.empty(length, dtype=self.parameters[places[0]].dtype), group)
 
@@ -97,11 +115,20 @@ class BlockSums:
         return torch.zeros_like(self.parameters[place]).view(-1) if gradient is None else gradient.reshape(-1)
 
 
-def fixed_order_sum(mine: dict[Part, torch.Tensor], owners: list[list[Part]], result: torch.Tensor, group: Group) -> torch.Tensor:
-    """Fill ``result`` with the sum of everybody's blocks (or whatever is sorted), added in sorted order.  ``mine``: this worker's, each as
-    long as ``result``; ``owners``: which each live worker of ``group`` has."""
+def fixed_order_sum(
+    mine: dict[Part, torch.Tensor], owners: list[list[Part]], result: torch.Tensor, group: Group
+) -> torch.Tensor:
+    """Fill ``result`` with the sum of everybody's blocks (or whatever is sorted), added in sorted order.
+
+    ``mine``: this worker's, each as long as ``result``; ``owners``: which each live worker of ``group`` has.
+    """
     for begin in range(0, result.numel(), PIECE):
-        _sum_piece({block: flat[begin : begin + PIECE] for block, flat in mine.items()}, owners, result[begin : begin + PIECE], group)
+        _sum_piece(
+            {block: flat[begin : begin + PIECE] for block, flat in mine.items()},
+            owners,
+            result[begin : begin + PIECE],
+            group,
+        )
     return result
 
 
@@ -113,8 +140,13 @@ def _sum_piece(mine: dict[Part, torch.Tensor], owners: list[list[Part]], result:
     parts = [mine[block][begin:end] for begin, end in zip(cuts, cuts[1:]) for block in sorted(mine)]
     sent = next(iter(mine.values())) if len(mine) == 1 else torch.cat(parts) if parts else result.new_empty(0)
     received = result.new_empty(here * sum(map(len, owners)))
-    group.exchange(received, sent, [here * len(theirs) for theirs in owners], [length * len(mine) for length in lengths])
-    rows = zip([block for theirs in owners for block in sorted(theirs)], received.view(-1, here) if here else [received] * sum(map(len, owners)))
+    group.exchange(
+        received, sent, [here * len(theirs) for theirs in owners], [length * len(mine) for length in lengths]
+    )
+    rows = zip(
+        [block for theirs in owners for block in sorted(theirs)],
+        received.view(-1, here) if here else [received] * sum(map(len, owners)),
+    )
     first, *others = [row for _, row in sorted(rows, key=lambda row: row[0])]
     for row in others:
         first += row

@@ -1,8 +1,10 @@
-"""What a stage gets and gives: a tensor or a tuple of tensors, of any dtype, and of shapes that may change with each micro-batch.
+"""What a stage gets and gives: a tensor or a tuple of tensors, of any dtype, and of shapes that may change with each
+micro-batch.
 
-It travels as a tuple of tensors; with a tuple of one, which is no lone tensor to the layer that gets it, a mark travels.  Gradients
-come back for the members of floating-point or complex type, one for each: a mark for one that nothing was computed from.  (Zeros would run
-what has made it backwards: where a derivative is infinite, that gives NaN.)
+It travels as a tuple of tensors; with a tuple of one, which is no lone tensor to the layer that gets it, a mark
+travels.  Gradients come back for the members of floating-point or complex type, one for each: a mark for one that
+nothing was computed from.  (Zeros would run what has made it backwards: where a derivative is infinite, that gives
+NaN.)
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ MARK = torch.empty(0, 0, dtype=torch.bool)
 
 
 def batch_part(value: Any, device: Device) -> Any:
-    """The inputs, or the labels, of a batch as stock DeepSpeed hands them on: lists have become tuples.  Copies: a layer may change them."""
+    """The inputs, or the labels, of a batch as stock DeepSpeed hands them on: lists have become tuples.
+
+    Copies: a layer may change them.
+    """
     if torch.is_tensor(value):
         return device.from_host((value,), "a batch", shared=False).wait(COPY_S)[0]
     return tuple(batch_part(item, device) for item in value) if isinstance(value, (tuple, list)) else value
@@ -30,7 +35,9 @@ def outgoing(outputs: Any) -> Tensors:
     wrong = [found for member in members if (found := _wrong(member))]
     if wrong or not members:
         found = ", ".join(wrong) or "an empty tuple"
-        raise RecycleError(f"the last layer of a stage gives {found}: what goes to the next stage is a tensor, or a tuple of tensors")
+        raise RecycleError(
+            f"the last layer of a stage gives {found}: what goes to the next stage is a tensor, or a tuple of tensors"
+        )
     return tuple(member.resolve_conj().resolve_neg() for member in members)
 
 
@@ -68,7 +75,11 @@ def gradients(inputs: Tensors) -> Tensors:
 def with_gradients(outputs: Tensors, grads: Tensors) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The outputs that have a graph behind them, and what has come back for each that something was computed from."""
     members = (output for output in outputs if differentiable(output))
-    return [(output, grad) for output, grad in zip(members, grads, strict=True) if output.requires_grad and not _is_mark(grad)]
+    return [
+        (output, grad)
+        for output, grad in zip(members, grads, strict=True)
+        if output.requires_grad and not _is_mark(grad)
+    ]
 
 
 def _is_mark(tensor: torch.Tensor) -> bool:

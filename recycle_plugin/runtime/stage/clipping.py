@@ -1,4 +1,6 @@
-"""Gradient norms over a pipeline, each stage's share known to all through the coordinator, and what is done about them."""
+"""Gradient norms over a pipeline, each stage's share known to all through the coordinator, and what is done about
+them.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ from recycle_plugin.runtime.worker.ports import Norm, Parameters
 
 
 class Clipping:
-    """Of the worker whose ``store`` it is, where norms are as soon as they are known.  ``limit`` 0: nothing is clipped, but a norm that is not finite still
-    skips its step."""
+    """Of the worker whose ``store`` it is, where norms are as soon as they are known.
+
+    ``limit`` 0: nothing is clipped, but a norm that is not finite still skips its step.
+    """
 
     def __init__(self, store: StepStore, parameters: Parameters, norm: Norm, limit: float) -> None:
         self._store, self._stage = store, store.seat.stage
@@ -62,14 +66,18 @@ class TrueNorm:
 
 
 def squared_norm(parameters: Parameters) -> float:
-    """Sum of the squared elements of all gradients, in the arithmetic of DeepSpeed's clip_grad_norm_ (which forgets imaginary parts)."""
+    """Sum of the squared elements of all gradients, in the arithmetic of DeepSpeed's clip_grad_norm_ (which forgets
+    imaginary parts).
+    """
     gradients = (parameter.grad.detach() for parameter in parameters if parameter.grad is not None)
     norms = [(torch.view_as_real(each) if each.is_complex() else each).float().norm(2.0) for each in gradients]
     return fetch(torch.stack(norms).pow(2.0).sum().float(), "a norm").item() if norms else 0.0
 
 
 def clip(parameters: Parameters, norm: torch.Tensor, limit: float) -> None:
-    """Replace all gradients by min(1, limit / norm) times themselves, as DeepSpeed does; what they were stays for peers that lack it."""
+    """Replace all gradients by min(1, limit / norm) times themselves, as DeepSpeed does; what they were stays for peers
+    that lack it.
+    """
     coefficient = torch.min(torch.tensor([1.0]), torch.tensor([float(limit)]) / (norm + 1e-6))
     for parameter in parameters:
         if parameter.grad is not None:

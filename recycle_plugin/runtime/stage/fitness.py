@@ -1,4 +1,6 @@
-"""Layers that would train otherwise than without the plugin, or not the same whoever computes them, whatever framework they are in."""
+"""Layers that would train otherwise than without the plugin, or not the same whoever computes them, whatever framework
+they are in.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,42 @@ def check_layers(module: torch.nn.Module) -> None:
                 "use a normalisation without them (LayerNorm, GroupNorm), or track_running_stats=False"
             )
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
-            raise RecycleError(f"{name} has sparse gradients, which are not summed over replicas yet; build it with sparse=False")
+            raise RecycleError(
+                f"{name} has sparse gradients, which are not summed over replicas yet; build it with sparse=False"
+            )
         if getattr(part, "_compiled_call_impl", None) is not None or type(part).__name__ == "OptimizedModule":
-            raise RecycleError(f"{name} is compiled: layers whose backward is split, and run again by peers, cannot be yet; leave torch.compile out")
+            raise RecycleError(
+                f"{name} is compiled: layers whose backward is split, and run again by peers, cannot be yet; leave "
+                "torch.compile out"
+            )
 
 
 def check_optimizer(module: torch.nn.Module, optimizer: Any) -> None:
     """RecycleError where it would step otherwise than by the sums of the gradients of ``module``."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise RecycleError(f"the optimizer is a {type(optimizer).__name__}: give one of torch's, or of a class that is made from torch.optim.Optimizer")
+        raise RecycleError(
+            f"the optimizer is a {type(optimizer).__name__}: give one of torch's, or of a class that is made from "
+            "torch.optim.Optimizer"
+        )
     if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
-        raise RecycleError(f"{type(optimizer).__name__} computes losses of its own in each step, by a closure, which are not summed over replicas: use another optimizer")
+        raise RecycleError(
+            f"{type(optimizer).__name__} computes losses of its own in each step, by a closure, which are not summed "
+            "over replicas: use another optimizer"
+        )
     known = set(module.parameters())
-    strange = next((parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad and parameter not in known), None)
+    strange = next(
+        (
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter not in known
+        ),
+        None,
+    )
     if strange is not None:
-        raise RecycleError(f"the optimizer has a parameter of shape {tuple(strange.shape)} that is not in the module, so that its gradient would not be summed over replicas: "
-                           "give a module that has all of them, such as nn.ModuleList([one, other]), or the optimizer those of the module")  # fmt: skip
+        raise RecycleError(
+            f"the optimizer has a parameter of shape {tuple(strange.shape)} that is not in the module, so that its "
+            "gradient would not be summed over replicas: "
+            "give a module that has all of them, such as nn.ModuleList([one, other]), or the optimizer those of the "
+            "module"
+        )

@@ -1,10 +1,12 @@
-"""A stage's gradients, from contributions in ``parameter.grad`` (in exact mode, in sums of blocks) over their sum to the commit of the step.
+"""A stage's gradients, from contributions in ``parameter.grad`` (in exact mode, in sums of blocks) over their sum to
+the commit of the step.
 
-Of weights that several stages share, what is applied is the sum over the stages (runtime/stage/tied.py), beside the stage's own, from which it can
-be made again.
+Of weights that several stages share, what is applied is the sum over the stages (runtime/stage/tied.py), beside the
+stage's own, from which it can be made again.
 
-The sum stands in second buffers until every bucket is done, so an interrupted one leaves the contributions as they were;
-and it is kept until the step is committed, since a peer may lack it, or this worker may have to apply it once more.
+The sum stands in second buffers until every bucket is done, so an interrupted one leaves the contributions as they
+were; and it is kept until the step is committed, since a peer may lack it, or this worker may have to apply it once
+more.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from recycle_plugin.runtime.stage.block_sums import BlockSums, in_place_of
 from recycle_plugin.runtime.stage.tied import TiedWeight
 from recycle_plugin.runtime.worker.ports import Buckets, Parameters
 
-READ_ONLY = (torch.optim.Adam, torch.optim.AdamW)  # known to leave gradients as they are; Nesterov's foreach form does not
+READ_ONLY = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+)  # known to leave gradients as they are; Nesterov's foreach form does not
 EXACT_BUCKET = 1 << 22  # numbers
 
 
@@ -33,7 +38,14 @@ class Gradients:
     ``tied``: those of them that other stages have too.
     """
 
-    def __init__(self, buckets: Buckets, store: StepStore, parameters: Parameters, blocks: BlockSums | None, tied: list[TiedWeight]) -> None:
+    def __init__(
+        self,
+        buckets: Buckets,
+        store: StepStore,
+        parameters: Parameters,
+        blocks: BlockSums | None,
+        tied: list[TiedWeight],
+    ) -> None:
         self._buckets, self._store = buckets, store
         self._parameters = parameters
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
@@ -45,7 +57,10 @@ class Gradients:
         self._put([None] * len(self._parameters))
 
     def reduce(self, step: int, holder: int | None) -> list[torch.Tensor] | None:
-        """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``: of each parameter.  None where that is here already."""
+        """Sum the stage's contributions, or take the sum from the live worker of rank ``holder``: of each parameter.
+
+        None where that is here already.
+        """
         owners = self._blocks.owners(self._buckets.group) if self._blocks is not None and holder is None else None
         reduced = [(bucket, self._sum(bucket, step, holder, owners)) for bucket in self._cut()]
         if self._whole(step) is not None:
@@ -56,13 +71,19 @@ class Gradients:
         return [parameter.grad for parameter in self._parameters]
 
     def tie(self, step: int) -> dict[int, torch.Tensor]:
-        """Sum what is tied over the stages, from their own sums: of each tied parameter, by its place.  Where it is made again it comes out the same."""
+        """Sum what is tied over the stages, from their own sums: of each tied parameter, by its place.
+
+        Where it is made again it comes out the same.
+        """
         totals = {place: weight.total(self._whole(step)[place]) for place, weight in self._tied.items()}
         before = self._of("tied", step) or totals
         for place, weight in self._tied.items():
             if not torch.equal(before[place].view(torch.uint8), totals[place].view(torch.uint8)):
-                raise RecycleError(f"the gradient of {weight.name}, step {step}, over the stages that share it has come out in two ways: this is a mistake "
-                                   "of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl")  # fmt: skip
+                raise RecycleError(
+                    f"the gradient of {weight.name}, step {step}, over the stages that share it has come out in two "
+                    "ways: this is a mistake "
+                    "of the plugin; go on from the last checkpoint, and report it with the run's events.jsonl"
+                )
         return totals
 
     @contextmanager
@@ -79,13 +100,17 @@ class Gradients:
                 self._put([gradient.clone() for gradient in whole])
             versions = [gradient._version for gradient in whole]
             step_once()
-        assert versions == [gradient._version for gradient in whole], "the optimizer has changed gradients that a peer may still need"
+        assert versions == [gradient._version for gradient in whole], (
+            "the optimizer has changed gradients that a peer may still need"
+        )
         self._put([None if mine is gradient else mine for mine, gradient in zip(sums, self._whole(step), strict=True)])
 
     def _applied(self, step: int) -> list[torch.Tensor]:
         """What the step applies: the stage's own sum, and of what is tied that over the stages."""
         over_stages = self._of("tied", step)
-        return [over_stages[place] if place in self._tied else gradient for place, gradient in enumerate(self._whole(step))]
+        return [
+            over_stages[place] if place in self._tied else gradient for place, gradient in enumerate(self._whole(step))
+        ]
 
     def _whole(self, step: int) -> list[torch.Tensor] | None:
         return self._of("reduced", step)
@@ -109,13 +134,17 @@ class Gradients:
 
     def _taken_over(self, bucket: Parameters, step: int, holder: int) -> torch.Tensor:
         whole = self._whole(step)
-        gradients = [torch.empty_like(parameter) if whole is None else whole[self._places[parameter]] for parameter in bucket]
+        gradients = [
+            torch.empty_like(parameter) if whole is None else whole[self._places[parameter]] for parameter in bucket
+        ]
         flat = self._buckets.flatten(gradients).clone()
         dist.broadcast(flat, holder, self._buckets.group)
         return flat
 
     def _cut(self) -> list[Parameters]:
-        """Parameters by dtype, cut as DeepSpeed cuts them; smaller for blocks, all of which a worker then has once more."""
+        """Parameters by dtype, cut as DeepSpeed cuts them; smaller for blocks, all of which a worker then has once
+        more.
+        """
         limit = self._buckets.limit if self._blocks is None else EXACT_BUCKET
         buckets: list[Parameters] = []
         by_dtype: dict[torch.dtype, Parameters] = {}

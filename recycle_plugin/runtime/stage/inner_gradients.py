@@ -1,8 +1,8 @@
 """What a forward differentiates while it runs: energies, gradient penalties, learning inside of a layer.
 
-torch offers no seam here that sees every call: ``torch.autograd.grad`` may have been imported by name, and functions of ``torch.func``
-end in it too.  All of them, and ``backward``, reach the engine through one function of ``torch.autograd``, which is
-listened to while a forward runs, and called.
+torch offers no seam here that sees every call: ``torch.autograd.grad`` may have been imported by name, and functions of
+``torch.func`` end in it too.  All of them, and ``backward``, reach the engine through one function of
+``torch.autograd``, which is listened to while a forward runs, and called.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ ENGINE = "_engine_run_backward"  # (outputs, gradients, retain_graph, create_gra
 
 @contextmanager
 def engine_runs(heard: Callable[[tuple, bool], None]) -> Iterator[None]:
-    """``heard(inputs, accumulates)`` is called before each run of autograd's engine: for the gradients of ``inputs`` (none: of all leaves), which
-    are added to their ``.grad`` or, as by ``torch.autograd.grad``, returned."""
+    """``heard(inputs, accumulates)`` is called before each run of autograd's engine: for the gradients of ``inputs``
+    (none: of all leaves), which are added to their ``.grad`` or, as by ``torch.autograd.grad``, returned.
+    """
     run = getattr(torch.autograd, ENGINE)
 
     def told(outputs: object, *given: object, **named: object) -> object:
@@ -34,8 +35,11 @@ def engine_runs(heard: Callable[[tuple, bool], None]) -> Iterator[None]:
 
 
 class InnerGradients:
-    """Of one forward.  ``parameters``: of the stage, by id.  ``asked``: those of which the forward wants gradients; ``adds``: whether it adds
-    to the ``.grad`` of some, as ``backward`` does."""
+    """Of one forward.
+
+    ``parameters``: of the stage, by id.  ``asked``: those of which the forward wants gradients; ``adds``: whether it
+    adds to the ``.grad`` of some, as ``backward`` does.
+    """
 
     def __init__(self, parameters: Mapping[int, torch.nn.Parameter]) -> None:
         self._parameters = parameters
@@ -49,6 +53,8 @@ class InnerGradients:
 
 
 def asked_for(inputs: tuple, known: Mapping[int, torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """The parameters, ``known`` by id, among the tensors and ``torch.autograd.graph.GradientEdge`` that a run is for."""
+    """The parameters, ``known`` by id, among the tensors and ``torch.autograd.graph.GradientEdge`` that a run is
+    for.
+    """
     leaves = (getattr(one.node, "variable", None) if isinstance(one, GradientEdge) else one for one in inputs)
     return [known[id(leaf)] for leaf in leaves if id(leaf) in known]

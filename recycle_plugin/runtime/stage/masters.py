@@ -1,7 +1,8 @@
 """fp32 master weights of bf16 parameters: what the optimizer steps, and where gradients are summed.
 
-The bf16 weights are what the model computes with, and nothing but a rounded copy.  Each micro-batch's gradient comes in bf16, and is added
-to the master's in fp32 by itself; so a contribution is the same whoever makes it, and a sum of many loses nothing of the small ones.
+The bf16 weights are what the model computes with, and nothing but a rounded copy.  Each micro-batch's gradient comes in
+bf16, and is added to the master's in fp32 by itself; so a contribution is the same whoever makes it, and a sum of many
+loses nothing of the small ones.
 """
 
 from __future__ import annotations

@@ -20,11 +20,26 @@ Operation = Callable[[Instruction, StepStore, bool], Mapping[Datum, Any]]
 
 
 class Operations:
-    """As core.worker.worker.Machine has them, each returning when it is done.  ``source``: of data that is addressed; ``applied(step)``: to be told of each step."""
+    """As core.worker.worker.Machine has them, each returning when it is done.
 
-    def __init__(self, session: Session, stage: Stage, stepping: Stepping, source: Source, applied: Callable[[int], None]) -> None:
-        self._session, self._stage, self._stepping, self._source, self._applied = session, stage, stepping, source, applied
-        self._table: Mapping[Op, Operation] = {Op.LOAD: self._load, **dict.fromkeys(COMPUTE, stage.compute), Op.STEP: self._step}
+    ``source``: of data that is addressed; ``applied(step)``: to be told of each step.
+    """
+
+    def __init__(
+        self, session: Session, stage: Stage, stepping: Stepping, source: Source, applied: Callable[[int], None]
+    ) -> None:
+        self._session, self._stage, self._stepping, self._source, self._applied = (
+            session,
+            stage,
+            stepping,
+            source,
+            applied,
+        )
+        self._table: Mapping[Op, Operation] = {
+            Op.LOAD: self._load,
+            **dict.fromkeys(COMPUTE, stage.compute),
+            Op.STEP: self._step,
+        }
         self._sums: Mapping[Op, Callable[[int, Seat | None], Any]] = {Op.REDUCE: self._reduce, Op.TIE: self._tie}
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:

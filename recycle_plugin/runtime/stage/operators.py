@@ -1,7 +1,7 @@
 """Layers whose backward can be split: how each type's is, and which types are known.
 
-An :class:`Operator` is one use of a layer's parameters, its backward in two halves.  A :class:`Converter` says how a layer type's
-calls become operators; other modules register their own.  runtime/stage/split_backward.py runs them.
+An :class:`Operator` is one use of a layer's parameters, its backward in two halves.  A :class:`Converter` says how a
+layer type's calls become operators; other modules register their own.  runtime/stage/split_backward.py runs them.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ def _plain_weight(module: nn.Module) -> bool:
 
 
 def _split_linear(module: nn.Linear, input: Tensor) -> tuple[Operator, Tensor] | None:
-    # a vector takes torch's matrix-vector kernels, and what is not folded for a GEMM its batched ones, which round differently
+    # a vector takes torch's matrix-vector kernels, and what is not folded for a GEMM its batched ones, which round
+    # differently
     unfolded = input.dim() > 2 and not module.weight.requires_grad and not input.is_contiguous()
     return None if input.dim() < 2 or unfolded else (LinearOperator(module.weight, module.bias), input)
 

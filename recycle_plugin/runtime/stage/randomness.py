@@ -24,8 +24,9 @@ def key(seed: int, step: int, micro_batch: MicroBatch, stage: int, half: str = "
 
 @contextmanager
 def keyed(seed: int, device: Device) -> Iterator[None]:
-    """All default generators of ``device`` start from ``seed`` inside, Python's and numpy's too (layers that are left out at random draw from these);
-    outside, the worker's own streams go on as if nothing was."""
+    """All default generators of ``device`` start from ``seed`` inside, Python's and numpy's too (layers that are left
+    out at random draw from these); outside, the worker's own streams go on as if nothing was.
+    """
     python, numpy = random.getstate(), sys.modules.get("numpy")
     array = numpy.random.get_state() if numpy else None
     random.seed(seed)
@@ -45,7 +46,9 @@ def keyed_torch(seed: int, device: Device) -> Iterator[None]:
     """The same of torch's generators alone, for a backward: the others take ten times as long."""
     states = [(generator, generator.get_state()) for generator in device.generators]
     for generator, _ in states:
-        generator.manual_seed(seed)  # torch.manual_seed looks for other devices each time, which takes longer than all of this
+        generator.manual_seed(
+            seed
+        )  # torch.manual_seed looks for other devices each time, which takes longer than all of this
     try:
         yield
     finally:

@@ -1,9 +1,10 @@
-"""Whether a layer may be run again: after a failure some are, for a peer, and workers with more micro-batches run more of them.
+"""Whether a layer may be run again: after a failure some are, for a peer, and workers with more micro-batches run more
+of them.
 
-What a forward takes over from the one before (running statistics, counters, random numbers of a generator of its own) is not to be seen in a
-model.  So the first forward in training is run twice, on the same micro-batch and with the same random numbers: it has to give the same, up to
-roundings (in exact mode the same bits), and to leave parameters and buffers as they are.  A cache may be filled once.  A backward has to
-leave them alone, too.
+What a forward takes over from the one before (running statistics, counters, random numbers of a generator of its own)
+is not to be seen in a model.  So the first forward in training is run twice, on the same micro-batch and with the same
+random numbers: it has to give the same, up to roundings (in exact mode the same bits), and to leave parameters and
+buffers as they are.  A cache may be filled once.  A backward has to leave them alone, too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ ROUNDINGS = {torch.bfloat16: 8, torch.float16: 8}  # of a type's smallest step
 
 
 class _Kept(NamedTuple):
-    """A tensor that a module has: itself, how often it was changed in place, and what is in it.  A workspace may be: what is in it counts."""
+    """A tensor that a module has: itself, how often it was changed in place, and what is in it.
+
+    A workspace may be: what is in it counts.
+    """
 
     tensor: torch.Tensor
     version: int | None
@@ -32,23 +36,36 @@ class _Kept(NamedTuple):
 
 
 class ModuleState:
-    """What a module has at this moment: parameters and buffers, other tensors among its attributes, and numbers and generators."""
+    """What a module has at this moment: parameters and buffers, other tensors among its attributes, and numbers and
+    generators.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         attributes = list(_attributes(module))
         owned = (*module.named_parameters(), *module.named_buffers())
         self._owned = {name: _Kept(tensor, _version(tensor), _content(tensor)) for name, tensor in owned}
-        self._tensors = {name: _Kept(value, None, _content(value)) for name, value in attributes if torch.is_tensor(value)}
+        self._tensors = {
+            name: _Kept(value, None, _content(value)) for name, value in attributes if torch.is_tensor(value)
+        }
         self._others = dict(_others(attributes))
 
     def changed_in_place(self, since: ModuleState) -> str | None:
         """The first of the parameters and buffers that was, whatever has been put in the place of others."""
-        return next((name for name, kept in self._owned.items() if name in since._owned and kept.changed_in_place(since._owned[name])), None)
+        return next(
+            (
+                name
+                for name, kept in self._owned.items()
+                if name in since._owned and kept.changed_in_place(since._owned[name])
+            ),
+            None,
+        )
 
     def changed(self, since: ModuleState, exact: bool) -> str | None:
         """The first of its tensors that is not what it was."""
         here, there = {**self._owned, **self._tensors}, {**since._owned, **since._tensors}
-        return self.changed_in_place(since) or next((name for name, kept in here.items() if not _as_before(kept, there.get(name), exact)), None)
+        return self.changed_in_place(since) or next(
+            (name for name, kept in here.items() if not _as_before(kept, there.get(name), exact)), None
+        )
 
     def counted(self, since: ModuleState) -> str | None:
         """The first number, or generator of random numbers, that has changed."""
@@ -70,7 +87,11 @@ def _others(attributes: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((f"{prefix}.{name}".lstrip("."), value) for prefix, part in module.named_modules() for name, value in vars(part).items())
+    return (
+        (f"{prefix}.{name}".lstrip("."), value)
+        for prefix, part in module.named_modules()
+        for name, value in vars(part).items()
+    )
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -79,7 +100,11 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _content(tensor: torch.Tensor) -> tuple:
     """Of a tensor in no time: type, shape, and the sum of its bits."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin):
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or isinstance(tensor, torch.nn.parameter.UninitializedTensorMixin)
+    ):
         return (type(tensor), tensor.layout)
     bits = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
@@ -87,12 +112,20 @@ def _content(tensor: torch.Tensor) -> tuple:
 
 
 class Rehearsal:
-    """The first forward of ``module``, or whatever else ``what`` is, which is run twice.  ``before``: its state before that; ``exact``: it has to give the same bits.
-    ``advice``: where it doesn't."""
+    """The first forward of ``module``, or whatever else ``what`` is, which is run twice.
+
+    ``before``: its state before that; ``exact``: it has to give the same bits. ``advice``: where it doesn't.
+    """
 
     def __init__(
-        self, module: torch.nn.Module, before: ModuleState, exact: bool, warn: Callable[[str], None], what: str = "forward", advice: str = ADVICE
-    ) -> None:  # fmt: skip
+        self,
+        module: torch.nn.Module,
+        before: ModuleState,
+        exact: bool,
+        warn: Callable[[str], None],
+        what: str = "forward",
+        advice: str = ADVICE,
+    ) -> None:
         self._module, self._before, self._exact, self._warn = module, before, exact, warn
         self._what, self._advice = what, advice
 
@@ -100,24 +133,34 @@ class Rehearsal:
         """The first time has given ``made``."""
         self._between = ModuleState(self._module)
         _refuse(self._between.changed_in_place(self._before), self._what, self._advice)
-        self._storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in made}  # kept, so that their memory is not given out again
+        self._storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in made
+        }  # kept, so that their memory is not given out again
         self._first = [tensor.detach().clone() for tensor in made]
 
     def twice(self, made: Tensors) -> bool:
-        """The second.  Whether both are in the same memory.  Raises RecycleError where it is not the same, or may not be run again for another reason."""
+        """The second.
+
+        Whether both are in the same memory.  Raises RecycleError where it is not the same, or may not be run again for
+        another reason.
+        """
         now = ModuleState(self._module)
         _refuse(now.changed(self._between, self._exact), self._what, self._advice)
         counted = now.counted(self._between)
         if len(made) != len(self._first) or not all(_alike(*pair, self._exact) for pair in zip(made, self._first)):
             raise RecycleError(
-                f"a {self._what} gives something else when it is run again with the same input and random numbers{f': {counted} has changed' if counted else ''}. "
-                "A lost worker's micro-batches are run again by others, which have to get the same: count outside of the model, and "
+                f"a {self._what} gives something else when it is run again with the same input and random "
+                f"numbers{f': {counted} has changed' if counted else ''}. "
+                "A lost worker's micro-batches are run again by others, which have to get the same: count outside of "
+                "the model, and "
                 f"draw from torch's, Python's or numpy's common generators; {self._advice}"
             )
         if counted is not None:
             self._warn(
-                f"{counted} changes with each {self._what}, and after a failure some are run again, and others by workers with more micro-batches: "
-                "where what a layer gives depends on it, now or later, losses will not be those of a run without a failure"
+                f"{counted} changes with each {self._what}, and after a failure some are run again, and others by "
+                "workers with more micro-batches: "
+                "where what a layer gives depends on it, now or later, losses will not be those of a run without a "
+                "failure"
             )
         return any(tensor.untyped_storage().data_ptr() in self._storages for tensor in made if tensor.numel())
 
@@ -130,8 +173,10 @@ def check_unchanged(module: torch.nn.Module, before: ModuleState, what: str, adv
 def _refuse(changed: str | None, what: str, advice: str) -> None:
     if changed is not None:
         raise RecycleError(
-            f"{changed} is changed by each {what} in training, which one that is run again would do twice, and workers with more micro-batches more "
-            f"often: leave out what counts there (running statistics, spectral norm, max_norm of an embedding, steps in a hook), {advice}"
+            f"{changed} is changed by each {what} in training, which one that is run again would do twice, and workers "
+            "with more micro-batches more "
+            f"often: leave out what counts there (running statistics, spectral norm, max_norm of an embedding, steps "
+            f"in a hook), {advice}"
         )
 
 

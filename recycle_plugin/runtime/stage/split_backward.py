@@ -15,12 +15,13 @@ tests/torch/test_traps.py):
    differently;
 5. uses of one parameter are summed in the order of the backward before one accumulation.
 
-A weight may also be used past its layer (``F.linear(x, layer.weight)``): what I makes of its gradient there is put aside, and joins the rest in
-W.  With three uses or more of both kinds the order of that sum is not torch's.
+A weight may also be used past its layer (``F.linear(x, layer.weight)``): what I makes of its gradient there is put
+aside, and joins the rest in W.  With three uses or more of both kinds the order of that sum is not torch's.
 
-A forward that differentiates while it runs (``torch.autograd.grad`` in a layer) gets gradients as it does without a split, and nothing is
-put off by that.  Where it differentiates twice through a layer, or by a layer's parameters, the layer is fused from then on.  So is one
-with hooks on its parameters, which see the gradient when, and as often as, stock shows it to them.
+A forward that differentiates while it runs (``torch.autograd.grad`` in a layer) gets gradients as it does without a
+split, and nothing is put off by that.  Where it differentiates twice through a layer, or by a layer's parameters, the
+layer is fused from then on.  So is one with hooks on its parameters, which see the gradient when, and as often as,
+stock shows it to them.
 
 What is not converted stays fused inside I: correct, but with less to overlap.
 """
@@ -96,7 +97,9 @@ class PendingWeights:
         self._work.append(_Work(operator, x, gradient, task, _versions((x, gradient))))
 
     def join(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """``gradient`` is what I has made of that of ``parameter``: W adds what it will make of it, and delivers both."""
+        """``gradient`` is what I has made of that of ``parameter``: W adds what it will make of it, and delivers
+        both.
+        """
         self._made[parameter] = gradient
 
     @torch.no_grad()
@@ -122,7 +125,10 @@ class PendingWeights:
 
 
 class _Deferral:
-    """Where the nodes of one :class:`DeferredWeights` put their work.  A copied module gets its own, which splits nothing."""
+    """Where the nodes of one :class:`DeferredWeights` put their work.
+
+    A copied module gets its own, which splits nothing.
+    """
 
     def __init__(self) -> None:
         self.splits = False
@@ -168,7 +174,8 @@ class _Deferral:
             return
         if self.held is None:
             raise RecycleError(
-                "a tensor of a layer's forward was differentiated after it, outside of the job's own backward: detach what is kept of a forward, or set "
+                "a tensor of a layer's forward was differentiated after it, outside of the job's own backward: detach "
+                "what is kept of a forward, or set "
                 "recycle.split_backward to false"
             )
         self.held.add(operator, x, gradient)
@@ -182,7 +189,8 @@ class _Deferral:
 
 
 _UNSEEN = (
-    "a backward (a custom Function's, or the recomputation of a checkpointed layer) calls torch.autograd.grad by parameters, or twice through layers, whose "
+    "a backward (a custom Function's, or the recomputation of a checkpointed layer) calls torch.autograd.grad by "
+    "parameters, or twice through layers, whose "
     "backward is split, and the forward did not: set recycle.split_backward to false"
 )
 
@@ -204,7 +212,9 @@ class _Split(torch.autograd.Function):
         if torch.is_grad_enabled():
             ctx.deferral.differentiated_twice(ctx.operator)
         if _versions(ctx.operator.parameters) != ctx.versions:  # autograd guards only what it saved itself
-            raise RuntimeError("a parameter was changed in place between F and I: was the optimizer stepped in between?")
+            raise RuntimeError(
+                "a parameter was changed in place between F and I: was the optimizer stepped in between?"
+            )
         (x,) = ctx.saved_tensors
         ctx.deferral.take(ctx.operator, x, gradient)
         wanted = ctx.needs_input_grad[0]
@@ -221,7 +231,9 @@ def _run_seam(deferral: _Deferral, module: nn.Module, converter: Converter, *arg
 
 
 def _plain_autograd() -> bool:
-    """Without grad there is nothing to split; under autocast the casts belong to the graph; and torch.func and forward mode need the stock functions."""
+    """Without grad there is nothing to split; under autocast the casts belong to the graph; and torch.func and forward
+    mode need the stock functions.
+    """
     if not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return False
     return torch._C._functorch.peek_interpreter_stack() is None and forward_ad._current_level < 0
@@ -235,8 +247,8 @@ class DeferredWeights:
     the operators do not know, and layers that share a parameter with a fused one (a sum half fused would
     round differently).
 
-    Uses of a layer inside of :meth:`forward`, and those that :meth:`hold` computes once more, are split.  Everywhere else, and in a copy
-    of the module, the layers are stock.  :meth:`fuse` and :meth:`restore` make them so for good.
+    Uses of a layer inside of :meth:`forward`, and those that :meth:`hold` computes once more, are split.  Everywhere
+    else, and in a copy of the module, the layers are stock.  :meth:`fuse` and :meth:`restore` make them so for good.
 
     Raises ValueError if a part of ``module`` is converted already.
     """
@@ -252,8 +264,12 @@ class DeferredWeights:
         self._learn()
 
     def _learn(self) -> None:
-        self._deferral.known = {id(parameter): parameter for layer in self._layers.values() for parameter in layer.parameters(recurse=False)}
-        self._deferral.trained = {number for number, parameter in self._deferral.known.items() if parameter.requires_grad}
+        self._deferral.known = {
+            id(parameter): parameter for layer in self._layers.values() for parameter in layer.parameters(recurse=False)
+        }
+        self._deferral.trained = {
+            number for number, parameter in self._deferral.known.items() if parameter.requires_grad
+        }
         self.converted = tuple(self._layers)
         self.fused = tuple(name for name in self._names if name not in self._layers)
 
@@ -263,13 +279,18 @@ class DeferredWeights:
         return self._deferral.splitting()
 
     def unfit(self, asked: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """Fuses the layers whose parameters the last forward has ``asked`` for gradients of, or through which it has differentiated twice:
-        in vain, if there are any (their names are returned), and it has to be run again."""
+        """Fuses the layers whose parameters the last forward has ``asked`` for gradients of, or through which it has
+        differentiated twice: in vain, if there are any (their names are returned), and it has to be run again.
+        """
         return self.fuse({*asked, *self._deferral.twice})
 
     def hooked(self) -> tuple[str, ...]:
-        """Fuses the layers whose parameters have hooks, which may look at anything else of the backward that they belong to; their names."""
-        return self.fuse([one for one in self._deferral.known.values() if one._backward_hooks or one._post_accumulate_grad_hooks])
+        """Fuses the layers whose parameters have hooks, which may look at anything else of the backward that they
+        belong to; their names.
+        """
+        return self.fuse(
+            [one for one in self._deferral.known.values() if one._backward_hooks or one._post_accumulate_grad_hooks]
+        )
 
     @contextmanager
     def hold(self) -> Iterator[PendingWeights]:
@@ -287,7 +308,9 @@ class DeferredWeights:
         for parameter, gradient in zip(weights, made):
             if gradient is None:
                 continue
-            if id(parameter) in self._deferral.put_off:  # of other micro-batches, or of this one: theirs and this are added in the order of W
+            if (
+                id(parameter) in self._deferral.put_off
+            ):  # of other micro-batches, or of this one: theirs and this are added in the order of W
                 pending.join(parameter, gradient)
             else:
                 torch.autograd.backward([parameter], [gradient])
@@ -297,9 +320,15 @@ class DeferredWeights:
             raise RecycleError(_UNSEEN)
 
     def fuse(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """Bring the layers that have one of ``parameters`` back, with those that share another one with them; returns their names."""
+        """Bring the layers that have one of ``parameters`` back, with those that share another one with them; returns
+        their names.
+        """
         asked, names = set(parameters), []
-        while asked and (found := [name for name, layer in self._layers.items() if not asked.isdisjoint(layer.parameters(recurse=False))]):
+        while asked and (
+            found := [
+                name for name, layer in self._layers.items() if not asked.isdisjoint(layer.parameters(recurse=False))
+            ]
+        ):
             for name in found:
                 layer = self._layers.pop(name)
                 vars(layer).pop(self._seams[name], None)
@@ -317,7 +346,12 @@ class DeferredWeights:
 @contextmanager
 def resting_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     """Hooks of ``parameters`` do nothing inside; one that is removed there stays so."""
-    resting = [(hooks, dict(hooks)) for one in parameters for hooks in (one._backward_hooks, one._post_accumulate_grad_hooks) if hooks]
+    resting = [
+        (hooks, dict(hooks))
+        for one in parameters
+        for hooks in (one._backward_hooks, one._post_accumulate_grad_hooks)
+        if hooks
+    ]
     for hooks, were in resting:
         hooks.update(dict.fromkeys(were, lambda *_: None))
     try:

@@ -1,10 +1,11 @@
 """The computation of one pipeline stage, micro-batch by micro-batch.
 
-What lives between the instructions of a micro-batch, its inputs, its graph (stash), and the weight-gradient work that a split backward has put
-off, is in the worker's store (core/worker/step_store.py); here is what makes one of the other.  Gradients end up in ``parameter.grad``,
-summed in the order in which the program runs the weight gradients.  In exact mode they end up in sums of blocks
-(runtime/stage/block_sums.py), all of a micro-batch's at its W: also those of layers whose backward is not split, which are made in its I.
-In bf16 the sums are those of the fp32 masters (runtime/stage/masters.py), which what each instruction makes is added to by itself.
+What lives between the instructions of a micro-batch, its inputs, its graph (stash), and the weight-gradient work that a
+split backward has put off, is in the worker's store (core/worker/step_store.py); here is what makes one of the other.
+Gradients end up in ``parameter.grad``, summed in the order in which the program runs the weight gradients.  In exact
+mode they end up in sums of blocks (runtime/stage/block_sums.py), all of a micro-batch's at its W: also those of layers
+whose backward is not split, which are made in its I. In bf16 the sums are those of the fp32 masters
+(runtime/stage/masters.py), which what each instruction makes is added to by itself.
 
 After a failure a *bare* forward or input gradient is run for the boundary tensor alone, because a peer needs it once
 more: it leaves no stash and adds nothing to any gradient.
@@ -26,7 +27,16 @@ from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.device import COPY_S, Device
 from recycle_plugin.runtime.stage.block_sums import BlockSums, Gradients, in_place_of
-from recycle_plugin.runtime.stage.boundary import Tensors, batch_part, differentiable, gradients, incoming, outgoing, packed, with_gradients
+from recycle_plugin.runtime.stage.boundary import (
+    Tensors,
+    batch_part,
+    differentiable,
+    gradients,
+    incoming,
+    outgoing,
+    packed,
+    with_gradients,
+)
 from recycle_plugin.runtime.stage.inner_gradients import InnerGradients, engine_runs
 from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.stage.repeatable import ModuleState, Rehearsal, check_unchanged
@@ -46,7 +56,9 @@ class LoadedBatch:
 
 @dataclass(frozen=True)
 class Stash:
-    """What F leaves for the backward: received activations, leaves of the graph, and what is computed from them, with the graph behind it."""
+    """What F leaves for the backward: received activations, leaves of the graph, and what is computed from them, with
+    the graph behind it.
+    """
 
     inputs: Tensors
     outputs: Tensors
@@ -70,16 +82,24 @@ class ForwardInputs:
 
 
 class Stage:
-    """Runs forward and backward of single micro-batches.  ``deferred`` splits the backward, None leaves it fused.  ``randomness``: what a
-    micro-batch of a step draws in its forward ("") and in the halves of its backward ("input", "weight").
-    ``blocks``: exact mode's sums.  ``masters``: of a model in bf16.  ``fused``: is told the names of layers whose backward is split no more;
-    ``warn``: of what may go wrong."""
+    """Runs forward and backward of single micro-batches.
+
+    ``deferred`` splits the backward, None leaves it fused.  ``randomness``: what a micro-batch of a step draws in its
+    forward ("") and in the halves of its backward ("input", "weight"). ``blocks``: exact mode's sums.  ``masters``: of
+    a model in bf16.  ``fused``: is told the names of layers whose backward is split no more; ``warn``: of what may go
+    wrong.
+    """
 
     def __init__(
-        self, model: StageModel, deferred: DeferredWeights | None, randomness: Callable[[MicroBatch, int, str], AbstractContextManager],
-        blocks: BlockSums | None = None, masters: Masters | None = None, fused: Callable[[tuple[str, ...]], None] = lambda names: None,
+        self,
+        model: StageModel,
+        deferred: DeferredWeights | None,
+        randomness: Callable[[MicroBatch, int, str], AbstractContextManager],
+        blocks: BlockSums | None = None,
+        masters: Masters | None = None,
+        fused: Callable[[tuple[str, ...]], None] = lambda names: None,
         warn: Callable[[str], None] = lambda text: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._model = model
         self._masters = masters
         self._parameters = list(model.module.parameters())
@@ -108,7 +128,10 @@ class Stage:
     def load(self, batch: tuple[Any, Any]) -> LoadedBatch:
         """The inputs (first stage) and labels (last stage) of a micro-batch."""
         model = self._model
-        return LoadedBatch(batch_part(batch[0], model.device) if model.first else None, batch_part(batch[1], model.device) if model.last else None)
+        return LoadedBatch(
+            batch_part(batch[0], model.device) if model.first else None,
+            batch_part(batch[1], model.device) if model.last else None,
+        )
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         """What F, I, W or B makes."""
@@ -119,7 +142,9 @@ class Stage:
 
         match instruction.op:
             case Op.F:
-                made, stash, loss = self.forward((step, one), have.get(datum("data"), LoadedBatch()), have.get(datum("act", stage - 1), ()))
+                made, stash, loss = self.forward(
+                    (step, one), have.get(datum("data"), LoadedBatch()), have.get(datum("act", stage - 1), ())
+                )
                 return {datum("act"): made, datum("stash"): stash} | ({} if loss is None else {datum("loss"): loss})
             case Op.W:
                 self.backward_weight((step, one), have[datum("inner")])
@@ -137,7 +162,11 @@ class Stage:
         model = self._model
         moved = model.device.from_host(received, "what goes into a forward", shared=True).wait(COPY_S)
         given = ForwardInputs(loaded, tuple(tensor.requires_grad_(differentiable(tensor)) for tensor in moved))
-        outputs, loss = self._watched_forward(key, given) if "forward" not in self._watched and key[0] > 0 else self._computed(key, given)
+        outputs, loss = (
+            self._watched_forward(key, given)
+            if "forward" not in self._watched and key[0] > 0
+            else self._computed(key, given)
+        )
         if model.last:
             return (), Stash(given.inputs, (), loss / model.scale * self.loss_scale), loss.detach()
         stash = Stash(given.inputs, outgoing(outputs), None)
@@ -145,7 +174,9 @@ class Stage:
         return tuple(tensor.detach() for tensor in made), stash, None
 
     def _computed(self, key: Key, given: ForwardInputs) -> tuple[Any, torch.Tensor | None]:
-        """Outputs and loss; once more where the forward has differentiated what is in no graph while layers are split, which they are no more then."""
+        """Outputs and loss; once more where the forward has differentiated what is in no graph while layers are split,
+        which they are no more then.
+        """
         unfit = self._deferred.hooked() if self._deferred is not None else ()
         while True:
             if unfit:
@@ -157,7 +188,8 @@ class Stage:
                 failed = error
             if inner.adds:
                 raise RecycleError(
-                    "a layer or the loss calls backward() in its forward, which adds to the gradients of parameters, once more for each time that the "
+                    "a layer or the loss calls backward() in its forward, which adds to the gradients of parameters, "
+                    "once more for each time that the "
                     "forward is run: use torch.autograd.grad, or give backward() inputs=[...] without parameters"
                 ) from failed
             unfit = self._deferred.unfit(inner.asked) if self._deferred is not None else ()
@@ -168,7 +200,8 @@ class Stage:
 
     def _compute(self, key: Key, given: ForwardInputs, inner: InnerGradients) -> tuple[Any, torch.Tensor | None]:
         model, (step, micro_batch) = self._model, key
-        # an evaluation has a negative step; a bare forward has a graph too: layers may want one, and without it torch may choose other kernels
+        # an evaluation has a negative step; a bare forward has a graph too: layers may want one, and without it torch
+        # may choose other kernels
         split = nullcontext() if self._deferred is None else self._deferred.forward()
         with self._randomness(micro_batch, step, ""), torch.set_grad_enabled(step > 0), engine_runs(inner.heard), split:
             outputs = model.module(self._data(given) if model.first else incoming(given.inputs))
@@ -198,8 +231,11 @@ class Stage:
     @contextmanager
     def _aside(self, early: Gradients) -> Iterator[None]:
         """``early`` has the weight gradients that are made meanwhile, until W: hooks of their sums are called then."""
-        hooks = [(parameter._post_accumulate_grad_hooks, dict(parameter._post_accumulate_grad_hooks)) for parameter in self._parameters
-                 if parameter._post_accumulate_grad_hooks]  # fmt: skip
+        hooks = [
+            (parameter._post_accumulate_grad_hooks, dict(parameter._post_accumulate_grad_hooks))
+            for parameter in self._parameters
+            if parameter._post_accumulate_grad_hooks
+        ]
         for each, _ in hooks:
             each.clear()
         try:
@@ -212,9 +248,15 @@ class Stage:
     def backward_input_bare(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
         """The gradient of the input and nothing else: no parameter's gradient changes, now or later.
 
-        Parameters' gradients are put aside: torch.autograd.grad, which would leave them alone, refuses checkpointed layers.
+        Parameters' gradients are put aside: torch.autograd.grad, which would leave them alone, refuses checkpointed
+        layers.
         """
-        with self._drawing(key), in_place_of(self._parameters, [None] * len(self._parameters)), resting_hooks(self._parameters), self._hold():
+        with (
+            self._drawing(key),
+            in_place_of(self._parameters, [None] * len(self._parameters)),
+            resting_hooks(self._parameters),
+            self._hold(),
+        ):
             return self._differentiate(stash, grads)
 
     def backward_weight(self, key: Key, inner: Inner) -> None:
@@ -230,8 +272,10 @@ class Stage:
         """What was counted is in a sum over all workers now, no contribution any more."""
         if self._trains is False:
             raise RecycleError(
-                f"nothing that {'the first' if self._model.first else 'a'} stage gives depends on its parameters, so they would not be trained: reentrant "
-                "activation checkpointing cuts off layers whose inputs have no gradient, such as token ids; set pipeline.use_reentrant to false, or leave them "
+                f"nothing that {'the first' if self._model.first else 'a'} stage gives depends on its parameters, so "
+                "they would not be trained: reentrant "
+                "activation checkpointing cuts off layers whose inputs have no gradient, such as token ids; set "
+                "pipeline.use_reentrant to false, or leave them "
                 "out of checkpointable_layers (parameters that are not to be trained: requires_grad = False)"
             )
         self.forget_sums()
@@ -261,7 +305,9 @@ class Stage:
     def _run_graph(self, outputs: Tensors, grads: Tensors) -> None:
         if any(output.requires_grad for output in outputs):
             self._trains = True
-            found = with_gradients(outputs, self._model.device.from_host(grads, "what goes into a backward", shared=True).wait(COPY_S))
+            found = with_gradients(
+                outputs, self._model.device.from_host(grads, "what goes into a backward", shared=True).wait(COPY_S)
+            )
             if found:
                 torch.autograd.backward(*zip(*found))
         elif self._trains is None:
@@ -291,12 +337,21 @@ class Stage:
         yield
         self._watched.add(half)
         check_unchanged(self._model.module, before, "backward")
-        names = (name for name, parameter in self._model.module.named_parameters() if parameter.grad is not None and parameter.grad.layout is not torch.strided)
+        names = (
+            name
+            for name, parameter in self._model.module.named_parameters()
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided
+        )
         if (name := next(names, None)) is not None:
-            raise RecycleError(f"{name} has sparse gradients, which are not summed over replicas yet; build its layer with sparse=False")
+            raise RecycleError(
+                f"{name} has sparse gradients, which are not summed over replicas yet; build its layer with "
+                "sparse=False"
+            )
 
     def _own_memory(self, step: int, members: Tensors) -> Tensors:
-        """What goes to a peer, who may need it once more when the optimizer, or the next forward, has changed the memory of a weight or a workspace."""
+        """What goes to a peer, who may need it once more when the optimizer, or the next forward, has changed the
+        memory of a weight or a workspace.
+        """
         if self._memory[0] != step:
             tensors = (*self._model.module.parameters(), *self._model.module.buffers())
             self._memory = step, {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -344,4 +399,7 @@ def _checked(loss: Any) -> torch.Tensor:
         found = "computed from nothing that is trained, or detached from it"
     else:
         return loss
-    raise RecycleError(f"the loss of a micro-batch is {found}: loss_fn, or without one the last layer, has to give a tensor with one number")
+    raise RecycleError(
+        f"the loss of a micro-batch is {found}: loss_fn, or without one the last layer, has to give a tensor with one "
+        "number"
+    )

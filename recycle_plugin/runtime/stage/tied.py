@@ -1,7 +1,8 @@
-"""A weight that several stages share: its gradient over all of them, from what each stage's own sum has left (core/vocabulary/topology.py).
+"""A weight that several stages share: its gradient over all of them, from what each stage's own sum has left
+(core/vocabulary/topology.py).
 
-The lowest live worker of each stage brings its stage's sum, and they are added in the stages' order, each element once and
-alike for all, so that all copies of the weight get the same bits, whoever is alive.
+The lowest live worker of each stage brings its stage's sum, and they are added in the stages' order, each element once
+and alike for all, so that all copies of the weight get the same bits, whoever is alive.
 """
 
 from __future__ import annotations
@@ -14,14 +15,21 @@ from recycle_plugin.runtime.stage.block_sums import Group, fixed_order_sum
 
 
 class TiedWeight:
-    """``parameter`` is this worker's copy, ``name`` is that of all copies; ``stages`` have one, and ``group`` is of all their workers."""
+    """``parameter`` is this worker's copy, ``name`` is that of all copies; ``stages`` have one, and ``group`` is of all
+    their workers.
+    """
 
-    def __init__(self, name: str, parameter: nn.Parameter, stages: tuple[int, ...], group: Group, session: Session) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, stages: tuple[int, ...], group: Group, session: Session
+    ) -> None:
         self.name, self.parameter, self.stages = name, parameter, stages
         self._group, self._session = group, session
 
     def total(self, own: torch.Tensor) -> torch.Tensor:
-        """The sum over the stages; ``own``: this stage's, which is only read.  All live workers of the stages call this."""
+        """The sum over the stages; ``own``: this stage's, which is only read.
+
+        All live workers of the stages call this.
+        """
         bring = self._bring()
         flat = own.reshape(-1)
         mine = dict.fromkeys(bring[self._group.live_position()[0]], flat)
@@ -30,4 +38,7 @@ class TiedWeight:
     def _bring(self) -> list[list[int]]:
         """Of each live worker of the group, in its order, the stages whose sum it brings."""
         roster = self._session.roster
-        return [[member.seat.stage] * (member == roster.first_of(member.seat.stage)) for member in roster.stages(self.stages)]
+        return [
+            [member.seat.stage] * (member == roster.first_of(member.seat.stage))
+            for member in roster.stages(self.stages)
+        ]

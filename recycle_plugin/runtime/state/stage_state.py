@@ -1,13 +1,16 @@
 """All that a step changes on a worker, as one object, whatever framework the pieces belong to.
 
-What belongs to it is stated once, as a list of parts.  Taking a step back (runtime/undo) is putting them back as they were before the step, the hash by which
-replicas are compared is over all of them, a checkpoint has to have each, and a worker that lacks a stage's state is filled from another one's.
+What belongs to it is stated once, as a list of parts.  Taking a step back (runtime/undo) is putting them back as they
+were before the step, the hash by which replicas are compared is over all of them, a checkpoint has to have each, and a
+worker that lacks a stage's state is filled from another one's.
 
-Small parts go by value; tensors in chunks of so many bytes, in the order of their names, whatever order they were made in.  Each chunk says of which applied step it
-is, so that a reader that takes longer than a step sees which it has to read again.  All of this is to be called where the training is: between two
-instructions, and not in another thread, since an optimizer at work leaves tensors of two steps.
+Small parts go by value; tensors in chunks of so many bytes, in the order of their names, whatever order they were made
+in.  Each chunk says of which applied step it is, so that a reader that takes longer than a step sees which it has to
+read again.  All of this is to be called where the training is: between two instructions, and not in another thread,
+since an optimizer at work leaves tensors of two steps.
 
-Not part of it: what no step changes (frozen weights, buffers), and random numbers, which are keyed by the step (runtime/stage/randomness.py).
+Not part of it: what no step changes (frozen weights, buffers), and random numbers, which are keyed by the step
+(runtime/stage/randomness.py).
 """
 
 from __future__ import annotations
@@ -52,8 +55,11 @@ class TensorForm(NamedTuple):
 
 
 class Version(NamedTuple):
-    """Of the state at ``worker``, where ``step`` is applied.  ``rewritten``: how often it was written there otherwise than by a step: where one was taken back, its
-    number comes again."""
+    """Of the state at ``worker``, where ``step`` is applied.
+
+    ``rewritten``: how often it was written there otherwise than by a step: where one was taken back, its number comes
+    again.
+    """
 
     worker: str
     step: int
@@ -62,11 +68,13 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True)
 class StatePart:
-    """``tensors()``: by name, which begins with the part's and a slash, as they are now, to be written in place; ``make(name, form)``: room for one that is
-    missing.  ``get()``: a copy of what goes by value, which can be pickled; ``set`` takes one over.
+    """``tensors()``: by name, which begins with the part's and a slash, as they are now, to be written in place;
+    ``make(name, form)``: room for one that is missing.  ``get()``: a copy of what goes by value, which can be pickled;
+    ``set`` takes one over.
 
-    ``follow``: makes the tensors anew from those of other parts, of which they are a copy.  ``own``: belongs to the worker and not to its stage, so that
-    replicas differ in it; and what a step has changed of it stays changed where the step is taken back.
+    ``follow``: makes the tensors anew from those of other parts, of which they are a copy.  ``own``: belongs to the
+    worker and not to its stage, so that replicas differ in it; and what a step has changed of it stays changed where
+    the step is taken back.
     """
 
     name: str
@@ -93,12 +101,19 @@ class Head:
 
     def spans(self) -> list[Span]:
         """All chunks, in their order."""
-        return [(name, offset) for name in sorted(self.layout) for offset in range(0, self.layout[name].nbytes, self.chunk_bytes)]
+        return [
+            (name, offset)
+            for name in sorted(self.layout)
+            for offset in range(0, self.layout[name].nbytes, self.chunk_bytes)
+        ]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """``data``: the bytes of the tensor ``name`` from ``offset`` on, in the order of its elements.  ``digest``: SHA-256 of name, offset, step and data."""
+    """``data``: the bytes of the tensor ``name`` from ``offset`` on, in the order of its elements.
+
+    ``digest``: SHA-256 of name, offset, step and data.
+    """
 
     name: str
     offset: int
@@ -111,12 +126,24 @@ class Chunk:
 
 
 class StageState:
-    """Of ``worker``, by whatever name others know it.  ``applied()``: the last step that is; ``optimizer``, and all other ``parts``, in the order in which they are
-    to be set."""
+    """Of ``worker``, by whatever name others know it.
 
-    def __init__(self, worker: str, applied: Callable[[], int], optimizer: OptimizerState, parts: Iterable[StatePart], chunk_bytes: int = CHUNK_BYTES) -> None:
+    ``applied()``: the last step that is; ``optimizer``, and all other ``parts``, in the order in which they are to be
+    set.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        applied: Callable[[], int],
+        optimizer: OptimizerState,
+        parts: Iterable[StatePart],
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
         if chunk_bytes % LARGEST_NUMBER:
-            raise ValueError(f"chunk_bytes is {chunk_bytes}, which cuts numbers in two: give a multiple of {LARGEST_NUMBER}")
+            raise ValueError(
+                f"chunk_bytes is {chunk_bytes}, which cuts numbers in two: give a multiple of {LARGEST_NUMBER}"
+            )
         self._worker, self._applied, self._rewritten = worker, applied, 0
         self.optimizer, self._chunk_bytes = optimizer, chunk_bytes
         self._parts = {part.name: part for part in (optimizer.part, *parts)}
@@ -132,10 +159,16 @@ class StageState:
         return {part.name: part.get() for part in self._parts.values() if part.get is not None and part.own is own}
 
     def put(self, small: Mapping[str, Any]) -> None:
-        """Set these parts, each to what is handed over here.  Of the optimizer's tensors those go that were not there then."""
+        """Set these parts, each to what is handed over here.
+
+        Of the optimizer's tensors those go that were not there then.
+        """
         foreign = small.keys() - {part.name for part in self._parts.values() if part.set is not None}
         if foreign:
-            raise RecycleError(f"{min(foreign)} is no part of this worker's state that goes by value: the other worker, or the checkpoint, is of another job")
+            raise RecycleError(
+                f"{min(foreign)} is no part of this worker's state that goes by value: the other worker, or the "
+                "checkpoint, is of another job"
+            )
         for part in self._parts.values():
             if part.name in small:
                 part.set(small[part.name])
@@ -154,7 +187,10 @@ class StageState:
         """Room for a tensor that is not there yet.  RecycleError where it does not belong here."""
         part = self._parts.get(name.partition("/")[0])
         if part is None or part.make is None:
-            raise RecycleError(f"{name} is no tensor of this worker's state: the other worker, or the checkpoint, is of another model, or has other layers")
+            raise RecycleError(
+                f"{name} is no tensor of this worker's state: the other worker, or the checkpoint, is of another "
+                "model, or has other layers"
+            )
         part.make(name, form)
 
     @torch.no_grad()
@@ -166,7 +202,9 @@ class StageState:
             self.tensors()[name].copy_(value)
 
     def rewritten(self) -> None:
-        """To be called when tensors were written otherwise than by a step: copies follow, and whoever reads chunks reads all again."""
+        """To be called when tensors were written otherwise than by a step: copies follow, and whoever reads chunks
+        reads all again.
+        """
         self._rewritten += 1
         for part in self._parts.values():
             if part.follow is not None:
@@ -175,11 +213,18 @@ class StageState:
     # --- for others --------------------------------------------------------------------------------
 
     def head(self) -> Head:
-        version, small, layout = self.version, self.small(), {name: form_of(tensor) for name, tensor in self.tensors().items()}
+        version, small, layout = (
+            self.version,
+            self.small(),
+            {name: form_of(tensor) for name, tensor in self.tensors().items()},
+        )
         return Head(version, small, layout, self._chunk_bytes, _head_digest(version.step, small, layout))
 
     def chunks(self, spans: Iterable[Span] | None = None) -> Iterator[Chunk]:
-        """All, or of ``spans``, each as it is when it is taken from the iterator.  What is not there any more is left out: it is in no later head."""
+        """All, or of ``spans``, each as it is when it is taken from the iterator.
+
+        What is not there any more is left out: it is in no later head.
+        """
         for name, offset, view, version in self._views(self.head().spans() if spans is None else spans):
             data = view.tobytes()
             yield Chunk(name, offset, version, data, _digest(name, offset, version.step, data))
@@ -187,8 +232,8 @@ class StageState:
     def digest(self) -> str:
         """SHA-256 over head and chunks: the same on workers that hold the same bits after the same step.
 
-        Reads everything once: a CPU core hashes about 1 GB/s (0.8 measured), and a parameter with Adam has 12 bytes in fp32; tensors of an
-        accelerator are copied to the host chunk by chunk.
+        Reads everything once: a CPU core hashes about 1 GB/s (0.8 measured), and a parameter with Adam has 12 bytes in
+        fp32; tensors of an accelerator are copied to the host chunk by chunk.
         """
         head = self.head()
         found = hashlib.sha256(head.digest.encode())
@@ -206,7 +251,8 @@ class StageState:
 
 
 class Filling:
-    """``state`` becomes what another worker's is, whose ``head`` this is, by chunks in any order, as often as they come; also from several workers of that stage.
+    """``state`` becomes what another worker's is, whose ``head`` this is, by chunks in any order, as often as they
+    come; also from several workers of that stage.
 
     The head makes room for them.  From then on, and after an error, the state is a mixture, until :meth:`finish`.
     """
@@ -217,17 +263,30 @@ class Filling:
         self.follow(head)
 
     def follow(self, head: Head) -> None:
-        """The other worker has gone on, and this is its state's head now; or that of another one with the same state."""
+        """The other worker has gone on, and this is its state's head now; or that of another one with the same
+        state.
+        """
         state, step, worker = self._state, head.version.step, head.version.worker
         if head.digest != _head_digest(step, head.small, head.layout):
-            raise RecycleError(f"the head of the stage's state at step {step} does not have the hash that it was sent with: ask for it again")
-        self._heads = {other: known for other, known in self._heads.items() if known.version.step == step and other != worker}
+            raise RecycleError(
+                f"the head of the stage's state at step {step} does not have the hash that it was sent with: ask for "
+                "it again"
+            )
+        self._heads = {
+            other: known for other, known in self._heads.items() if known.version.step == step and other != worker
+        }
         unlike = next((other for other, known in self._heads.items() if known.digest != head.digest), None)
         if unlike is not None:
-            raise RecycleError(f"workers {unlike} and {worker} have different states of their stage at step {step}; recycle.check_replicas finds who is wrong")
+            raise RecycleError(
+                f"workers {unlike} and {worker} have different states of their stage at step {step}; "
+                "recycle.check_replicas finds who is wrong"
+            )
         missing = state.small().keys() - head.small.keys()
         if missing:
-            raise RecycleError(f"{min(missing)} is missing in the other worker's state, so it is of another job: workers of a job have the same settings")
+            raise RecycleError(
+                f"{min(missing)} is missing in the other worker's state, so it is of another job: workers of a job "
+                "have the same settings"
+            )
         state.put(copy.deepcopy(dict(head.small)))
         for name in sorted(head.layout.keys() - state.tensors().keys()):
             state.make(name, head.layout[name])
@@ -239,12 +298,19 @@ class Filling:
     def add(self, chunk: Chunk) -> None:
         """RecycleError where it is not what was read at the other worker, or belongs to another state."""
         if (chunk.name, chunk.offset) not in self._spans:
-            raise RecycleError(f"{chunk} belongs to no tensor of the stage's state: it is another state's, or its tensor is gone; ask for the head again")
+            raise RecycleError(
+                f"{chunk} belongs to no tensor of the stage's state: it is another state's, or its tensor is gone; ask "
+                "for the head again"
+            )
         if chunk.digest != _digest(chunk.name, chunk.offset, chunk.version.step, chunk.data):
-            raise RecycleError(f"{chunk} does not have the hash that it was sent with, so it has changed on its way: read it again")
+            raise RecycleError(
+                f"{chunk} does not have the hash that it was sent with, so it has changed on its way: read it again"
+            )
         expected = min(self._head.chunk_bytes, self._head.layout[chunk.name].nbytes - chunk.offset)
         if len(chunk.data) != expected:
-            raise RecycleError(f"{chunk} has {len(chunk.data)} bytes instead of {expected}: it was cut off; read it again")
+            raise RecycleError(
+                f"{chunk} has {len(chunk.data)} bytes instead of {expected}: it was cut off; read it again"
+            )
         write(self._tensors[chunk.name], chunk.offset, chunk.data)
         self._read[chunk.name, chunk.offset] = chunk.version
 
@@ -259,8 +325,11 @@ class Filling:
         if stale:
             (name, offset), read = stale[0], self._read.get(stale[0])
             what = "is missing" if read is None else f"is of step {read.step} before the state was last changed"
-            raise RecycleError(f"chunk {name} at byte {offset} {what}, and {len(stale)} chunks have to be read for the state to be of step "
-                               f"{self._head.version.step}: read what stale() names")  # fmt: skip
+            raise RecycleError(
+                f"chunk {name} at byte {offset} {what}, and {len(stale)} chunks have to be read for the state to be of "
+                "step "
+                f"{self._head.version.step}: read what stale() names"
+            )
         self._state.put(copy.deepcopy(dict(self._head.small)))
         self._state.rewritten()
 
@@ -270,11 +339,16 @@ def _check_alike(here: Mapping[str, TensorForm], there: Mapping[str, TensorForm]
         mine, theirs = here[name], there.get(name)
         if theirs is None or (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
             what = f"{_written(theirs)} there" if theirs is not None else "not there"
-            raise RecycleError(f"{name} of the stage's state is {_written(mine)} here and {what}: the other worker is of another model, or has other layers")
+            raise RecycleError(
+                f"{name} of the stage's state is {_written(mine)} here and {what}: the other worker is of another "
+                "model, or has other layers"
+            )
 
 
 class OptimizerState:
-    """``optimizer``'s, as a part: what it keeps for each parameter, and its groups.  ``called``: the names of the model's parameters, or of their masters.
+    """``optimizer``'s, as a part: what it keeps for each parameter, and its groups.
+
+    ``called``: the names of the model's parameters, or of their masters.
 
     Parameters that are not among them are called by their place in the groups, and belong to its state.
     """
@@ -287,8 +361,9 @@ class OptimizerState:
         """By name, in the order of the groups."""
         return {
             self._called.get(parameter) or f"{number}.{place}": parameter
-            for number, group in enumerate(self.optimizer.param_groups) for place, parameter in enumerate(group["params"])
-        }  # fmt: skip
+            for number, group in enumerate(self.optimizer.param_groups)
+            for place, parameter in enumerate(group["params"])
+        }
 
     def beside(self) -> dict[str, torch.Tensor]:
         """Those beside the model's; but frozen ones, which no step changes."""
@@ -297,7 +372,12 @@ class OptimizerState:
 
     def kept(self) -> dict[tuple[str, str], torch.Tensor]:
         """The tensors of its state by the names of the parameter and of the tensor."""
-        return {(name, kind): value for name, state in self._states() for kind, value in state.items() if isinstance(value, torch.Tensor)}
+        return {
+            (name, kind): value
+            for name, state in self._states()
+            for kind, value in state.items()
+            if isinstance(value, torch.Tensor)
+        }
 
     def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
         state = self.optimizer.state
@@ -305,14 +385,28 @@ class OptimizerState:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         found = {f"optimizer/{name}": parameter for name, parameter in self.beside().items()}
-        found.update({f"optimizer/{name}/{kind}": value for name, state in self._states() for kind, value in state.items() if isinstance(value, torch.Tensor)})
+        found.update(
+            {
+                f"optimizer/{name}/{kind}": value
+                for name, state in self._states()
+                for kind, value in state.items()
+                if isinstance(value, torch.Tensor)
+            }
+        )
         return found
 
     def _get(self) -> dict[str, Any]:
         states = {
-            name: {kind: ELSEWHERE if isinstance(value, torch.Tensor) else copy.deepcopy(value) for kind, value in state.items()} for name, state in self._states()
+            name: {
+                kind: ELSEWHERE if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+                for kind, value in state.items()
+            }
+            for name, state in self._states()
         }
-        groups = [copy.deepcopy({name: value for name, value in group.items() if name != "params"}) for group in self.optimizer.param_groups]
+        groups = [
+            copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+            for group in self.optimizer.param_groups
+        ]
         return {"state": states, "groups": groups, "of_no_parameter": copy.deepcopy(self._of_no_parameter())}
 
     def _of_no_parameter(self) -> dict[Any, Any]:
@@ -336,12 +430,19 @@ class OptimizerState:
         called, _, kind = name.removeprefix("optimizer/").rpartition("/")
         parameter = self.parameters().get(called)
         if parameter is None:
-            raise RecycleError(f"{name}: the optimizer has no parameter {called or name} here; the other worker, or the checkpoint, is of another model")
+            raise RecycleError(
+                f"{name}: the optimizer has no parameter {called or name} here; the other worker, or the checkpoint, "
+                "is of another model"
+            )
         like = parameter if parameter.shape == form.shape else torch.empty(form.shape, device=parameter.device)
-        self.optimizer.state[parameter][kind] = torch.empty_like(like, dtype=form.dtype, device=HOST if form.on_host else None, requires_grad=False)
+        self.optimizer.state[parameter][kind] = torch.empty_like(
+            like, dtype=form.dtype, device=HOST if form.on_host else None, requires_grad=False
+        )
 
 
-def of_parameters(name: str, parameters: Mapping[str, torch.nn.Parameter], follow: Callable[[], None] | None = None) -> StatePart:
+def of_parameters(
+    name: str, parameters: Mapping[str, torch.nn.Parameter], follow: Callable[[], None] | None = None
+) -> StatePart:
     named = {f"{name}/{called}": parameter for called, parameter in parameters.items()}
     return StatePart(name, lambda: named, follow=follow)
 
@@ -350,7 +451,9 @@ def of_parameters(name: str, parameters: Mapping[str, torch.nn.Parameter], follo
 
 
 def raw(tensor: torch.Tensor, offset: int = 0, length: int | None = None) -> Any:
-    """At most ``length`` bytes of it from ``offset`` on, in the order of its elements, as numpy's array; of a tensor that lies so in host memory, no copy."""
+    """At most ``length`` bytes of it from ``offset`` on, in the order of its elements, as numpy's array; of a tensor
+    that lies so in host memory, no copy.
+    """
     flat, size = tensor.detach().reshape(-1), tensor.element_size()
     if length is not None and length < flat.nbytes:
         flat = flat[offset // size : (offset + length) // size]
@@ -375,7 +478,9 @@ def _written(form: TensorForm) -> str:
 
 
 def _head_digest(step: int, small: Mapping[str, Any], layout: Mapping[str, TensorForm]) -> str:
-    return hashlib.sha256(_text([step, small, {name: _written(form) for name, form in layout.items()}]).encode()).hexdigest()
+    return hashlib.sha256(
+        _text([step, small, {name: _written(form) for name, form in layout.items()}]).encode()
+    ).hexdigest()
 
 
 def _digest(name: str, offset: int, step: int, data: Any) -> str:
@@ -385,7 +490,10 @@ def _digest(name: str, offset: int, step: int, data: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """The same for equal values, in whatever order dictionaries were filled.  Of what is not written alike in all processes counts the class alone."""
+    """The same for equal values, in whatever order dictionaries were filled.
+
+    Of what is not written alike in all processes counts the class alone.
+    """
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, dict):

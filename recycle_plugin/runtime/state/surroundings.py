@@ -1,9 +1,9 @@
 """The state of a training script that a step's numbers depend on, as it was when the step began.
 
-What is left of a step after a loss may be run in the middle of something else: of an evaluation by hand, with the model in evaluation mode, without gradients, in
-another precision; or after the script has changed a learning rate, a temperature, the weight of a loss for the next step.  What it keeps of such on
-the model's layers and in the optimizer's groups, numbers and words, is seen here.  What it keeps elsewhere is not: ``settle()`` has to come before such
-a change.
+What is left of a step after a loss may be run in the middle of something else: of an evaluation by hand, with the model
+in evaluation mode, without gradients, in another precision; or after the script has changed a learning rate, a
+temperature, the weight of a loss for the next step.  What it keeps of such on the model's layers and in the optimizer's
+groups, numbers and words, is seen here.  What it keeps elsewhere is not: ``settle()`` has to come before such a change.
 """
 
 from __future__ import annotations
@@ -37,8 +37,15 @@ class Surroundings:
     def leave(self) -> None:
         """The script has its turn, and may change things for the next step."""
         owners = [*self._groups(), *map(vars, self._module.modules())]
-        if [len(owner) for owner in owners] != [len(owner) for owner in self._owners]:  # to look for them takes longer than to look at them
-            self._places = [(number, name) for number, owner in enumerate(owners) for name, value in owner.items() if _plain(name, value)]
+        if [len(owner) for owner in owners] != [
+            len(owner) for owner in self._owners
+        ]:  # to look for them takes longer than to look at them
+            self._places = [
+                (number, name)
+                for number, owner in enumerate(owners)
+                for name, value in owner.items()
+                if _plain(name, value)
+            ]
         self._owners = owners
         self._left = [owners[number].get(name) for number, name in self._places]
 
@@ -53,7 +60,9 @@ class Surroundings:
 
     @property
     def other_modes(self) -> bool:
-        """Whether some layer is in training mode that was in evaluation mode when the step began, or the other way round."""
+        """Whether some layer is in training mode that was in evaluation mode when the step began, or the other way
+        round.
+        """
         return any(part.training != training for part, training in self._modes)
 
     @contextmanager
@@ -92,7 +101,8 @@ class AsStarted:
         changed = next((name for name, parameter, trained in self._trained if parameter.requires_grad != trained), None)
         if changed is not None:
             raise RecycleError(
-                f"requires_grad of {changed} has changed since training was set up: freeze and thaw parameters before that, "
+                f"requires_grad of {changed} has changed since training was set up: freeze and thaw parameters before "
+                "that, "
                 "or set the learning rate of their group to 0 by a scheduler"
             )
 

@@ -1,20 +1,25 @@
 """What a training script does with parameters between two steps, it does with committed ones.
 
-``train_batch`` returns before its step is committed, and until then the step can be taken back: with ``clip: validate`` in the ordinary
-course of things, otherwise after a loss.  A script must not see parameters that are about to change under it, nor write to such, since what
-it has written would be taken back too.  So as long as a step is not committed, a mode of torch's looks at each call, and the first one that gets
-something a step changes (a parameter, a master, the optimizer's state, or a view that shares memory with one) waits for the commit.  This
-is so with any clipping and without: whether a step is taken back does not depend on clipping alone.
+``train_batch`` returns before its step is committed, and until then the step can be taken back: with ``clip: validate``
+in the ordinary course of things, otherwise after a loss.  A script must not see parameters that are about to change
+under it, nor write to such, since what it has written would be taken back too.  So as long as a step is not committed,
+a mode of torch's looks at each call, and the first one that gets something a step changes (a parameter, a master, the
+optimizer's state, or a view that shares memory with one) waits for the commit.  This is so with any clipping and
+without: whether a step is taken back does not depend on clipping alone.
 
-What torch's own functions and methods get is seen, whoever calls them: saving, copying, pickling, ``numpy()``, ``item()``, ``foreach``, a forward of
-a part of the model; of the collectives those over the plugin's groups.  Not seen, so that ``settle()`` has to come first, are
+What torch's own functions and methods get is seen, whoever calls them: saving, copying, pickling, ``numpy()``,
+``item()``, ``foreach``, a forward of a part of the model; of the collectives those over the plugin's groups.  Not seen,
+so that ``settle()`` has to come first, are
 
-* what reads memory without a call of torch's: numpy arrays, storages and DLPack capsules kept from before, ``torch.utils.dlpack.to_dlpack``;
-* C++ that is given no tensor, or not through torch's dispatch: calls of TorchScript modules, extensions bound by pybind;
+* what reads memory without a call of torch's: numpy arrays, storages and DLPack capsules kept from before,
+  ``torch.utils.dlpack.to_dlpack``;
+* C++ that is given no tensor, or not through torch's dispatch: calls of TorchScript modules, extensions bound by
+  pybind;
 * other threads: modes are a thread's own.  (A process that is forked is seen, before the fork.)
 
-A call costs 2 µs more until the touch, and 1 µs from there to the next call into the engine, since a mode can't leave its own call (scripts/bench_touch.py); meanwhile
-torch does without its fused kernels for whole transformer layers, which round differently.  After ``settle()`` there is no mode.
+A call costs 2 µs more until the touch, and 1 µs from there to the next call into the engine, since a mode can't leave
+its own call (scripts/bench_touch.py); meanwhile torch does without its fused kernels for whole transformer layers,
+which round differently.  After ``settle()`` there is no mode.
 """
 
 from __future__ import annotations
@@ -30,19 +35,37 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from recycle_plugin.errors import RecycleError
 
-PROPERTIES = ("device", "dtype", "shape", "ndim", "layout", "requires_grad", "is_leaf", "nbytes", "itemsize", "is_cuda", "is_sparse")
+PROPERTIES = (
+    "device",
+    "dtype",
+    "shape",
+    "ndim",
+    "layout",
+    "requires_grad",
+    "is_leaf",
+    "nbytes",
+    "itemsize",
+    "is_cuda",
+    "is_sparse",
+)
 METHODS = ("size", "dim", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex", "__len__")
-DESCRIBING = frozenset([*(getattr(torch.Tensor, name).__get__ for name in PROPERTIES), *(getattr(torch.Tensor, name) for name in METHODS)])  # no value is read
+DESCRIBING = frozenset(
+    [*(getattr(torch.Tensor, name).__get__ for name in PROPERTIES), *(getattr(torch.Tensor, name) for name in METHODS)]
+)  # no value is read
 
 
 class FirstTouch(TorchFunctionMode):
-    """Calls ``settle()`` at the first touch of one of ``tensors()`` after :meth:`lifted`, unless all is ``settled()`` then.
+    """Calls ``settle()`` at the first touch of one of ``tensors()`` after :meth:`lifted`, unless all is ``settled()``
+    then.
 
-    On the thread's stack of modes it stands below the script's own, whose order of coming and going is theirs: what is on top of the stack belongs
-    to whoever has pushed it, also where ``train_batch`` is called under a mode that is left before the next call.
+    On the thread's stack of modes it stands below the script's own, whose order of coming and going is theirs: what is
+    on top of the stack belongs to whoever has pushed it, also where ``train_batch`` is called under a mode that is left
+    before the next call.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], settled: Callable[[], bool], settle: Callable[[], None]) -> None:
+    def __init__(
+        self, tensors: Callable[[], Iterable[torch.Tensor]], settled: Callable[[], bool], settle: Callable[[], None]
+    ) -> None:
         self._tensors, self._settled, self._settle = tensors, settled, settle
         self._guards = False
         self._guarded: frozenset[int | None] = frozenset()  # storages; looked up when first needed
@@ -50,11 +73,17 @@ class FirstTouch(TorchFunctionMode):
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """While the engine is at work, which touches parameters itself.  RecycleError where it already is, in another thread."""
+        """While the engine is at work, which touches parameters itself.
+
+        RecycleError where it already is, in another thread.
+        """
         thread = threading.get_ident()
         if self._depth and self._thread != thread:
-            raise RecycleError(f"the engine was called from thread {threading.current_thread().name!r} while it is at work in another one: call it from "
-                               "one thread only, and let that one call settle() before others read parameters")  # fmt: skip
+            raise RecycleError(
+                f"the engine was called from thread {threading.current_thread().name!r} while it is at work in another "
+                "one: call it from "
+                "one thread only, and let that one call settle() before others read parameters"
+            )
         self._depth, self._thread, self._guards = self._depth + 1, thread, False
         _take_out(self)
         try:
@@ -78,15 +107,20 @@ class FirstTouch(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
     def _look_up(self) -> frozenset[int | None]:
-        return frozenset([None, *(tensor.untyped_storage()._cdata for tensor in self._tensors())])  # None: what does not say what it shares memory with
+        return frozenset(
+            [None, *(tensor.untyped_storage()._cdata for tensor in self._tensors())]
+        )  # None: what does not say what it shares memory with
 
     def _wait_for(self, *touched: Any) -> None:
         known = storages(*touched) & self._guarded - {None}
         with _no_modes(), temporarily_clear_interpreter_stack():
             self._settle()
         if not known <= self._look_up():
-            raise RecycleError("a tensor of the optimizer's state was read that a rejected step had made, and that is no more: read it from the optimizer "
-                               "again, or call engine.settle() after train_batch()")  # fmt: skip
+            raise RecycleError(
+                "a tensor of the optimizer's state was read that a rejected step had made, and that is no more: read "
+                "it from the optimizer "
+                "again, or call engine.settle() after train_batch()"
+            )
 
 
 def touch(*given: Any) -> None:
@@ -147,7 +181,9 @@ def _put_below(mode: TorchFunctionMode) -> None:
 
 @contextmanager
 def _no_modes() -> Iterator[None]:
-    """The engine computes as in ``train_batch``, whatever modes of either kind the script has, or is tracing; afterwards all is as it was."""
+    """The engine computes as in ``train_batch``, whatever modes of either kind the script has, or is tracing;
+    afterwards all is as it was.
+    """
     modes, tracing = _take_all(), torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)
     try:

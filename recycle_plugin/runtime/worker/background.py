@@ -1,9 +1,10 @@
 """Checkpoints that are made by themselves, written while training goes on.
 
-Between two steps everybody copies what it has to write (which needs a second copy of the state in host memory, on the lowest live
-replica of each stage), and a thread writes it.  How often follows from the measured cost (core/worker/checkpoint_interval.py).  A loss before all have
-written drops the checkpoint, and the next one comes at once.  One that can't be written, by any worker, is none: what is there of it goes, and the next one is
-tried after as many steps.
+Between two steps everybody copies what it has to write (which needs a second copy of the state in host memory, on the
+lowest live replica of each stage), and a thread writes it.  How often follows from the measured cost
+(core/worker/checkpoint_interval.py).  A loss before all have written drops the checkpoint, and the next one comes at
+once.  One that can't be written, by any worker, is none: what is there of it goes, and the next one is tried after as
+many steps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ Write = Callable[[], None]
 
 @dataclass
 class _Begun:
-    """The state before ``step``, which ``members`` write.  ``arrived``: the generation in which this worker has said that it has."""
+    """The state before ``step``, which ``members`` write.
+
+    ``arrived``: the generation in which this worker has said that it has.
+    """
 
     step: int
     tag: str
@@ -47,13 +51,23 @@ class _Begun:
 
 
 class Background:
-    """``keep`` checkpoints stay in ``folder``.  ``copy(tag)``: copies this worker's share of the state and returns what writes it under that
-    tag; ``recover()``: after a membership change between steps."""
+    """``keep`` checkpoints stay in ``folder``.
+
+    ``copy(tag)``: copies this worker's share of the state and returns what writes it under that tag; ``recover()``:
+    after a membership change between steps.
+    """
 
     def __init__(
-        self, session: Session, loop: BlockingLoop, saving: Saving, interval: CheckpointInterval, folder: Path, keep: int,
-        copy: Callable[[str], Write], recover: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        session: Session,
+        loop: BlockingLoop,
+        saving: Saving,
+        interval: CheckpointInterval,
+        folder: Path,
+        keep: int,
+        copy: Callable[[str], Write],
+        recover: Callable[[], None],
+    ) -> None:
         self._session, self._loop, self._saving, self._interval = session, loop, saving, interval
         self._folder, self._keep = folder, keep
         self._copy, self._recover = copy, recover
@@ -83,7 +97,11 @@ class Background:
             begun.thread.join()
         self._meter.tick(time.monotonic())
         self._arrive(begun)
-        while not (met := self._session.wait(begun.place, lambda: self._session.met(begun.place, begun.arrived), interruptible=False)):
+        while not (
+            met := self._session.wait(
+                begun.place, lambda: self._session.met(begun.place, begun.arrived), interruptible=False
+            )
+        ):
             self._recover()
             if not begun.members <= self._live():
                 self._drop()
@@ -112,7 +130,9 @@ class Background:
             return
         self._meter.begin()
         self._begun, self._members = begun, begun.members
-        begun.thread = self._writing = threading.Thread(target=self._write, args=(begun, write), name="recycle: checkpoint", daemon=True)
+        begun.thread = self._writing = threading.Thread(
+            target=self._write, args=(begun, write), name="recycle: checkpoint", daemon=True
+        )
         begun.thread.start()
 
     def _write(self, begun: _Begun, write: Write) -> None:
@@ -136,13 +156,19 @@ class Background:
         session = self._session
         if begun.arrived != session.number:
             begun.arrived, begun.cost = session.number, begun.cost or self._meter.end()
-            session.send(BarrierReached(session.rank, session.number, begun.place, {str(session.rank): [*begun.cost, begun.error]}))
+            session.send(
+                BarrierReached(
+                    session.rank, session.number, begun.place, {str(session.rank): [*begun.cost, begun.error]}
+                )
+            )
 
     def _end(self, begun: _Begun, met: BarrierPassed) -> None:
         self._begun = None
         costs = [Cost(seconds, step_s) for seconds, step_s, _ in met.values.values()]
         error = next((error for *_, error in met.values.values() if error), "")
-        first = self._session.is_first and begun.members <= self._live()  # or else the first one may have done it before it was lost
+        first = (
+            self._session.is_first and begun.members <= self._live()
+        )  # or else the first one may have done it before it was lost
         if error:
             self._interval.failed(begun.step, met.from_step)
             if first:
@@ -157,17 +183,25 @@ class Background:
         del self._made[: -self._keep]
 
     def _say_failed(self, begun: _Begun, error: str) -> None:
-        self._session.note("warning", f"no checkpoint of step {begun.step - 1}: {error}; the next one is tried before step {self._interval.due}")
+        self._session.note(
+            "warning",
+            f"no checkpoint of step {begun.step - 1}: {error}; the next one is tried before step {self._interval.due}",
+        )
 
     def _publish(self, begun: _Begun, cost: Cost) -> str:
         """As Saving.publish."""
-        said = (f"checkpoint of step {begun.step - 1}, which has cost {cost.seconds:.3f} s with steps of {cost.step_s:.3f} s, "
-                f"the next one before step {self._interval.due},")
+        said = (
+            f"checkpoint of step {begun.step - 1}, which has cost {cost.seconds:.3f} s with steps of {cost.step_s:.3f} "
+            "s, "
+            f"the next one before step {self._interval.due},"
+        )
         details = {"cost_s": round(cost.seconds, 4), "step_s": round(cost.step_s, 4), "every": self._interval.every}
         if error := self._saving.publish(self._folder, begun.tag, begun.unfinished, True, said, **details):
             return error
         for tag in self._made[: -self._keep]:
-            threading.Thread(target=folders.remove, args=(self._folder / tag,), name="recycle: old checkpoint", daemon=True).start()
+            threading.Thread(
+                target=folders.remove, args=(self._folder / tag,), name="recycle: old checkpoint", daemon=True
+            ).start()
         return ""
 
     def _live(self) -> frozenset[WorkerId]:

@@ -29,10 +29,20 @@ class BlockingLoop:
     """Of ``worker``, on ``world``: every method returns when it is done."""
 
     def __init__(
-        self, session: Session, worker: Worker, world: TorchMachine, topology: Topology, costs: CostModel, policy: Policy,
-        machine: StepMachine, recover: Callable[[], None], max_slowdown: float | None = None,
-    ) -> None:  # fmt: skip
-        """``recover()``: after a membership change between steps, for which the script's own changes have to be put aside."""
+        self,
+        session: Session,
+        worker: Worker,
+        world: TorchMachine,
+        topology: Topology,
+        costs: CostModel,
+        policy: Policy,
+        machine: StepMachine,
+        recover: Callable[[], None],
+        max_slowdown: float | None = None,
+    ) -> None:
+        """``recover()``: after a membership change between steps, for which the script's own changes have to be put
+        aside.
+        """
         self._session, self._recover = session, recover
         self._planner = _Planner(costs, policy, session, max_slowdown)
         self._planner.resize(topology.full())

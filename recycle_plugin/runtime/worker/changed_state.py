@@ -1,4 +1,6 @@
-"""All that a step changes on a worker: the one list of what belongs to it (runtime/state/stage_state.py says what that is for)."""
+"""All that a step changes on a worker: the one list of what belongs to it (runtime/state/stage_state.py says what that
+is for).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ def stage_state(framework: Framework, stage: Stage, scale: LossScale, iterator_d
         called |= {master: name for name, master in stepped.items()}
     if iterator_data is not None:
         parts.append(StatePart("iterator", get=iterator_data.batches_read, set=iterator_data.skip_to, own=True))
-    return StageState(str(framework.seat), lambda: framework.optimizer.steps, OptimizerState(framework.optimizer.wrapped, called), parts)
+    return StageState(
+        str(framework.seat),
+        lambda: framework.optimizer.steps,
+        OptimizerState(framework.optimizer.wrapped, called),
+        parts,
+    )
 
 
 def scheduler_part(current: Callable[[], Any]) -> StatePart:

@@ -1,6 +1,8 @@
-"""Checkpoints as folders of files: written under another name, and given theirs once all have written (core/worker/checkpoint_saving.py).
+"""Checkpoints as folders of files: written under another name, and given theirs once all have written
+(core/worker/checkpoint_saving.py).
 
-What is left under other names is removed with the next one, or where one can't be written: this job's own, and another job's where nobody has written to it for an hour.
+What is left under other names is removed with the next one, or where one can't be written: this job's own, and another
+job's where nobody has written to it for an hour.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from recycle_plugin.runtime.worker.blocking_loop import BlockingLoop
 from recycle_plugin.runtime.worker.ports import Reach
 
 UNFINISHED = ".incomplete-"
-STALE_S = 3600.0  # after which nobody writes to what another job has left: each file is minutes' work, and all are written at once
+# after which nobody writes to what another job has left: each file is minutes' work, and all are written at once
+STALE_S = 3600.0
 
 
 class Saving:
@@ -30,8 +33,9 @@ class Saving:
         self._session, self._loop, self._reach = session, loop, reach
 
     def save(self, folder: Path, tag: str, latest: bool, write: Callable[[str], None], said: str) -> None:
-        """Return when the checkpoint ``folder``/``tag`` is in place; NotSaved, on all workers, where it can't be written.  ``write(tag)``: this worker's files, under
-        another tag."""
+        """Return when the checkpoint ``folder``/``tag`` is in place; NotSaved, on all workers, where it can't be
+        written.  ``write(tag)``: this worker's files, under another tag.
+        """
         place = f"save_checkpoint({str(folder)!r}, {tag!r})"
         why = self._loop.save(place, _Folder(self, folder, tag, latest, write, said))
         if why:
@@ -70,7 +74,9 @@ class Saving:
                     folders.replace(ready, folder / "latest")
             except OSError as error:
                 self._tidy(folder)
-                return self.said(error if isinstance(error, NotSaved) else NotSaved(folders.refusal(folder / tag, error)))
+                return self.said(
+                    error if isinstance(error, NotSaved) else NotSaved(folders.refusal(folder / tag, error))
+                )
             session.note("checkpoint", f"{said} in {folder / tag}", path=str(folder / tag), **details)
             self._reach("checkpoint.latest")
             self._tidy(folder)
@@ -83,7 +89,10 @@ class Saving:
 
     def _tidy(self, folder: Path) -> None:
         for left in folder.glob(f"*{UNFINISHED}*"):
-            if f"{UNFINISHED}{self._session.job_id}-" in left.name or time.time() - folders.written_last(left) > STALE_S:
+            if (
+                f"{UNFINISHED}{self._session.job_id}-" in left.name
+                or time.time() - folders.written_last(left) > STALE_S
+            ):
                 folders.remove(left)
 
     def unfinished(self, tag: str, number: int) -> str:
@@ -108,7 +117,9 @@ class _Folder:
 
     def publish(self, number: int) -> Iterator[Any]:
         yield from ()
-        return self.saving.publish(self.folder, self.tag, self.saving.unfinished(self.tag, number), self.latest, self.said)
+        return self.saving.publish(
+            self.folder, self.tag, self.saving.unfinished(self.tag, number), self.latest, self.said
+        )
 
     def discard(self, number: int) -> Iterator[Any]:
         self.saving.discard(self.folder)

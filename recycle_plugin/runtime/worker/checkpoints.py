@@ -1,4 +1,6 @@
-"""A running job's checkpoints: those that its script asks for, those that are made by themselves, and the one that a job leaves which has become too slow."""
+"""A running job's checkpoints: those that its script asks for, those that are made by themselves, and the one that a
+job leaves which has become too slow.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,22 @@ from recycle_plugin.settings.schema import Settings
 
 
 class JobCheckpoints:
-    """Of ``state``, in ``files``.  ``reach(point)`` is where injected faults strike; ``recover()``: after a membership change between steps."""
+    """Of ``state``, in ``files``.
+
+    ``reach(point)`` is where injected faults strike; ``recover()``: after a membership change between steps.
+    """
 
     def __init__(
-        self, session: Session, settings: Settings, loop: BlockingLoop, reach: Reach, files: Checkpoints, state: StageState, run_dir: str, recover: Callable[[], None]
-    ) -> None:  # fmt: skip
+        self,
+        session: Session,
+        settings: Settings,
+        loop: BlockingLoop,
+        reach: Reach,
+        files: Checkpoints,
+        state: StageState,
+        run_dir: str,
+        recover: Callable[[], None],
+    ) -> None:
         self._session, self._files, self._state, self._reach = session, files, state, reach
         self._saving = Saving(session, loop, reach)
         self._folder = Path(settings.checkpoint_dir) if settings.checkpoint_dir else None
@@ -31,7 +44,16 @@ class JobCheckpoints:
         self._background: Background | None = None
         if settings.checkpoint is not None:
             interval = CheckpointInterval(settings.checkpoint.overhead, loop.machine.stepped)
-            self._background = Background(session, loop, self._saving, interval, self.folder, settings.checkpoint.keep, partial(self._copy, self.folder), recover)
+            self._background = Background(
+                session,
+                loop,
+                self._saving,
+                interval,
+                self.folder,
+                settings.checkpoint.keep,
+                partial(self._copy, self.folder),
+                recover,
+            )
 
     def save(self, folder: Path, tag: str, latest: bool, files: Checkpoints | None, step: int) -> None:
         """As Trainer.save, of ``step``."""

@@ -1,4 +1,6 @@
-"""Training data: addressed by (step, replica, micro-batch), so that a peer can load what a lost worker would have, or read from a script's iterator."""
+"""Training data: addressed by (step, replica, micro-batch), so that a peer can load what a lost worker would have, or
+read from a script's iterator.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ class DatasetSource:
     DeepSpeed gives replica r every DP-th sample, unshuffled, and starts again at the end.  Steps count from 1.
     """
 
-    def __init__(self, dataset: Dataset, replicas: int, places: DataCursor, micro_batch_size: int, drop_last: bool, collate: Callable | None) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        replicas: int,
+        places: DataCursor,
+        micro_batch_size: int,
+        drop_last: bool,
+        collate: Callable | None,
+    ) -> None:
         self._dataset = dataset
         self._replicas, self._places = replicas, places
         self._size = micro_batch_size
@@ -40,12 +50,18 @@ class DatasetSource:
         sampler = DistributedSampler(self._dataset, num_replicas=self._replicas, rank=replica, shuffle=False)
         batches = list(BatchSampler(sampler, self._size, self._drop_last))
         if not batches:
-            raise RecycleError(f"training_data has {len(self._dataset)} samples: too few for one micro-batch of {self._size} per replica")
+            raise RecycleError(
+                f"training_data has {len(self._dataset)} samples: too few for one micro-batch of {self._size} per "
+                "replica"
+            )
         return batches
 
 
 class ScriptsIterator:
-    """As core.worker.iterator_data.DataIterator: batches are kept as the transport carries them.  ``next_batch(what)`` gives one; ``what`` names it in errors."""
+    """As core.worker.iterator_data.DataIterator: batches are kept as the transport carries them.
+
+    ``next_batch(what)`` gives one; ``what`` names it in errors.
+    """
 
     def __init__(self, session: Session, next_batch: Callable[[str], Any]) -> None:
         self._session, self._next_batch = session, next_batch

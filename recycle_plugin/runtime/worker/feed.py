@@ -1,4 +1,6 @@
-"""Where a worker's micro-batches come from: a source that is addressed by step and micro-batch, or its script's plain iterator (core/vocabulary/iterator_draws.py)."""
+"""Where a worker's micro-batches come from: a source that is addressed by step and micro-batch, or its script's plain
+iterator (core/vocabulary/iterator_draws.py).
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,28 @@ from recycle_plugin.runtime.worker.ports import Source
 
 
 class Feed:
-    """Of the worker whose ``store`` it is.  ``reads``: its stage needs data.  ``next_batch(what)``: of the iterator; ``hand_on(datum, batch, taker)`` gives a copy of what
-    it gave to a peer.
+    """Of the worker whose ``store`` it is.
 
-    ``source`` None: the iterator is read.  ``settled``: a step was trained, so that where data comes from stays as it is.
+    ``reads``: its stage needs data.  ``next_batch(what)``: of the iterator; ``hand_on(datum, batch, taker)`` gives a
+    copy of what it gave to a peer.
+
+    ``source`` None: the iterator is read.  ``settled``: a step was trained, so that where data comes from stays as it
+    is.
     """
 
     def __init__(
-        self, session: Session, store: StepStore, reads: bool, next_batch: Callable[[str], Any], hand_on: Callable[[Datum, Tensors, Seat], None]
-    ) -> None:  # fmt: skip
+        self,
+        session: Session,
+        store: StepStore,
+        reads: bool,
+        next_batch: Callable[[str], Any],
+        hand_on: Callable[[Datum, Tensors, Seat], None],
+    ) -> None:
         self._session, self._store = session, store
         self.reads = reads
-        self.iterator_data = IteratorData(store, ScriptsIterator(session, next_batch), hand_on, self._say_dealt) if reads else None
+        self.iterator_data = (
+            IteratorData(store, ScriptsIterator(session, next_batch), hand_on, self._say_dealt) if reads else None
+        )
         self.source: Source | None = None
         self.settled = False
 
@@ -36,9 +48,12 @@ class Feed:
         self._store.reads_iterator = self.source is None
         if self._store.reads_iterator and self.reads and not self.settled and self._session.is_first:
             self._session.note(
-                "data", "data comes from plain iterators: a step that a loss interrupts is finished with its own data, after that the survivors' iterators "
-                "give the lost replica's share; engine.set_data_source() would keep every step's data, and needs no replica with both ends alive",
-            )  # fmt: skip
+                "data",
+                "data comes from plain iterators: a step that a loss interrupts is finished with its own data, after "
+                "that the survivors' iterators "
+                "give the lost replica's share; engine.set_data_source() would keep every step's data, and needs no "
+                "replica with both ends alive",
+            )
         self.settled = True
 
     def batch(self, step: int, micro_batch: MicroBatch) -> Any:
@@ -46,8 +61,15 @@ class Feed:
         return self.source(step, micro_batch)
 
     def _say_dealt(self, step: int, retired: set[int], dealt: Batches) -> None:
-        names, by = ", ".join(map(str, sorted(retired))), ", ".join(map(str, sorted({draw.source for draw in dealt.values()})))
+        names, by = (
+            ", ".join(map(str, sorted(retired))),
+            ", ".join(map(str, sorted({draw.source for draw in dealt.values()}))),
+        )
         self._session.note(
-            "data", f"from step {step} on the share of replica {names}, {len(dealt)} micro-batches a step, is drawn from the iterators of replica {by}",
-            step=step, replicas=sorted(retired), drawn={str(one): str(draw) for one, draw in sorted(dealt.items())},
-        )  # fmt: skip
+            "data",
+            f"from step {step} on the share of replica {names}, {len(dealt)} micro-batches a step, is drawn from the "
+            f"iterators of replica {by}",
+            step=step,
+            replicas=sorted(retired),
+            drawn={str(one): str(draw) for one, draw in sorted(dealt.items())},
+        )

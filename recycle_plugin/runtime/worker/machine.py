@@ -1,4 +1,5 @@
-"""The machine that a real worker runs on (core.worker.worker.Machine): a clock, a line to the coordinator, a mover of tensors to its peers.
+"""The machine that a real worker runs on (core.worker.worker.Machine): a clock, a line to the coordinator, a mover of
+tensors to its peers.
 
 Waits block, by name and with a deadline; a membership change enters only between two instructions, or breaks a wait.
 """
@@ -31,10 +32,17 @@ OUTWARD = SENDS | STAGE_WIDE  # what a worker that the others have given up must
 
 
 class TorchMachine:
-    """``operations`` compute; ``faults`` strike at their instructions and points; ``record`` is called with each instruction that has run."""
+    """``operations`` compute; ``faults`` strike at their instructions and points; ``record`` is called with each
+    instruction that has run.
+    """
 
     def __init__(
-        self, session: Session, mover: Mover, operations: Operations, faults: FaultScript, record: Callable[[Span], None] = lambda span: None
+        self,
+        session: Session,
+        mover: Mover,
+        operations: Operations,
+        faults: FaultScript,
+        record: Callable[[Span], None] = lambda span: None,
     ) -> None:
         self.control_view = self._session = session
         self._mover, self.operations, self._faults = mover, operations, faults
@@ -45,7 +53,9 @@ class TorchMachine:
 
     # --- lines -------------------------------------------------------------------------------------
 
-    def wait(self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True) -> Iterator[Any]:
+    def wait(
+        self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
+    ) -> Iterator[Any]:
         return self._session.wait(what, ready, interruptible)
         yield  # a generator, as the loop wants it, that never yields
 
@@ -54,8 +64,9 @@ class TorchMachine:
         return iter(())
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
-        """Past the deadline the coordinator hears of it, and whether it is this worker that lets nobody in, and has it sent again; where it does nothing about it,
-        WaitTimeout."""
+        """Past the deadline the coordinator hears of it, and whether it is this worker that lets nobody in, and has it
+        sent again; where it does nothing about it, WaitTimeout.
+        """
         session = self._session
         try:
             return session.wait(lambda: awaited(datum, source), ready)
@@ -72,7 +83,9 @@ class TorchMachine:
         self._mover.send(address, datum, value, valid_from)
 
     def hear_out(self) -> None:
-        if self._session.interruption() is not None and not self._mover.hear_out(self._session.pending.roster.addresses):
+        if self._session.interruption() is not None and not self._mover.hear_out(
+            self._session.pending.roster.addresses
+        ):
             self._miss("what peers send", None)
 
     def _miss(self, what: str, source: Seat | None) -> None:
@@ -125,7 +138,9 @@ class TorchMachine:
             strike(fault, self._session)
 
     def _wait_taken(self) -> None:
-        """Return when the copies of all that was drawn here would survive this process: only then may others see what follows from it."""
+        """Return when the copies of all that was drawn here would survive this process: only then may others see what
+        follows from it.
+        """
         if self._takers:
             self._mover.wait_sent(self._takers)
             self._takers.clear()
@@ -133,7 +148,9 @@ class TorchMachine:
 
 def strike(fault: Fault, session: Session) -> None:
     """Let an injected fault happen to this process, and say when."""
-    session.note("fault", f"{fault} strikes process {os.getpid()}", fault=str(fault), seat=str(fault.seat), struck_at=time.time())
+    session.note(
+        "fault", f"{fault} strikes process {os.getpid()}", fault=str(fault), seat=str(fault.seat), struck_at=time.time()
+    )
     match fault.kind:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,8 @@
 """Plans for the likeliest next failures, made while training goes on.
 
 A thread works them out one after another, from the loss of any one worker to that of a whole host; the planner's inner
-loops run without the interpreter's lock.  A failure that comes meanwhile does not wait for it.  Plans are those that would
-be made on demand, to the digest, so it does not matter which worker has got how far.
+loops run without the interpreter's lock.  A failure that comes meanwhile does not wait for it.  Plans are those that
+would be made on demand, to the digest, so it does not matter which worker has got how far.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Ahead:
         """Begin with what may happen to ``view``, and leave what was begun for an older one."""
         self._view = view
         self.prepared.clear()
-        threading.Thread(target=self._work, args=(view, _hosts(members)), name="recycle: planning ahead", daemon=True).start()
+        threading.Thread(
+            target=self._work, args=(view, _hosts(members)), name="recycle: planning ahead", daemon=True
+        ).start()
 
     def stop(self) -> None:
         """Leave what was begun."""

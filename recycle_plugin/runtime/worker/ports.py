@@ -1,8 +1,8 @@
-"""What a worker's trainer needs of the framework that built its model: how gradients are summed, how a step is applied and counted, by what norm it is judged,
-how a checkpoint is written.
+"""What a worker's trainer needs of the framework that built its model: how gradients are summed, how a step is applied
+and counted, by what norm it is judged, how a checkpoint is written.
 
-An adapter gives each of them, as one :class:`Framework`.  They are functions of the framework's own, called where its own step would call them; whatever has to survive a failure is
-decided around them.
+An adapter gives each of them, as one :class:`Framework`.  They are functions of the framework's own, called where its
+own step would call them; whatever has to survive a failure is decided around them.
 """
 
 from __future__ import annotations
@@ -43,16 +43,21 @@ class Optimizer(Protocol):
         """How many it has applied or skipped; those of a checkpoint's job included."""
 
     def apply(self) -> None:
-        """... by what stands in ``parameter.grad``, clipped where the framework clips; schedulers and counters go on."""
+        """... by what stands in ``parameter.grad``, clipped where the framework clips; schedulers and counters go
+        on.
+        """
 
     def skip(self) -> None:
-        """Schedulers and counters go on as after a step that overflowed; no weight and no state of the optimizer changes."""
+        """Schedulers and counters go on as after a step that overflowed; no weight and no state of the optimizer
+        changes.
+        """
 
 
 class Buckets(Protocol):
     """How the gradients of a stage's workers are summed.
 
-    ``limit``: so many numbers end a bucket; ``averages``: whether the sum is divided by the logical number of replicas; ``group``: the stage's workers.
+    ``limit``: so many numbers end a bucket; ``averages``: whether the sum is divided by the logical number of replicas;
+    ``group``: the stage's workers.
     """
 
     limit: int
@@ -64,7 +69,10 @@ class Buckets(Protocol):
     def group(self) -> dist.ProcessGroup: ...
 
     def all_reduce(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Their sum over the group, flat, divided where ``averages``.  It may be in the memory of a single gradient, and of none of several."""
+        """Their sum over the group, flat, divided where ``averages``.
+
+        It may be in the memory of a single gradient, and of none of several.
+        """
 
     def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor: ...
 
@@ -91,10 +99,13 @@ class Scaler(Protocol):
 
 
 class Checkpoints(Protocol):
-    """A worker's share of a checkpoint of ``state``, as it is now, in the framework's own files.  ``reach(point)``: where injected faults strike, at ``checkpoint.file``
-    once a file is on the disk.
+    """A worker's share of a checkpoint of ``state``, as it is now, in the framework's own files.
 
-    Both raise NotSaved where something can't be written, but never while others wait for this worker, in a barrier for instance."""
+    ``reach(point)``: where injected faults strike, at ``checkpoint.file`` once a file is on the disk.
+
+    Both raise NotSaved where something can't be written, but never while others wait for this worker, in a barrier for
+    instance.
+    """
 
     def write(self, state: StageState, folder: Path, tag: str, reach: Reach) -> None:
         """To ``folder``/``tag``; on the disk when this returns."""
@@ -105,10 +116,13 @@ class Checkpoints(Protocol):
 
 @dataclass(frozen=True)
 class StageModel:
-    """What the stage computes.  ``loss``: of (outputs, labels) on the last stage; ``scale``: the divisor of each
-    micro-batch's loss, the logical number of micro-batches of a replica; ``reentrant``: whether the first stage's data has to require
-    a gradient, as reentrant checkpointing of a layer wants it, which else would be cut off from the graph; ``keyed``: a forward that is run again
-    draws the same random numbers."""
+    """What the stage computes.
+
+    ``loss``: of (outputs, labels) on the last stage; ``scale``: the divisor of each micro-batch's loss, the logical
+    number of micro-batches of a replica; ``reentrant``: whether the first stage's data has to require a gradient, as
+    reentrant checkpointing of a layer wants it, which else would be cut off from the graph; ``keyed``: a forward that
+    is run again draws the same random numbers.
+    """
 
     module: torch.nn.Module
     loss: Callable[[Any, Any], torch.Tensor] | None
@@ -124,11 +138,13 @@ class StageModel:
 class Framework:
     """All that a framework lends the trainer of the worker at ``seat`` (runtime/worker/trainer.py).
 
-    ``places``: where its micro-batches stand among all of its replica's; ``micro_batch_size``: samples of one; ``batch()``: those of a step, of all replicas;
-    ``next_batch(what)``: of the script's plain iterator, ``what`` names it in errors; ``forward(seed, place)``: a forward draws by ``seed`` in it, of the micro-batch
-    at that place.  ``clipping``: the largest norm of a step's gradients, 0: any.  ``state``: what else a step changes, schedulers and counters.
-    ``masters``: of a model in bf16, which the optimizer steps.  ``norm`` None: the true one over all stages; ``scaler`` None: losses are not scaled.
-    ``compute``: the script's own forward and backward of a model that is one stage (scripted.py).
+    ``places``: where its micro-batches stand among all of its replica's; ``micro_batch_size``: samples of one;
+    ``batch()``: those of a step, of all replicas; ``next_batch(what)``: of the script's plain iterator, ``what`` names
+    it in errors; ``forward(seed, place)``: a forward draws by ``seed`` in it, of the micro-batch at that place.
+    ``clipping``: the largest norm of a step's gradients, 0: any.  ``state``: what else a step changes, schedulers and
+    counters. ``masters``: of a model in bf16, which the optimizer steps.  ``norm`` None: the true one over all stages;
+    ``scaler`` None: losses are not scaled. ``compute``: the script's own forward and backward of a model that is one
+    stage (scripted.py).
     """
 
     seat: Seat

@@ -1,8 +1,9 @@
 """fp16's loss scale, by the framework's own rules, as something that a step changes and an undo puts back.
 
-The last stage multiplies its losses, every stage divides its gradients before they are applied, and where a norm is not finite the
-step is skipped and the scale goes down.  All stages come to the same scale, since each has applied or skipped the same steps;
-a step that is taken back takes its change of the scale with it, and what was computed with that scale is void (core/coordinator/step_validation.py).
+The last stage multiplies its losses, every stage divides its gradients before they are applied, and where a norm is not
+finite the step is skipped and the scale goes down.  All stages come to the same scale, since each has applied or
+skipped the same steps; a step that is taken back takes its change of the scale with it, and what was computed with that
+scale is void (core/coordinator/step_validation.py).
 """
 
 from __future__ import annotations
@@ -37,8 +38,11 @@ class LossScale:
             try:
                 self._scaler.update_scale(skipped)
             except Exception as error:  # DeepSpeed's scaler raises just that
-                raise RecycleError(f"fp16.min_loss_scale: the loss scale is {self.value:g} and gradients still overflow ({error}); look for "
-                                   "what makes them infinite, or write a smaller minimum") from None
+                raise RecycleError(
+                    f"fp16.min_loss_scale: the loss scale is {self.value:g} and gradients still overflow ({error}); "
+                    "look for "
+                    "what makes them infinite, or write a smaller minimum"
+                ) from None
 
     def state(self) -> dict[str, Any]:
         return dict(vars(self._scaler)) if self._scaler else {}

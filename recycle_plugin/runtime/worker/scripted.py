@@ -1,7 +1,8 @@
-"""A model whose script runs the forward and the backward of a micro-batch itself: no pipeline, but the same commit, exchange of gradients, undo and rerouting.
+"""A model whose script runs the forward and the backward of a micro-batch itself: no pipeline, but the same commit,
+exchange of gradients, undo and rerouting.
 
-The script's one call is F, and leaves the gradients that it has made as what B needs; B adds them to the worker's sum.  So a micro-batch that a loss
-interrupts between the two counts once, whoever does it again.
+The script's one call is F, and leaves the gradients that it has made as what B needs; B adds them to the worker's sum.
+So a micro-batch that a loss interrupts between the two counts once, whoever does it again.
 """
 
 from __future__ import annotations
@@ -28,13 +29,20 @@ ADVICE = "get data by the step, the replica and the micro-batch that compute() i
 
 
 class ScriptedStage:
-    """In a Stage's place (stage.py), for the only stage of its model.  ``randomness``: what a micro-batch of a step draws; ``warn``: of what may go wrong."""
+    """In a Stage's place (stage.py), for the only stage of its model.
+
+    ``randomness``: what a micro-batch of a step draws; ``warn``: of what may go wrong.
+    """
 
     loss_scale = 1.0
 
     def __init__(
-        self, model: StageModel, compute: Compute, randomness: Callable[[MicroBatch, int, str], AbstractContextManager], warn: Callable[[str], None] = lambda text: None
-    ) -> None:  # fmt: skip
+        self,
+        model: StageModel,
+        compute: Compute,
+        randomness: Callable[[MicroBatch, int, str], AbstractContextManager],
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._compute, self._randomness, self._warn = compute, randomness, warn
         self._module, self._keyed = model.module, model.keyed
         self._parameters, self._scale = list(model.module.parameters()), model.scale
@@ -50,10 +58,18 @@ class ScriptedStage:
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
         """What F or B makes."""
         stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
-        act, stash, loss, grad, wgrad = (Datum(kind, stage, one, step) for kind in ("act", "stash", "loss", "grad", "wgrad"))
+        act, stash, loss, grad, wgrad = (
+            Datum(kind, stage, one, step) for kind in ("act", "stash", "loss", "grad", "wgrad")
+        )
         if instruction.op is Op.F:
             gradients, value = self._computed(step, one) if self._rehearsed else self._first(step, one)
-            return {act: (), stash: [each if each is None else each.clone() for each in gradients] if self._reuses_memory else gradients, loss: value}
+            return {
+                act: (),
+                stash: [each if each is None else each.clone() for each in gradients]
+                if self._reuses_memory
+                else gradients,
+                loss: value,
+            }
         for parameter, gradient in zip(self._parameters, have[stash], strict=True):
             if gradient is not None:
                 gradient.div_(self._scale)
@@ -78,12 +94,21 @@ class ScriptedStage:
         with self._randomness(one, step, ""), torch.enable_grad(), in_place_of(self._parameters, made):
             loss = self._compute(step, *one)
         if not torch.is_tensor(loss) or loss.numel() != 1:
-            raise RecycleError(f"compute({step}, {one.replica}, {one.index}) gives {type(loss).__name__ if not torch.is_tensor(loss) else f'a tensor of {tuple(loss.shape)}'}: "
-                               "return the micro-batch's loss, one number, after its backward()")  # fmt: skip
+            raise RecycleError(
+                f"compute({step}, {one.replica}, {one.index}) gives "
+                f"{type(loss).__name__ if not torch.is_tensor(loss) else f'a tensor of {tuple(loss.shape)}'}: "
+                "return the micro-batch's loss, one number, after its backward()"
+            )
         if all(gradient is None for gradient in made):
-            raise RecycleError(f"compute({step}, {one.replica}, {one.index}) has left no gradient: call backward() on the loss before you return it")
+            raise RecycleError(
+                f"compute({step}, {one.replica}, {one.index}) has left no gradient: call backward() on the loss before "
+                "you return it"
+            )
         if any(gradient is not None and gradient.layout is not torch.strided for gradient in made):
-            raise RecycleError(f"compute({step}, {one.replica}, {one.index}) leaves sparse gradients, which are not summed over replicas yet; build its layers with sparse=False")
+            raise RecycleError(
+                f"compute({step}, {one.replica}, {one.index}) leaves sparse gradients, which are not summed over "
+                "replicas yet; build its layers with sparse=False"
+            )
         return made, loss.detach()
 
     def summed(self) -> None:

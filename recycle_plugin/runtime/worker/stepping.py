@@ -1,8 +1,9 @@
 """From a stage's contributions to a step that is applied, or skipped, and from there to one that is taken back.
 
-Gradients are summed (gradients.py), those of tied weights over their stages too, judged by their norm (clipping.py, core/coordinator/step_validation.py), unscaled (scaling.py), clipped, and applied
-by stock code, which also counts.  What takes the step back (runtime/undo) is recorded where the gradients are what the optimizer
-will apply: stock code clips after STEP has begun.
+Gradients are summed (gradients.py), those of tied weights over their stages too, judged by their norm (clipping.py,
+core/coordinator/step_validation.py), unscaled (scaling.py), clipped, and applied by stock code, which also counts.
+What takes the step back (runtime/undo) is recorded where the gradients are what the optimizer will apply: stock code
+clips after STEP has begun.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ class Stepping:
     """Of a worker whose steps ``optimizer`` applies.  ``undo``: what takes them back."""
 
     def __init__(
-        self, optimizer: Optimizer, stage: Stage, parameters: Parameters, gradients: Gradients, clipping: Clipping, scale: LossScale, undo: Undo, session: Session
+        self,
+        optimizer: Optimizer,
+        stage: Stage,
+        parameters: Parameters,
+        gradients: Gradients,
+        clipping: Clipping,
+        scale: LossScale,
+        undo: Undo,
+        session: Session,
     ) -> None:
         self._optimizer, self._stage, self._parameters, self._session = optimizer, stage, parameters, session
         self._gradients, self._clipping, self._scale, self._undo = gradients, clipping, scale, undo
@@ -58,7 +67,8 @@ class Stepping:
         skips, scaled = self._clipping.skips(step), self._scale.value != 1.0
         once = self._skip if skips else self._unscale_and_apply if scaled else self._optimizer.apply
         self._gradients.apply(step, self._optimizer.wrapped, once, scaled or self._clipping.clips(step))
-        torch.clear_autocast_cache()  # which may have weights as they were, cast, where a step ends in another one's train_batch
+        # which may have weights as they were, cast, where a step ends in another one's train_batch
+        torch.clear_autocast_cache()
         self._rescale(step, skips)
 
     def clip(self) -> None:
@@ -90,7 +100,12 @@ class Stepping:
         self._scale.stepped(skipped)
         after = self._stage.loss_scale = self._scale.value
         if after != before and session.is_first:
-            session.note("loss_scale", f"the loss scale goes from {before:g} to {after:g} after step {step}", step=step, scale=after)
+            session.note(
+                "loss_scale",
+                f"the loss scale goes from {before:g} to {after:g} after step {step}",
+                step=step,
+                scale=after,
+            )
 
     # --- and back ----------------------------------------------------------------------------------
 

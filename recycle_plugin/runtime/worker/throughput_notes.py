@@ -18,7 +18,9 @@ from recycle_plugin.runtime.control.session import Session
 class Distance:
     """``costs``: without what is measured meanwhile.  ``max_slowdown``: the setting."""
 
-    def __init__(self, session: Session, full: ClusterView, costs: CostModel, policy: Policy, max_slowdown: float) -> None:
+    def __init__(
+        self, session: Session, full: ClusterView, costs: CostModel, policy: Policy, max_slowdown: float
+    ) -> None:
         self._session, self._full, self._costs, self._policy = session, full, costs, policy
         self._max_slowdown = max_slowdown
         self._view: ClusterView | None = None
@@ -26,7 +28,9 @@ class Distance:
     def say(self, view: ClusterView, costs: CostModel) -> None:
         """``view`` is in force from now on, and ``costs`` are what its plan was made with."""
         self._view = view
-        threading.Thread(target=self._work, args=(view, costs), name="recycle: distance to max_slowdown", daemon=True).start()
+        threading.Thread(
+            target=self._work, args=(view, costs), name="recycle: distance to max_slowdown", daemon=True
+        ).start()
 
     def _work(self, view: ClusterView, costs: CostModel) -> None:
         longest = self._period_us / (1 - self._max_slowdown)

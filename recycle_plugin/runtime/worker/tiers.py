@@ -19,7 +19,10 @@ class AsMade:
 
 
 class Host:
-    """Memory from which they can be sent, or on their way there: keeping them costs an accelerator nothing.  Shared: what is in a store is not changed in place."""
+    """Memory from which they can be sent, or on their way there: keeping them costs an accelerator nothing.
+
+    Shared: what is in a store is not changed in place.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -1,7 +1,9 @@
-"""The trainer of one worker: its steps, what its script does between them, and recovery from the loss of others, whatever framework built the model.
+"""The trainer of one worker: its steps, what its script does between them, and recovery from the loss of others,
+whatever framework built the model.
 
-``train`` returns before its step is committed.  What it returned stays final: recovery finishes the step inside the next call.  Whatever of torch's
-touches parameters or the optimizer's state first, in the thread that trains, waits for the commit (runtime/state/touch.py).
+``train`` returns before its step is committed.  What it returned stays final: recovery finishes the step inside the
+next call.  Whatever of torch's touches parameters or the optimizer's state first, in the thread that trains, waits for
+the commit (runtime/state/touch.py).
 """
 
 from __future__ import annotations
@@ -62,20 +64,37 @@ from recycle_plugin.runtime.worker.tiers import AsMade, Host
 from recycle_plugin.settings.schema import Settings
 
 IN_RECORD = (
-    "deadlines", "strict_placement", "max_slowdown", "report", "rebalance",
-    "stagger_optimizer", "clip", "nonfinite", "loss_scaling", "undo", "keep_bytes", "rng", "seed", "exact",
+    "deadlines",
+    "strict_placement",
+    "max_slowdown",
+    "report",
+    "rebalance",
+    "stagger_optimizer",
+    "clip",
+    "nonfinite",
+    "loss_scaling",
+    "undo",
+    "keep_bytes",
+    "rng",
+    "seed",
+    "exact",
 )  # settings that all workers have to have alike
 
 
 class Trainer:
-    """Of the worker of ``session``, whose stage ``framework`` has built.  All workers build theirs alike, before anybody trains.
+    """Of the worker of ``session``, whose stage ``framework`` has built.
+
+    All workers build theirs alike, before anybody trains.
 
     ``feed``: where micro-batches come from; ``state``: all that a step changes.
     """
 
     def __init__(self, session: Session, settings: Settings, framework: Framework) -> None:
         if session.trains:
-            raise RecycleError("a second engine, pipeline or set of replicas in this process: one for each process is supported yet; make one, and give it all layers")
+            raise RecycleError(
+                "a second engine, pipeline or set of replicas in this process: one for each process is supported yet; "
+                "make one, and give it all layers"
+            )
         session.trains = True
         self._session, self._settings, self._framework = session, settings, framework
         self.topology, self.seat = framework.topology, framework.seat
@@ -98,7 +117,9 @@ class Trainer:
         self._world = TorchMachine(session, self._transport, operations, settings.fault_script(self.seat), **record)
         self._touch = FirstTouch(self._changed, lambda: self.settled, self.settle)
         os.register_at_fork(before=self._touch.now)
-        self._surroundings = Surroundings(model.module, model.device.kind, lambda: framework.optimizer.wrapped.param_groups)
+        self._surroundings = Surroundings(
+            model.module, model.device.kind, lambda: framework.optimizer.wrapped.param_groups
+        )
         self._loop: BlockingLoop | None = None
         self._worker: Worker | None = None
         self._checkpoints: JobCheckpoints | None = None
@@ -148,7 +169,8 @@ class Trainer:
                 self._loop.settle()
 
     def evaluate(self, batches: Sequence[Tensors], count: int) -> float:
-        """The mean loss of ``count`` micro-batches of each replica, on every worker, after all steps so far; whoever dies meanwhile.
+        """The mean loss of ``count`` micro-batches of each replica, on every worker, after all steps so far; whoever
+        dies meanwhile.
 
         ``batches``: this worker's, packed (runtime/movers/batches.py), where it is of the first or the last stage.
         """
@@ -163,12 +185,21 @@ class Trainer:
         """Everybody's last step is committed and this worker may go."""
         self.settle()
         store = self._store
-        let_go = f"; recycle.keep_bytes let {store.let_go} of them go before their step was committed" if store.let_go else ""
+        let_go = (
+            f"; recycle.keep_bytes let {store.let_go} of them go before their step was committed"
+            if store.let_go
+            else ""
+        )
         self._session.note(
-            "peak", f"seat {self.seat} held at most {store.peak} micro-batches, and {store.peak_weight} bytes of boundary tensors for its peers, "
+            "peak",
+            f"seat {self.seat} held at most {store.peak} micro-batches, and {store.peak_weight} bytes of boundary "
+            "tensors for its peers, "
             f"sent or still to be sent{let_go}",
-            seat=str(self.seat), held=store.peak, kept_bytes=store.peak_weight, dropped=store.let_go,
-        )  # fmt: skip
+            seat=str(self.seat),
+            held=store.peak,
+            kept_bytes=store.peak_weight,
+            dropped=store.let_go,
+        )
         if self._trace is not None:
             self._trace.close()
         self._transport.close()
@@ -187,12 +218,19 @@ class Trainer:
     @property
     def missing(self) -> tuple[Seat, ...]:
         """Seats whose worker is lost."""
-        return () if self._loop is None else tuple(seat for seat in self.topology.seats if seat not in self._session.roster.seats)
+        return (
+            ()
+            if self._loop is None
+            else tuple(seat for seat in self.topology.seats if seat not in self._session.roster.seats)
+        )
 
     # --- starting ------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Before the first step: enrol, wait for everybody, make the plan.  Checkpoints are loaded before; later calls do nothing."""
+        """Before the first step: enrol, wait for everybody, make the plan.
+
+        Checkpoints are loaded before; later calls do nothing.
+        """
         if self._loop is not None:
             return
         planner.warm()  # so that no failure has to wait for a compiler
@@ -200,10 +238,15 @@ class Trainer:
         machine = StepMachine(self.step)
         self._store.rewind(machine.stepped, valid_from=0)
         waits = settings.waits_for_norm(self._framework.clipping)
-        costs, policy = settings.cost_model(shape, self._framework.micro_batch_size), settings.policy(waits, shape.stages)
+        costs, policy = (
+            settings.cost_model(shape, self._framework.micro_batch_size),
+            settings.policy(waits, shape.stages),
+        )
         judging = Judging(waits, settings.clip == "validate")
         worker = Worker(self._world, shape, self._store, machine, judging, self.feed.iterator_data, Stopwatch(costs))
-        loop = BlockingLoop(session, worker, self._world, shape, costs, policy, machine, self._between_steps, settings.max_slowdown)
+        loop = BlockingLoop(
+            session, worker, self._world, shape, costs, policy, machine, self._between_steps, settings.max_slowdown
+        )
         member = Member(session.rank, self.seat, self._transport.address, session.host, session.incarnation)
         session.heartbeats.start(lease_s(settings.deadlines))
         session.send(Ready(member, machine.stepped, self._job(costs, policy)))
@@ -212,24 +255,48 @@ class Trainer:
             self._say_fingerprint(machine.stepped)
         self._loop, self._worker = loop, worker
         files, reach = self._framework.checkpoints, self._world.reach
-        self._checkpoints = JobCheckpoints(session, settings, loop, reach, files, self.state, self.run_dir, self._between_steps)
+        self._checkpoints = JobCheckpoints(
+            session, settings, loop, reach, files, self.state, self.run_dir, self._between_steps
+        )
         session.between_steps = self._between_steps
 
     def _job(self, costs: CostModel, policy: Policy) -> JobSpec:
         settings, shape, framework = self._settings, self.topology, self._framework
         return JobSpec(
-            shape.replicas, shape.stages, shape.micro_batches, shape.ties, self.run_dir, costs, policy, batch=framework.batch(), norm=str(settings.norm),
-            clipping=framework.clipping, arithmetic=framework.model.device.arithmetic() if settings.exact else None, metrics=settings.endpoint, **{name: getattr(settings, name) for name in IN_RECORD},
-        )  # fmt: skip
+            shape.replicas,
+            shape.stages,
+            shape.micro_batches,
+            shape.ties,
+            self.run_dir,
+            costs,
+            policy,
+            batch=framework.batch(),
+            norm=str(settings.norm),
+            clipping=framework.clipping,
+            arithmetic=framework.model.device.arithmetic() if settings.exact else None,
+            metrics=settings.endpoint,
+            **{name: getattr(settings, name) for name in IN_RECORD},
+        )
 
     def _make_stage(self, blocks: BlockSums | None) -> Stage | ScriptedStage:
         framework, model = self._framework, self._framework.model
         if framework.compute is not None:
             if blocks is not None:
-                raise RecycleError("recycle.exact with a backward that the script calls: its sums are not cut into blocks yet; leave recycle.exact out")
+                raise RecycleError(
+                    "recycle.exact with a backward that the script calls: its sums are not cut into blocks yet; leave "
+                    "recycle.exact out"
+                )
             return ScriptedStage(model, framework.compute, self._randomness, partial(self._session.note, "warning"))
         deferred = DeferredWeights(model.module) if self._settings.split_backward else None
-        return Stage(model, deferred, self._randomness, blocks, framework.masters, self._say_fused, partial(self._session.note, "warning"))
+        return Stage(
+            model,
+            deferred,
+            self._randomness,
+            blocks,
+            framework.masters,
+            self._say_fused,
+            partial(self._session.note, "warning"),
+        )
 
     def _make_stepping(self, blocks: BlockSums | None, scale: LossScale) -> Stepping:
         framework, parameters = self._framework, self._framework.parameters
@@ -245,7 +312,9 @@ class Trainer:
     # --- a step --------------------------------------------------------------------------------------
 
     def _between_steps(self) -> None:
-        """A membership change has broken something that the script does outside a step: recover, then it is tried again."""
+        """A membership change has broken something that the script does outside a step: recover, then it is tried
+        again.
+        """
         with self.lifted(), self._surroundings.restored():
             self._loop.catch_up()
 
@@ -261,14 +330,21 @@ class Trainer:
         if self._settings.rng == "stream":
             return nullcontext()
         seed = key(self._settings.seed, step, micro_batch, self.seat.stage, half)
-        return keyed_torch(seed, self._framework.model.device) if half else self._framework.forward(seed, self._framework.places.before(step) + micro_batch.index)
+        return (
+            keyed_torch(seed, self._framework.model.device)
+            if half
+            else self._framework.forward(seed, self._framework.places.before(step) + micro_batch.index)
+        )
 
     def _say_fused(self, names: tuple[str, ...]) -> None:
         self._session.note(
-            "fused", f"the backward of {', '.join(names)} on stage {self.seat.stage} is not split any more: a forward differentiates by its parameters, or "
+            "fused",
+            f"the backward of {', '.join(names)} on stage {self.seat.stage} is not split any more: a forward "
+            "differentiates by its parameters, or "
             "twice through it, or they have hooks; the numbers are stock's, with less to overlap",
-            stage=self.seat.stage, layers=names,
-        )  # fmt: skip
+            stage=self.seat.stage,
+            layers=names,
+        )
 
     def _applied(self, step: int) -> None:
         every = self._settings.check_replicas
@@ -294,16 +370,23 @@ class Trainer:
                 self._between_steps()
 
     def agree(self, place: str, value: int) -> None:
-        """All live workers have come to ``place``, a call of the script's, with the same ``value``; RecycleError where they have not.  Before the first step nobody asks."""
+        """All live workers have come to ``place``, a call of the script's, with the same ``value``; RecycleError where
+        they have not.  Before the first step nobody asks.
+        """
         if self._loop is None:
             return
         self._checkpoints.conclude()
         asked = self.barrier(place, {str(self._session.rank): value}).values
         if len(values := sorted(set(asked.values()))) > 1:
-            raise RecycleError(f"{place} was called with {', '.join(map(str, values))}: call it with the same number on every worker")
+            raise RecycleError(
+                f"{place} was called with {', '.join(map(str, values))}: call it with the same number on every worker"
+            )
 
     def resize(self, micro_batches: int) -> None:
-        """A replica has so many micro-batches from the next step on.  The framework knows of it already, and all have agreed on it."""
+        """A replica has so many micro-batches from the next step on.
+
+        The framework knows of it already, and all have agreed on it.
+        """
         self._framework.places.change(self.step + 1, micro_batches)
         self.topology = replace(self.topology, micro_batches=micro_batches)
         self._stage.resize(micro_batches, self._blocks() if self._settings.exact else None)
@@ -313,19 +396,24 @@ class Trainer:
             self._loop.resize(self.topology, self._framework.batch())
 
     def save(self, folder: Path, tag: str | None = None, latest: bool = True, files: Checkpoints | None = None) -> None:
-        """The checkpoint ``folder``/``tag`` of the last step is in place when this returns, complete also while workers are missing; where it can't be written, on
-        whatever worker, NotSaved on all.
+        """The checkpoint ``folder``/``tag`` of the last step is in place when this returns, complete also while workers
+        are missing; where it can't be written, on whatever worker, NotSaved on all.
 
-        ``tag`` None: by the step; ``latest``: a file of that name has the tag; ``files``: instead of the framework's, where the script adds to them.
+        ``tag`` None: by the step; ``latest``: a file of that name has the tag; ``files``: instead of the framework's,
+        where the script adds to them.
         """
         with self.lifted():
             self.start()
             self._checkpoints.conclude()
             self.settle()
-            self._checkpoints.save(folder, str(tag if tag is not None else f"global_step{self.step}"), latest, files, self.step)
+            self._checkpoints.save(
+                folder, str(tag if tag is not None else f"global_step{self.step}"), latest, files, self.step
+            )
 
     def begin_loading(self, place: str) -> None:
-        """A script is about to load a checkpoint, at ``place``: where training has begun, everybody does so at the same step, and all steps so far are committed."""
+        """A script is about to load a checkpoint, at ``place``: where training has begun, everybody does so at the same
+        step, and all steps so far are committed.
+        """
         if self._loop is not None:
             self._checkpoints.conclude()
             self.barrier(place)
@@ -333,7 +421,9 @@ class Trainer:
             self._world.reach("load.start")
 
     def loaded(self, whole: bool) -> None:
-        """It is loaded, and the framework counts from its step.  Everybody goes on from there, with the data and the random numbers of the first time.
+        """It is loaded, and the framework counts from its step.
+
+        Everybody goes on from there, with the data and the random numbers of the first time.
 
         ``whole``: the optimizer's state too.
         """
@@ -353,5 +443,7 @@ class Trainer:
 def _check_faults(settings: Settings, topology: Topology) -> None:
     for fault in settings.fault_list:
         if fault.seat not in topology.seats:
-            raise RecycleError(f"recycle.faults: '{fault}' names seat {fault.seat}, and the topology is "
-                               f"{topology.replicas} replicas of {topology.stages} stages (seats are replica.stage, from 0)")
+            raise RecycleError(
+                f"recycle.faults: '{fault}' names seat {fault.seat}, and the topology is "
+                f"{topology.replicas} replicas of {topology.stages} stages (seats are replica.stage, from 0)"
+            )

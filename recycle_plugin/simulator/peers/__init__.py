@@ -14,11 +14,36 @@ from recycle_plugin.simulator.peers.fault_scaled import FaultScaled
 from recycle_plugin.simulator.peers.oobleck import Oobleck
 from recycle_plugin.simulator.peers.peer_job import PeerJob
 from recycle_plugin.simulator.peers.peer_machine import Transitions
-from recycle_plugin.simulator.peers.policy import PeerPolicy, PeerTransition, Run, WorkersChange, changes_of, label, regular_losses, replay
+from recycle_plugin.simulator.peers.policy import (
+    PeerPolicy,
+    PeerTransition,
+    Run,
+    WorkersChange,
+    changes_of,
+    label,
+    regular_losses,
+    replay,
+)
 from recycle_plugin.simulator.peers.recycle import Recycle
 from recycle_plugin.simulator.peers.restart_from_checkpoint import RestartFromCheckpoint
 
 __all__ = [
-    "Bamboo", "CheckFreq", "ElasticBatching", "ElasticHorovod", "FaultScaled", "Oobleck", "PeerJob", "PeerPolicy",
-    "PeerTransition", "Recycle", "RestartFromCheckpoint", "Run", "Transitions", "WorkersChange", "changes_of", "label", "regular_losses", "replay",
-]  # fmt: skip
+    "Bamboo",
+    "CheckFreq",
+    "ElasticBatching",
+    "ElasticHorovod",
+    "FaultScaled",
+    "Oobleck",
+    "PeerJob",
+    "PeerPolicy",
+    "PeerTransition",
+    "Recycle",
+    "RestartFromCheckpoint",
+    "Run",
+    "Transitions",
+    "WorkersChange",
+    "changes_of",
+    "label",
+    "regular_losses",
+    "replay",
+]

@@ -38,7 +38,9 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Bamboo:
-    """``rate``: fault-free speed as a part of ``fault_free`` (samples per second of plain 1F1B on ``replicas`` x ``stages``)."""
+    """``rate``: fault-free speed as a part of ``fault_free`` (samples per second of plain 1F1B on ``replicas`` x
+    ``stages``).
+    """
 
     fault_free: float
     replicas: int
@@ -55,9 +57,15 @@ class Bamboo:
         """Validated for GPT-3 350M on 24 GPUs alone: only there published fractions are known to us."""
         shape, known = job.topology, job.name == KNOWN and job.workers == 24 and rate == FAULT_FREE_IN_RECYCLE
         return cls(
-            job.fault_free, shape.replicas, shape.stages, job.fault_free_us / 1e6 / rate, rate, fits_memory(job), name,
+            job.fault_free,
+            shape.replicas,
+            shape.stages,
+            job.fault_free_us / 1e6 / rate,
+            rate,
+            fits_memory(job),
+            name,
             validated=cls.validated if known else "",
-        )  # fmt: skip
+        )
 
     def start(self) -> Nodes:
         return Nodes(self.replicas * self.stages)
@@ -77,7 +85,9 @@ class Bamboo:
         more = live // self.stages > state.live // self.stages
         if fatal or more or live and 2 * overloaded / live > OVERLOADED:
             step = self.step_s if change.lost else 0.0
-            return Nodes(live), PeerTransition(RENDEZVOUS_S, trained_s % step if step else 0.0, "fatal, rendezvous" if fatal else "rendezvous")
+            return Nodes(live), PeerTransition(
+                RENDEZVOUS_S, trained_s % step if step else 0.0, "fatal, rendezvous" if fatal else "rendezvous"
+            )
         return Nodes(live, overloaded), PeerTransition(0.0, 0.0, "successor takes over" if change.lost else "stands by")
 
     def _pipelines(self, nodes: int) -> float:

@@ -1,4 +1,5 @@
-"""Elastic Horovod: commits to host memory, and after a change a reset in live processes that goes back to the last commit.
+"""Elastic Horovod: commits to host memory, and after a change a reset in live processes that goes back to the last
+commit.
 
 It knows data parallelism only; here each of its members is a whole pipeline.
 """

@@ -11,7 +11,9 @@ from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.core.vocabulary.topology import Topology
 
 
-def kills(points: Sequence[tuple[float, int]], ends_h: float, topology: Topology, steps: int, seed: int = 0) -> list[Fault]:
+def kills(
+    points: Sequence[tuple[float, int]], ends_h: float, topology: Topology, steps: int, seed: int = 0
+) -> list[Fault]:
     """The losses of ``points`` (hour, workers), stretched over ``steps`` steps and this topology, in order of time.
 
     Workers that come back in the trace don't here: a loss counts where the trace falls below its lowest point so

@@ -53,7 +53,9 @@ class Template:
 
 
 def template(layers: Sequence[LayerProfile], nodes: int) -> Template:
-    """One stage a node, cut for the least template time, prefix by prefix (each keeps its best cut, as its own search does)."""
+    """One stage a node, cut for the least template time, prefix by prefix (each keeps its best cut, as its own search
+    does).
+    """
     best: dict[int, Template] = {0: Template((), ())}
     for stage in range(nodes):
         row: dict[int, Template] = {}
@@ -113,14 +115,18 @@ def least_nodes(job: PeerJob) -> int:
         for stage, count in enumerate(cut):
             held = job.parts[begin : begin + count]
             begin += count
-            state = STATE_BYTES[job.profile.dtype] * sum(layer.parameters for layer in held) // job.profile.gpus_per_worker
+            state = (
+                STATE_BYTES[job.profile.dtype] * sum(layer.parameters for layer in held) // job.profile.gpus_per_worker
+            )
             fits &= state + (nodes - stage) * sum(layer.activation_bytes for layer in held) <= job.memory_limit
         if fits:
             return nodes
     raise ValueError(f"{job.name} fits no pipeline of {job.profile.device}")
 
 
-def instantiate(job: PeerJob, nodes: int, templates: Mapping[int, Template], faults: int, best: bool) -> Instantiation | None:
+def instantiate(
+    job: PeerJob, nodes: int, templates: Mapping[int, Template], faults: int, best: bool
+) -> Instantiation | None:
     """What Oobleck runs on ``nodes`` nodes, or None where no multiset is possible."""
     batch = job.topology.replicas * job.topology.micro_batches
     closing = max(one + two for one, two in zip(job.costs.reduce, job.costs.step))
@@ -137,7 +143,8 @@ def instantiate(job: PeerJob, nodes: int, templates: Mapping[int, Template], fau
 
 @dataclass(frozen=True)
 class Oobleck:
-    """``speeds``: samples per second by number of nodes, measured or made by :meth:`of_job`; missing ones are infeasible.
+    """``speeds``: samples per second by number of nodes, measured or made by :meth:`of_job`; missing ones are
+    infeasible.
 
     ``batch``: samples a step; ``pause_s`` per change, to which the running step's loss comes.
     """
@@ -152,13 +159,20 @@ class Oobleck:
 
     @classmethod
     def of_job(
-        cls, job: PeerJob, pause_s: float, fewest: int, faults: int = 1, best: bool = False, name: str = "Oobleck", least: int = 0
+        cls,
+        job: PeerJob,
+        pause_s: float,
+        fewest: int,
+        faults: int = 1,
+        best: bool = False,
+        name: str = "Oobleck",
+        least: int = 0,
     ) -> Oobleck:
         """Plans for every number of nodes from ``fewest`` to the job's own; templates from n0 up to N - f n0 nodes.
 
         n0 is ``least``, by default the job's own depth: where memory allows shallower pipelines they would be another,
-        faster job, for every policy (seen in a first run: plain data parallelism for 350M).  ``least_nodes(job)`` is what
-        memory needs.
+        faster job, for every policy (seen in a first run: plain data parallelism for 350M).  ``least_nodes(job)`` is
+        what memory needs.
         """
         smallest = max(least or job.topology.stages, least_nodes(job))
         largest = min(job.workers - faults * smallest, len(job.parts))

@@ -34,7 +34,10 @@ class PeerTransition:
 
 
 class PeerPolicy(Protocol):
-    """``source``: where the model's rules come from.  ``validated``: against which published figures, or "" for none."""
+    """``source``: where the model's rules come from.
+
+    ``validated``: against which published figures, or "" for none.
+    """
 
     name: str
     source: str
@@ -115,7 +118,9 @@ def replay(policy: PeerPolicy, changes: Sequence[WorkersChange], workers: int, e
             state, transition = policy.change(state, change, trained_s)
             lost_s, text, ready_s = min(trained_s, transition.lost_s), transition.text, until_s + transition.pause_s
         paused_s = until_s - start_s - trained_s
-        segments.append(PeerSegment(start_s, until_s, workers, speed, paused_s, lost_s, (trained_s - lost_s) * speed, opening))
+        segments.append(
+            PeerSegment(start_s, until_s, workers, speed, paused_s, lost_s, (trained_s - lost_s) * speed, opening)
+        )
         if change is not None:
             workers, start_s, opening = workers - len(change.lost) + change.joined, until_s, text
     return Run(label(policy), tuple(segments))

@@ -1,9 +1,9 @@
 """ReCycle, ours: the very planner that the runtime runs, under a trace.
 
 A loss reroutes; where it pays before the next change is expected, workers move to a stage that lost more
-(``planner.normalise``).  What a loss costs is what the runtime does today: detection, regrouping, what the lost
-workers had done of the running step (``simulator.history``), and the copies of the moves.  Workers that come back are not in the runtime yet; here
-they take the seat of the stage that lacks most and enter at a commit line, at the price of one
+(``planner.normalise``).  What a loss costs is what the runtime does today: detection, regrouping, what the lost workers
+had done of the running step (``simulator.history``), and the copies of the moves.  Workers that come back are not in
+the runtime yet; here they take the seat of the stage that lacks most and enter at a commit line, at the price of one
 regrouping and of no step, their state copied before that in the background: an assumption.
 """
 
@@ -24,14 +24,21 @@ MEMORY_SHARE = 0.9  # of the accelerator that state and activations may fill
 
 
 def techniques(job: PeerJob, factor: float | None = None) -> Techniques:
-    """Split backward, staggered optimizer, rerouting, and room for ``factor`` x PP micro-batches; None: for what the device holds.
+    """Split backward, staggered optimizer, rerouting, and room for ``factor`` x PP micro-batches; None: for what the
+    device holds.
 
     Raises ValueError where the accelerator doesn't hold that many.
     """
-    most = [int((MEMORY_SHARE * job.memory_limit - state) // each) for state, each in zip(job.state_bytes, job.costs.activation_bytes)]
+    most = [
+        int((MEMORY_SHARE * job.memory_limit - state) // each)
+        for state, each in zip(job.state_bytes, job.costs.activation_bytes)
+    ]
     wanted = most if factor is None else [round(factor * job.topology.stages)] * len(most)
     if min(most) < 1 or any(cap > room for cap, room in zip(wanted, most)):
-        raise ValueError(f"{job.name}: {wanted} micro-batches per stage, and {MEMORY_SHARE:.0%} of {job.memory_limit / 1e9:.0f} GB hold {most}")
+        raise ValueError(
+            f"{job.name}: {wanted} micro-batches per stage, and {MEMORY_SHARE:.0%} of {job.memory_limit / 1e9:.0f} GB "
+            f"hold {most}"
+        )
     return Techniques(activation_cap=tuple(wanted))
 
 
@@ -74,7 +81,11 @@ class Recycle:
             return view, PeerTransition(self.costs.restart_s, trained_s, f"stage {empty} lost: no live worker holds it")
         view, copy_s, text = self._normalised(view)
         gone = lost | (state.live - view.live)  # what a worker that moves had done stays behind
-        lost_s = trained_s % (self.period_us(state) / 1e6) * lost_share(state, gone) if lost and not state.empty_stages() else 0.0
+        lost_s = (
+            trained_s % (self.period_us(state) / 1e6) * lost_share(state, gone)
+            if lost and not state.empty_stages()
+            else 0.0
+        )
         return view, PeerTransition(self.costs.own_s + copy_s, lost_s, "regroup" + text)
 
     def _normalised(self, view: ClusterView) -> tuple[ClusterView, float, str]:

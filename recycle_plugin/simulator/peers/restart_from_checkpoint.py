@@ -15,7 +15,9 @@ from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange,
 
 @dataclass(frozen=True)
 class RestartFromCheckpoint:
-    """Saves stop training while they are written, every sqrt(2 save mean_between) seconds (Young); the global batch is kept."""
+    """Saves stop training while they are written, every sqrt(2 save mean_between) seconds (Young); the global batch is
+    kept.
+    """
 
     job: PeerJob
     costs: Transitions = Transitions()

@@ -1,4 +1,6 @@
-"""One random model trained twice: by stages of the plugin, with work that moves between workers, and uncut by stock autograd."""
+"""One random model trained twice: by stages of the plugin, with work that moves between workers, and uncut by stock
+autograd.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,20 @@ from .outcome import Outcome, differ
 from .plugin import Plugin
 from .stock import NOBODYS, Stuck, Uncut, check_trains
 
-__all__ = ["HABITS", "MODES", "OPTIMIZERS", "Course", "Model", "Outcome", "Plugin", "Stuck", "Uncut", "check_trains", "compare", "differ"]
+__all__ = [
+    "HABITS",
+    "MODES",
+    "OPTIMIZERS",
+    "Course",
+    "Model",
+    "Outcome",
+    "Plugin",
+    "Stuck",
+    "Uncut",
+    "check_trains",
+    "compare",
+    "differ",
+]
 
 
 def compare(model: Model, course: Course, tolerance: float = 0.0) -> list[str]:
@@ -28,7 +43,10 @@ def compare(model: Model, course: Course, tolerance: float = 0.0) -> list[str]:
             check_trains(model, step)
             raise
         theirs = uncut.step(step, plugin.orders())
-        found = [*_disagreements(mine, theirs, tolerance), *(() if tolerance else _untold(plugin.journal, uncut.journal))]
+        found = [
+            *_disagreements(mine, theirs, tolerance),
+            *(() if tolerance else _untold(plugin.journal, uncut.journal)),
+        ]
         if found:
             return [f"step {step}: {line}" for line in found]
     return []
@@ -56,10 +74,18 @@ def _compare(what: str, mine: Tensors, theirs: Tensors, tolerance: float) -> Ite
 
 
 def _untold(told: Journal, expected: Journal) -> Iterator[str]:
-    """What hooks and functions have seen otherwise, or another number of times.  A forward that is run several times tells it as often."""
+    """What hooks and functions have seen otherwise, or another number of times.
+
+    A forward that is run several times tells it as often.
+    """
     for key in sorted(set(told.entries) | set(expected.entries)):
         ours, stock = (
-            Counter({entry: 1 if key[2] and (*key[:2], stage_of(entry)) in told.again else count for entry, count in journal.entries[key].items()})
+            Counter(
+                {
+                    entry: 1 if key[2] and (*key[:2], stage_of(entry)) in told.again else count
+                    for entry, count in journal.entries[key].items()
+                }
+            )
             for journal in (told, expected)
         )
         if ours != stock:

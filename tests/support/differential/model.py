@@ -1,4 +1,6 @@
-"""Random models of the grammar's pieces, what happens to them, and the journal in which hooks write what they have seen."""
+"""Random models of the grammar's pieces, what happens to them, and the journal in which hooks write what they have
+seen.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def stage_of(entry: tuple[str, str, str]) -> int:
 
 def digest(value: Tensor) -> str:
     value = value.detach().resolve_conj().contiguous() + 0  # zeros lose their sign
-    return hashlib.blake2b(f"{value.dtype}{list(value.shape)}".encode() + bytes(value.reshape(-1).view(torch.uint8).numpy()), digest_size=6).hexdigest()
+    return hashlib.blake2b(
+        f"{value.dtype}{list(value.shape)}".encode() + bytes(value.reshape(-1).view(torch.uint8).numpy()), digest_size=6
+    ).hexdigest()
 
 
 class Stretch(nn.Module):
@@ -81,10 +85,17 @@ class Stretch(nn.Module):
         super().__init__()
         first, last = number == 0, number == len(model.stages) - 1
         self.entry, self.exit = DATA[model.data].layer() if first else nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.take = DATA[model.data].enter if first else BOUNDARIES.get(model.boundaries[number - 1], BOUNDARIES["a tensor"])[1]
-        self.give = None if last else (BOUNDARIES.get(model.boundaries[number]) or CAN_NOT_TRAVEL[model.boundaries[number]])[0]
+        self.take = (
+            DATA[model.data].enter if first else BOUNDARIES.get(model.boundaries[number - 1], BOUNDARIES["a tensor"])[1]
+        )
+        self.give = (
+            None if last else (BOUNDARIES.get(model.boundaries[number]) or CAN_NOT_TRAVEL[model.boundaries[number]])[0]
+        )
         makers = [PIECES[name] if name in PIECES else REFUSED[name][0] for name in model.stages[number]]
-        self.pieces = nn.ModuleList(make(partial(journal.note, f"{number}.{place} {name}")) for place, (make, name) in enumerate(zip(makers, model.stages[number])))
+        self.pieces = nn.ModuleList(
+            make(partial(journal.note, f"{number}.{place} {name}"))
+            for place, (make, name) in enumerate(zip(makers, model.stages[number]))
+        )
         self.loss = (LOSSES[model.loss]() if model.loss in LOSSES else NO_LOSSES[model.loss][0]) if last else None
 
     def forward(self, given: Any) -> Any:
@@ -101,7 +112,11 @@ def build(model: Model, journal: Journal) -> list[Stretch]:
 
 def converted(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Only what is of fp32 becomes ``dtype``."""
-    return module if dtype is torch.float32 else module._apply(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
+    return (
+        module
+        if dtype is torch.float32
+        else module._apply(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
+    )
 
 
 def typed(value: Any, dtype: torch.dtype) -> Any:
@@ -114,7 +129,9 @@ def batches(model: Model, step: int) -> dict[MicroBatch, tuple[Any, Tensor]]:
     made = {}
     for place, micro_batch in enumerate(BATCH):
         generator = torch.Generator().manual_seed(1000 * model.seed + 10 * step + place)
-        made[micro_batch] = typed((DATA[model.data].make(generator, 3 + place % 2), torch.randn((), generator=generator)), model.dtype)
+        made[micro_batch] = typed(
+            (DATA[model.data].make(generator, 3 + place % 2), torch.randn((), generator=generator)), model.dtype
+        )
     return made
 
 
@@ -160,4 +177,10 @@ def floating(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.is_floating_point()]
 
 
-HABITS: dict[str, Habit] = {"none": lambda *_: None, "clamp": clamp, "clamp data": clamp_data, "average": average, "evaluate": evaluate}
+HABITS: dict[str, Habit] = {
+    "none": lambda *_: None,
+    "clamp": clamp,
+    "clamp data": clamp_data,
+    "average": average,
+    "evaluate": evaluate,
+}

@@ -30,7 +30,9 @@ class Trained:
 
     def __init__(self, model: Model, module: nn.Module) -> None:
         self.module, self._habit, self._memory = module, HABITS[model.habit], {}
-        self.names, weights = zip(*((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad))
+        self.names, weights = zip(
+            *((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+        )
         self.masters = Masters(weights) if model.dtype is torch.bfloat16 else None
         self.parameters = list(weights) if self.masters is None else self.masters.parameters
         self._optimizer = OPTIMIZERS[model.optimizer](self.parameters)
@@ -51,7 +53,10 @@ class Trained:
     @torch.no_grad()
     def total(self, contributions: list[list[Tensor | None]]) -> list[Tensor]:
         """The sums, as DeepSpeed makes them: what is missing counts as zeros."""
-        columns = ([torch.zeros_like(parameter) if one is None else one for one in ones] for parameter, *ones in zip(self.parameters, *contributions))
+        columns = (
+            [torch.zeros_like(parameter) if one is None else one for one in ones]
+            for parameter, *ones in zip(self.parameters, *contributions)
+        )
         return [sum(column[1:], column[0].clone()) for column in columns]
 
 
@@ -61,7 +66,9 @@ def differ(mine: Tensor, theirs: Tensor, tolerance: float = 0.0) -> bool:
         return True
     if not tolerance or not theirs.numel():
         return not _same(mine, theirs)
-    return not torch.allclose(mine, theirs, rtol=0.0, atol=tolerance * theirs.abs().nan_to_num(0.0, 0.0).max().item(), equal_nan=True)
+    return not torch.allclose(
+        mine, theirs, rtol=0.0, atol=tolerance * theirs.abs().nan_to_num(0.0, 0.0).max().item(), equal_nan=True
+    )
 
 
 def _same(mine: Tensor, theirs: Tensor) -> bool:

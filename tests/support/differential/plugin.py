@@ -1,7 +1,8 @@
 """Training by stages of the plugin: two workers a stage, as of two replicas, and work that moves between them.
 
-A micro-batch is run by its own replica's workers, but for one that is rerouted in each step, and for those of a worker that dies in
-mid-step: its peer runs them again, as far as they were.  Some forwards and input gradients are run bare, as for a peer that has lost them.
+A micro-batch is run by its own replica's workers, but for one that is rerouted in each step, and for those of a worker
+that dies in mid-step: its peer runs them again, as far as they were.  Some forwards and input gradients are run bare,
+as for a peer that has lost them.
 """
 
 from __future__ import annotations
@@ -49,23 +50,35 @@ class Seat:
         first, last = number == 0, number == len(model.stages) - 1
         self.trained = Trained(model, self.module)
         self.deferred = DeferredWeights(self.module) if course.mode != "fused" else None
-        blocks = Policy(block=course.block).blocks(Topology(REPLICAS, len(model.stages), MICRO_BATCHES)) if course.block else None
+        blocks = (
+            Policy(block=course.block).blocks(Topology(REPLICAS, len(model.stages), MICRO_BATCHES))
+            if course.block
+            else None
+        )
         self.sums = BlockSums(self.trained.parameters, blocks) if blocks else None
         described = StageModel(self.module, self.module.loss, MICRO_BATCHES, first, last, CPU)
-        self.stage = StoredStage(Stage(described, self.deferred, self._randomness, self.sums, self.trained.masters), number, len(model.stages))
+        self.stage = StoredStage(
+            Stage(described, self.deferred, self._randomness, self.sums, self.trained.masters),
+            number,
+            len(model.stages),
+        )
         self.order: list[MicroBatch] = []  # of this step's sums
         self.waiting: list[MicroBatch] = []  # between I and W
         self.begins = True  # has run no forward yet
 
     def _randomness(self, micro_batch: MicroBatch, step: int, half: str = "") -> Any:
-        return keyed_forward(self.module, random_key(SEED, step, micro_batch, self.number, half), micro_batch.index, CPU)
+        return keyed_forward(
+            self.module, random_key(SEED, step, micro_batch, self.number, half), micro_batch.index, CPU
+        )
 
     def contributions(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self.trained.parameters]
 
     def total_of_blocks(self) -> list[Tensor]:
         owners, parameters = self.sums.owners(Alone()), self.trained.parameters
-        return [self.sums.total([place], owners, Alone()).view_as(parameter) for place, parameter in enumerate(parameters)]
+        return [
+            self.sums.total([place], owners, Alone()).view_as(parameter) for place, parameter in enumerate(parameters)
+        ]
 
 
 class Plugin:
@@ -73,7 +86,11 @@ class Plugin:
         self.model, self.course, self.journal = model, course, Journal()
         self.count = len(model.stages)
         built = [build(model, self.journal) for _ in range(REPLICAS)]
-        self.seats = {(replica, stage): Seat(model, stage, built[replica][stage], course) for stage in range(self.count) for replica in range(REPLICAS)}
+        self.seats = {
+            (replica, stage): Seat(model, stage, built[replica][stage], course)
+            for stage in range(self.count)
+            for replica in range(REPLICAS)
+        }
         self._draw = random.Random(course.seed)
         self._dead: Worker | None = None
 
@@ -107,7 +124,9 @@ class Plugin:
     def _takers(self) -> dict[tuple[int, MicroBatch], Worker]:
         """Who runs what."""
         rerouted = self._draw.randrange(self.count), self._draw.choice(BATCH)
-        wanted = {(stage, one): (one.replica + ((stage, one) == rerouted)) % 2 for stage in range(self.count) for one in BATCH}
+        wanted = {
+            (stage, one): (one.replica + ((stage, one) == rerouted)) % 2 for stage in range(self.count) for one in BATCH
+        }
         if self.course.block is not None:
             holders = [self._draw.randrange(REPLICAS) for _ in range(self.count)]
             wanted = {(stage, one): holders[stage] for stage, one in wanted}
@@ -123,7 +142,9 @@ class Plugin:
         """All forwards and backwards in one order of the micro-batches, as many forwards ahead as it comes."""
         order = self._draw.sample(BATCH, len(BATCH))
         if self.course.block is not None:  # in their turn
-            turns = {replica: iter(sorted(one for one in BATCH if one.replica == replica)) for replica in range(REPLICAS)}
+            turns = {
+                replica: iter(sorted(one for one in BATCH if one.replica == replica)) for replica in range(REPLICAS)
+            }
             order = [next(turns[one.replica]) for one in order]
         forwards, backwards = 0, 0
         while backwards < len(order):
@@ -152,14 +173,18 @@ class Plugin:
 
     def _feed_grad(self, worker: Worker, micro_batch: MicroBatch) -> None:
         if worker[1] < self.count - 1:
-            self.seats[worker].stage.receive_grad((self._now, micro_batch), copies(self._made.gradients[worker[1], micro_batch]))
+            self.seats[worker].stage.receive_grad(
+                (self._now, micro_batch), copies(self._made.gradients[worker[1], micro_batch])
+            )
 
     def _forward(self, number: int, micro_batch: MicroBatch) -> None:
         worker, key = self._by[number, micro_batch], (self._now, micro_batch)
         if number < self.count - 1 and self._again():
             other = self._anybody(number)
             self._feed(other, micro_batch)
-            self._keep(self._made.activations, (number, micro_batch), self.seats[other].stage.forward(key, boundary_only=True))
+            self._keep(
+                self._made.activations, (number, micro_batch), self.seats[other].stage.forward(key, boundary_only=True)
+            )
         made = self._told_forward(worker, micro_batch)
         if number < self.count - 1:
             self._keep(self._made.activations, (number, micro_batch), made)
@@ -194,7 +219,9 @@ class Plugin:
             self._feed(other, micro_batch)
             self.seats[other].stage.forward(key)
             self._feed_grad(other, micro_batch)
-            self._keep(self._made.gradients, (number - 1, micro_batch), self.seats[other].stage.backward_input_bare(key))
+            self._keep(
+                self._made.gradients, (number - 1, micro_batch), self.seats[other].stage.backward_input_bare(key)
+            )
 
     def _drain(self, worker: Worker, leave: int) -> None:
         """W of all but the last ``leave``."""
@@ -212,10 +239,15 @@ class Plugin:
         return self._draw.choice([worker for worker in self._live() if worker[1] == stage])
 
     def _keep(self, kept: dict, key: tuple[int, MicroBatch], made: Tensors) -> None:
-        """What was made before has to be made again.  It stays as it is given, as what was sent does; a peer gets a copy."""
+        """What was made before has to be made again.
+
+        It stays as it is given, as what was sent does; a peer gets a copy.
+        """
         before = kept.setdefault(key, made)
         if len(before) != len(made) or any(differ(*each) for each in zip(before, made)):
-            raise AssertionError(f"what stage {key[0]} gives or gets of micro-batch {key[1]} is something else when it is run once more")
+            raise AssertionError(
+                f"what stage {key[0]} gives or gets of micro-batch {key[1]} is something else when it is run once more"
+            )
 
     # --- a death ------------------------------------------------------------------------------------
 
@@ -238,7 +270,9 @@ class Plugin:
         """Everybody has all sums, and steps."""
         for worker in self._live():
             held = self.seats[worker].stage.held()
-            assert held == {Datum("wgrad", worker[1], one, self._now) for one in self.seats[worker].order}, f"{worker} holds {held}"
+            assert held == {Datum("wgrad", worker[1], one, self._now) for one in self.seats[worker].order}, (
+                f"{worker} holds {held}"
+            )
         for stage in range(self.count):
             seats = [self.seats[worker] for worker in self._live() if worker[1] == stage]
             total = self._total(seats)
@@ -248,7 +282,10 @@ class Plugin:
                 seat.stage.summed(self._now)
                 seat.stage.committed(self._now)
             self._made.weights |= seats[0].trained.weights(stage)
-        for kept in (self._made.activations, self._made.gradients):  # a peer may need them once more, whatever has been stepped
+        for kept in (
+            self._made.activations,
+            self._made.gradients,
+        ):  # a peer may need them once more, whatever has been stepped
             kept.update({key: copies(tensors) for key, tensors in kept.items()})
 
     def _total(self, seats: list[Seat]) -> list[Tensor]:

@@ -67,7 +67,9 @@ class Uncut:
             made.weights |= trained.weights(stage)
         return made
 
-    def _micro_batch(self, step: int, one: MicroBatch, batch: Any, keys: dict[int, tuple[int, int]], sums: dict, made: Outcome) -> None:
+    def _micro_batch(
+        self, step: int, one: MicroBatch, batch: Any, keys: dict[int, tuple[int, int]], sums: dict, made: Outcome
+    ) -> None:
         """What the stages of ``keys`` make of it is added to their sums, and told."""
         for stage, trained in enumerate(self.trained):
             before = sums.get(keys.get(stage), [None] * len(trained.names))
@@ -104,7 +106,10 @@ class Uncut:
         places = [place for place, member in enumerate(members) if member.is_floating_point() or member.is_complex()]
         gradients = [MARK if members[place].requires_grad else NOBODYS for place in places]
         crossed = tuple(
-            Crossing.apply(member, partial(gradients.__setitem__, places.index(place))) if place in places else member.clone() for place, member in enumerate(members)
+            Crossing.apply(member, partial(gradients.__setitem__, places.index(place)))
+            if place in places
+            else member.clone()
+            for place, member in enumerate(members)
         )
         made.activations[key] = packed(given, tuple(member.detach().clone() for member in crossed))
         made.gradients[key] = gradients  # type: ignore[assignment]  # the backward fills it
@@ -118,18 +123,29 @@ def cloned(value: Any) -> Any:
 
 
 def passes(orders: Orders, stages: int) -> list[tuple[tuple[int, ...], list[MicroBatch]]]:
-    """(stages whose gradients are taken, micro-batches in order): one pass, unless a death has made the orders of two workers contradict."""
+    """(stages whose gradients are taken, micro-batches in order): one pass, unless a death has made the orders of two
+    workers contradict.
+    """
     order = merged(orders)
     if order is not None:
         return [(tuple(range(stages)), order)]
-    return [((stage,), [one for key in sorted(orders) if key[1] == stage for one in orders[key]]) for stage in range(stages)]
+    return [
+        ((stage,), [one for key in sorted(orders) if key[1] == stage for one in orders[key]]) for stage in range(stages)
+    ]
 
 
 def merged(orders: Orders) -> list[MicroBatch] | None:
     """One order that agrees with all, if there is one."""
     left, made = {key: list(order) for key, order in orders.items()}, []
     while any(left.values()):
-        free = next((order[0] for order in left.values() if order and all(order[0] not in other[1:] for other in left.values())), None)
+        free = next(
+            (
+                order[0]
+                for order in left.values()
+                if order and all(order[0] not in other[1:] for other in left.values())
+            ),
+            None,
+        )
         if free is None:
             return None
         made.append(free)
@@ -140,7 +156,11 @@ def merged(orders: Orders) -> list[MicroBatch] | None:
 def check_trains(model: Model, steps: int) -> None:
     """Raises Stuck where stock autograd raises something."""
     uncut = Uncut(model)
-    orders = {(replica, stage): [one for one in BATCH if one.replica == replica] for replica in range(REPLICAS) for stage in range(len(model.stages))}
+    orders = {
+        (replica, stage): [one for one in BATCH if one.replica == replica]
+        for replica in range(REPLICAS)
+        for stage in range(len(model.stages))
+    }
     for step in range(1, steps + 1):
         try:
             uncut.step(step, orders)

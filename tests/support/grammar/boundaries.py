@@ -22,22 +22,35 @@ BOUNDARIES: dict[str, tuple[Give, Take]] = {
     ),
     "the same twice": (lambda a, h, x: (h, h), lambda a, given: given[0] * 2 + given[1]),
     "one unused": (lambda a, h, x: (h, a(h)), lambda a, given: given[0]),
-    "one whose gradient is infinite, unused": (lambda a, h, x: (h, (h - h).pow(2).sum().sqrt()), lambda a, given: given[0]),
+    "one whose gradient is infinite, unused": (
+        lambda a, h, x: (h, (h - h).pow(2).sum().sqrt()),
+        lambda a, given: given[0],
+    ),
     "one detached": (lambda a, h, x: (h, a(h).detach()), lambda a, given: given[0] + given[1]),
     "a weight": (lambda a, h, x: (h, a.weight), lambda a, given: given[0] @ given[1]),
     "a weight's transpose": (lambda a, h, x: (h, a.weight.t()), lambda a, given: given[0] @ given[1]),
     "a workspace": (lambda a, h, x: (h, workspace(a, h)), lambda a, given: given[0] + given[1]),
-    "a complex tensor": (lambda a, h, x: torch.complex(h.float(), a(h).float()), lambda a, given: (given.real + given.imag).to(a.weight.dtype)),
-    "a conjugate": (lambda a, h, x: (torch.complex(h.float(), a(h).float()).conj(), h), lambda a, given: (given[0].real - given[0].imag).to(given[1].dtype) + given[1]),
+    "a complex tensor": (
+        lambda a, h, x: torch.complex(h.float(), a(h).float()),
+        lambda a, given: (given.real + given.imag).to(a.weight.dtype),
+    ),
+    "a conjugate": (
+        lambda a, h, x: (torch.complex(h.float(), a(h).float()).conj(), h),
+        lambda a, given: (given[0].real - given[0].imag).to(given[1].dtype) + given[1],
+    ),
     "views": (lambda a, h, x: a(h).chunk(2, -1), lambda a, given: torch.cat(given[::-1], -1)),
-    "what came": (lambda a, h, x: (a(h), x if torch.is_tensor(x) and x.shape == h.shape and x.dtype == h.dtype else h), lambda a, given: given[0] + given[1]),
+    "what came": (
+        lambda a, h, x: (a(h), x if torch.is_tensor(x) and x.shape == h.shape and x.dtype == h.dtype else h),
+        lambda a, given: given[0] + given[1],
+    ),
     "not contiguous": (lambda a, h, x: a(h).transpose(0, -1).contiguous().transpose(0, -1), lambda a, given: a(given)),
     "expanded": (lambda a, h, x: (h, h.mean().expand(2, 3)), lambda a, given: given[0] + given[1].sum()),
     "nothing in it": (lambda a, h, x: (h, h.reshape(-1)[:0]), lambda a, given: given[0] + given[1].sum()),
     "bf16": (lambda a, h, x: (h.bfloat16(), h), lambda a, given: given[0].to(given[1].dtype) + given[1]),
-}  # fmt: skip
-"""A tuple's members are views, weights, of other types, used twice or not at all: ``a`` is a layer of the stage's own."""
-
+}
+"""A tuple's members are views, weights, of other types, used twice or not at all: ``a`` is a layer of the stage's
+own.
+"""
 
 
 def workspace(layer: nn.Module, hidden: Tensor) -> Tensor:
@@ -53,14 +66,19 @@ CAN_NOT_TRAVEL: dict[str, tuple[Give, str]] = {
     "a list": (lambda a, h, x: [h], "the last layer of a stage gives list"),
     "a number": (lambda a, h, x: (h, 1.0), "the last layer of a stage gives float"),
     "an empty tuple": (lambda a, h, x: (), "the last layer of a stage gives an empty tuple"),
-    "a sparse tensor": (lambda a, h, x: (h, h.detach().reshape(-1, WIDTH).to_sparse()), "the last layer of a stage gives a sparse tensor"),
+    "a sparse tensor": (
+        lambda a, h, x: (h, h.detach().reshape(-1, WIDTH).to_sparse()),
+        "the last layer of a stage gives a sparse tensor",
+    ),
 }
 """With what the refusal says."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """``make(random numbers, length)``: one micro-batch's inputs; ``enter(own layer, inputs)``: the hidden activation."""
+    """``make(random numbers, length)``: one micro-batch's inputs; ``enter(own layer, inputs)``: the hidden
+    activation.
+    """
 
     make: Callable[[torch.Generator, int], Any]
     enter: Callable[[nn.Module, Any], Tensor]
@@ -82,14 +100,18 @@ DATA: dict[str, Data] = {
     "vectors": Data(lambda g, n: vectors(g, 2, n), lambda a, given: given),
     "vectors of one length": Data(lambda g, n: vectors(g, 2, 3), lambda a, given: a(given)),
     "words": Data(lambda g, n: torch.randint(WORDS, (2, n), generator=g), lambda a, given: a(given), words),
-    "words and a mask": Data(masked_words, lambda a, given: a(given[0]).masked_fill(given[1].unsqueeze(-1), 0.0), words),
+    "words and a mask": Data(
+        masked_words, lambda a, given: a(given[0]).masked_fill(given[1].unsqueeze(-1), 0.0), words
+    ),
     "rows": Data(lambda g, n: vectors(g, n), lambda a, given: a(given)),
     "one vector": Data(lambda g, n: vectors(g), lambda a, given: a(given)),
     "one row": Data(lambda g, n: vectors(g, 1), lambda a, given: a(given)),
     "nothing": Data(lambda g, n: vectors(g, 0, n), lambda a, given: a(given)),
     "not contiguous": Data(lambda g, n: vectors(g, n, 2).transpose(0, 1), lambda a, given: a(given)),
     "expanded": Data(lambda g, n: vectors(g, 1, n).expand(2, n, WIDTH), lambda a, given: a(given)),
-    "tuple in a tuple": Data(lambda g, n: (vectors(g, 2, n), (vectors(g, 2, n), None)), lambda a, given: a(given[0]) + given[1][0]),
+    "tuple in a tuple": Data(
+        lambda g, n: (vectors(g, 2, n), (vectors(g, 2, n), None)), lambda a, given: a(given[0]) + given[1][0]
+    ),
 }
 
 
@@ -105,7 +127,9 @@ class Scored(nn.Module):
 
 
 def classified(outputs: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.reshape(-1, WIDTH), (labels.abs() * 10).long().expand(outputs.numel() // WIDTH) % WIDTH)
+    return F.cross_entropy(
+        outputs.reshape(-1, WIDTH), (labels.abs() * 10).long().expand(outputs.numel() // WIDTH) % WIDTH
+    )
 
 
 Loss = Callable[[Any, Tensor], Any]
@@ -120,7 +144,10 @@ LOSSES: dict[str, Callable[[], Loss]] = {
 NO_LOSSES: dict[str, tuple[Loss, str]] = {
     "a tuple": (lambda outputs, labels: (outputs.mean(), labels), "is a tuple"),
     "a dict": (lambda outputs, labels: {"loss": outputs.mean()}, "is a dict"),
-    "one for each": (lambda outputs, labels: torch.cat([outputs.reshape(-1), outputs.new_zeros(2)]), "is a tensor of shape"),
+    "one for each": (
+        lambda outputs, labels: torch.cat([outputs.reshape(-1), outputs.new_zeros(2)]),
+        "is a tensor of shape",
+    ),
     "a number": (lambda outputs, labels: outputs.mean().item(), "is a float"),
     "detached": (lambda outputs, labels: outputs.mean().detach(), "is computed from nothing that is trained"),
     "complex": (lambda outputs, labels: torch.complex(outputs.mean(), labels), "is of type complex64"),

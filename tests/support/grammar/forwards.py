@@ -1,4 +1,6 @@
-"""Pieces whose forward does more than to compute: it differentiates, cuts the graph, draws, chooses, checkpoints or casts."""
+"""Pieces whose forward does more than to compute: it differentiates, cuts the graph, draws, chooses, checkpoints or
+casts.
+"""
 
 from __future__ import annotations
 
@@ -60,15 +62,27 @@ simple("a step of descent inside", adapted, a=linear)
 simple("second derivative", hessian, a=linear)
 simple("torch.func.grad", lambda own, h: own.a(h) + torch.func.grad(lambda x: torch.tanh(own.a(x)).sum())(h), a=linear)
 simple("torch.func.vmap", lambda own, h: torch.func.vmap(own.a)(h) if h.dim() > 1 else own.a(h), a=linear)
-simple("torch.func.vmap of a grad", lambda own, h: torch.func.vmap(torch.func.grad(lambda x: own.a(x).tanh().sum()))(rows(h)).view_as(h) + own.a(h), a=linear)
-simple("torch.func.jvp", lambda own, h: torch.func.jvp(lambda x: torch.tanh(own.a(x)), (h,), (torch.ones_like(h),))[1], a=linear)
+simple(
+    "torch.func.vmap of a grad",
+    lambda own, h: torch.func.vmap(torch.func.grad(lambda x: own.a(x).tanh().sum()))(rows(h)).view_as(h) + own.a(h),
+    a=linear,
+)
+simple(
+    "torch.func.jvp",
+    lambda own, h: torch.func.jvp(lambda x: torch.tanh(own.a(x)), (h,), (torch.ones_like(h),))[1],
+    a=linear,
+)
 simple("an ensemble by vmap", lambda own, h: ensemble(own, h), a=lambda: nn.ModuleList(linear() for _ in range(2)))
 simple("forward-mode derivative", lambda own, h: forward_mode(own, h), a=linear)
 
 
 def ensemble(own: Any, hidden: Tensor) -> Tensor:
-    stacked, _ = torch.func.stack_module_state(list(own.a))  # new leaves, so that these are not trained: what goes on is the mean of both
-    made = torch.func.vmap(lambda state, x: torch.func.functional_call(own.a[0], state, (x,)), in_dims=(0, None))(stacked, hidden)
+    stacked, _ = torch.func.stack_module_state(
+        list(own.a)
+    )  # new leaves, so that these are not trained: what goes on is the mean of both
+    made = torch.func.vmap(lambda state, x: torch.func.functional_call(own.a[0], state, (x,)), in_dims=(0, None))(
+        stacked, hidden
+    )
     return made.mean(0) + own.a[1](hidden)
 
 
@@ -157,13 +171,35 @@ def on_host(own: Any, hidden: Tensor) -> Tensor:
 
 simple("checkpointed", lambda own, h: checkpoint(own.a, h, use_reentrant=False), a=inside)
 simple("checkpointed, reentrant", lambda own, h: checkpoint(own.a, leaf(h), use_reentrant=True), a=inside)
-simple("checkpointed twice over", lambda own, h: checkpoint(lambda x: checkpoint(own.a, x, use_reentrant=False) + own.b(x), h, use_reentrant=False),
-       a=inside, b=linear)  # fmt: skip
-simple("checkpointed twice over, reentrant", lambda own, h: checkpoint(lambda x: checkpoint(own.a, x, use_reentrant=True) + own.b(x), leaf(h), use_reentrant=True),
-       a=inside, b=linear)  # fmt: skip
-simple("a layer inside and outside of a checkpoint", lambda own, h: own.a(checkpoint(own.a, h, use_reentrant=False)), a=linear)
-simple("a layer inside and outside of a reentrant checkpoint", lambda own, h: own.a(checkpoint(own.a, leaf(h), use_reentrant=True)), a=linear)
-simple("a checkpointed force", lambda own, h: checkpoint(lambda x: own.a(x) + force(own, x, True), h, use_reentrant=False), a=linear)
+simple(
+    "checkpointed twice over",
+    lambda own, h: checkpoint(lambda x: checkpoint(own.a, x, use_reentrant=False) + own.b(x), h, use_reentrant=False),
+    a=inside,
+    b=linear,
+)
+simple(
+    "checkpointed twice over, reentrant",
+    lambda own, h: checkpoint(
+        lambda x: checkpoint(own.a, x, use_reentrant=True) + own.b(x), leaf(h), use_reentrant=True
+    ),
+    a=inside,
+    b=linear,
+)
+simple(
+    "a layer inside and outside of a checkpoint",
+    lambda own, h: own.a(checkpoint(own.a, h, use_reentrant=False)),
+    a=linear,
+)
+simple(
+    "a layer inside and outside of a reentrant checkpoint",
+    lambda own, h: own.a(checkpoint(own.a, leaf(h), use_reentrant=True)),
+    a=linear,
+)
+simple(
+    "a checkpointed force",
+    lambda own, h: checkpoint(lambda x: own.a(x) + force(own, x, True), h, use_reentrant=False),
+    a=linear,
+)
 simple("autocast", cast, a=mlp)
 simple("saved tensors packed", packed, a=linear, b=linear)
 simple("saved tensors on the host", on_host, a=linear, b=linear)

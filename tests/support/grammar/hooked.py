@@ -129,17 +129,29 @@ hooked("a function with an output that is no number", lambda own, h: Sorted.appl
 hooked("a function with weights", lambda own, h: Linear.apply(h, own.w), w=lambda: weights(WIDTH, WIDTH))
 hooked("a function with a layer's weight", lambda own, h: own.a(h) + Linear.apply(h, own.a.weight), a=linear)
 hooked("a function, one output unused", lambda own, h: own.b(Halves.apply(own.a(h))[1]), a=linear, b=linear)
-hooked("a function, both outputs used", lambda own, h: own.b(Halves.apply(own.a(h))[0]) + Halves.apply(own.a(h))[1], a=linear, b=linear)
+hooked(
+    "a function, both outputs used",
+    lambda own, h: own.b(Halves.apply(own.a(h))[0]) + Halves.apply(own.a(h))[1],
+    a=linear,
+    b=linear,
+)
 hooked("gradient reversal", lambda own, h: own.b(Reversed.apply(own.a(h))), a=linear, b=linear)
 hooked("an auxiliary loss", lambda own, h: Besides.apply(own.a(h), own.a(h).pow(2).mean()), a=linear)
 hooked("a function in place", lambda own, h: own.b(Dirty.apply(own.a(h))), a=linear, b=linear)
-hooked("a checkpointed function", lambda own, h: checkpoint(lambda x: own.b(Told.apply(own.a(x), lambda *_: None)), h, use_reentrant=False), a=linear, b=linear)
+hooked(
+    "a checkpointed function",
+    lambda own, h: checkpoint(lambda x: own.b(Told.apply(own.a(x), lambda *_: None)), h, use_reentrant=False),
+    a=linear,
+    b=linear,
+)
 
 
 # --- hooks of layers --------------------------------------------------------------------------------
 
 
-def with_hooks(register: Callable[[nn.Module, Note], None], make: Callable[[], nn.Module] = linear) -> Callable[[Note], nn.Module]:
+def with_hooks(
+    register: Callable[[nn.Module, Note], None], make: Callable[[], nn.Module] = linear
+) -> Callable[[Note], nn.Module]:
     def build(note: Note) -> nn.Module:
         layer = make()
         register(layer, note)
@@ -188,12 +200,17 @@ def normalising(layer: nn.Module, note: Note) -> None:
 
 def accumulated(layer: nn.Module, note: Note) -> None:
     for name, weight in layer.named_parameters():
-        weight.register_post_accumulate_grad_hook(partial(lambda name, weight: note(f"sum of {name}", weight.grad), name))
+        weight.register_post_accumulate_grad_hook(
+            partial(lambda name, weight: note(f"sum of {name}", weight.grad), name)
+        )
 
 
 def several(layer: nn.Module, note: Note) -> None:
     """Called once all of them have their gradients."""
-    torch.autograd.graph.register_multi_grad_hook(list(layer.parameters()), lambda gradients: [note("all gradients", each) for each in gradients if each is not None])
+    torch.autograd.graph.register_multi_grad_hook(
+        list(layer.parameters()),
+        lambda gradients: [note("all gradients", each) for each in gradients if each is not None],
+    )
 
 
 USES = {  # of a layer's weight
@@ -204,12 +221,17 @@ USES = {  # of a layer's weight
     ", used by the data": lambda own, h: own.a(h) if h.sum() > 0 else F.linear(h, own.a.weight, own.a.bias),
 }
 HOOKS = {
-    "a hook of a weight": telling, "a clamping hook of a weight": clamping, "a normalising hook of a weight": normalising,
-    "a hook of a weight's sum": accumulated, "a hook of several weights": several,
-}  # fmt: skip
+    "a hook of a weight": telling,
+    "a clamping hook of a weight": clamping,
+    "a normalising hook of a weight": normalising,
+    "a hook of a weight's sum": accumulated,
+    "a hook of several weights": several,
+}
 
 
-def _hooked_weight(register: Callable[[nn.Module, Note], None], compute: Callable[[Any, Tensor], Tensor], note: Note) -> nn.Module:
+def _hooked_weight(
+    register: Callable[[nn.Module, Note], None], compute: Callable[[Any, Tensor], Tensor], note: Note
+) -> nn.Module:
     layer = linear()
     register(layer, note)
     return Piece(compute, a=layer)

@@ -13,7 +13,11 @@ from torch.nn.utils import parametrizations
 from .pieces import WIDTH, WORDS, Note, Piece, ids, linear, quiet, rows, weights
 
 REFUSED: dict[str, tuple[Callable[[Note], nn.Module], str]] = {}
-FORWARD, BACKWARD, ELSE = "is changed by each forward in training", "is changed by each backward in training", "a forward gives something else when it is run again"
+FORWARD, BACKWARD, ELSE = (
+    "is changed by each forward in training",
+    "is changed by each backward in training",
+    "a forward gives something else when it is run again",
+)
 
 
 def refused(name: str, line: str, compute: Callable[[Any, Tensor], Tensor], **makers: Callable[[], Any]) -> None:
@@ -55,7 +59,9 @@ def warmed_up(own: Any, hidden: Tensor) -> Tensor:
 
 
 def own_noise(own: Any, hidden: Tensor) -> Tensor:
-    return own.a(hidden + torch.randn(WIDTH, generator=own.generator).to(hidden.dtype)) + torch.randn((), generator=own.generator).to(hidden.dtype)
+    return own.a(hidden + torch.randn(WIDTH, generator=own.generator).to(hidden.dtype)) + torch.randn(
+        (), generator=own.generator
+    ).to(hidden.dtype)
 
 
 def adding(own: Any, hidden: Tensor) -> Tensor:
@@ -66,19 +72,47 @@ def adding(own: Any, hidden: Tensor) -> Tensor:
 refused("a buffer that counts", f"seen {FORWARD}", counted, a=linear, seen=lambda: nn.Buffer(torch.zeros(())))
 refused("a buffer that is replaced", f"mean {FORWARD}", averaged, a=linear, mean=lambda: nn.Buffer(torch.zeros(())))
 refused("a tensor that is replaced", f"mean {FORWARD}", averaged, a=linear, mean=lambda: torch.zeros(()))
-refused("a weight set by the first data", f"scale {FORWARD}", initialised, a=linear, scale=lambda: weights(WIDTH), done=lambda: False)
+refused(
+    "a weight set by the first data",
+    f"scale {FORWARD}",
+    initialised,
+    a=linear,
+    scale=lambda: weights(WIDTH),
+    done=lambda: False,
+)
 refused("a weight that is renormalised", f"a.weight {FORWARD}", renormalised, a=linear)
-refused("a renormalised embedding", f"a.weight {FORWARD}", lambda own, h: h + own.a(ids(h)) + own.a(torch.arange(WORDS)).sum(), a=lambda: nn.Embedding(WORDS, WIDTH, max_norm=0.1))
-refused("batch norm", f"a.running_mean {FORWARD}", lambda own, h: own.a(torch.cat([rows(h), torch.ones_like(rows(h)[:1]), -torch.ones_like(rows(h)[:1])]))[:-2].view_as(h),
-        a=lambda: nn.BatchNorm1d(WIDTH))  # fmt: skip
+refused(
+    "a renormalised embedding",
+    f"a.weight {FORWARD}",
+    lambda own, h: h + own.a(ids(h)) + own.a(torch.arange(WORDS)).sum(),
+    a=lambda: nn.Embedding(WORDS, WIDTH, max_norm=0.1),
+)
+refused(
+    "batch norm",
+    f"a.running_mean {FORWARD}",
+    lambda own, h: own.a(torch.cat([rows(h), torch.ones_like(rows(h)[:1]), -torch.ones_like(rows(h)[:1])]))[
+        :-2
+    ].view_as(h),
+    a=lambda: nn.BatchNorm1d(WIDTH),
+)
 refused("spectral norm", f"_u {FORWARD}", lambda own, h: own.a(h), a=lambda: parametrizations.spectral_norm(linear()))
-refused("spectral norm by hooks", f"weight_u {FORWARD}", lambda own, h: own.a(h), a=lambda: quiet(torch.nn.utils.spectral_norm, linear()))
+refused(
+    "spectral norm by hooks",
+    f"weight_u {FORWARD}",
+    lambda own, h: own.a(h),
+    a=lambda: quiet(torch.nn.utils.spectral_norm, linear()),
+)
 refused("a temperature that cools", f"{ELSE}.*temperature has changed", cooled, a=linear, temperature=lambda: 1.0)
 refused("a warm-up that counts calls", f"{ELSE}.*calls has changed", warmed_up, a=linear)
 refused("a generator of its own", f"{ELSE}.*generator has changed", own_noise, a=linear, generator=torch.Generator)
 refused("the time of day", ELSE, lambda own, h: own.a(h) + time.perf_counter_ns() % 1009 / 1009, a=linear)
 refused("backward in the forward", r"calls backward\(\) in its forward", adding, a=linear)
-refused("sparse gradients", "a has sparse gradients", lambda own, h: h + F.embedding(ids(h), own.a, sparse=True), a=lambda: weights(WORDS, WIDTH))
+refused(
+    "sparse gradients",
+    "a has sparse gradients",
+    lambda own, h: h + F.embedding(ids(h), own.a, sparse=True),
+    a=lambda: weights(WORDS, WIDTH),
+)
 
 
 def hooked(name: str, line: str, register: Callable[[Any], None]) -> None:
@@ -97,5 +131,13 @@ def step_at_once(weight: Tensor) -> None:
     weight.grad = None
 
 
-hooked("a step in the backward", f"a.weight {BACKWARD}", lambda own: own.a.weight.register_post_accumulate_grad_hook(step_at_once))
-hooked("a norm that a hook keeps", f"norm {BACKWARD}", lambda own: own.a.weight.register_hook(lambda gradient: own.norm.add_(gradient.detach().norm() + 1) and None))
+hooked(
+    "a step in the backward",
+    f"a.weight {BACKWARD}",
+    lambda own: own.a.weight.register_post_accumulate_grad_hook(step_at_once),
+)
+hooked(
+    "a norm that a hook keeps",
+    f"norm {BACKWARD}",
+    lambda own: own.a.weight.register_hook(lambda gradient: own.norm.add_(gradient.detach().norm() + 1) and None),
+)

@@ -1,7 +1,8 @@
-"""What takes a worker's own last step back: the parts of its stage's state (runtime/state/stage_state.py) as they were before it.
+"""What takes a worker's own last step back: the parts of its stage's state (runtime/state/stage_state.py) as they were
+before it.
 
-Kept from just before the step until it is committed by all stages; one record suffices (core/vocabulary/commit_rule.py).
-Two ways behind one interface:
+Kept from just before the step until it is committed by all stages; one record suffices
+(core/vocabulary/commit_rule.py). Two ways behind one interface:
 
 * ``snapshot`` copies everything that the step changes.  Exact, for any optimizer; 12 bytes a parameter
   for Adam in fp32, copied before every step.

@@ -93,31 +93,48 @@ class Inverse:
         missing = [name for name in self._rule.needs if name not in state]
         if missing:
             name = type(self._optimizer).__name__
-            raise _refused(f"cannot take a step of {name} back, which leaves no {missing[0]} in a parameter's state", 'write "snapshot"')
+            raise _refused(
+                f"cannot take a step of {name} back, which leaves no {missing[0]} in a parameter's state",
+                'write "snapshot"',
+            )
         return state
 
     def _check_finite(self, step: rules.Step) -> None:
         moments = [step.state[name] for name in self._rule.moments if torch.is_tensor(step.state.get(name))]
         if not all(_is_finite(tensor) for tensor in (step.gradient, step.parameter, *moments)):
-            raise _refused("cannot take the last step back, because a gradient or what it made is infinite or not a number", 'write "snapshot"')
+            raise _refused(
+                "cannot take the last step back, because a gradient or what it made is infinite or not a number",
+                'write "snapshot"',
+            )
 
 
 def _check_parameters(parameters: Mapping[str, torch.Tensor], beside: Mapping[str, torch.Tensor]) -> None:
     if beside:
-        raise _refused("cannot take steps back whose optimizer has parameters of its own beside the model's", 'write "snapshot"')
+        raise _refused(
+            "cannot take steps back whose optimizer has parameters of its own beside the model's", 'write "snapshot"'
+        )
     stepped = [one for one in parameters.values() if one.requires_grad]  # a frozen one never is
     for dtype in {parameter.dtype for parameter in stepped}:
         if dtype not in DTYPES:
-            raise _refused(f"needs parameters in fp32 or fp64, and there are some in {str(dtype).removeprefix('torch.')}", 'write "snapshot"')
+            raise _refused(
+                f"needs parameters in fp32 or fp64, and there are some in {str(dtype).removeprefix('torch.')}",
+                'write "snapshot"',
+            )
 
 
 def _check_groups(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("amsgrad"):
-            raise _refused("cannot take AMSGrad back, whose running maximum of v forgets what it was", 'write "snapshot", or set amsgrad to false')
+            raise _refused(
+                "cannot take AMSGrad back, whose running maximum of v forgets what it was",
+                'write "snapshot", or set amsgrad to false',
+            )
         decay = float(group["lr"]) * float(group["weight_decay"])
         if decay > LARGEST_DECAY:
-            raise _refused(f"cannot take a step back with lr x weight_decay = {decay:g}", f'write "snapshot", or stay at {LARGEST_DECAY:g} or less')
+            raise _refused(
+                f"cannot take a step back with lr x weight_decay = {decay:g}",
+                f'write "snapshot", or stay at {LARGEST_DECAY:g} or less',
+            )
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

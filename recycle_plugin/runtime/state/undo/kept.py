@@ -43,7 +43,12 @@ class Copies:
 
     def _buffer(self, key: Hashable, source: torch.Tensor) -> torch.Tensor:
         known = self._buffers.get(key)
-        fits = known is not None and known.shape == source.shape and known.dtype == source.dtype and known.device == source.device
+        fits = (
+            known is not None
+            and known.shape == source.shape
+            and known.dtype == source.dtype
+            and known.device == source.device
+        )
         return known if fits else torch.empty_like(source)
 
 

@@ -22,7 +22,8 @@ from recycle_plugin.errors import RecycleError
 class Step:
     """One parameter's share of an applied step; ``parameter`` and the moments in ``state`` are inverted in place.
 
-    First steps are inverted like others; the moments that they have created are dropped afterwards, whatever is in them.
+    First steps are inverted like others; the moments that they have created are dropped afterwards, whatever is in
+    them.
     """
 
     parameter: torch.Tensor
@@ -104,7 +105,10 @@ class FusedAdam(Adam):
 
 
 class Lamb(Adam):
-    """LAMB as published.  The trust ratio can't be had from what it made: the step leaves it in the state, for each parameter."""
+    """LAMB as published.
+
+    The trust ratio can't be had from what it made: the step leaves it in the state, for each parameter.
+    """
 
     needs = (*Adam.needs, "trust_ratio")
 
@@ -126,7 +130,12 @@ RULES: dict[str, Callable[[torch.optim.Optimizer], UpdateRule]] = {
     "deepspeed.ops.adam.fused_adam.FusedAdam": lambda optimizer: FusedAdam(bool(optimizer.adam_w_mode)),
     "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam": lambda optimizer: Adam(bool(optimizer.adam_w_mode)),
 }
-DECLARED: dict[str, Callable[[], UpdateRule]] = {"sgd": Sgd, "adam": lambda: Adam(False), "adamw": lambda: Adam(True), "lamb": Lamb}
+DECLARED: dict[str, Callable[[], UpdateRule]] = {
+    "sgd": Sgd,
+    "adam": lambda: Adam(False),
+    "adamw": lambda: Adam(True),
+    "lamb": Lamb,
+}
 
 
 def of(optimizer: torch.optim.Optimizer) -> UpdateRule:
@@ -144,13 +153,17 @@ def of(optimizer: torch.optim.Optimizer) -> UpdateRule:
     if declared is not None:
         return declared()
     raise RecycleError(
-        f'recycle.undo: "inverse" cannot take a step of {kind.__name__} back; write "snapshot", or use SGD, Adam or AdamW of torch.optim '
+        f'recycle.undo: "inverse" cannot take a step of {kind.__name__} back; write "snapshot", or use SGD, Adam or '
+        "AdamW of torch.optim "
         f"(LAMB and other classes: undo_rule = one of {', '.join(DECLARED)} in the class)"
     )
 
 
 def _adam(step: Step, v: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """(step size, √v̂ + eps): the parameter has moved by -size · m over that.  In torch's order, so that it is the same number."""
+    """(step size, √v̂ + eps): the parameter has moved by -size · m over that.
+
+    In torch's order, so that it is the same number.
+    """
     beta1, beta2 = step.group["betas"]
     corrected = step.group.get("bias_correction", True)
     correction1, correction2 = (1 - beta**step.count if corrected else 1.0 for beta in (beta1, beta2))
@@ -170,7 +183,9 @@ def _with_decay(gradient: torch.Tensor, parameter: torch.Tensor, group: Mapping[
 
 
 def _take_out(average: torch.Tensor, new: torch.Tensor, kept: float, share: float, square: bool = False) -> None:
-    """``average`` was kept · old + share · new (or its square), and becomes the old; 0 where nothing was kept: it will not be read."""
+    """``average`` was kept · old + share · new (or its square), and becomes the old; 0 where nothing was kept: it will
+    not be read.
+    """
     if kept == 0:
         average.zero_()
     elif square:

@@ -39,7 +39,12 @@ class Snapshot:
         """Put the copied state back, bit for bit; RuntimeError if none was taken."""
         self._small.put_back()
         present = self._state.tensors(following=False)
-        for name, form in self._copies.forms().items():  # a step may have dropped a tensor of the optimizer's, or put one of another size in its place
+        for (
+            name,
+            form,
+        ) in (
+            self._copies.forms().items()
+        ):  # a step may have dropped a tensor of the optimizer's, or put one of another size in its place
             if name not in present or form_of(present[name]) != form:
                 self._state.make(name, form)
         self._copies.put_back(self._state.tensors(following=False))
