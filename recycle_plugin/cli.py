@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import Sequence
+from collections.abc import Sequence
 
 from recycle_plugin import __version__
 from recycle_plugin.errors import RecycleError

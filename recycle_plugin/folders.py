@@ -9,9 +9,10 @@ import errno
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Callable, TypeVar
+from typing import BinaryIO, TypeVar
 
 from recycle_plugin.errors import NotSaved
 
@@ -75,7 +76,7 @@ def write(path: Path, into: Callable[[CheckedFile], object], called: Path | None
             output.flush()
             os.fsync(file.fileno())
     except Exception as error:  # what can't be pickled raises whatever it likes
-        raise NotSaved(refusal(called or path, output and output.refused or error)) from error
+        raise NotSaved(refusal(called or path, (output and output.refused) or error)) from error
 
 
 class CheckedFile:

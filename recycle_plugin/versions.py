@@ -7,8 +7,9 @@ is switched on or off.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import metadata
-from typing import Iterable, NamedTuple
+from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 

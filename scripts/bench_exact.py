@@ -24,8 +24,8 @@ import torch.multiprocessing as multiprocessing
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recycle_plugin.core.vocabulary.blocks import Block  # noqa: E402
-from recycle_plugin.runtime.stage.block_sums import fixed_order_sum  # noqa: E402
+from recycle_plugin.core.vocabulary.blocks import Block
+from recycle_plugin.runtime.stage.block_sums import fixed_order_sum
 
 TIMEOUT = timedelta(seconds=120)
 

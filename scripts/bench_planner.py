@@ -21,7 +21,7 @@ from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recycle_plugin.planner import benchmark  # noqa: E402
+from recycle_plugin.planner import benchmark
 
 PARTS = ("example", "grid", "exact", "blame", "bounds", "large", "speed")
 FRESH = "import time; t = time.process_time(); from recycle_plugin import planner; a = time.process_time(); planner.warm(); b = time.process_time(); print(a - t, b - a)"

@@ -21,10 +21,10 @@ import json
 import random
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import mean, median
-from typing import Mapping
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.topology import Topology

@@ -19,11 +19,12 @@ import argparse
 import json
 import re
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Callable, Mapping, NamedTuple, Sequence
+from typing import NamedTuple
 
 import psutil
 

@@ -17,17 +17,17 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Callable
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from recycle_plugin.errors import RecycleError  # noqa: E402
-from recycle_plugin.runtime.state.undo import KINDS  # noqa: E402
-from tests.support.optimizers import Lamb, Make, Subject  # noqa: E402
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.state.undo import KINDS
+from tests.support.optimizers import Lamb, Make, Subject
 
 OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, weight_decay=1e-4),

@@ -15,10 +15,11 @@ import ast
 import hashlib
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType, FunctionType
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 DROPPED, SWAPPED, SKIPPED, OFF, UNSET = (
     "condition dropped",
@@ -208,7 +209,7 @@ def _instead(node: ast.AST, parent: ast.AST, field: str, function: str) -> Itera
             yield DROPPED, left[0] if len(left) == 1 else ast.BoolOp(node.op, left)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield DROPPED, node.operand
-    if field == "test" and isinstance(parent, (ast.If, ast.IfExp)) or field == "ifs":
+    if (field == "test" and isinstance(parent, (ast.If, ast.IfExp))) or field == "ifs":
         yield DROPPED, ast.Constant(True)
     if field == "test" and isinstance(parent, (ast.If, ast.IfExp, ast.While)):
         yield DROPPED, ast.Constant(False)

@@ -37,9 +37,10 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 from mutants import KINDS, Mutant, install, mutants, sample
 
@@ -168,7 +169,7 @@ def attempt(change: Callable[[], None], units: Units, all_of_them: bool, out: Re
         out.tell("unit", test)
     if out.found and not all_of_them:
         return
-    if seeds_find(units, all_of_them, out) and not all_of_them or not units.instants:
+    if (seeds_find(units, all_of_them, out) and not all_of_them) or not units.instants:
         return
     from recycle_plugin.simulator import campaign
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 DRAWN_TICKS = 120
 

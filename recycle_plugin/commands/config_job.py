@@ -9,7 +9,7 @@ import argparse
 import json
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class ConfiguredJob:
         return max(self.planned((Seat(0, stage),), **changed)[0] for stage in range(self.stages))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _planned(view: ClusterView, costs: CostModel, policy: Policy) -> tuple[int, int]:
     from recycle_plugin import planner
 

@@ -13,10 +13,11 @@ import platform
 import re
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Mapping, NamedTuple, Sequence
+from typing import NamedTuple
 
 from rich.console import Console
 

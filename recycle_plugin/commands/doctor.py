@@ -7,9 +7,10 @@ import json
 import os
 import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Iterator
+from typing import Any
 
 from recycle_plugin.commands.config_job import CLIPPING, COUNT, ONE_HOST, ConfiguredJob, at_risk, job_of
 from recycle_plugin.commands.exact_mode import buffer_bytes, cost

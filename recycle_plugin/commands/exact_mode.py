@@ -4,7 +4,7 @@ move.
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 from recycle_plugin.commands.config_job import ConfiguredJob
 

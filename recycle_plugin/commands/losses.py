@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from recycle_plugin.commands.config_job import ConfiguredJob, at_risk
 from recycle_plugin.core.vocabulary.ids import Seat

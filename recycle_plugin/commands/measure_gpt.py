@@ -9,10 +9,11 @@ import platform
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 from recycle_plugin.commands.given import JobArguments, add_job, job
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Op

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from math import isfinite
 from pathlib import Path
-from typing import Iterator
 
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.observability.run_history import EVENTS, KILLED, RunHistory, read_events

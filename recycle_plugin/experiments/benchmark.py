@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Callable, Mapping, Sequence
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.experiments.measurements import REPLACED, WARM_UP, Constants, TooShort, calibrate, intervals

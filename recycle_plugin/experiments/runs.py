@@ -18,11 +18,12 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Callable, Iterator, Sequence, TypeVar
+from typing import TypeVar
 
 import psutil
 

@@ -5,7 +5,8 @@ No job ends for it: where the port can't be had, a warning says so, and the job 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Callable
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from recycle_plugin.core.coordinator.output import Event
 

@@ -9,8 +9,8 @@ becomes a label.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from math import inf, nan
-from typing import Callable, Iterator
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram

@@ -6,10 +6,10 @@ import io
 import signal
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Iterator, Sequence
 
 from recycle_plugin import folders
 from recycle_plugin.core.coordinator.output import Event

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import nan
 from pathlib import Path
 from statistics import median
-from typing import Any, Mapping, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 

@@ -18,12 +18,12 @@ from recycle_plugin.planner.warming import warm
 
 __all__ = [
     "Margin",
-    "WorkerMove",
     "Normalisation",
     "Option",
     "PlanError",
     "PlanStore",
     "VerificationError",
+    "WorkerMove",
     "arrange",
     "lowered",
     "margin",

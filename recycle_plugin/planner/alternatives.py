@@ -10,7 +10,7 @@ transition costs is told as the number of workers that need another stage's stat
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.plan import Policy
@@ -85,7 +85,7 @@ def _cut_anew(view: ClusterView, costs: CostModel, policy: Policy, layers: int) 
     topology, workers = view.topology, len(view.live)
     total = topology.replicas * topology.micro_batches
 
-    @lru_cache(maxsize=None)
+    @cache
     def period(depth: int, micro_batches: int) -> int:
         return bound(
             prepare(Topology(1, depth, micro_batches).full(), _spread(costs, depth, layers), _roomy(policy, topology))

@@ -6,7 +6,7 @@ deadlock.
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 from recycle_plugin.core.vocabulary.dataflow import Datum, goes_to
 from recycle_plugin.core.vocabulary.evaluation_route import readers, runner

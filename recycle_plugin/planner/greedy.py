@@ -17,7 +17,7 @@ Array = NDArray[np.int64]
 
 BURST, PAUSE, AHEAD, LEAD, EAGER, COUPLE, WAIT_W, WAIT_F = range(8)
 """Fields of a rule's array; ``schedule.Rule`` explains them."""
-F, I, W, B, ACTIVATION, GRADIENT, WAKE = range(7)  # noqa: E741
+F, I, W, B, ACTIVATION, GRADIENT, WAKE = range(7)
 """Events: the end of an operation, the arrival of what F or I needs, a worker's beginning.
 
 The first four are kinds of operation.

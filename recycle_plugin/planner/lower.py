@@ -7,7 +7,8 @@ evaluation (planner/forwards.py).
 
 from __future__ import annotations
 
-from typing import Callable, Iterable, Iterator, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, goes_to, provides, requires
 from recycle_plugin.core.vocabulary.ids import Seat

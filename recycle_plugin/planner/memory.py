@@ -9,7 +9,8 @@ stays until W).  The working memory of a running instruction is not part of eith
 
 from __future__ import annotations
 
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray

@@ -14,9 +14,10 @@ closure).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping
 from functools import partial
 from heapq import heappop, heappush
-from typing import AbstractSet, Iterator, Mapping
+from typing import AbstractSet
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.dataflow import Datum, provides, requires
@@ -70,7 +71,7 @@ class Arranged(Mapping[Seat, tuple[Instruction, ...]]):
 class _Worker:
     """What one seat may do next, and how much memory it has left."""
 
-    __slots__ = ("backwards", "forwards", "weights", "room", "busy")
+    __slots__ = ("backwards", "busy", "forwards", "room", "weights")
 
     def __init__(self, room: int) -> None:
         self.backwards: list[tuple] = []

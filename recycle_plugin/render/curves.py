@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Mapping
+from collections.abc import Mapping
 
 HEAD = ("step", "fault-free", "with failure", "difference")
 

@@ -6,8 +6,9 @@ matplotlib is imported where it is needed, and only its Agg canvas: no display, 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Iterable, Mapping, NamedTuple, Sequence
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import COMPUTE, Instruction, Op

@@ -6,7 +6,7 @@ that goes on shows ``=``, an idle tick ``.``.  Golden in tests, and drawn where 
 
 from __future__ import annotations
 
-from typing import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import STAGE_WIDE, Instruction

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from math import floor, isfinite, log10
-from typing import Iterable, Mapping, NamedTuple, Sequence
+from typing import NamedTuple
 
 WIDTH, HEIGHT = 960, 220
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 26, 30  # margins of a chart

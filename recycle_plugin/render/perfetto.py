@@ -7,8 +7,9 @@ One process per replica, one thread per stage; every data dependency between sea
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Mapping
+from typing import Any
 
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, provides, requires
 from recycle_plugin.core.vocabulary.ids import Seat

@@ -30,7 +30,8 @@ An implementation passes tests/runtime/test_device.py.
 from __future__ import annotations
 
 import time
-from typing import Callable, Mapping, NamedTuple, Protocol, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import psutil
 import torch

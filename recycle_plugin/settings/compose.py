@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from typing import Any, Literal, Sequence
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module

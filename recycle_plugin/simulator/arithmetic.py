@@ -7,8 +7,9 @@ so a wrong stash, stale parameters, a dropped or doubled micro-batch change the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf, isfinite
-from typing import Any, Mapping, NamedTuple
+from typing import Any, NamedTuple
 
 from recycle_plugin.core.coordinator.step_validation import over
 from recycle_plugin.core.vocabulary.cost import CostModel

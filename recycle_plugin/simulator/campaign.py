@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from random import Random
-from typing import Any, Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.deadlines import LATE_S, SUSPECTED
@@ -480,10 +481,8 @@ def may_end(cluster: Cluster) -> bool:
         or len(left) < cluster.scenario.shape.stages
         or len(membership.unreachable) > len(membership.roster)
     )
-    return (
-        without
-        or cluster.scenario.iterators
-        and _data_may_be_gone(cluster, [cluster.workers[rank].seat for rank in gone])
+    return without or (
+        cluster.scenario.iterators and _data_may_be_gone(cluster, [cluster.workers[rank].seat for rank in gone])
     )
 
 

@@ -16,7 +16,8 @@ fault-free losses, unless the job has ended for a reason that allows it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import Any, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
 
 from recycle_plugin.core.coordinator.output import WORKERS
 from recycle_plugin.core.messages.contributions import LOSS
@@ -241,7 +242,7 @@ class Watcher:
         self._check_nobody_writes(worker, step, written)
         for stage in range(self.shape.stages):
             weights = {weight for seat, weight in written.items() if seat.stage == stage}
-            if len(weights) != 1 or not self.rounds and weights != {self.reference.weights[step + 1][stage]}:
+            if len(weights) != 1 or (not self.rounds and weights != {self.reference.weights[step + 1][stage]}):
                 self.say(
                     f"the checkpoint of step {step} has {'no' if not weights else 'wrong'} weights of stage {stage}"
                 )
@@ -293,7 +294,7 @@ class Watcher:
             ):  # what went down with a worker of a step that all had applied is missing, and said so
                 expected = told.setdefault(step, losses) if self.rounds else self._losses(step)
                 losses, expected = self._of_what_stayed(step, losses), self._of_what_stayed(step, expected)
-                if not losses.items() <= expected.items() or losses != expected and not cluster.membership.lost:
+                if not losses.items() <= expected.items() or (losses != expected and not cluster.membership.lost):
                     self.say(f"seat {worker.seat} was told wrong losses of step {step}")
             if (
                 worker.alive

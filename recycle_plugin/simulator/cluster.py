@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
+from collections.abc import Callable
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from random import Random
-from typing import Any, Callable
+from typing import Any
 
 from recycle_plugin.core.coordinator.membership import Membership
 from recycle_plugin.core.coordinator.output import SUPERVISORS, WORKERS, CoordinatorOutput, Event
@@ -232,8 +233,7 @@ class Cluster:
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
         self.exercised[ProtocolRule.SWALLOWED] += self.now < until and kind == "swallow"
         if (
-            self.now < until
-            and kind in ("drop", "swallow")
+            (self.now < until and kind in ("drop", "swallow"))
             or (source in self.cut) != (target in self.cut)
             or target in self.deafened
         ):

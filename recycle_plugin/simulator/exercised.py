@@ -7,8 +7,8 @@ code under test counts.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from enum import Enum
-from typing import Iterable
 
 from recycle_plugin.core.coordinator.attendance import OF_MEMBERS
 from recycle_plugin.core.coordinator.membership import Membership

@@ -22,11 +22,11 @@ assumption), and enters at a commit line: that costs regrouping, planning and th
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
-from typing import Callable, Collection, Iterable, Sequence
 
 from recycle_plugin import planner
 from recycle_plugin.core.vocabulary.cost import CostModel

@@ -8,9 +8,9 @@ commit when another is a step ahead.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from random import Random
-from typing import Hashable
 
 HELD_UP_US = (
     5_000,

@@ -9,7 +9,8 @@ arrives a latency later.  Both ways of a line are independent (full duplex).
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Callable, Hashable, Protocol
+from collections.abc import Callable, Hashable
+from typing import Protocol
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 from recycle_plugin.core.vocabulary.ids import Seat

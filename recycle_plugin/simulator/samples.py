@@ -7,7 +7,8 @@ long as both ends of a replica live its own iterator gives its micro-batches, in
 
 from __future__ import annotations
 
-from typing import AbstractSet, Callable
+from collections.abc import Callable
+from typing import AbstractSet
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.topology import Topology
@@ -58,7 +59,9 @@ class Samples:
         if before != (step, micro_batch):
             self._say(f"batch {name[1]} of replica {name[0]}'s iterator is used in steps {before[0]} and {step}")
         usual = (step - 1) * self._shape.micro_batches + micro_batch.index + 1
-        if own and (name[0] != micro_batch.replica or name[1] != usual and not self._extra(micro_batch.replica, step)):
+        if own and (
+            name[0] != micro_batch.replica or (name[1] != usual and not self._extra(micro_batch.replica, step))
+        ):
             self._say(
                 f"micro-batch {micro_batch} of step {step} is batch {name[1]} of replica {name[0]}, both of whose ends "
                 "live"

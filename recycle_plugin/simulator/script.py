@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any
 
 from recycle_plugin.core.messages.activity import ELSEWHERE
 from recycle_plugin.core.messages.protocol import Fatal, Left

@@ -8,8 +8,9 @@ where that needs the parameters before, a worker takes its step back) and then g
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 from recycle_plugin import planner
 from recycle_plugin.core.vocabulary.cost import CostModel

@@ -4,10 +4,11 @@ time, and exact numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from recycle_plugin import planner
 from recycle_plugin.core.coordinator.step_validation import over

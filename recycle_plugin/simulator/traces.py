@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Iterator, Sequence
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.simulator.history import MembershipChange

@@ -8,10 +8,11 @@ and a picture.  Fractions stand against fault-free 1F1B (the paper's baseline) a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Mapping
+from typing import Any
 
 import common
 from common import OURS, PUBLISHED, Column, Table
@@ -23,8 +24,8 @@ from recycle_plugin.simulator.peers import (
     ElasticBatching,
     ElasticHorovod,
     FaultScaled,
-    PeerJob,
     Oobleck,
+    PeerJob,
     Recycle,
     RestartFromCheckpoint,
     Run,

@@ -8,9 +8,10 @@ Every figure is ours: of the paper's table none is available to us.  Fractions o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Mapping
+from typing import Any
 
 import common
 from common import OURS, Column, Table
@@ -22,8 +23,8 @@ from recycle_plugin.simulator.peers import (
     ElasticBatching,
     ElasticHorovod,
     FaultScaled,
-    PeerJob,
     Oobleck,
+    PeerJob,
     Recycle,
     RestartFromCheckpoint,
     label,

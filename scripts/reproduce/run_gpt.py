@@ -19,12 +19,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train_gpt  # noqa: E402
+import train_gpt
 
-from recycle_plugin.core.vocabulary.plan import Policy  # noqa: E402
-from recycle_plugin.core.vocabulary.profile import STATE_BYTES, UNDO_BYTES  # noqa: E402
-from recycle_plugin.settings.compose import GPTModel, TrainingJob, compose_from_command_line  # noqa: E402
-from recycle_plugin.settings.schema import Settings  # noqa: E402
+from recycle_plugin.core.vocabulary.plan import Policy
+from recycle_plugin.core.vocabulary.profile import STATE_BYTES, UNDO_BYTES
+from recycle_plugin.settings.compose import GPTModel, TrainingJob, compose_from_command_line
+from recycle_plugin.settings.schema import Settings
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def test_hosts_that_lose_the_same_are_told_together(doctor) -> None:
     """Of six hosts with half a stage each, three stages: the first has the coordinator, the others are alike by
     stage.
     """
-    cases = data(doctor, HEALTHY, "--pp 3 --dp 4", {name: 2 for name in "abcdef"})["slowdown"]["cases"]
+    cases = data(doctor, HEALTHY, "--pp 3 --dp 4", dict.fromkeys("abcdef", 2))["slowdown"]["cases"]
     assert {case["lost"]: case["hosts"] for case in cases if "hosts" in case} == {
         "host b": ["b"],
         "host c (+1 alike)": ["c", "d"],

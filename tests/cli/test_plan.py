@@ -118,7 +118,9 @@ def test_stages_that_share_weights(capsys, tmp_path: Path) -> None:
 
 
 def test_the_grid_is_drawn(capsys) -> None:
-    assert main("plan --pp 2 --dp 2 --micro-batches 2 --lost 0.1 --costs F=1,I=1,W=1".split()) == 0
+    assert (
+        main(["plan", "--pp", "2", "--dp", "2", "--micro-batches", "2", "--lost", "0.1", "--costs", "F=1,I=1,W=1"]) == 0
+    )
     grid = capsys.readouterr().out.splitlines()
     assert [line.split(" |")[0].strip() for line in grid[:4]] == ["", "0.0", "1.0", "1.1"]
     assert "F0.0" in grid[3] and grid[4].startswith("period ")
@@ -160,7 +162,7 @@ def test_the_picture_is_written(tmp_path: Path, capsys) -> None:
     ],
 )
 def test_errors_are_one_line(capsys, more: str, says: str) -> None:
-    arguments = "plan --pp 4 --dp 3 --micro-batches 6".split() + more.split()
+    arguments = ["plan", "--pp", "4", "--dp", "3", "--micro-batches", "6"] + more.split()
     assert main(arguments) == 2
     said = capsys.readouterr().err
     assert says in said and said.startswith("recycle: ") and said.count("\n") == 1

@@ -15,8 +15,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from recycle_plugin.cli import main  # noqa: E402
-from recycle_plugin.core.vocabulary import profile  # noqa: E402
+from recycle_plugin.cli import main
+from recycle_plugin.core.vocabulary import profile
 
 
 def measured(path: Path, *more: str) -> profile.Profile:

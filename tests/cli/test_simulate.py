@@ -24,7 +24,26 @@ def test_figures_add_up(capsys) -> None:
 
 
 def test_the_report_names_origins_and_transitions(capsys) -> None:
-    assert main("simulate --pp 4 --dp 6 --micro-batches 4 --preset gpt3_medium --trace gcp --hours 2".split()) == 0
+    assert (
+        main(
+            [
+                "simulate",
+                "--pp",
+                "4",
+                "--dp",
+                "6",
+                "--micro-batches",
+                "4",
+                "--preset",
+                "gpt3_medium",
+                "--trace",
+                "gcp",
+                "--hours",
+                "2",
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "ANALYTIC" in said and "ASSUMED" in said and "transitions included" in said
     assert said.count("lost ") > 5 and "back " in said

@@ -7,8 +7,8 @@ In the reference every step waits for its norm, and nobody is lost.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 import pytest
 import torch

@@ -7,7 +7,7 @@ Dropout is on; the control at the end shows that without exact mode the same fai
 from __future__ import annotations
 
 import json
-from typing import Callable
+from collections.abc import Callable
 
 import pytest
 import torch

@@ -15,9 +15,9 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -101,7 +101,7 @@ def test_a_scrape_says_what_the_log_says(launch, reference, tmp_path):
     assert found["recycle_predicted_throughput_ratio",] == resumed["throughput"] < 1
     assert found["recycle_samples_total",] == len(commits) * start["job"]["batch"] > 0
     assert found["recycle_loss",] == of(events, "loss")[-1]["loss"]
-    assert 0 < found["recycle_ettr_ratio",] and math.isfinite(found["recycle_ettr_ratio",])
+    assert found["recycle_ettr_ratio",] > 0 and math.isfinite(found["recycle_ettr_ratio",])
     assert_same_training(run.finish(), reference(), {"0.1"})
 
 

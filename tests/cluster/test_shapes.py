@@ -15,7 +15,7 @@ from tests.support.cluster import Result
 from tests.support.jobs import LOSS_TOLERANCE, PARAMETER_TOLERANCE, SQUARE
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
-import shapes_models as models  # noqa: E402
+import shapes_models as models
 
 
 @pytest.fixture

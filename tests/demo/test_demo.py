@@ -81,7 +81,7 @@ def test_an_interrupted_demo_leaves_no_process(warm, tmp_path, number):
     command = [Path(sys.executable).with_name("recycle"), "demo", "--out", out]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     events = out / "fault_free" / "events.jsonl"
-    until(lambda: events.exists() and events.read_text() or demo.poll() is not None, 120)
+    until(lambda: (events.exists() and events.read_text()) or demo.poll() is not None, 120)
     pids = [json.loads(line)["pid"] for line in events.read_text().splitlines() if '"worker"' in line]
     demo.send_signal(number)
     said, _ = demo.communicate(timeout=60)

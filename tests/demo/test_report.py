@@ -121,7 +121,7 @@ WRONG = {
         "the losses differ by nan",
     ),
     "too short": (
-        outcome(2, losses={rank: LOSSES[:-1] for rank in (0, 1, 3)}),
+        outcome(2, losses=dict.fromkeys((0, 1, 3), LOSSES[:-1])),
         "the run with_failure has not 9 losses",
     ),
     "disagree": (outcome(2, losses={1: [0.0] * STEPS}), "the survivors do not agree"),

@@ -26,7 +26,7 @@ from recycle_plugin.errors import RecycleError
 from recycle_plugin.settings.compose import compose_from_command_line
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from train_gpt import gpt, write  # noqa: E402
+from train_gpt import gpt, write
 
 RANK = int(os.environ["RANK"])
 plan = json.loads(os.environ["RECYCLE_TEST_CHECKPOINT"])

@@ -4,8 +4,8 @@ the same with every framework.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 import torch
 from wrappers import TRAINERS, gate, wait_until

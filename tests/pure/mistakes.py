@@ -7,8 +7,8 @@ Those of the loop, lineage, step machine and membership change production code; 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Callable
 
 import pytest
 

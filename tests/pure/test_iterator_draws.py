@@ -4,7 +4,7 @@ or used twice.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +32,7 @@ def test_what_was_drawn_travels_as_text(batches) -> None:
     assert unpack(pack(batches)) == batches
 
 
-@lru_cache(maxsize=None)
+@cache
 def planned(view: ClusterView) -> Plan:
     return plan(view, CostModel.uniform(view.topology.stages), Policy())
 

@@ -61,7 +61,7 @@ def test_where_nothing_has_survived_the_whole_step_is_left(job) -> None:
         lambda one: {one}
         if one.op is not Op.B or not policy.split_backward
         else {Instruction(op, one.stage, one.micro_batch, STEP) for op in (Op.I, Op.W)}
-    )  # noqa: E731
+    )
     for seat, program in planned.programs.items():
         expected = {part for one in program if one.op in COMPUTE for part in split(one.at(STEP))}
         assert set(recovery.compute[seat]) == expected

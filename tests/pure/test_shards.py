@@ -68,7 +68,7 @@ class Shards:
         one, mine, other = self.program[self.finished[shard]], self.finished[shard], self.finished[1 - shard]
         if one.op in JOINT:
             self.entered[shard] = True
-            return other > mine or other == mine and self.entered[1 - shard]
+            return other > mine or (other == mine and self.entered[1 - shard])
         return one.op not in WITH_OTHERS or self.random.random() < 0.9  # it comes at another time for each
 
 

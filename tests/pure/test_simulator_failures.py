@@ -4,10 +4,10 @@ costs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 from statistics import mean
-from typing import Callable
 
 import pytest
 from hypothesis import given, settings

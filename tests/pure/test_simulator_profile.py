@@ -101,7 +101,7 @@ def test_written_and_read_back(tmp_path: Path) -> None:
         {"boundary_bytes": "x"},
         {"gpus_per_worker": 0},
         {"device_bytes": 1.5},
-        {"layer": {**{k: 1 for k in MEDIUM.layer.__dict__}, "forward_us": -1}},
+        {"layer": {**dict.fromkeys(MEDIUM.layer.__dict__, 1), "forward_us": -1}},
     ],
 )
 def test_a_broken_profile_is_named(tmp_path: Path, change: dict) -> None:

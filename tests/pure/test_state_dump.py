@@ -7,11 +7,12 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
 from hashlib import sha256
 from math import inf, nan
-from typing import Any, Iterator
+from typing import Any
 
 import pytest
 

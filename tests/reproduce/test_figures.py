@@ -77,9 +77,18 @@ def trace_is_honest(folder: Path) -> None:
         if row["policy"].startswith(("Oobleck", "fault-scaled", "ReCycle"))
     )
     steady = rows(folder / "steady.csv")
-    assert [
-        row["ReCycle [published]"] for row in steady
-    ] == "1.000 0.996 0.948 0.936 0.899 0.837 0.821 0.804 0.784 0.779".split()
+    assert [row["ReCycle [published]"] for row in steady] == [
+        "1.000",
+        "0.996",
+        "0.948",
+        "0.936",
+        "0.899",
+        "0.837",
+        "0.821",
+        "0.804",
+        "0.784",
+        "0.779",
+    ]
     for row in steady:
         assert (
             float(row["ours/1F1B [ours]"])

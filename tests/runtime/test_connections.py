@@ -8,7 +8,7 @@ import queue
 import select
 import socket
 import threading
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 

@@ -10,8 +10,9 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist

@@ -11,9 +11,10 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import pytest
 import torch

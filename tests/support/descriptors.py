@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Iterator
 
 
 @contextmanager

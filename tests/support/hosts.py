@@ -12,9 +12,10 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Callable, Iterator, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 import psutil
 

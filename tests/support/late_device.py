@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.runtime.control.session import Session

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Callable
 
 import pytest
 

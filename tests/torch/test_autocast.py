@@ -23,12 +23,12 @@ from tests.support.stored_stage import StoredStage
 
 pytest.importorskip("deepspeed")
 
-from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockBuckets, StockOptimizer  # noqa: E402
-from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm  # noqa: E402
-from recycle_plugin.runtime.stage.gradients import Gradients  # noqa: E402
-from recycle_plugin.runtime.worker.changed_state import stage_state  # noqa: E402
-from recycle_plugin.runtime.worker.scaling import LossScale  # noqa: E402
-from recycle_plugin.runtime.worker.stepping import Stepping, undo_record  # noqa: E402
+from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockBuckets, StockOptimizer
+from recycle_plugin.runtime.stage.clipping import Clipping, TrueNorm
+from recycle_plugin.runtime.stage.gradients import Gradients
+from recycle_plugin.runtime.worker.changed_state import stage_state
+from recycle_plugin.runtime.worker.scaling import LossScale
+from recycle_plugin.runtime.worker.stepping import Stepping, undo_record
 
 WIDTH = 8
 

@@ -10,11 +10,17 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from recycle_plugin.adapters.deepspeed.checkpoint import Copied, Inventory, beside, file_beside, take_beside  # noqa: E402
-from recycle_plugin.errors import RecycleError  # noqa: E402
-from recycle_plugin.runtime.state.stage_state import StatePart  # noqa: E402
-from tests.support.optimizers import same  # noqa: E402
-from tests.torch.test_stage_state import Worker, without  # noqa: E402
+from recycle_plugin.adapters.deepspeed.checkpoint import (
+    Copied,
+    Inventory,
+    beside,
+    file_beside,
+    take_beside,
+)
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.state.stage_state import StatePart
+from tests.support.optimizers import same
+from tests.torch.test_stage_state import Worker, without
 
 
 class Files:

@@ -5,24 +5,24 @@ any number of replicas.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable
 
 import pytest
 import torch
 
 pytest.importorskip("deepspeed")
 
-from deepspeed.checkpoint import constants as names  # noqa: E402
+from deepspeed.checkpoint import constants as names
 
-from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles  # noqa: E402
-from recycle_plugin.adapters.deepspeed.checkpoint import check_loadable  # noqa: E402
-from recycle_plugin.errors import RecycleError  # noqa: E402
-from recycle_plugin.runtime.stage.masters import Masters  # noqa: E402
-from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, of_parameters  # noqa: E402
-from recycle_plugin.runtime.state.undo import KINDS  # noqa: E402
-from tests.support.optimizers import same  # noqa: E402
+from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer, StateFiles
+from recycle_plugin.adapters.deepspeed.checkpoint import check_loadable
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.stage.masters import Masters
+from recycle_plugin.runtime.state.stage_state import OptimizerState, StageState, of_parameters
+from recycle_plugin.runtime.state.undo import KINDS
+from tests.support.optimizers import same
 
 MAKE: dict[str, Callable] = {
     "adam": lambda groups: torch.optim.Adam(groups, lr=0.01),

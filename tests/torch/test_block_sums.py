@@ -23,7 +23,7 @@ class Threads:
     def __init__(self, live: int) -> None:
         self.live, self._barrier, self._sent = live, threading.Barrier(live), {}
 
-    def member(self, position: int) -> "Member":
+    def member(self, position: int) -> Member:
         return Member(self, position)
 
     def swap(self, position: int, parts: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("megatron.core")
 
-from recycle_plugin.adapters.megatron import gpt  # noqa: E402
-from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss  # noqa: E402
-from recycle_plugin.runtime.stage.split_backward import DeferredWeights  # noqa: E402
+from recycle_plugin.adapters.megatron import gpt
+from recycle_plugin.adapters.megatron.gpt import GPTShape, gpt_layers, gpt_loss
+from recycle_plugin.runtime.stage.split_backward import DeferredWeights
 
 pytestmark = pytest.mark.usefixtures("process_group")
 SHAPE = GPTShape(layers=2, hidden=32, heads=4, sequence=16, vocabulary=64, dropout=0.1)

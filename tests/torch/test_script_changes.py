@@ -9,9 +9,10 @@ import io
 import os
 import pickle
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import numpy
 import pytest

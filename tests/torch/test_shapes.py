@@ -5,7 +5,8 @@ more.
 from __future__ import annotations
 
 import random
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -231,7 +232,7 @@ def convolution() -> list[nn.Module]:
 
 
 def checkpointed(run: Callable[..., Any]) -> list[nn.Module]:
-    parts = lambda: nn.Sequential(linear(), nn.Dropout(0.4), nn.GELU(), linear())  # noqa: E731
+    parts = lambda: nn.Sequential(linear(), nn.Dropout(0.4), nn.GELU(), linear())
     return [Layer(lambda parts, given: run(parts["inner"], given), inner=parts()) for _ in range(3)]
 
 

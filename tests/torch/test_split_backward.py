@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Callable
 
 import pytest
 import torch
@@ -330,9 +330,8 @@ def test_autocast_and_no_grad_run_the_stock_layer():
 def test_errors_say_what_went_wrong():
     model = nn.Sequential(nn.Linear(16, 16))
     deferred, (x, *_) = DeferredWeights(model), activations(5, 16)
-    with pytest.raises(RuntimeError, match="hold\\(\\) inside hold\\(\\)"):
-        with deferred.hold(), deferred.hold():
-            pass
+    with pytest.raises(RuntimeError, match="hold\\(\\) inside hold\\(\\)"), deferred.hold(), deferred.hold():
+        pass
     pending = in_i(deferred, lambda: model(x).sum().backward())  # the failed one has been left properly
     with torch.no_grad():
         x.add_(1)

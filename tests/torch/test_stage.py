@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import contextmanager
-from typing import Iterable
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def stage_at(
     blocks = None if block is None else BlockSums(parameters, Policy(block=block).blocks(Topology(2, 3, 4)))
     model = StageModel(module, nn.functional.mse_loss, 2, stage == 0, stage == stages - 1, device)
     deferred = DeferredWeights(module) if split else None
-    draws = lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, stage, half), device)  # noqa: E731
+    draws = lambda micro_batch, step, half: keyed(random_key(1, step, micro_batch, stage, half), device)
     return Stage(model, deferred, draws, blocks, masters), module, parameters
 
 

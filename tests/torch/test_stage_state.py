@@ -7,9 +7,9 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Callable
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("deepspeed")
 
-from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer  # noqa: E402
-from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockOptimizer, counters_part, loss_scaler  # noqa: E402
-from recycle_plugin.core.worker.data_cursor import DataCursor  # noqa: E402
-from recycle_plugin.errors import RecycleError  # noqa: E402
-from recycle_plugin.runtime.stage.masters import Masters  # noqa: E402
+from recycle_plugin.adapters.deepspeed.bf16 import MasterOptimizer
+from recycle_plugin.adapters.deepspeed.ports import COUNTERS, StockOptimizer, counters_part, loss_scaler
+from recycle_plugin.core.worker.data_cursor import DataCursor
+from recycle_plugin.errors import RecycleError
+from recycle_plugin.runtime.stage.masters import Masters
 from recycle_plugin.runtime.state.stage_state import (
     Chunk,
     Filling,
@@ -32,12 +32,12 @@ from recycle_plugin.runtime.state.stage_state import (
     StatePart,
     TensorForm,
     of_parameters,
-)  # noqa: E402
-from recycle_plugin.runtime.state.undo import KINDS  # noqa: E402
-from recycle_plugin.runtime.worker.changed_state import scheduler_part, stage_state  # noqa: E402
-from recycle_plugin.runtime.worker.scaling import LossScale  # noqa: E402
-from tests.support.optimizers import Make, same  # noqa: E402
-from tests.support.optimizers import stage_state as of_list  # noqa: E402
+)
+from recycle_plugin.runtime.state.undo import KINDS
+from recycle_plugin.runtime.worker.changed_state import scheduler_part, stage_state
+from recycle_plugin.runtime.worker.scaling import LossScale
+from tests.support.optimizers import Make, same
+from tests.support.optimizers import stage_state as of_list
 
 OPTIMIZERS: dict[str, Make] = {
     "adam": lambda ps: torch.optim.Adam(ps, lr=0.01),

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Callable
 
 import torch
 from torch import nn

@@ -10,9 +10,10 @@ together again.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any
 
 import torch
 from deepspeed.checkpoint import constants as names

@@ -11,11 +11,12 @@ of the stage's own beside it, which stock does not read: the loss scale, and wei
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import AbstractSet, Any, Callable, Iterator, Mapping
+from typing import AbstractSet, Any
 
 import torch
 from deepspeed.checkpoint import constants as names

@@ -9,10 +9,11 @@ used in this module only.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from deepspeed.pipe import PipelineModule

@@ -15,10 +15,11 @@ import importlib.machinery
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Callable, Iterator
+from typing import Any
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.runtime.control.session import Session

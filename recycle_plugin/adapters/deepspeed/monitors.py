@@ -8,10 +8,11 @@ the environment names one to be resumed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import deepspeed.comm as dist
 import torch

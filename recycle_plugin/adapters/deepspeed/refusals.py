@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 from recycle_plugin.errors import RecycleError
 from recycle_plugin.settings.schema import SECTION

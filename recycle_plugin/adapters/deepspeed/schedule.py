@@ -7,7 +7,7 @@ takes no way through DeepSpeed.
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 from deepspeed.runtime.pipe import schedule as stock
 

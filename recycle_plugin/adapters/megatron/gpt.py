@@ -8,10 +8,10 @@ membership reaches them.  ``torch.distributed`` has to be initialised before the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Iterator
 
 import torch
 import torch.distributed as dist

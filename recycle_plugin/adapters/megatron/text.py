@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Iterable, Iterator
 
 import torch
 from torch import Tensor

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections import OrderedDict
-from typing import Any, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn

@@ -14,8 +14,8 @@ What follows for the job, a new generation or its end, core/coordinator/membersh
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Iterable
 
 from recycle_plugin.core.coordinator.failure_detector import FailureDetector
 from recycle_plugin.core.coordinator.output import SUPERVISORS, CoordinatorOutput

@@ -4,8 +4,9 @@ it begins.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 from recycle_plugin.core.messages.job_spec import JobSpec
 from recycle_plugin.core.messages.protocol import Ready

@@ -24,9 +24,10 @@ counts as little more than one in time: while the coordinator itself was stopped
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Iterable, NamedTuple
+from typing import NamedTuple
 
 from recycle_plugin.core.messages.activity import COMPUTES, WAITS
 from recycle_plugin.core.messages.protocol import Heartbeat, Lease, SupervisorHeartbeat

@@ -8,8 +8,8 @@ of an arithmetic unit, or of the software.  It says nothing of who is right, so 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Iterator
 
 from recycle_plugin.core.messages.protocol import Fingerprint
 from recycle_plugin.core.vocabulary.roster import Group, Member, Roster, WorkerId

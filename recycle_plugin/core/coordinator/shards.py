@@ -16,8 +16,8 @@ stay.  What one shard has left out none of them holds, so it is void, and comes 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Sequence
 
 from recycle_plugin.core.vocabulary.dataflow import Datum, pack, provides, requires, unpack
 from recycle_plugin.core.vocabulary.instruction import RECEIVES, Instruction, Op
@@ -52,7 +52,7 @@ class Lockstep:
         missing: set[Datum] = set()
         runs = []
         for one in between:
-            if one.op in WITH_OTHERS and not comes(one) or missing & set(requires(one, self.stages, tied=True)):
+            if (one.op in WITH_OTHERS and not comes(one)) or missing & set(requires(one, self.stages, tied=True)):
                 missing |= set(requires(one, self.stages) if one.op in RECEIVES else provides(one))
             else:
                 runs.append(one)

@@ -8,11 +8,12 @@ object that two others share) hears so, with its place, at the first :func:`dump
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from enum import Enum
 from functools import cached_property
 from importlib import import_module
 from math import isfinite
-from typing import Any, Iterable
+from typing import Any
 
 PLAIN = (type(None), bool, int, str)
 VALUES = {kind.__name__: kind for kind in (tuple, set, frozenset)}
@@ -56,7 +57,7 @@ class _Dump:
 
     def of(self, thing: Any, where: str) -> Any:
         kind = type(thing)
-        if kind in PLAIN or kind is float and isfinite(thing):
+        if kind in PLAIN or (kind is float and isfinite(thing)):
             return thing
         if kind is float:
             return {"float": str(thing)}

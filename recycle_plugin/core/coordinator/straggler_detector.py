@@ -9,8 +9,8 @@ any level, the one at which a worker counts as slow included, changes nothing.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from statistics import median, median_low
-from typing import Mapping
 
 from recycle_plugin.core.messages.protocol import ComputeTime
 from recycle_plugin.core.vocabulary.ids import Seat

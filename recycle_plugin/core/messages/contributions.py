@@ -15,7 +15,7 @@ are added, since each shard has other parameters.
 
 from __future__ import annotations
 
-from typing import Iterator
+from collections.abc import Iterator
 
 from recycle_plugin.core.messages.protocol import Contribution
 

@@ -83,7 +83,7 @@ def decode(frame: bytes) -> object:
     frames = Frames()
     frames.feed(frame)
     message = frames.take()
-    if message is None or frames.broken_off and not isinstance(message, Unreadable):
+    if message is None or (frames.broken_off and not isinstance(message, Unreadable)):
         return Unreadable(
             "a frame", "ends before its message does" if message is None else "has something behind its message"
         )

@@ -7,12 +7,13 @@ is its value.  What does not fit is no exception but an :class:`Unreadable`, wit
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from operator import attrgetter
 from types import NoneType, UnionType
-from typing import Any, Callable, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 SCALARS = (NoneType, bool, int, float, str)
@@ -92,7 +93,7 @@ def form_of(hint: Any) -> TypeForm:
         return _tuple(get_args(hint))
     if get_origin(hint) is dict and get_args(hint)[0] is str:
         return _dict(form_of(get_args(hint)[1]))
-    if is_dataclass(hint) or isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields"):
+    if is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, tuple) and hasattr(hint, "_fields")):
         return _record(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return _enumeration(hint)

@@ -54,7 +54,7 @@ class StepMachine:
     def resume(self, committed: int, undo: bool) -> None:
         """Everybody goes on from ``committed``.  ``undo``: this worker, which is ahead, takes its last step back."""
         ahead = self.stepped - committed
-        if ahead not in (0, 1) or committed < self.committed or undo and not ahead:
+        if ahead not in (0, 1) or committed < self.committed or (undo and not ahead):
             raise AssertionError(
                 f"told to go on from step {committed} with {self.stepped} applied and {self.committed} committed here"
             )

@@ -7,7 +7,8 @@ stages two steps are in flight and an activation of step k must never be taken f
 
 from __future__ import annotations
 
-from typing import Iterable, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op

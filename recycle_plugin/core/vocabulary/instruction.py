@@ -21,7 +21,7 @@ class Op(str, Enum):
     F = "F"  # forward
     SEND_ACT = "SA"
     RECV_GRAD = "RG"
-    I = "I"  # noqa: E741  backward, gradient of the input
+    I = "I"
     SEND_GRAD = "SG"
     W = "W"  # backward, gradient of the weights
     B = "B"  # backward, both at once

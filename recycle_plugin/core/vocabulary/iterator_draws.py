@@ -26,8 +26,9 @@ k was used at both ends, and drawn and copied before that.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import AbstractSet, Iterator, Mapping, NamedTuple
+from typing import AbstractSet, NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import Op

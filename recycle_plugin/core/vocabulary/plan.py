@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Mapping, Sequence
 
 from recycle_plugin.core.vocabulary.blocks import Blocks
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat

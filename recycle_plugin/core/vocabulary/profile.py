@@ -7,9 +7,10 @@ its title is shown.  JSON: the fields of :class:`Profile`, parts and links as ob
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from recycle_plugin.core.vocabulary.cost import CostModel
 

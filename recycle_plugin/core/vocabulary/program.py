@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 from recycle_plugin.core.vocabulary.instruction import STAGE_WIDE, Instruction, Op
@@ -78,7 +79,7 @@ class Packed(Mapping[Seat, memoryview]):
     """A row of 64-bit integers for each seat.  ``data`` holds the rows one after the other in the order of
     ``seats`` (sorted); row i ends before entry ``ends[i]``."""
 
-    __slots__ = ("seats", "ends", "data")
+    __slots__ = ("data", "ends", "seats")
 
     def __init__(self, seats: tuple[Seat, ...], ends: tuple[int, ...], data: bytes) -> None:
         if 8 * (ends[-1] if ends else 0) != len(data) or len(seats) != len(ends):
@@ -141,7 +142,7 @@ class Programs(Packed):
 class Route(Mapping[tuple[int, MicroBatch], Seat]):
     """The seat that runs each (stage, micro-batch).  ``data``: 32-bit replica numbers by stage, replica, index."""
 
-    __slots__ = ("topology", "data")
+    __slots__ = ("data", "topology")
 
     def __init__(self, topology: Topology, data: bytes) -> None:
         if len(data) != 4 * topology.stages * topology.replicas * topology.micro_batches:

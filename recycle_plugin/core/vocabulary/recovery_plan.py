@@ -20,8 +20,9 @@ the reduced gradients, which everybody keeps: it comes out the same.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import AbstractSet, Mapping
+from typing import AbstractSet
 
 from recycle_plugin.core.vocabulary.blocks import Block
 from recycle_plugin.core.vocabulary.dataflow import Datum, requires
@@ -106,7 +107,7 @@ def without_later(held: Held, step: int) -> Held:
     """What counts of ``held`` where ``step`` was rejected: nothing later; and who has applied it astray has not."""
     back = _astray(held, step)
     return {
-        seat: frozenset(datum for datum in have if datum.step <= step or datum.kind == "params" and seat not in back)
+        seat: frozenset(datum for datum in have if datum.step <= step or (datum.kind == "params" and seat not in back))
         for seat, have in held.items()
     }
 
@@ -116,7 +117,7 @@ def surviving(held: Held, recovery: RecoveryPlan) -> Held:
     later = Datum("params", 0, None, recovery.step + 1)
 
     def stays(seat: Seat, datum: Datum) -> bool:
-        return datum.step <= recovery.step or datum.kind != "stash" and datum != later._replace(stage=seat.stage)
+        return datum.step <= recovery.step or (datum.kind != "stash" and datum != later._replace(stage=seat.stage))
 
     return {
         seat: have if seat not in recovery.undo else frozenset(d for d in have if stays(seat, d))

@@ -10,10 +10,11 @@ members.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Hashable, Iterator, KeysView
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Callable, Collection, Hashable, Iterator, KeysView, NamedTuple
+from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.ids import Seat

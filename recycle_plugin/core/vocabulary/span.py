@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Hashable, Iterable, NamedTuple
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction

@@ -20,9 +20,9 @@ count with that.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Iterable
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 

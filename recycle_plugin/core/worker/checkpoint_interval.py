@@ -9,10 +9,11 @@ tells it the same, so that all come to the same step.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import ceil, sqrt
 from statistics import fmean, median, median_low, stdev
-from typing import Collection, NamedTuple
+from typing import NamedTuple
 
 from recycle_plugin.core.vocabulary.commit_rule import unstarted
 

@@ -10,7 +10,8 @@ it its name: the verdict is one for all, who go on without the checkpoint, and w
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from recycle_plugin.core.messages.protocol import BarrierPassed
 from recycle_plugin.core.worker.control_view import ControlView

@@ -5,7 +5,7 @@ simulated.
 from __future__ import annotations
 
 from collections import deque
-from typing import Iterator
+from collections.abc import Iterator
 
 from recycle_plugin.core.messages.protocol import BarrierPassed, Collected, Committed, End, Generation, Resume
 from recycle_plugin.core.vocabulary.describe import named
@@ -129,7 +129,7 @@ class ControlView:
     def _is_certain(self, pending: Generation | None) -> bool:
         """Whether all go on with it, unless there is a failure: it holds at once, or all have come to its step."""
         return pending is not None and (
-            not pending.from_step or self._resume is not None and self._resume.generation == pending.number
+            not pending.from_step or (self._resume is not None and self._resume.generation == pending.number)
         )
 
     def interruption(self) -> Generation | None:

@@ -12,7 +12,8 @@ lost worker gets its data from who has read it.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from recycle_plugin.core.messages.protocol import Note
 from recycle_plugin.core.vocabulary.dataflow import Datum

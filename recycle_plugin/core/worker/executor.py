@@ -7,7 +7,8 @@ and degraded steps, real and simulated, all pass through here: there is no secon
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Iterator, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.instruction import Instruction

@@ -21,9 +21,10 @@ to what is here, a few data for each micro-batch that the worker runs, however m
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, Mapping, NamedTuple, Protocol, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import TRAVELS, Datum, consumes, goes_to, requires
 from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat

@@ -11,8 +11,9 @@ whose waits block, drains it (runtime/worker/blocking_loop.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.messages.protocol import (
     BarrierReached,

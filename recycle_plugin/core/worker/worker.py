@@ -8,11 +8,12 @@ It says losses and shares of the norm, judges, and hands out what it draws from 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import Any, Callable, Iterable, Iterator, Mapping, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from recycle_plugin.core.messages.contributions import LOSS, NORM, SHARE
 from recycle_plugin.core.messages.protocol import Contribution

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Sequence
+from collections.abc import Sequence
 
 from recycle_plugin.core.vocabulary.instruction import Instruction, Op
 from recycle_plugin.errors import RecycleError

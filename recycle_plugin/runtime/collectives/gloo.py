@@ -6,9 +6,10 @@ import os
 import socket
 import stat
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions

@@ -7,7 +7,8 @@ when they are first used (runtime/collectives/in_flight.py).
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,7 +85,7 @@ class MemberGroup(dist.ProcessGroup):
             session, outcomes, options.group_id, self._ranks, self._rank, options.store, options.timeout
         )
 
-    def getBackendName(self) -> str:  # noqa: N802  torch's name
+    def getBackendName(self) -> str:
         return BACKEND
 
     # --- operations -----------------------------------------------------------------------------------

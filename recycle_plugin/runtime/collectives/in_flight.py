@@ -15,9 +15,10 @@ a link to themselves, since recovery runs them in an order that is not the scrip
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -92,7 +93,7 @@ class Call:
     @property
     def has_news(self) -> bool | None:
         handle = self.handle
-        return True if self.over or handle is not None and handle.poll() else None
+        return True if self.over or (handle is not None and handle.poll()) else None
 
 
 class TorchWork(dist.Work):

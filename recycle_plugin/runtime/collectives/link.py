@@ -14,8 +14,9 @@ An implementation passes tests/runtime/test_link.py.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Protocol, Sequence
+from typing import Protocol
 
 import torch
 from torch.distributed import ReduceOp

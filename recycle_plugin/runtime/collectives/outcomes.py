@@ -12,8 +12,9 @@ from __future__ import annotations
 import io
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist

@@ -14,8 +14,9 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Protocol
+from typing import Protocol
 
 from recycle_plugin.core.messages.encoding import LIMIT, Frames, encode
 from recycle_plugin.core.messages.typed import Unreadable

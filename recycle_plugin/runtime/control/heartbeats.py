@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Callable, Iterator
 
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, LONGEST
 from recycle_plugin.core.messages.protocol import Heartbeat, Lease

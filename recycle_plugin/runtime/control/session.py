@@ -12,9 +12,10 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Callable, Iterator, TypeVar
+from typing import TypeVar
 
 from recycle_plugin.core.messages.activity import WAITS
 from recycle_plugin.core.messages.protocol import (
@@ -174,7 +175,7 @@ class Session(ControlView):
         outside = (
             isinstance(message, Generation) and not message.from_step and self.worker not in message.roster.workers
         )
-        if self.given_up is not None and (fenced or outside and not self._closed and not self.has_left(message)):
+        if self.given_up is not None and (fenced or (outside and not self._closed and not self.has_left(message))):
             self.given_up(message.reason if fenced else message.cause)
 
     def _coordinator_gone(self) -> None:

@@ -7,7 +7,7 @@ although it is back; a datagram gets through as soon as anything does.
 from __future__ import annotations
 
 import asyncio
-from typing import Callable
+from collections.abc import Callable
 
 from recycle_plugin.core.messages.encoding import decode
 from recycle_plugin.core.messages.protocol import SupervisorHeartbeat

@@ -11,7 +11,8 @@ What is known to move tensors so is tested by one suite (tests/runtime/test_move
 
 from __future__ import annotations
 
-from typing import Iterable, Iterator, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from recycle_plugin.core.vocabulary.dataflow import Datum
 from recycle_plugin.runtime.device import Copy, Tensors

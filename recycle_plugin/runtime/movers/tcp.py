@@ -15,8 +15,9 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Callable, Iterable, Iterator, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 

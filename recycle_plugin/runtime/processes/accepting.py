@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Callable
+from collections.abc import Callable
 
 NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})  # here, whoever is at the other end
 GONE = frozenset(

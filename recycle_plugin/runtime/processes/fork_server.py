@@ -26,8 +26,8 @@ import struct
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 from recycle_plugin.core.messages.encoding import HEAD
 from recycle_plugin.core.messages.typed import Unreadable

@@ -18,7 +18,7 @@ import socket
 import stat
 import threading
 import weakref
-from typing import Callable, Collection
+from collections.abc import Callable, Collection
 
 DEFAULTS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}  # Python's
 _connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()

@@ -38,8 +38,9 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO, Callable
+from typing import BinaryIO
 
 from recycle_plugin.runtime.processes import signal_info
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Mapping
+from collections.abc import Mapping
 
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.descriptors import TooFewDescriptors, provide

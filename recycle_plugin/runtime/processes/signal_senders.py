@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Callable
 
 from recycle_plugin.runtime.processes.signal_info import ENDING, heard, opened
 

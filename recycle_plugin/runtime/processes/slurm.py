@@ -5,7 +5,7 @@ no launcher has been.
 from __future__ import annotations
 
 import re
-from typing import Mapping
+from collections.abc import Mapping
 
 FIRST_PORT, PORTS = 20_000, 12_000  # below those that systems hand out
 

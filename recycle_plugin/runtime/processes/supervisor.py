@@ -17,9 +17,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Callable, Coroutine
 
 from recycle_plugin.core.coordinator.output import Event
 from recycle_plugin.core.messages.encoding import encode

@@ -9,8 +9,9 @@ import json
 import os
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Callable, Protocol
+from typing import Protocol
 
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.spawn import Process, spawn

@@ -8,8 +8,9 @@ block nor on how many workers there are.  Contributions are only read.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Iterator, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 

@@ -5,7 +5,8 @@ them.
 from __future__ import annotations
 
 import math
-from typing import AbstractSet, Mapping
+from collections.abc import Mapping
+from typing import AbstractSet
 
 import torch
 

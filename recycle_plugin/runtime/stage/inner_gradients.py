@@ -7,8 +7,8 @@ torch offers no seam here that sees every call: ``torch.autograd.grad`` may have
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Callable, Iterator, Mapping
 
 import torch
 from torch.autograd.graph import GradientEdge

@@ -7,7 +7,7 @@ loses nothing of the small ones.
 
 from __future__ import annotations
 
-from typing import Iterable
+from collections.abc import Iterable
 
 import torch
 

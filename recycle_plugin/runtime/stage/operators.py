@@ -6,8 +6,9 @@ layer type's calls become operators; other modules register their own.  runtime/
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Callable, Iterable, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Iterator
 
 from recycle_plugin.core.vocabulary.ids import MicroBatch
 from recycle_plugin.runtime.device import Device

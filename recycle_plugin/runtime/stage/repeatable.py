@@ -10,7 +10,8 @@ buffers as they are.  A cache may be filled once.  A backward has to leave them 
 from __future__ import annotations
 
 import random
-from typing import Any, Callable, Iterator, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 

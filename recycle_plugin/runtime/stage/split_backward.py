@@ -29,9 +29,10 @@ What is not converted stays fused inside I: correct, but with less to overlap.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Iterable, Iterator, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn

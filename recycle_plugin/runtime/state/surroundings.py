@@ -8,8 +8,9 @@ groups, numbers and words, is seen here.  What it keeps elsewhere is not: ``sett
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, MutableMapping
+from typing import Any
 
 import torch
 

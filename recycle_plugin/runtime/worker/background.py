@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE

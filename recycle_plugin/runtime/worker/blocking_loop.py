@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from recycle_plugin import planner
 from recycle_plugin.core.messages.protocol import BarrierPassed

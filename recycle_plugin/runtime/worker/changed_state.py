@@ -5,8 +5,9 @@ is for).
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Callable
+from typing import Any
 
 from recycle_plugin.core.worker.iterator_data import IteratorData
 from recycle_plugin.runtime.stage.stage import Stage

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 from recycle_plugin import folders
 from recycle_plugin.core.messages.activity import ELSEWHERE

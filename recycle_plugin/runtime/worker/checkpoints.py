@@ -4,9 +4,9 @@ job leaves which has become too slow.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Callable
 
 from recycle_plugin.core.worker.checkpoint_interval import CheckpointInterval
 from recycle_plugin.errors import NotSaved

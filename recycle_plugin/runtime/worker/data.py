@@ -4,8 +4,9 @@ read from a script's iterator.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Callable
+from typing import Any
 
 from torch.utils.data import BatchSampler, Dataset, default_collate
 from torch.utils.data.distributed import DistributedSampler

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Callable, Iterable, Iterator, TypeVar
+from typing import Any, TypeVar
 
 from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, awaited
 from recycle_plugin.core.messages.protocol import Missing

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from typing import Iterable
+from collections.abc import Iterable
 
 from recycle_plugin import planner
 from recycle_plugin.core.vocabulary.cost import CostModel

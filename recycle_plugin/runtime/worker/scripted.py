@@ -7,8 +7,9 @@ So a micro-batch that a loss interrupts between the two counts once, whoever doe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Callable
+from typing import Any
 
 import torch
 

@@ -8,7 +8,7 @@ clips after STEP has begun.
 
 from __future__ import annotations
 
-from typing import Mapping
+from collections.abc import Mapping
 
 import torch
 

@@ -9,11 +9,12 @@ the commit (runtime/state/touch.py).
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 import torch
 

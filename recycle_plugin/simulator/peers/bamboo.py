@@ -83,7 +83,7 @@ class Bamboo:
             live, overloaded = live - 1, overloaded + 1
         live += change.joined
         more = live // self.stages > state.live // self.stages
-        if fatal or more or live and 2 * overloaded / live > OVERLOADED:
+        if fatal or more or (live and 2 * overloaded / live > OVERLOADED):
             step = self.step_s if change.lost else 0.0
             return Nodes(live), PeerTransition(
                 RENDEZVOUS_S, trained_s % step if step else 0.0, "fatal, rendezvous" if fatal else "rendezvous"

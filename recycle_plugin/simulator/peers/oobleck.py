@@ -15,8 +15,8 @@ time of each pipeline.  ``best=True`` ranks by that too, which flatters Oobleck.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Iterator, Mapping, Sequence
 
 from recycle_plugin.core.vocabulary.profile import STATE_BYTES, LayerProfile
 from recycle_plugin.simulator.peers.peer_job import PeerJob

@@ -8,8 +8,9 @@ once for all policies: each picks that part of its own list of live workers, so 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Iterable, Protocol, Sequence
+from typing import Any, Protocol
 
 HOUR_S = 3600.0
 UNVALIDATED = "unvalidated"

@@ -5,7 +5,7 @@ autograd.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Iterator
+from collections.abc import Iterator
 
 from recycle_plugin.runtime.stage.boundary import Tensors
 

@@ -8,7 +8,8 @@ as for a peer that has lost them.
 from __future__ import annotations
 
 import random
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 

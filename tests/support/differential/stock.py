@@ -6,8 +6,9 @@ The weight gradients are added up by autograd in the order in which the plugin's
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +95,7 @@ def masked_words(generator: torch.Generator, length: int) -> tuple[Tensor, Tenso
     return made, made < 5
 
 
-words = lambda: nn.Embedding(WORDS, WIDTH)  # noqa: E731
+words = lambda: nn.Embedding(WORDS, WIDTH)
 
 DATA: dict[str, Data] = {
     "vectors": Data(lambda g, n: vectors(g, 2, n), lambda a, given: given),

@@ -151,7 +151,7 @@ def routed(own: Any, hidden: Tensor) -> Tensor:
 
 # --- checkpointed, cast, packed ---------------------------------------------------------------------
 
-inside = lambda: nn.Sequential(linear(), nn.Dropout(0.4), nn.Tanh(), linear())  # noqa: E731
+inside = lambda: nn.Sequential(linear(), nn.Dropout(0.4), nn.Tanh(), linear())
 
 
 def cast(own: Any, hidden: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,7 @@ def leaf(hidden: Tensor) -> Tensor:
 
 # --- usual layers -----------------------------------------------------------------------------------
 
-mlp = lambda: nn.Sequential(linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.3), linear(2 * WIDTH, WIDTH))  # noqa: E731
+mlp = lambda: nn.Sequential(linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.3), linear(2 * WIDTH, WIDTH))
 
 simple("linear", lambda own, h: own.a(h), a=linear)
 simple("linear without bias", lambda own, h: own.a(h), a=partial(linear, bias=False))

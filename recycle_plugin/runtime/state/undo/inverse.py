@@ -14,7 +14,8 @@ AMSGrad, unknown optimizers, sparse gradients.
 
 from __future__ import annotations
 
-from typing import Any, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 

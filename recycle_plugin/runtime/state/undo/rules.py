@@ -10,8 +10,9 @@ throws the parameter away.  So v is clamped at the rounding of what it comes fro
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping, Protocol
+from typing import Any, Protocol
 
 import torch
 
