@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from recycle_plugin.core.messages.encoding import CONTROL, HEAD
-from recycle_plugin.runtime.movers import tcp as transport
+from recycle_plugin.runtime.movers import tcp
 from tests.support.cluster import Run
 from tests.support.jobs import WRAPPED, after_step, assert_same_training, hold
 
@@ -27,7 +27,7 @@ SAID = (
     bytes(64),
     os.urandom(400),
     HEAD.pack(b"RP", CONTROL.version, len(DEEP)) + DEEP,
-    HEAD.pack(b"RP", transport.LANGUAGE.version, len(DEEP)) + DEEP,
+    HEAD.pack(b"RP", tcp.LANGUAGE.version, len(DEEP)) + DEEP,
 )
 PATIENCE_S = 20.0
 

@@ -24,20 +24,19 @@ from recycle_plugin.core.coordinator.state_dump import load
 from recycle_plugin.core.coordinator.step_ledger import StepLedger
 from recycle_plugin.core.messages.contributions import NORM
 from recycle_plugin.core.messages.protocol import OfWorker
-from recycle_plugin.core.vocabulary import recovery_plan as lineage
+from recycle_plugin.core.vocabulary import recovery_plan
 from recycle_plugin.core.vocabulary.causes import Cause
 from recycle_plugin.core.vocabulary.commit_rule import StepMachine
 from recycle_plugin.core.vocabulary.dataflow import Datum, goes_to
 from recycle_plugin.core.vocabulary.instruction import Op
 from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
-from recycle_plugin.core.worker import training_loop as loop
+from recycle_plugin.core.worker import training_loop
 from recycle_plugin.core.worker import worker as core_worker
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.step_store import StepStore
 from recycle_plugin.core.worker.worker import Worker
 from recycle_plugin.planner import recovery_order as recovery
-from recycle_plugin.simulator import arithmetic as exact
-from recycle_plugin.simulator import cluster
+from recycle_plugin.simulator import arithmetic, cluster
 from recycle_plugin.simulator import simulated_worker as worker
 from recycle_plugin.simulator.numbers import Numbers
 
@@ -56,20 +55,24 @@ def mistake(name: str, seen: int = 0) -> Callable[[Patch], Patch]:
     return register
 
 
-def changed_recovery_plans(monkeypatch, change: Callable[[lineage.RecoveryPlan], lineage.RecoveryPlan]) -> None:
+def changed_recovery_plans(
+    monkeypatch, change: Callable[[recovery_plan.RecoveryPlan], recovery_plan.RecoveryPlan]
+) -> None:
     """Every worker works out other rests of the unfinished steps."""
-    monkeypatch.setattr(loop, "unfinished", lambda *given: tuple(map(change, lineage.unfinished(*given))))
+    monkeypatch.setattr(
+        training_loop, "unfinished", lambda *given: tuple(map(change, recovery_plan.unfinished(*given)))
+    )
 
 
 def changed_holdings(monkeypatch, keeps: Callable[[object], bool]) -> None:
     """Only what ``keeps`` is true of is taken to have survived."""
 
     def unfinished(plan, committed, held, rejected):
-        return lineage.unfinished(
+        return recovery_plan.unfinished(
             plan, committed, {seat: frozenset(filter(keeps, have)) for seat, have in held.items()}, rejected
         )
 
-    monkeypatch.setattr(loop, "unfinished", unfinished)
+    monkeypatch.setattr(training_loop, "unfinished", unfinished)
 
 
 # --- lineage and loop ---------------------------------------------------------------------------------
@@ -125,13 +128,13 @@ def sum_forgotten(monkeypatch) -> None:
 
 @mistake("the plan of the first membership is kept", seen=2)
 def old_plan(monkeypatch) -> None:
-    plan_for = loop.TrainingLoop._plan_for
+    plan_for = training_loop.TrainingLoop._plan_for
 
     def first(self, generation):
         self._first = getattr(self, "_first", None) or plan_for(self, generation)
         return self._first
 
-    monkeypatch.setattr(loop.TrainingLoop, "_plan_for", first)
+    monkeypatch.setattr(training_loop.TrainingLoop, "_plan_for", first)
 
 
 def kept_stashes(self, before, step) -> None:
@@ -148,7 +151,7 @@ def stash_stays(monkeypatch) -> None:
         later = {seat: Datum("params", seat.stage, None, recovery.step + 1) for seat in recovery.undo}
         return {seat: frozenset(datum for datum in have if datum != later.get(seat)) for seat, have in held.items()}
 
-    for module in (lineage, loop):
+    for module in (recovery_plan, training_loop):
         monkeypatch.setattr(module, "surviving", stays)
     changed(monkeypatch, StepStore, "undo", kept_stashes)
 
@@ -350,7 +353,7 @@ def wrong_divisor(monkeypatch) -> None:
     def add_up(self, before, instruction, have, holder):
         total = yield from before(self, instruction, have, holder)
         live = len(self.control_view.roster.stage(self.seat.stage))
-        divided = total * self.cluster.scenario.shape.replicas * pow(live, -1, exact.PRIME) % exact.PRIME
+        divided = total * self.cluster.scenario.shape.replicas * pow(live, -1, arithmetic.PRIME) % arithmetic.PRIME
         return divided if instruction.op is Op.REDUCE else total
 
     changed(monkeypatch, worker.SimulatedMachine, "add_up", add_up)
@@ -420,7 +423,7 @@ def no_step(monkeypatch) -> None:
 def order_of_arrival(monkeypatch) -> None:
     def total(self, before, brought):
         totals = [total for part in brought for total in part.values()]
-        return functools.reduce(lambda found, total: exact.added(found, total, self._scenario.ordered), totals, 0)
+        return functools.reduce(lambda found, total: arithmetic.added(found, total, self._scenario.ordered), totals, 0)
 
     changed(monkeypatch, Numbers, "total", total)
 
@@ -431,7 +434,7 @@ def homeless(monkeypatch) -> None:
         found = [self._where.get(Datum(kind, stage, micro_batch, self._step)) for kind in ("inner", "stash")]
         return next((seats[0] for seats in found if seats), self._plan.route[stage, micro_batch])
 
-    monkeypatch.setattr(lineage._Closure, "_seat_of", seat_of)
+    monkeypatch.setattr(recovery_plan._Closure, "_seat_of", seat_of)
 
 
 @mistake("what is left of a block is added in another order", seen=15)
@@ -514,14 +517,14 @@ def by_those_who_lack_it(monkeypatch) -> None:
             }
             return replace(recovery, closing=closing)
 
-        return tuple(map(change, lineage.unfinished(plan, committed, held, rejected)))
+        return tuple(map(change, recovery_plan.unfinished(plan, committed, held, rejected)))
 
-    monkeypatch.setattr(loop, "unfinished", unfinished)
+    monkeypatch.setattr(training_loop, "unfinished", unfinished)
 
 
 @mistake("a tied weight is in the norm once for each stage", seen=15)
 def counted_by_stage(monkeypatch) -> None:
-    monkeypatch.setattr(Numbers, "share", lambda self, step, have: exact.share(self.gradient(step, have)))
+    monkeypatch.setattr(Numbers, "share", lambda self, step, have: arithmetic.share(self.gradient(step, have)))
 
 
 @mistake("a stage steps with its own sum where it shares weights", seen=10)

@@ -10,10 +10,10 @@ from dataclasses import replace
 from recycle_plugin.core.coordinator import course
 from recycle_plugin.core.coordinator.barriers import Barriers
 from recycle_plugin.core.coordinator.course import Course
-from recycle_plugin.core.vocabulary import iterator_draws as sources
+from recycle_plugin.core.vocabulary import iterator_draws
 from recycle_plugin.core.vocabulary.evaluation_route import runner
 from recycle_plugin.core.vocabulary.instruction import Op
-from recycle_plugin.core.worker import checkpoint_saving as saving
+from recycle_plugin.core.worker import checkpoint_saving
 from recycle_plugin.core.worker.control_view import ControlView
 from recycle_plugin.core.worker.evaluation import Evaluations
 from recycle_plugin.core.worker.executor import Interrupted
@@ -29,10 +29,10 @@ from tests.pure.mistakes import mistake
 
 @mistake("nobody but who runs it gets a copy of a batch", seen=50)
 def no_keeper(monkeypatch) -> None:
-    share = sources.share
+    share = iterator_draws.share
 
     def without(iterator_state, step):
-        found, runs = share(iterator_state, step), sources._runs(iterator_state, step)
+        found, runs = share(iterator_state, step), iterator_draws._runs(iterator_state, step)
         kept = tuple(one for one in found.transfers if runs.get((one.taker.stage, one.micro_batch)) == one.taker)
         return replace(found, transfers=kept)
 
@@ -54,21 +54,21 @@ def gone_once_loaded(monkeypatch) -> None:
 
 @mistake("what is drawn for others is what is drawn for oneself", seen=23)
 def drawn_twice(monkeypatch) -> None:
-    deal = sources._deal
+    deal = iterator_draws._deal
 
     def changed(view, step, known, wanted, traced):
         own = view.topology.micro_batches
         return {
-            one: sources.Draw(draw.source, draw.position % own) if one not in known else draw
+            one: iterator_draws.Draw(draw.source, draw.position % own) if one not in known else draw
             for one, draw in deal(view, step, known, wanted, traced).items()
         }
 
-    monkeypatch.setattr(sources, "_deal", changed)
+    monkeypatch.setattr(iterator_draws, "_deal", changed)
 
 
 @mistake("what was drawn before a failure counts no more", seen=23)
 def drawn_anew(monkeypatch) -> None:
-    monkeypatch.setattr(sources, "_known", lambda here, step: {})
+    monkeypatch.setattr(iterator_draws, "_known", lambda here, step: {})
 
 
 @mistake("what the lost have sent may come at any time", seen=1560)
@@ -156,7 +156,7 @@ def not_waited_for(monkeypatch) -> None:
 
 @mistake("a checkpoint has its name although somebody could not write", seen=5)
 def named_in_part(monkeypatch) -> None:
-    monkeypatch.setattr(saving, "verdict", lambda met: "")
+    monkeypatch.setattr(checkpoint_saving, "verdict", lambda met: "")
 
 
 @mistake("only who can't write knows that there is no checkpoint", seen=5)
@@ -187,10 +187,10 @@ def removed_early(monkeypatch) -> None:
                 if error:
                     yield from files.discard(control_view.number)
                 written = yield from loop.barrier(place, {str(control_view.rank): error} if error else {})
-                why = saving.verdict(written)
+                why = checkpoint_saving.verdict(written)
                 if control_view.is_first and not why:
                     error = yield from files.publish(control_view.number)
-                return why or saving.verdict(
+                return why or checkpoint_saving.verdict(
                     (yield from loop.barrier(f"the end of {place}", {str(control_view.rank): error} if error else {}))
                 )
             except Interrupted:

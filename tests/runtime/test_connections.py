@@ -14,7 +14,7 @@ import pytest
 
 from recycle_plugin.core.messages.encoding import CONTROL, HEAD, LIMIT, MAGIC, encode
 from recycle_plugin.core.messages.protocol import Heartbeat, Hello, Lease, Note, Over, Placed
-from recycle_plugin.runtime.control import connections as control
+from recycle_plugin.runtime.control import connections
 from recycle_plugin.runtime.control.connections import Control, Disconnected, InLoop, InProcess, SocketControl, connect
 
 PATIENCE_S = 60.0
@@ -381,7 +381,7 @@ def test_an_end_that_takes_nothing_is_given_up_after_a_deadline(ends):
 
 @pytest.mark.parametrize("ends", ["sockets"], indirect=True)
 def test_an_end_that_takes_nothing_is_given_up_before_memory_is(ends, monkeypatch):
-    monkeypatch.setattr(control, "UNSENT", 1 << 25)
+    monkeypatch.setattr(connections, "UNSENT", 1 << 25)
     while ends.near.broken is None:
         assert not ends.near.send(LARGE)
     assert "the other end takes nothing, and " in ends.near.broken.why
@@ -392,7 +392,7 @@ def test_what_is_kept_goes_with_the_next_push(ends):
     assert not ends.near.send(LARGE) and not ends.near.push()
     heard = in_thread(lambda: ends.far.receive(PATIENCE_S))
     while not ends.near.push():
-        ends.near._await(select.POLLOUT, control.time.monotonic() + PATIENCE_S)
+        ends.near._await(select.POLLOUT, connections.time.monotonic() + PATIENCE_S)
     assert heard() == LARGE
 
 

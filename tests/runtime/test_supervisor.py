@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager
 from recycle_plugin.core.messages.protocol import Exited, Hello, Lease, Over, SupervisorHeartbeat, Welcome
 from recycle_plugin.experiments.runs import free_port
 from recycle_plugin.runtime.control.connections import InLoop, SocketControl
-from recycle_plugin.runtime.processes import supervisor
-from recycle_plugin.runtime.processes import worker_keeper as place
+from recycle_plugin.runtime.processes import supervisor, worker_keeper
 
 PATIENCE_S = 60.0
 
@@ -65,14 +64,16 @@ async def supervised(monkeypatch):
     async def spawn(*_: object) -> Worker:
         return worker
 
-    monkeypatch.setattr(place, "spawn", spawn)
+    monkeypatch.setattr(worker_keeper, "spawn", spawn)
     monkeypatch.setattr(supervisor, "PULSE_S", 0.01)
     monkeypatch.setattr(supervisor, "END_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         host, port = listener.getsockname()
         coordinator = Coordinator(listener)
         environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-        running = asyncio.create_task(supervisor.Supervisor(["train.py"], environment, "deepspeed", place.Here()).run())
+        running = asyncio.create_task(
+            supervisor.Supervisor(["train.py"], environment, "deepspeed", worker_keeper.Here()).run()
+        )
         far = await coordinator.accept()
         await hear(far, SupervisorHeartbeat)
         yield coordinator, far, worker, running

@@ -6,17 +6,17 @@ import asyncio
 
 from recycle_plugin.core.messages.encoding import encode
 from recycle_plugin.core.messages.protocol import Hello, SupervisorHeartbeat
-from recycle_plugin.runtime.control import supervisor_heartbeat as pulse
+from recycle_plugin.runtime.control import supervisor_heartbeat
 
 
 def test_pulses_get_through_and_nothing_else_does():
     async def exchange() -> list[object]:
         taken, last = [], SupervisorHeartbeat(3, False)
         arrived = asyncio.Event()
-        listener = await pulse.listen(
+        listener = await supervisor_heartbeat.listen(
             ("127.0.0.1", 0), lambda message: (taken.append(message), message == last and arrived.set())
         )
-        line = await pulse.connect(listener.get_extra_info("sockname"))
+        line = await supervisor_heartbeat.connect(listener.get_extra_info("sockname"))
         for data in (
             b"\xff{",
             b"[]",

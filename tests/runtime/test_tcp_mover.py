@@ -22,7 +22,7 @@ from recycle_plugin.core.vocabulary.roster import Member
 from recycle_plugin.core.worker.executor import Interrupted
 from recycle_plugin.errors import WaitTimeout
 from recycle_plugin.runtime.device import CPU, There
-from recycle_plugin.runtime.movers import tcp as transport
+from recycle_plugin.runtime.movers import tcp
 from recycle_plugin.runtime.movers.tcp import LANGUAGE, Header, Sender, Transport
 from recycle_plugin.runtime.processes.accepting import PAUSE_S
 from recycle_plugin.runtime.stage.operations import Operations
@@ -206,7 +206,7 @@ def test_who_finds_no_descriptor_complains_of_itself(pair, coordinator, monkeypa
             0.0,
         )
     )
-    monkeypatch.setattr(transport, "CONNECT_S", 0.0)
+    monkeypatch.setattr(tcp, "CONNECT_S", 0.0)
     with none_left(os.getpid()):
         sender.send(receiver.address, act(0), There((torch.tensor([1]),)), 0)
         assert coordinator.hear(Missing) == [Missing(0, 3, "a connection (Too many open files)", "0.0")]
@@ -222,7 +222,7 @@ def test_who_lets_nobody_in_says_so_when_something_does_not_come_and_when_all_me
         session, receiver, Operations(session, Nothing(), None, None, None), FaultScript((), Seat(0, 1))
     )
     for name in ("CONNECT_S", "DEATH_S"):
-        monkeypatch.setattr(transport, name, 0.2)
+        monkeypatch.setattr(tcp, name, 0.2)
     monkeypatch.setattr(receiver, "_let_in", lambda connection, peer: connection.close())  # as a thread that is stuck
     with pytest.raises(WaitTimeout):
         next(machine.wait_for(act(0), Seat(0, 0), lambda: None))

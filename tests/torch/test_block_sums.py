@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from recycle_plugin.core.vocabulary.blocks import Block
-from recycle_plugin.runtime.stage import block_sums as blocks
+from recycle_plugin.runtime.stage import block_sums
 from recycle_plugin.runtime.stage.block_sums import fixed_order_sum
 
 DEADLINE_S = 30
@@ -81,7 +81,7 @@ OWNERS = {
 @pytest.mark.parametrize("length", (1, 3, 1000))
 @pytest.mark.parametrize("owners", OWNERS)
 def test_bits_do_not_depend_on_who_has_which_block(owners, length, monkeypatch):
-    monkeypatch.setattr(blocks, "PIECE", 300)
+    monkeypatch.setattr(block_sums, "PIECE", 300)
     generator = torch.Generator().manual_seed(length)
     values = {
         block: torch.randn(length, generator=generator) * 10 ** torch.randn(length, generator=generator)
