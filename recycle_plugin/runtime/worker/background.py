@@ -99,7 +99,7 @@ class Background:
         self._arrive(begun)
         while not (
             met := self._session.wait(
-                begun.place, lambda: self._session.met(begun.place, begun.arrived), interruptible=False
+                begun.place, lambda: self._session.barrier_passed(begun.place, begun.arrived), interruptible=False
             )
         ):
             self._recover()
@@ -143,7 +143,7 @@ class Background:
 
     def _follow(self, begun: _Begun) -> None:
         """Everybody hears of the end of the writing or of a loss, whichever comes first."""
-        met = self._session.met(begun.place, begun.arrived)
+        met = self._session.barrier_passed(begun.place, begun.arrived)
         if met:
             self._end(begun, met)
         elif not begun.members <= self._live():
