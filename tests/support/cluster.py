@@ -174,6 +174,17 @@ class Result:
         return {name: value for name, value in saved.items() if torch.is_tensor(value)}
 
 
+COMPILERS = {"gcc", "cc1", "as", "collect2", "ld", "g++", "c++", "cc1plus"}
+"""DeepSpeed tries what they can do while it is imported; where its worker is killed then, they end by themselves."""
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
 class Run:
     """One job under the launcher.
 
@@ -313,6 +324,7 @@ class Run:
         if self.launcher.poll() is not None:
             await_reports(self.mark)
         left = processes_with(self.mark) + (self.launcher.descendants() if isinstance(self.launcher, Tasks) else [])
+        psutil.wait_procs([process for process in left if _name(process) in COMPILERS], timeout=10)
         found = [f"process {' '.join(process.cmdline())[:200]}" for process in left if process.is_running()]
         for pid in [process.pid for process in left] + [
             each.pid for each in getattr(self.launcher, "tasks", [self.launcher]) if each.poll() is None
