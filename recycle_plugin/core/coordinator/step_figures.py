@@ -1,4 +1,4 @@
-"""What the workers have computed of each committed step, as figures for whoever watches the job."""
+"""Figures of each committed step for whoever observes the job, from what the workers have computed."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from recycle_plugin.core.messages.protocol import ComputeTime
 
 
 class StepFigures:
-    """Adds up what workers say of a step; what a lost one has not said is not in it."""
+    """A sum of what workers say of a step; what a lost one has not said is not in it."""
 
     def __init__(self) -> None:
         self._said: dict[int, list[ComputeTime]] = {}
         self._committed_at: float | None = None
 
     def add(self, message: ComputeTime) -> None:
+        """Takes in how long a worker has computed in a step."""
         self._said.setdefault(message.step, []).append(
             message
         )  # a step that is applied twice is spoken of twice, each time of what is new
 
     def committed(self, step: int, live: Mapping[int, int], now: float) -> tuple[dict[str, float], dict[str, Any]]:
-        """Figures of ``step``, as far as they are known, and more that only the log has.
+        """The figures of ``step``, as far as they are known, and more that only the log has; the messages behind them
+        are dropped.
 
-        ``live``: of each live worker's rank its stage.
+        ``live``: the stage of each live worker, by rank.  ``now``: seconds.
 
-        Figures: ``step_s`` since the commit before; ``bubble_share``: of the live workers' time since then, in which
-        they computed no micro-batch; ``redone_share``: of the time that they computed, spent on what had been a lost
-        worker's, or on what they had computed before. More: ``redone_s``, which is that time, in seconds of all workers
-        together, and ``stage_bubbles``: the bubbles' share by stage, in their order.
+        Figures: ``step_s``, seconds since the commit before; ``bubble_share``: of the live workers' time since then, in
+        which they computed no micro-batch; ``redone_share``: of the time that they computed, spent on what had been a
+        lost worker's, or on what they had computed before.  More: ``redone_s``, which is that time, in seconds of all
+        workers together, and ``stage_bubbles``: the bubbles' share by stage, in their order.
         """
         paces = [pace for told in [each for each in self._said if each <= step] for pace in self._said.pop(told)]
         spent, again = (sum(getattr(pace, name) for pace in paces) for name in ("spent_us", "again_us"))

@@ -35,7 +35,8 @@ class StepMachine:
         return self.committed >= step - 1
 
     def applied(self, step: int) -> None:
-        """Counts ``step`` as applied.  Raises AssertionError unless it is the next one and :meth:`may_apply` allows it.
+        """Counts ``step`` as applied.  Raises AssertionError unless it is the next one and :meth:`may_apply` allows
+        it.
         """
         if step != self.stepped + 1 or not self.may_apply(step):
             raise AssertionError(f"step {step} applied after {self.stepped} steps, of which {self.committed} committed")

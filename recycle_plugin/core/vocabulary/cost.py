@@ -69,7 +69,8 @@ class CostModel:
         reduce: int = 0,
         step: int = 0,
     ) -> CostModel:
-        """A cost model with the same costs on every one of ``stages`` stages; the default is the papers' F = I = W = 1.
+        """A cost model with the same costs on every one of ``stages`` stages; the default is the papers' F = I = W
+        = 1.
         """
         return cls(
             (forward,) * stages,
@@ -107,7 +108,8 @@ class CostModel:
         return spent if percent == 100 else -(-spent * percent // 100)
 
     def percent(self, seat: Seat) -> int:
-        """The time that the worker at ``seat`` takes, in percent of its stage's cost; 100 unless it is in ``slowness``.
+        """The time that the worker at ``seat`` takes, in percent of its stage's cost; 100 unless it is in
+        ``slowness``.
         """
         return self._percent.get(seat, 100)
 

@@ -143,7 +143,8 @@ def pack(data: Iterable[Datum]) -> dict[str, str]:
 
 
 def unpack(packed: dict[str, str]) -> frozenset[Datum]:
-    """The set of data that :func:`pack` has put into ``packed``.  Raises ValueError where a number in it is malformed.
+    """The set of data that :func:`pack` has put into ``packed``.  Raises ValueError where a number in it is
+    malformed.
     """
     found = set()
     for key, names in packed.items():
