@@ -70,12 +70,12 @@ def critical(net, state, firsts, lasts, random, path):
             ties += 1
             if draw(random, ties) == 0:
                 worst = stage
-    operation, met = -1, 0
+    operation, found = -1, 0
     for here in range(net.stage_of.size):
         last = state.before[operations + here]
         if net.stage_of[here] == worst and last < operations and state.starts[last] + net.spend[last] == lasts[worst]:
-            met += 1
-            if draw(random, met) == 0:
+            found += 1
+            if draw(random, found) == 0:
                 operation = last
     count = 0
     while operation >= 0 and state.starts[operation] > firsts[worst]:

@@ -24,7 +24,7 @@ MOST = 800  # operations that ``check`` lets pass
 
 
 class Exact(NamedTuple):
-    """What an exact search has found: ``period`` of the best schedule, and ``least``, what no schedule can be below, in
+    """The result of an exact search: ``period`` of the best schedule, and ``least``, what no schedule can be below, in
     microseconds; equal: optimal.
     """
 

@@ -16,7 +16,7 @@ from recycle_plugin.planner.compiled import compiled, inner
 Array = NDArray[np.int64]
 
 BURST, PAUSE, AHEAD, LEAD, EAGER, COUPLE, WAIT_W, WAIT_F = range(8)
-"""Fields of a rule's array; ``schedule.Rule`` explains them."""
+"""Fields of a rule's array; ``list_scheduling.SchedulingRule`` explains them."""
 F, I, W, B, ACTIVATION, GRADIENT, WAKE = range(7)
 """Events: the end of an operation, the arrival of what F or I needs, a worker's beginning.
 

@@ -181,8 +181,8 @@ def settle(net, state, scratch, size, firsts, limit):
         here, stage = state.who[operation], net.stage_of[state.who[operation]]
         if previous >= operations:
             limit = FAR  # the window may begin later
-        rest = state.done[operations + here] - state.done[operation] + net.spend[operation]
-        if start + rest + net.closing[stage] - firsts[stage] > limit:
+        left = state.done[operations + here] - state.done[operation] + net.spend[operation]
+        if start + left + net.closing[stage] - firsts[stage] > limit:
             dismiss(state, scratch, size)
             return -changes
         size = enqueue(state, scratch, size, state.after[operation])

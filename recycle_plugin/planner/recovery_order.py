@@ -47,20 +47,20 @@ class Arranged(Mapping[Seat, tuple[Instruction, ...]]):
     """
 
     def __init__(self, recovery: RecoveryPlan, plan: Plan, computed: Mapping[Seat, list[Instruction]]) -> None:
-        self._rest, self._plan, self._computed = recovery, plan, computed
+        self._recovery, self._plan, self._computed = recovery, plan, computed
         self._kept: dict[Seat, list[Instruction]] = {}
         for datum, move in sorted((datum, move) for datum, move in recovery.moves.items() if move.kept):
             self._kept.setdefault(move.source, []).append(send(datum, move.target))
 
     def __getitem__(self, seat: Seat) -> tuple[Instruction, ...]:
         computed = lower(self._computed[seat], self._plan.stages, partial(self._way, seat))
-        return (*self._kept.get(seat, ()), *computed, *self._rest.closing[seat])
+        return (*self._kept.get(seat, ()), *computed, *self._recovery.closing[seat])
 
     def _way(self, seat: Seat, datum: Datum) -> BoundaryRoute:
         """The way of a boundary tensor: ``seat`` has from before what has no move here, and what others send needs no
         sending by it.
         """
-        move = self._rest.moves.get(datum)
+        move = self._recovery.moves.get(datum)
         if move is None:
             return BoundaryRoute(self._plan.route[datum.stage, datum.micro_batch], None)
         return BoundaryRoute(move.source, move.target if not move.kept and move.source == seat else None)
@@ -91,7 +91,7 @@ class _Order:
     """
 
     def __init__(self, recovery: RecoveryPlan, plan: Plan, costs: CostModel, held: Held) -> None:
-        self._rest, self._costs, self._memory = recovery, costs, memory(costs, plan.policy)
+        self._recovery, self._costs, self._memory = recovery, costs, memory(costs, plan.policy)
         self._blocks = plan.policy.blocks(plan.view.topology)
         self._workers = {
             seat: _Worker(_room(self._memory, seat, held[seat], recovery.step)) for seat in recovery.compute
@@ -136,7 +136,7 @@ class _Order:
             kept = [
                 move
                 for datum in requires(one, self._costs.stages)
-                if (move := self._rest.moves.get(datum)) and move.kept
+                if (move := self._recovery.moves.get(datum)) and move.kept
             ]
             self._push(max((self._costs.transfer(move.source, seat) for move in kept), default=0), seat, one, False)
 
@@ -154,7 +154,7 @@ class _Order:
     def _end(self, seat: Seat, one: Instruction) -> None:
         worker, (activation, pending) = self._workers[seat], self._holds(seat)
         worker.busy = False
-        kept = pending if one not in self._rest.boundary_only else 0
+        kept = pending if one not in self._recovery.boundary_only else 0
         worker.room += {Op.F: 0, Op.I: activation - kept, Op.W: pending, Op.B: activation}[one.op]
         for datum in provides(one):
             if datum in self._users:
@@ -179,7 +179,7 @@ class _Order:
     def _run(self, seat: Seat, one: Instruction) -> None:
         worker = self._workers[seat]
         worker.busy = True
-        if one.op is Op.F and one not in self._rest.boundary_only:
+        if one.op is Op.F and one not in self._recovery.boundary_only:
             worker.room -= self._holds(seat)[0]
         self._order[seat].append(one)
         self._left -= 1

@@ -78,18 +78,18 @@ def settle(
     have to be; moved on to what they are.  A path visits each stage's barrier once at most, so stages + 1 rounds settle
     it.  ``left[0]``: rounds that may still be made; where they run out there is none.
     """
-    met = np.empty(stages, np.int64)
+    reduced = np.empty(stages, np.int64)
     for _ in range(stages + 2):
         if left[0] == 0:
             break
         left[0] -= 1
         firsts, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
         widest, moved = 0, False
-        met[:] = 0
+        reduced[:] = 0
         for stage in range(stages):
-            met[tie[stage]] = max(met[tie[stage]], lasts[stage] + reduce[stage])
+            reduced[tie[stage]] = max(reduced[tie[stage]], lasts[stage] + reduce[stage])
         for stage in range(stages):
-            through = met[tie[stage]] + after[stage]
+            through = reduced[tie[stage]] + after[stage]
             widest = max(widest, through - firsts[stage])
             if through - firsts[stage] > period:
                 release[stage] = through - period
@@ -127,11 +127,11 @@ def evaluate(
     if synchronous:
         release[:] = step
         _, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
-        met, period = np.zeros(stages, np.int64), 0
+        reduced, period = np.zeros(stages, np.int64), 0
         for stage in range(stages):
-            met[tie[stage]] = max(met[tie[stage]], lasts[stage] + reduce[stage])
+            reduced[tie[stage]] = max(reduced[tie[stage]], lasts[stage] + reduce[stage])
         for stage in range(stages):
-            period = max(period, met[tie[stage]] + after[stage] - step[stage])
+            period = max(period, reduced[tie[stage]] + after[stage] - step[stage])
         return period if period < below else -1
     left = np.array([max(8, OPERATIONS_SETTLED // max(1, order.size))])  # less than needed only for very large orders
     best = settle(

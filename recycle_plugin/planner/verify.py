@@ -7,8 +7,8 @@ Separate code: it reads programs and ``requires``/``provides``, nothing of the s
 * activations and pending weight gradients stay under the cap at every prefix of a program;
 * every program ends with REDUCE, TIE where its stage shares weights, VALIDATE where stages step together, STEP;
 * data edges and program order have no cycle, a REDUCE being one joint event of its stage's live workers, and a TIE one
-  of its tie's.  That covers the step boundary too: nothing of a step waits for a later one, so one step runs to its end,
-  and with it every stage has the parameters that the next step requires.
+  of its tie's.  That covers the step boundary too: nothing of a step waits for a later one, so one step runs to its
+  end, and with it every stage has the parameters that the next step requires.
 
 The order of messages in a channel is not checked: our transport names each tensor.  The loops are compiled
 (``planner.verify_loops``); what they know of data is in tables made from ``requires`` and ``provides`` for every op and

@@ -138,7 +138,7 @@ class ExactWorld(VirtualWorld):
     """
 
     def contribute(self, seat: Seat, instruction: Instruction) -> tuple[bool, int]:
-        """What ``seat`` brings to a REDUCE or TIE: whether it is the whole sum of its stage, and the number."""
+        """The share of ``seat`` in a REDUCE or TIE: whether it is the whole sum of its stage, and the number."""
         reduced = Datum("reduced", instruction.stage, None, instruction.step)
         if reduced in self.store[seat]:
             return True, self.store[seat][reduced]

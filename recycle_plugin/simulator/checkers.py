@@ -38,7 +38,9 @@ class Watcher:
     """
 
     def __init__(self, given: Scenario, weights: tuple[int, ...], late: bool) -> None:
-        """``late``: tensors may be lost or come late, since a line is broken or a worker is held up."""
+        """Checks the scenario ``given``, from ``weights`` on.  ``late``: tensors may be lost or come late, since a line
+        is broken or a worker is held up.
+        """
         self.shape, self.steps, self.budget, self.late, self.rounds = (
             given.shape,
             given.steps,
@@ -62,7 +64,7 @@ class Watcher:
         self._evaluated: dict[int, Mapping[str, int]] = {}
         self._published: set[int] = set()
         self._costly: set[tuple[int, str]] = set()  # work for which somebody was given up
-        self._verdicts: dict[int, str] = {}  # by step: why there is no checkpoint of it
+        self._why_unsaved: dict[int, str] = {}  # by step: why there is no checkpoint of it
         self._committed = 0
         self._end: int | None = None  # the step before which the job is to end
 
@@ -287,7 +289,7 @@ class Watcher:
         """
         if not why and step not in self._published:
             self.say(f"seat {worker.seat} goes on behind a checkpoint of step {step} that is not there")
-        if self._verdicts.setdefault(step, why) != why:
+        if self._why_unsaved.setdefault(step, why) != why:
             self.say(f"seat {worker.seat} was told otherwise than another whether there is a checkpoint of step {step}")
 
     # --- at the end ---------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class Cluster:
         for trouble in self.scenario.troubles:
             self.later(trouble.at_us, partial(self._strike, trouble))
         self.later(0, self._tick)
-        self.later(0, self._beat)
+        self.later(0, self._send_heartbeats)
         while self._agenda and self._agenda[0][0] <= until_us and any(worker.runs for worker in self.workers.values()):
             self.now, _, happen = heappop(self._agenda)
             happen()
@@ -222,14 +222,14 @@ class Cluster:
         self._at_coordinator(lambda: self._act(self.membership.tick(self.now / 1e6)))
         self.later(int(TICK_S * 1e6), self._tick)
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Sends the heartbeats of every worker and of its supervisor."""
         for rank, worker in self.workers.items():
             if worker.alive:
                 self.tell_coordinator(rank, SupervisorHeartbeat(rank, worker.stopped, worker.cpu_s), SUPERVISOR)
                 if not worker.stopped and worker.runs:
                     self.tell_coordinator(rank, Heartbeat(rank, self.now, worker.done, *worker.at, worker.step))
-        self.later(BEAT_US, self._beat)
+        self.later(BEAT_US, self._send_heartbeats)
 
     # --- data ---------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class StepPeriods:
     """The step times by membership, each worked out once for all numberings of the replicas."""
 
     def __init__(self, costs: CostModel, policy: Policy, network: Callable[[], Network] | None = None) -> None:
-        """``network`` opens the lines of a membership; beyond SIMULATED nobody waits for a line."""
+        """Knows no membership yet.  ``network`` opens the lines of one; beyond SIMULATED nobody waits for a line."""
         self._costs, self._policy, self._network = costs, policy, network
         self._known: dict[tuple[Topology, tuple[tuple[int, ...], ...]], StepPeriod] = {}
 

@@ -18,7 +18,7 @@ class Reference:
     """
 
     def __init__(self, shape: Topology, weights: tuple[int, ...], clip: float = 0.0, block: int | None = 1) -> None:
-        """``block``: as core.vocabulary.plan.Policy's."""
+        """Begins with ``weights``, one per stage.  ``block``: as in core.vocabulary.plan.Policy."""
         self._shape, self._clip, self._exact, self._block = shape, clip, block != 1, block or shape.micro_batches
         self.weights = {1: weights}
         self.losses: dict[int, dict[str, int]] = {}

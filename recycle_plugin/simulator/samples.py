@@ -23,7 +23,7 @@ class Samples:
         self._shape, self._say = shape, say
         self._loaded: dict[
             int, dict[MicroBatch, dict[int, Batch]]
-        ] = {}  # by step, micro-batch and stage: the last one counts, which takes a void one's place
+        ] = {}  # by step, micro-batch and stage: the last one counts, which takes a discarded one's place
         self._used: dict[tuple[int, int], tuple[int, MicroBatch]] = {}
         self._committed = 0
 

@@ -342,7 +342,7 @@ class SimulatedMachine:
         return self.numbers.over_tie(by_stage)
 
     def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Iterator[Any]:
-        """What all live workers of ``stages`` bring to ``instruction``, by rank."""
+        """The values that all live workers of ``stages`` bring to ``instruction``, by rank."""
         members = frozenset(member.rank for member in self.control_view.roster.stages(stages))
         sum_ = self.cluster.sums.setdefault(
             (self.control_view.number, instruction.op, stages[0], instruction.step), Sum(members)

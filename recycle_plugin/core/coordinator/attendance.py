@@ -85,7 +85,7 @@ class Attendance:
         self._reasons: dict[WorkerId, str] = {}  # why each of those that were leaving ever wanted to
         self._domain = domain
         self._shape: Topology | None = None
-        self._outnumbered_at: float | None = None  # by the watch's clock: since then too few are left to go on
+        self._outnumbered_at: float | None = None  # seconds of the detector's clock: since then too few are left
 
     @property
     def started(self) -> bool:

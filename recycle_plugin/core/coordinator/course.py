@@ -70,7 +70,7 @@ class Course:
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
         self._suspicions = Suspicions()
-        self._stood_still = -1  # behind which commit all have met again since everybody waited
+        self._stood_still = -1  # behind which commit all have regrouped since everybody waited
 
     @property
     def roster(self) -> Roster:
@@ -162,7 +162,7 @@ class Course:
         out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws))
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)
         self._say_resume(reports, committed, throughput, now, out)
-        self._escalate(throughput, out)
+        self._end_if_too_slow(throughput, out)
         if self.attendance.leaving & self.roster.workers:
             self._plan_leave(now, out)
         self._compare_replicas(now, out)
@@ -185,7 +185,7 @@ class Course:
             bound_us=slowest.bound_us,
         )
 
-    def _escalate(self, throughput: float, out: CoordinatorOutput) -> None:
+    def _end_if_too_slow(self, throughput: float, out: CoordinatorOutput) -> None:
         reason = self._throughput_floor.reason(throughput)
         if reason is None or self.ending.ended is not None:
             return

@@ -39,7 +39,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 REMEMBERED = 20  # steps that the median is over
 BUSY = 0.2  # of a core: who uses more is at work
 Work = tuple[int, str]  # of a step, what
-FRESH_S = 2.0  # a beat that is older says nothing of now
+FRESH_S = 2.0  # a heartbeat that is older says nothing of now
 
 
 class Suspicion(NamedTuple):
@@ -137,7 +137,7 @@ class FailureDetector:
         return sign.last if sign is not None else None
 
     def doing(self, worker: WorkerId) -> tuple[str, str, float]:
-        """What ``worker`` is doing, in the words of its heartbeats, or that it can't be doing anything; and for how
+        """The activity of ``worker``, in the words of its heartbeats, or that it can't be doing anything; and for how
         many seconds.
         """
         sign = self._signs[worker]

@@ -73,10 +73,10 @@ def drawn_by_all(reported: Sequence[dict[str, str]]) -> dict[str, str]:
     first, *others = reported
     if not others:
         return first
-    rest = [unpack_drawn(each) for each in others]
+    held = [unpack_drawn(each) for each in others]
 
     def common(step: int, batches: Batches) -> Batches:
-        return {one: draw for one, draw in batches.items() if all(each.get(step, {}).get(one) == draw for each in rest)}
+        return {one: draw for one, draw in batches.items() if all(each.get(step, {}).get(one) == draw for each in held)}
 
     return pack_drawn(
         {step: found for step, batches in unpack_drawn(first).items() if (found := common(step, batches))}

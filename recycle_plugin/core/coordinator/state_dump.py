@@ -50,7 +50,9 @@ def load(record: Any) -> Any:
 
 
 class _Dump:
-    """``of(thing, where)``: anything but what is plain becomes an object with one key, which says what it is."""
+    """A dump under way.  ``of(thing, where)``: anything but what is plain becomes an object with one key, which says
+    what it is.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}  # where each object that can change is, by its identity

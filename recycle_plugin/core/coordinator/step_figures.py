@@ -33,8 +33,8 @@ class StepFigures:
         lost worker's, or on what they had computed before.  More: ``redone_s``, which is that time, in seconds of all
         workers together, and ``stage_bubbles``: the bubbles' share by stage, in their order.
         """
-        paces = [pace for told in [each for each in self._said if each <= step] for pace in self._said.pop(told)]
-        spent, again = (sum(getattr(pace, name) for pace in paces) for name in ("spent_us", "again_us"))
+        times = [time for told in [each for each in self._said if each <= step] for time in self._said.pop(told)]
+        spent, again = (sum(getattr(time, name) for time in times) for name in ("spent_us", "again_us"))
         took = now - self._committed_at if self._committed_at is not None else 0.0
         self._committed_at = now
         figures: dict = {"workers": len(live)}
@@ -43,7 +43,7 @@ class StepFigures:
             figures["step_s"] = round(took, 6)
         if took > 0 and spent:
             figures["bubble_share"] = _bubbles(spent, len(live), took)
-            more["stage_bubbles"] = _stage_bubbles(paces, live, took)
+            more["stage_bubbles"] = _stage_bubbles(times, live, took)
         if spent:
             figures["redone_share"] = round(again / spent, 4)
         return figures, more
@@ -53,9 +53,9 @@ def _bubbles(spent_us: int, workers: int, took_s: float) -> float:
     return round(max(0.0, 1 - spent_us / (workers * took_s * 1e6)), 4)
 
 
-def _stage_bubbles(paces: Iterable[ComputeTime], live: Mapping[int, int], took_s: float) -> list[float]:
+def _stage_bubbles(times: Iterable[ComputeTime], live: Mapping[int, int], took_s: float) -> list[float]:
     spent: Counter[int] = Counter()
-    for pace in paces:
-        if pace.worker.rank in live:
-            spent[live[pace.worker.rank]] += pace.spent_us
+    for time in times:
+        if time.worker.rank in live:
+            spent[live[time.worker.rank]] += time.spent_us
     return [_bubbles(spent[stage], workers, took_s) for stage, workers in sorted(Counter(live.values()).items())]

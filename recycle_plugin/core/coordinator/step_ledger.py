@@ -37,7 +37,7 @@ class StepLedger:
         self._contributions = Contributions(shards)
         self._fingerprints = Fingerprints()
         self._work = StepFigures()
-        self._era = 0  # the generation in which work was void last
+        self._valid_from = 0  # the generation from which work counts: in it some was discarded last
 
     # --- what workers say --------------------------------------------------------------------------
 
@@ -140,11 +140,11 @@ class StepLedger:
         Returns the last step that is committed by that, the norm that the next one was rejected for, if it was, and
         whether later work is discarded (core.messages.protocol.Resume).
         """
-        fewest, behind = min(counts), min(all_valid_from) < self._era
+        fewest, behind = min(counts), min(all_valid_from) < self._valid_from
         committed = fewest - self._unheard(fewest, held, behind)
         norm, rejected = self.validation.rejection(committed + 1), self._unheard(committed + 1, held, behind)
         if rejected:
-            self._era = generation
+            self._valid_from = generation
             self._contributions.discard_after(committed + 1)
             self.validation.discard_after(committed + 1)
         return committed, norm, rejected

@@ -17,7 +17,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Group, Roster, WorkerId
 
 WIDTH = 1.3
-LIKE_OTHERS = 1.1  # the pace below which a slow worker is so no longer
+LIKE_OTHERS = 1.1  # the relative time below which a slow worker is so no longer
 STEPS = 3
 GRAIN = 10  # percent: plans for 200 and for 203 would be the same
 
@@ -41,9 +41,9 @@ class StragglerDetector:
         everybody who is alive has said them.  Costs time in proportion to the members.
         """
         said = {older: self._said.pop(older) for older in sorted(self._said) if older <= step}
-        for paces in said.values():
+        for times in said.values():
             for stage in roster.live_stages:
-                self._compare(_by_seat(paces, roster.stage(stage)))
+                self._compare(_by_seat(times, roster.stage(stage)))
         for seat in (self.percent.keys() | self._recent.keys()) - roster.seats:
             self.percent.pop(seat, None)
             self._recent.pop(seat, None)
@@ -53,8 +53,8 @@ class StragglerDetector:
             usual = median_low(
                 measured.values()
             )  # of two the faster: the other may be slow, and it cannot be fast by mistake
-            for seat, pace in measured.items():
-                self._recent.setdefault(seat, deque(maxlen=STEPS)).append(max(1.0, pace / usual))
+            for seat, relative in measured.items():
+                self._recent.setdefault(seat, deque(maxlen=STEPS)).append(max(1.0, relative / usual))
 
     def news(self) -> dict[Seat, int]:
         """The seats whose compute time is no longer what was announced, and what it is in percent; from now on that
@@ -73,13 +73,13 @@ class StragglerDetector:
         return found
 
 
-def _by_seat(paces: Mapping[WorkerId, ComputeTime], members: Group) -> dict[Seat, float]:
+def _by_seat(times: Mapping[WorkerId, ComputeTime], members: Group) -> dict[Seat, float]:
     """The time that each seat has computed, over what was planned: that of its slowest shard, since the others wait for
     it.
     """
     slowest: dict[Seat, float] = {}
     for member in members:
-        pace = paces.get(member.worker)
-        if pace is not None and pace.spent_us and pace.nominal_us:
-            slowest[member.seat] = max(slowest.get(member.seat, 0.0), pace.spent_us / pace.nominal_us)
+        time = times.get(member.worker)
+        if time is not None and time.spent_us and time.nominal_us:
+            slowest[member.seat] = max(slowest.get(member.seat, 0.0), time.spent_us / time.nominal_us)
     return slowest

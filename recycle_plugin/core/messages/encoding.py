@@ -132,7 +132,7 @@ class Frames:
 
 
 def _other(thing: object) -> object:
-    """What msgpack does not know, as something that it does.  Raises TypeError for a number of too many bits."""
+    """A value that msgpack does not know, as one that it does.  Raises TypeError for a number of too many bits."""
     if type(thing) is int:
         if thing.bit_length() >= 8 * LARGEST:
             raise TypeError(f"a number of {thing.bit_length()} bits can't be written down")

@@ -59,7 +59,7 @@ class Gone(Exception):
 
 @dataclass(frozen=True)
 class IteratorState:
-    """What everybody knows about plain iterators when a generation goes on: its plan, what each worker holds of
+    """The state of plain iterators that everybody knows when a generation goes on: its plan, what each worker holds of
     uncommitted steps (data, and by step the batches drawn), and the recovery plans of those steps.
     """
 
@@ -143,7 +143,7 @@ def _known(here: Mapping[Seat, Batches], step: int) -> dict[MicroBatch, Draw]:
 
 
 def _runs(iterator_state: IteratorState, step: int) -> dict[tuple[int, MicroBatch], Seat]:
-    """Who is to load which micro-batch, at both ends."""
+    """The seats that are to load each micro-batch, at both ends."""
     plan, ends = iterator_state.plan, {0, iterator_state.plan.stages - 1}
     recovery = iterator_state.recovery_plans.get(step)
     if recovery is None:
@@ -211,7 +211,7 @@ def _transfers(
     here: Mapping[Seat, Batches],
     other: tuple[int, bool],
 ) -> Iterator[BatchTransfer]:
-    """To ``runner`` and the one that keeps a copy.
+    """The transfers of one batch to ``runner`` and to the one that keeps a copy.
 
     ``other``: the other end's stage, and whether something was computed with the micro-batch.
     """

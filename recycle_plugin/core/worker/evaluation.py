@@ -60,8 +60,8 @@ class Evaluations:
             except Interrupted:
                 pass
             finally:
-                # before this worker meets the others: after that somebody may have sent what is to be evaluated once
-                # more
+                # before this worker regroups with the others: after that somebody may have sent what is to be
+                # evaluated once more
                 self._worker.forget_evaluation(-self._number)
             yield from self._recover()
 

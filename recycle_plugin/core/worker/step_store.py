@@ -105,7 +105,7 @@ class StepStore:
         self.peak = self.peak_weight = self.let_go = 0
         self._data: dict[Datum, _Kept] = {Datum("params", seat.stage, None, committed + 1): _Kept(None, 0, 0)}
         self._before: tuple[Datum, Any] | None = None  # the weights that the last step has changed
-        self._sent: dict[Datum, None] = {}  # oldest first, without what is promised
+        self._sent: dict[Datum, None] = {}  # oldest first, without what is pinned
         self._weight = 0
         self._open: dict[tuple[int, MicroBatch], int] = {}  # stashes and pending weight gradients
 

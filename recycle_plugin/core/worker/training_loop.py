@@ -211,14 +211,14 @@ class TrainingLoop:
         """
         number = self._control_view.number
         self._port.send(BarrierReached(self._control_view.rank, number, place, values))
-        met = yield from self._port.wait(
+        passed = yield from self._port.wait(
             f"all workers to be at {place}",
             lambda: self._control_view.barrier_passed(place, number),
             interruptible=False,
         )
-        if not met:
+        if not passed:
             raise Interrupted(f"the membership has changed before all were at {place}")
-        return met
+        return passed
 
     def loaded(self, step: int) -> Iterator[Any]:
         """Goes on from the state of ``step``, which the worker has from a checkpoint, as all have who have passed the
@@ -362,9 +362,9 @@ class TrainingLoop:
         if resume.rejected:
             self._replica.discard_after(resume.committed + 1, resume.generation)
         if self._recovery_plans:
-            self._say_rest(undo, self._port.clock() - started)
+            self._say_recovery_plan(undo, self._port.clock() - started)
 
-    def _say_rest(self, undone: bool, spent_s: float) -> None:
+    def _say_recovery_plan(self, undone: bool, spent_s: float) -> None:
         first, also = min(self._recovery_plans), " and the next" * (len(self._recovery_plans) > 1)
         compute = sum(one.op in COMPUTE for program in self._recovery_plans.values() for one in program.instructions)
         details = {

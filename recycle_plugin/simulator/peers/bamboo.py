@@ -101,10 +101,10 @@ class Bamboo:
 
     def _pipelines(self, nodes: int) -> float:
         """The rate of so many nodes in units of a whole pipeline's."""
-        whole, rest = divmod(nodes, self.stages)
+        whole, left = divmod(nodes, self.stages)
         if whole >= self.replicas:
             return self.replicas
-        return whole + (1 / MERGED if 2 * rest >= self.stages else 0.0)
+        return whole + (1 / MERGED if 2 * left >= self.stages else 0.0)
 
 
 def fits_memory(job: PeerJob, bytes_per_parameter: float = 16.0) -> bool:

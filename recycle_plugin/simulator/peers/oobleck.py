@@ -80,16 +80,16 @@ def multisets(nodes: int, sizes: Sequence[int], least: int = 1) -> Iterator[tupl
     number grows faster than any power of ``nodes``.
     """
 
-    def rest(left: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    def sums(left: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         if not left:
             yield ()
         for place, size in enumerate(sizes):
             if size > left:
                 break
-            for tail in rest(left - size, sizes[place:]):
+            for tail in sums(left - size, sizes[place:]):
                 yield (size, *tail)
 
-    return (found for found in rest(nodes, sorted(sizes)) if len(found) >= least)
+    return (found for found in sums(nodes, sorted(sizes)) if len(found) >= least)
 
 
 def distribute(batch: int, weights: Sequence[float]) -> tuple[int, ...]:
