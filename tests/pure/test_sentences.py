@@ -45,9 +45,9 @@ def fault(text: str | None) -> str:
 def faults(source: str) -> list[str]:
     """What is wrong with the docstrings of a module and of everything public in it."""
     tree = ast.parse(source)
-    said = [("the module", ast.get_docstring(tree))] if tree.body else []
-    said += [(f"line {node.lineno}: {name}", ast.get_docstring(node)) for name, node in public(tree)]
-    return [f"{name} {found}" for name, text in said if (found := fault(text))]
+    said = ((f"line {node.lineno}: {name}", ast.get_docstring(node)) for name, node in public(tree))
+    found = [f"{name} {wrong}" for name, text in said if (wrong := fault(text))]
+    return found if ast.get_docstring(tree) or not tree.body else ["the module has no docstring", *found]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -179,7 +179,9 @@ class Membership:
         return out
 
     def tick(self, now: float) -> CoordinatorOutput:
-        """Handles that time passes, in seconds; to be told every ``core.vocabulary.deadlines.TICK_S``."""
+        """Handles that time has passed: it is ``now`` (seconds).  To be told every
+        ``core.vocabulary.deadlines.TICK_S``.
+        """
         out = CoordinatorOutput()
         self.course.tick(now, out)
         return out

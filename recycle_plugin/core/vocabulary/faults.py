@@ -39,7 +39,7 @@ _FORM = re.compile(
 class Fault:
     """A fault to inject: ``kind`` strikes the worker at ``seat`` when it is ``when`` (before, after or at) ``where``
     for the ``count``-th time.  ``where`` is the text of an instruction, or one of POINTS after "at".  Raises ValueError
-    for anything else.
+    for an unknown kind or point, and for no instruction.
     """
 
     kind: str

@@ -59,7 +59,7 @@ class Template:
 
 def template(layers: Sequence[LayerProfile], nodes: int) -> Template:
     """The template of ``nodes`` nodes, one stage each, cut for the least template time, prefix by prefix (each keeps
-    its best cut, as its own search does).  Costs nodes times layers squared.
+    its best cut, as its own search does).  Costs nodes squared times layers squared.
     """
     best: dict[int, Template] = {0: Template((), ())}
     for stage in range(nodes):
@@ -77,7 +77,7 @@ def template(layers: Sequence[LayerProfile], nodes: int) -> Template:
 
 def multisets(nodes: int, sizes: Sequence[int], least: int = 1) -> Iterator[tuple[int, ...]]:
     """All ways to write ``nodes`` as a sum of at least ``least`` numbers out of ``sizes``, each in rising order.  Their
-    number grows faster than any power of ``nodes``.
+    number grows quickly with ``nodes`` and with the number of sizes.
     """
 
     def sums(left: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
