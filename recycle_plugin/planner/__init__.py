@@ -1,4 +1,4 @@
-"""From who is alive to who does what when: reroute, schedule, bound, verify, lower.
+"""Planning, from who is alive to who does what when: reroute, schedule, bound, verify, lower.
 
 Every worker plans for itself and compares digests, so planning depends on nothing but its arguments.
 """

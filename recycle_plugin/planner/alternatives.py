@@ -1,10 +1,10 @@
-"""What else could be done after failures than reroute, and when that would be faster.
+"""Alternatives to rerouting after failures, and when they would be faster.
 
-For extra load beyond the bubbles (M >> PP) rerouting's throughput tends to min over stages of live/DP.
-Dropping the replicas that lost a worker, or building whole pipelines from all survivors, or cutting the
-layers anew into pipelines of unequal depth (Oobleck, SOSP'23), may then win.  All keep the global batch.
-These are predictions from the lower bounds of each pipeline under our own schedule; what a
-transition costs is told as the number of workers that need another stage's state, not in time.
+For extra load beyond the bubbles (M >> PP) rerouting's throughput tends to min over stages of live/DP.  Dropping the
+replicas that lost a worker, or building whole pipelines from all survivors, or cutting the layers anew into pipelines
+of unequal depth (Oobleck, SOSP'23), may then win.  All keep the global batch.  These are predictions from the lower
+bounds of each pipeline under our own schedule; what a transition costs is told as the number of workers that need
+another stage's state, not in time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LAYERS_A_STAGE = 8  # where the number of layers isn't told
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """``period_us``: predicted, at best; ``copies``: workers that need the state of another stage; ``idle``: live
-    workers left out.
+    """One way to go on after failures.  ``period_us``: predicted, at best; ``copies``: workers that need the state of
+    another stage; ``idle``: live workers left out.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Option:
 
 
 def options(view: ClusterView, costs: CostModel, policy: Policy, layers: int = 0) -> tuple[Option, ...]:
-    """Everything that is possible from ``view``, the fastest first; ties to the one that copies least.
+    """All ways to go on from ``view``, the fastest first; ties to the one that copies least.
 
     ``layers`` of the model, alike and evenly spread, for cutting it anew; 0: eight a stage.
     """
@@ -75,13 +75,15 @@ def options(view: ClusterView, costs: CostModel, policy: Policy, layers: int = 0
 
 
 def _even(topology: Topology, replicas: int, costs: CostModel, policy: Policy) -> int:
-    """The bound with the batch shared by so many whole replicas."""
+    """The bound in microseconds with the batch shared by so many whole replicas."""
     each = -(-topology.replicas * topology.micro_batches // replicas)
     return bound(prepare(replace(topology, replicas=1, micro_batches=each).full(), costs, policy))
 
 
 def _cut_anew(view: ClusterView, costs: CostModel, policy: Policy, layers: int) -> Option:
-    """Pipelines of as even depths as the survivors give, each at least as deep as before, micro-batches to balance."""
+    """The option of pipelines of as even depths as the survivors give, each at least as deep as before, micro-batches
+    to balance.
+    """
     topology, workers = view.topology, len(view.live)
     total = topology.replicas * topology.micro_batches
 
@@ -117,7 +119,7 @@ def _cut_anew(view: ClusterView, costs: CostModel, policy: Policy, layers: int) 
 
 
 def _spread(costs: CostModel, depth: int, layers: int) -> CostModel:
-    """The same model in ``depth`` stages, the busiest of which has its layers rounded up."""
+    """The costs of the same model in ``depth`` stages, the busiest of which has its layers rounded up."""
     share = -(-layers // depth)
 
     def each(values: tuple[int, ...], share: int = share) -> tuple[int, ...]:
@@ -137,7 +139,7 @@ def _spread(costs: CostModel, depth: int, layers: int) -> CostModel:
 
 
 def _roomy(policy: Policy, topology: Topology) -> Policy:
-    """The same places on every stage of whatever depth."""
+    """The policy with the same activation cap on every stage of whatever depth."""
     return replace(
         policy,
         memory_bytes=None,

@@ -1,4 +1,4 @@
-"""From flat operations back to programs: the last leg of planning."""
+"""Assembly, the last leg of planning: from flat operations back to programs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assemble(
 
 
 def timeline(plan: Plan, costs: CostModel) -> list[Span]:
-    """What the plan expects of one step in its steady state, as spans; microseconds from its first start."""
+    """The spans that the plan expects of one step in its steady state, in microseconds from its first start."""
     return [
         Span(seat, instruction, start, start + costs.of(instruction.op, seat.stage, seat))
         for seat, program in plan.programs.items()
@@ -80,7 +80,7 @@ def _rows(view: ClusterView, problem: Problem, order: Array, closing: Array) -> 
 
 
 def _closing(view: ClusterView, problem: Problem, policy: Policy, solution: Solution) -> tuple[Array, Array]:
-    """[stage, place] codes of what ends a stage's programs, -1 for what it does without, and when each starts."""
+    """The [stage, place] codes of what ends a stage's programs, -1 for what it does without, and when each starts."""
     _, lasts = windows_of(problem, solution.order, solution.starts)
     tie_at, step_at = met(problem.tie, lasts + problem.reduce), problem.through(lasts) - problem.step
     tied = np.array([bool(view.topology.tie(stage)) for stage in range(problem.stages)])

@@ -22,7 +22,9 @@ SHOWN = ("pp", "dp", "m", "lost", "cap", "bound", "plan", "refined", "refined_ga
 
 
 def unequal(stages: int, seed: int = 0) -> CostModel:
-    """Stages within 20% of each other, F:I:W = 10:11:9, communication a tenth of F, the step two F.  Microseconds."""
+    """A cost model in microseconds whose stages are within 20% of each other: F:I:W = 10:11:9, communication a tenth of
+    F, the step half of it, the reduction one and a half times.
+    """
     random = Random(seed * 1000 + stages)
     shares = [random.uniform(0.8, 1.2) for _ in range(stages)]
     rows = (tuple(round(unit * share) for share in shares) for unit in (1000, 1100, 900))
@@ -33,7 +35,9 @@ COSTS = {"unit": CostModel.uniform, "unequal": unequal}
 
 
 def example() -> list[dict]:
-    """The running example's schedules, and the least memory with which each is reached."""
+    """One row for each schedule of the papers' running example, with the least memory with which its period is
+    reached.
+    """
     full, lost = EXAMPLE.full(), EXAMPLE.full().without(Seat(1, 2))
     costs = CostModel.uniform(4)
     stock = Policy(split_backward=False, stagger_optimizer=False)
@@ -67,7 +71,7 @@ def example() -> list[dict]:
 
 
 def peak(planned: Plan) -> list[int]:
-    """Most micro-batches that a worker of each stage holds at once."""
+    """The most micro-batches that a worker of each stage holds at once."""
     most = [0] * planned.stages
     for seat, program in planned.programs.items():
         held = 0
@@ -78,14 +82,18 @@ def peak(planned: Plan) -> list[int]:
 
 
 def least_cap(view: ClusterView, costs: CostModel, policy: Policy, period: int, budget_s: float = 0.5) -> int:
-    """The least cap, the same on every stage, with which ``period`` is reached."""
+    """The least activation cap, the same on every stage, with which ``period`` is reached; "more" where twice PP is too
+    little.  ``budget_s``: CPU seconds of refinement for each cap.
+    """
     return _least(view, costs, policy, period, lambda cap: cap, budget_s)
 
 
 def least_on_stage(
     view: ClusterView, costs: CostModel, policy: Policy, period: int, stage: int, budget_s: float = 0.5
 ) -> int | str:
-    """The least cap of one stage, where all others hold PP micro-batches."""
+    """The least activation cap of ``stage`` with which ``period`` is reached, where all others hold PP micro-batches;
+    "more" where twice PP is too little.
+    """
     stages = view.topology.stages
     return _least(
         view, costs, policy, period, lambda cap: tuple(cap if at == stage else stages for at in range(stages)), budget_s
@@ -105,7 +113,9 @@ def _least(view, costs, policy, period, cap_of, budget_s: float):
 
 
 def patterns(stages: int, replicas: int) -> list[tuple[Seat, ...]]:
-    """1 .. DP - 1 failures in the middle stage, and spread over stages and replicas."""
+    """The sets of lost seats of the grid: 1 to DP - 1 failures in the middle stage, and spread over stages and
+    replicas.
+    """
     found = []
     for failures in range(1, replicas):
         found.append(tuple(Seat(replica, stages // 2) for replica in range(failures)))
@@ -116,7 +126,7 @@ def patterns(stages: int, replicas: int) -> list[tuple[Seat, ...]]:
 
 
 def grid() -> Iterator[tuple[int, int, int, tuple[Seat, ...], float]]:
-    """PP, DP, M, who is lost, cap in units of PP."""
+    """The cases of the grid: PP, DP, M, who is lost, and the activation cap in units of PP."""
     for stages in (2, 4, 8):
         for replicas in (2, 3, 4, 8):
             for micro_batches in (4, 8, 16, 32):
@@ -128,7 +138,7 @@ def grid() -> Iterator[tuple[int, int, int, tuple[Seat, ...], float]]:
 def case(
     stages: int, replicas: int, micro_batches: int, lost: tuple[Seat, ...], cap: float, costs_name: str, budget_s: float
 ) -> dict:
-    """One cell of the grid.  Gaps in percent of the bound."""
+    """The figures of one case of the grid: periods in microseconds, gaps in percent of the bound, CPU milliseconds."""
     costs, view = COSTS[costs_name](stages), Topology(replicas, stages, micro_batches).full().without(*lost)
     started = time.process_time()
     planned = plan(view, costs, Policy(activation_cap=int(cap * stages)))
@@ -150,7 +160,7 @@ def case(
 
 
 def summary(rows: list[dict]) -> list[dict]:
-    """By cap and M."""
+    """The rows of the grid summed up, by cap and M."""
     keys = sorted({(row["cap"], row["m"]) for row in rows})
     return [_spread([row for row in rows if (row["cap"], row["m"]) == key], *key) for key in keys]
 
@@ -170,12 +180,12 @@ def _spread(rows: list[dict], cap: float, micro_batches: int) -> dict:
 
 
 def share(gaps: list[float], most: float) -> float:
-    """Percent of ``gaps`` that are no larger than ``most``."""
+    """The percentage of ``gaps`` that are no larger than ``most``."""
     return 100 * sum(gap <= most + 1e-9 for gap in gaps) / max(1, len(gaps))
 
 
 def goals(rows: list[dict], costs_name: str) -> list[dict]:
-    """The issue's lines for the grid."""
+    """The goals that were set for the grid, each with what was found."""
 
     def gaps(name: str, cap: float, least: int) -> list[float]:
         return [row[f"{name}_gap"] for row in rows if row["cap"] == cap and row["m"] >= least] or [0.0]
@@ -231,7 +241,9 @@ def _small_costs(random: Random, stages: int) -> CostModel:
 
 
 def against_exact(cases: int, budget_s: float, exact_s: float, seed: int = 1, most: int = 96) -> list[dict]:
-    """Plans of random small cases beside CP-SAT's best with the routes of the refined ones."""
+    """One row for each of ``cases`` random small jobs: the planner's periods beside CP-SAT's best with the routes of
+    the refined ones.  Needs ortools.
+    """
     random, rows = Random(seed), []
     while len(rows) < cases:
         view, costs, policy = small_case(random, most)
@@ -259,6 +271,7 @@ def against_exact(cases: int, budget_s: float, exact_s: float, seed: int = 1, mo
 
 
 def exact_summary(rows: list[dict]) -> list[dict]:
+    """The rows of :func:`against_exact` summed up: gaps to the optimum in percent."""
     lines = []
     for name in ("plan", "refined", "bound"):
         gaps = [100 * abs(row[name] / row["optimum"] - 1) for row in rows]
@@ -275,7 +288,8 @@ def exact_summary(rows: list[dict]) -> list[dict]:
 
 
 def bounds_hold(cases: int, seed: int = 2, exact_s: float = 1.0, most: int = 36, tied: bool = False) -> dict:
-    """CP-SAT, not told our bound, looks for a schedule that is shorter.
+    """The number of random small jobs in which CP-SAT, not told our bound, finds a schedule that is shorter than that,
+    and of those where it proves that there is none.  Needs ortools.
 
     ``tied``: the first and the last stage share weights.
     """
@@ -299,8 +313,8 @@ def bounds_hold(cases: int, seed: int = 2, exact_s: float = 1.0, most: int = 36,
 
 
 def blame(costs_name: str, budget_s: float, exact_s: float, most: int = 8, operations: int = 800) -> list[dict]:
-    """Of the grid's cases with more than 1% of gap that CP-SAT can handle, what it says: a shorter schedule (the plan
-    is to blame), or a proof that there is none below what it found (the bound is).
+    """Whom CP-SAT blames in the grid's cases with more than 1% of gap that it can handle: the plan, for which it finds
+    a shorter schedule, or the bound, where it proves that there is none below what it found.  Needs ortools.
     """
     rows = []
     jobs = [one for one in grid() if 3 * one[0] * one[1] * one[2] <= operations]
@@ -337,7 +351,7 @@ def blame(costs_name: str, budget_s: float, exact_s: float, most: int = 8, opera
 
 
 def large(budget_s: float, draws: int = 3) -> list[dict]:
-    """1,536 workers with 5% lost."""
+    """The gaps of plans for 1,536 workers with 5% lost."""
     rows = []
     for costs_name in ("unit", "unequal"):
         for draw in range(draws):
@@ -360,7 +374,9 @@ def large(budget_s: float, draws: int = 3) -> list[dict]:
 
 
 def speed(draws: int = 3) -> list[dict]:
-    """Time from a set of live seats to a verified and hashed plan; CPU milliseconds."""
+    """The time from a set of live seats to a verified and hashed plan, in CPU milliseconds, for jobs of several
+    sizes.
+    """
     warm()
     rows = []
     for name, shape, failures in (

@@ -1,7 +1,7 @@
 """Lower bounds: no schedule of this routing and memory has a shorter period.
 
-For a worker of stage p with N micro-batches, A of which fit before its first backward, and RT the
-round trip from the start of a micro-batch's F at p to the arrival of its gradient:
+For a worker of stage p with N micro-batches, A of which fit before its first backward, and RT the round trip from the
+start of a micro-batch's F at p to the arrival of its gradient:
 
 * load: N (F + I + W);
 * head: before its first I a worker can run nothing but F, and at most min(A, N) of them;
@@ -14,11 +14,11 @@ round trip from the start of a micro-batch's F at p to the arrival of its gradie
 * ties: a stage of several that share weights steps when the last of them has reduced.  From the first F of stage p the
   last W of a stage q below is at least the fill and q's own window away; of a stage q above, p's last I, the gradient's
   way up, and q's backward.
-* stages that step together: from one meeting of all to the next, each steps, then waits for its first activation, then
+* stages that step together: from one barrier of all to the next, each steps, then waits for its first activation, then
   has its window.
 
-Without a split backward, I stands for the whole backward and W is nothing.  Where a backward may be
-either, each term takes the less.
+Without a split backward, I stands for the whole backward and W is nothing.  Where a backward may be either, each term
+takes the less.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from recycle_plugin.planner.flat import Array, Problem
 
 
 class StageCosts(NamedTuple):
-    """Per stage, in microseconds: F, the least time to a gradient, the W after it, and both backwards together."""
+    """The costs per stage, int64 in microseconds: F, the least time to a gradient, the W after it, and both backwards
+    together.
+    """
 
     forward: Array
     gradient: Array
@@ -40,14 +42,14 @@ class StageCosts(NamedTuple):
 
 
 def windows(problem: Problem) -> Array:
-    """Per stage, the least microseconds from its first F's start to its last instruction's end."""
+    """The least microseconds per stage from its first F's start to its last instruction's end; int64, one entry per
+    stage.
+    """
     return _reached(problem).windows
 
 
 class _Reached(NamedTuple):
-    """Per stage, in microseconds from its first F's start: the least to the end of its last I, and to the end of
-    all.
-    """
+    """The least microseconds per stage from its first F's start to the end of its last I, and to the end of all."""
 
     quick: StageCosts
     before: Array
@@ -72,7 +74,7 @@ def _reached(problem: Problem) -> _Reached:
 
 def bound(problem: Problem) -> int:
     """The least period in microseconds: stages couple at their own reduce-and-step, or at their tie's, or all of them
-    before they step.
+    before they step.  Costs time in proportion to the stages squared, and to the workers.
     """
     reached = _reached(problem)
     if problem.synchronous:
@@ -81,7 +83,7 @@ def bound(problem: Problem) -> int:
 
 
 def _tied(problem: Problem, reached: _Reached) -> int:
-    """The least from the first F of a stage to its step, over all stages for whose sum it waits because they share
+    """The least time from the first F of a stage to its step, over all stages for whose sum it waits because they share
     weights.
     """
     (forward, gradient, _, backward), hop, found = reached.quick, problem.communication[0], 0
@@ -98,7 +100,7 @@ def _tied(problem: Problem, reached: _Reached) -> int:
 
 
 def _together(problem: Problem, reached: _Reached) -> int:
-    """The least from one meeting of all stages to the next."""
+    """The least time from one barrier of all stages to the next."""
     lasts, first = np.zeros(problem.stages, np.int64), 0
     for stage, window in enumerate(reached.windows):
         first = max(first, int(problem.step[stage]))
@@ -108,14 +110,16 @@ def _together(problem: Problem, reached: _Reached) -> int:
 
 
 def round_trips(problem: Problem, quick: StageCosts | None = None) -> Array:
-    """Per stage, the least microseconds from a micro-batch's F's start to its gradient's arrival."""
+    """The least microseconds per stage from a micro-batch's F's start to its gradient's arrival; int64, one entry per
+    stage.
+    """
     quick = quick or _quickest(problem)
     below = np.cumsum((quick.forward + quick.gradient)[::-1])[::-1] - quick.gradient
     return below + 2 * problem.communication[0] * np.arange(problem.stages - 1, -1, -1)
 
 
 def _busiest(problem: Problem, stage: int, trip: int) -> tuple[int, int]:
-    """Over the stage's workers: the least time to the end of the last I, and to the end of all."""
+    """The least time to the end of the last I, and to the end of all, over the stage's workers."""
     before = window = 0
     cap, activation, pending = (int(part[stage]) for part in problem.memory)
     here = slice(stage * problem.ranks, (stage + 1) * problem.ranks)
@@ -140,7 +144,7 @@ def _busiest(problem: Problem, stage: int, trip: int) -> tuple[int, int]:
 
 
 def _backward(problem: Problem, split: int, weight: int, joint: int) -> tuple[int, int, int]:
-    """Least time to the gradient, the W that may come later, and both together."""
+    """The least time to the gradient, the W that may come later, and both together."""
     if not problem.split:
         return joint, 0, joint
     return (
@@ -149,7 +153,7 @@ def _backward(problem: Problem, split: int, weight: int, joint: int) -> tuple[in
 
 
 def _quickest(problem: Problem) -> StageCosts:
-    """Costs on the fastest worker that has anything to do."""
+    """The costs on the fastest worker of each stage that has anything to do."""
     working = (
         np.where(problem.loads > 0, problem.spend, np.int64(1) << 40)
         .reshape(4, problem.stages, problem.ranks)

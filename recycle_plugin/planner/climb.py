@@ -21,15 +21,17 @@ SORTED_AFTER = 64  # accepted moves: then the order is sorted by starts again, s
 
 @inner
 def draw(random, below):
-    """A number from 0 to ``below`` - 1 (Knuth's MMIX generator)."""
+    """A random number from 0 to ``below`` - 1 (Knuth's MMIX generator), of which ``random`` is the state: uint64, one
+    entry.
+    """
     random[0] = random[0] * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
     return np.int64(random[0] >> np.uint64(33)) % below
 
 
 @inner
 def measure(net, state, least, firsts, lasts):
-    """(The widest window, and by how much all workers together end later than ``least`` allows); also each stage's
-    first start and last end.
+    """The widest window in microseconds, and by how much all workers together end later than ``least`` allows.  Leaves
+    each stage's first start in ``firsts`` and its last end in ``lasts``.
     """
     firsts[:] = FAR
     lasts[:] = 0
@@ -53,8 +55,8 @@ def measure(net, state, least, firsts, lasts):
 
 @inner
 def critical(net, state, firsts, lasts, random, path):
-    """Operations on the critical path of the widest stage that start when their worker's previous one ends; returns how
-    many.
+    """Writes the operations on the critical path of the widest stage that start when their worker's previous one ends
+    into ``path``; returns how many.
     """
     worst, ties, operations = 0, 0, state.place.size
     for stage in range(firsts.size):
@@ -68,12 +70,12 @@ def critical(net, state, firsts, lasts, random, path):
             ties += 1
             if draw(random, ties) == 0:
                 worst = stage
-    operation, met = -1, 0
+    operation, found = -1, 0
     for here in range(net.stage_of.size):
         last = state.before[operations + here]
         if net.stage_of[here] == worst and last < operations and state.starts[last] + net.spend[last] == lasts[worst]:
-            met += 1
-            if draw(random, met) == 0:
+            found += 1
+            if draw(random, found) == 0:
                 operation = last
     count = 0
     while operation >= 0 and state.starts[operation] > firsts[worst]:
@@ -105,8 +107,8 @@ def limit_later(net, state, operation):
 
 @inner
 def choose(net, state, path, count, random):
-    """A random move of one of a critical pair: (operation, the one on its worker whose place it takes), -1 where that
-    breaks a dependency.
+    """A random move of one of a critical pair: (operation, the one on its worker whose place it takes); the first is -1
+    where that breaks a dependency.
     """
     later, operations = path[draw(random, count)], state.place.size
     earlier = state.before[later]
@@ -130,8 +132,8 @@ def choose(net, state, path, count, random):
 
 @inner
 def partners(net, state, path, count, random):
-    """A dealt record of a critical pair, and a dealt one of another worker of its stage; -1 where the draw gives
-    none.
+    """A dealt record of a critical pair, and a dealt one of another worker of its stage; the first is -1 where the draw
+    gives none.
     """
     operation, records = path[draw(random, count)], state.place.size // 4
     one, other = operation % records, net.dealt[draw(random, net.dealt.size)]
@@ -143,7 +145,7 @@ def partners(net, state, path, count, random):
 
 @compiled
 def tidy(state):
-    """Sort the order by starts, so that it forbids few moves."""
+    """Sorts the order by starts, so that it forbids few moves."""
     state.order[:] = state.order[np.argsort(state.starts[state.order], kind="mergesort")]
     for at in range(state.order.size):
         state.place[state.order[at]] = at
@@ -151,8 +153,8 @@ def tidy(state):
 
 @compiled
 def climb(net, order, who, least, rounds, heat, seed):
-    """``rounds`` moves from ``order``; leaves the best one in ``order``, and in ``who`` who runs it; returns what it
-    measures.
+    """Makes ``rounds`` moves from ``order``; leaves the best one in ``order``, and in ``who`` who runs it; returns what
+    it measures.
 
     ``heat``: how much longer than the present one an order may be to be accepted at first, in microseconds.
     """

@@ -1,4 +1,4 @@
-"""How the planner's loops are compiled: by numba, on the first call on a machine; cached on disk.
+"""Compilation of the planner's loops: by numba, on the first call on a machine; cached on disk.
 
 ``planner.warm`` does it ahead of a failure.
 
@@ -49,10 +49,13 @@ def _where_possible(save: Callable) -> Callable:
 
 
 def compiled(function: Callable) -> Any:
+    """The function compiled by numba on its first call, and cached on disk where that is possible."""
     return _cached(function)
 
 
 def inner(function: Callable) -> Any:
-    """For what is called from compiled loops: counts no references to the arrays in its arguments, which for tuples of
-    arrays takes more time than the work itself (greedy: 2.5 times as long).  Hence it can't make or return arrays."""
+    """The function compiled for being called from compiled loops: it counts no references to the arrays in its
+    arguments, which for tuples of arrays takes more time than the work itself (greedy: 2.5 times as long).  Hence it
+    can't make or return arrays.
+    """
     return _cached(function, _nrt=False)

@@ -5,7 +5,7 @@ Useful up to some 800 operations.  Needs the extra ``exact`` (ortools).  The mod
 shares nothing with the scheduler but the :class:`Problem`: one start per operation, one operation at a time per worker,
 memory as a cumulative resource, weight gradients of a block in their order, and a period no shorter than each stage's
 window with reduce and step (and, of stages that share weights, from the first start of one to the step of any; where
-stages step together, from one meeting of all to the next). Routes are as given; no backward is coupled unless all are.
+stages step together, from one barrier of all to the next).  Routes are as given; no backward is coupled unless all are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ MOST = 800  # operations that ``check`` lets pass
 
 
 class Exact(NamedTuple):
-    """``period`` of the best schedule found and ``least``, what no schedule can be below; equal: optimal."""
+    """The result of an exact search: ``period`` of the best schedule, and ``least``, what no schedule can be below, in
+    microseconds; equal: optimal.
+    """
 
     period: int
     least: int
@@ -32,6 +34,7 @@ class Exact(NamedTuple):
 
     @property
     def optimal(self) -> bool:
+        """Whether no schedule is shorter."""
         return self.period <= self.least
 
 
@@ -47,7 +50,7 @@ def check(problem: Problem) -> None:
 
 
 def exact(problem: Problem, start: Solution, budget_s: float, threads: int = 1, use_bound: bool = False) -> Exact:
-    """Improve ``start`` for up to ``budget_s`` seconds.  ``use_bound``: begin at our own lower bound, and so trust it.
+    """Improves ``start`` for up to ``budget_s`` seconds.  ``use_bound``: begin at our own lower bound, and so trust it.
 
     Raises ImportError without ortools, ValueError for a problem that mixes B and I.
     """
@@ -89,7 +92,7 @@ def exists(problem: Problem, start: Solution, period: int, budget_s: float) -> b
 
 
 def _model(model, problem: Problem, start: Solution, least: int, most: int | None = None):
-    """The starts per operation, and the period."""
+    """The variables for the starts of all operations, and for the period."""
     records, width, kinds = problem.records, problem.width, (0, 1, 2) if problem.split else (0, 3)
     horizon = 2 * start.span + int(problem.closing.max())
     worker, spend, in_turn = problem.worker.tolist(), problem.spend.tolist(), problem.follows_in_block.tolist()
@@ -127,7 +130,9 @@ def _model(model, problem: Problem, start: Solution, least: int, most: int | Non
 
 
 def _memory(model, problem: Problem, starts, end, horizon: int) -> None:
-    """Places from F to the end of B; or from F to the end of I, and on to the end of W."""
+    """Adds the memory's constraints: places from F to the end of B; or from F to the end of I, and on to the end of
+    W.
+    """
     records, final = problem.records, 2 if problem.split else 3
     held: list[tuple[list, list]] = [([], []) for _ in range(problem.workers)]
 
@@ -169,7 +174,7 @@ def _period(model, problem: Problem, starts, end, final: int, least: int, most: 
 
 
 def _read(problem: Problem, solver, starts, start: Solution) -> Exact:
-    """What the solver found, run through our own timing."""
+    """The solution that the solver found, run through our own timing."""
     least = int(np.ceil(solver.best_objective_bound - 1e-6))
     at = {operation: solver.value(variable) for operation, variable in starts.items()}
 

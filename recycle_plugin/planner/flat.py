@@ -27,7 +27,7 @@ KINDS = (Op.F, Op.I, Op.W, Op.B)
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One step to be scheduled.  Arrays are int64."""
+    """The problem of scheduling one step.  Arrays are int64; times are in microseconds."""
 
     stages: int
     micro_batches: int
@@ -53,55 +53,64 @@ class Problem:
 
     @property
     def ranks(self) -> int:
+        """The number of replicas, which their ranks count."""
         return len(self.replicas)
 
     @property
     def closing(self) -> Array:
-        """[stage] from a stage's last end to the end of its window, where it waits for no other."""
+        """The time per stage from its last end to the end of its window, where it waits for no other."""
         return self.reduce + self.after
 
     @property
     def after(self) -> Array:
-        """[stage] from where all of its tie have reduced."""
+        """The time per stage from when all of its tie have reduced to the end of its window."""
         return self.tied + self.step
 
     def through(self, lasts: Array) -> Array:
-        """[stage] the end of its window, given when each stage's last instruction ends."""
+        """The end of each stage's window, given when each stage's last instruction ends."""
         summed = self.summed(lasts)
         return (summed.max() if self.synchronous else summed) + self.step
 
     def summed(self, lasts: Array) -> Array:
-        """[stage] when it has all that it steps with, where it waits for no norm; ``lasts`` as of :meth:`through`."""
+        """The time per stage when it has all that it steps with, where it waits for no norm; ``lasts``: when each
+        stage's last instruction ends.
+        """
         return met(self.tie, lasts + self.reduce) + self.tied
 
     @property
     def follows_in_block(self) -> NDArray[np.bool_]:
-        """[record] whether the one before is of the same block."""
+        """Whether the record before is of the same block, for each record."""
         return np.arange(self.records) % self.micro_batches % self.block > 0
 
     @property
     def width(self) -> int:
-        """Records per stage."""
+        """The number of records per stage."""
         return len(self.replicas) * self.micro_batches
 
     @property
     def records(self) -> int:
+        """The number of records in all."""
         return self.stages * self.width
 
     @property
     def workers(self) -> int:
+        """The number of workers, lost ones included."""
         return self.stages * self.ranks
 
 
 def met(tie: Array, reduced: Array) -> Array:
-    """[stage] when all stages of its tie have reduced, given when each has; ``tie`` as of :class:`Problem`."""
+    """The time per stage when all stages of its tie have reduced, given when each has; ``tie`` as in
+    :class:`Problem`.
+    """
     latest = np.zeros(len(tie), np.int64)
     np.maximum.at(latest, tie, reduced)
     return latest[tie]
 
 
 def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routing) -> Problem:
-    """Raises PlanError where the costs are for another number of stages, or the memory holds no micro-batch."""
+    """The problem of scheduling one step with a given routing.  Raises PlanError where the costs are for another number
+    of stages, or the memory holds no micro-batch.
+    """
     topology = view.topology
     stages, ranks, per = topology.stages, topology.replicas, topology.micro_batches
     if costs.stages != stages:
@@ -141,7 +150,7 @@ def flatten(view: ClusterView, costs: CostModel, policy: Policy, routing: Routin
 
 
 def routing_of(problem: Problem) -> Routing:
-    """Who runs what in ``problem``: what it was made from, or what a search has made of that."""
+    """The routing in ``problem``: what it was made from, or what a search has made of that."""
     return Routing(
         problem.replicas, (problem.worker % problem.ranks).reshape(problem.stages, problem.ranks, problem.micro_batches)
     )
@@ -162,7 +171,7 @@ def _spend(costs: CostModel, cost: Array, rank_of: dict[int, int], stages: int, 
 
 
 def _lags(costs: CostModel, rank: Array) -> tuple[Array, Array]:
-    """Per record, what its activation and its gradient spend on the way; nothing at the pipeline's ends."""
+    """The time per record that its activation and its gradient spend on the way; nothing at the pipeline's ends."""
     _, across = _transfers(costs)
     hops = np.where(rank[1:] == rank[:-1], costs.communication, across).astype(np.int64)
     ends = np.zeros((1, rank.shape[1]), np.int64)

@@ -1,4 +1,4 @@
-"""An evaluation (core/worker/evaluation.py) as programs: the forwards of a batch over whoever is left.
+"""Programs of an evaluation (core/worker/evaluation.py): the forwards of a batch over whoever is left.
 
 The order of all forwards is by micro-batch, and each program is the part of it that its seat runs, so it can't
 deadlock.
@@ -17,7 +17,7 @@ from recycle_plugin.planner.lower import BoundaryRoute, lower
 
 
 def forwards(plan: Plan, seat: Seat, step: int, count: int) -> Iterator[Instruction]:
-    """``seat``'s program of an evaluation of ``count`` micro-batches from each replica that can be read."""
+    """The program of ``seat`` in an evaluation of ``count`` micro-batches from each replica that can be read."""
     batch = (MicroBatch(replica, index) for index in range(count) for replica in sorted(readers(plan.view)))
     mine = (Instruction(Op.F, seat.stage, one, step) for one in batch if runner(plan, seat.stage, one) == seat)
 

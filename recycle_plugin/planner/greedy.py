@@ -1,7 +1,7 @@
 """Event-driven greedy list scheduling, compiled.  See ``planner.list_scheduling`` for the rules that drive it.
 
-Compiled by numba on the first call on a machine and cached on disk; ``planner.warm`` does it before a
-failure can pay for it.  Everything is int64, so that there is one compiled version of each function.
+Compiled by numba on the first call on a machine and cached on disk; ``planner.warm`` does it before a failure can pay
+for it.  Everything is int64, so that there is one compiled version of each function.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from recycle_plugin.planner.compiled import compiled, inner
 Array = NDArray[np.int64]
 
 BURST, PAUSE, AHEAD, LEAD, EAGER, COUPLE, WAIT_W, WAIT_F = range(8)
-"""Fields of a rule's array; ``schedule.Rule`` explains them."""
+"""Fields of a rule's array; ``list_scheduling.SchedulingRule`` explains them."""
 F, I, W, B, ACTIVATION, GRADIENT, WAKE = range(7)
 """Events: the end of an operation, the arrival of what F or I needs, a worker's beginning.
 
@@ -30,7 +30,7 @@ waiting.
 
 
 class SchedulingProblem(NamedTuple):
-    """What stays as it is; arrays are int64."""
+    """The part of the scheduling that stays as it is; arrays are int64, times in microseconds."""
 
     stages: int
     ranks: int
@@ -51,7 +51,7 @@ class SchedulingProblem(NamedTuple):
 
 @inner
 def push(heap, base, size, key):
-    """Add ``key`` to the binary heap of ``size`` entries that stands at ``base``."""
+    """Adds ``key`` to the binary heap of ``size`` entries that stands at ``base``."""
     place = size
     while place > 0:
         above = (place - 1) >> 1
@@ -64,7 +64,7 @@ def push(heap, base, size, key):
 
 @inner
 def pop(heap, base, size):
-    """Take the least key out of the heap of ``size`` entries that stands at ``base``."""
+    """Takes the least key out of the heap of ``size`` entries that stands at ``base``."""
     top, last = heap[base], heap[base + size - 1]
     size -= 1
     place = 0
@@ -103,8 +103,8 @@ def blocked(job, tally, here, need, cap):
 
 @inner
 def finished(job, tally, queue, base, kind, record, now):
-    """Settle the memory at the end of an operation; (event, record, time) of the arrival that it causes, record -1:
-    none.
+    """Settles the memory at the end of an operation; returns (event, record, time) of the arrival that it causes,
+    record -1: none.
     """
     here, width = job.worker[record], job.worker.size // job.stages
     stage = record // width
@@ -129,7 +129,7 @@ def finished(job, tally, queue, base, kind, record, now):
 
 @inner
 def arrive(job, tally, queue, base, event, record, now):
-    """Put an F, or an I or B, whose inputs are there into its worker's queue."""
+    """Puts an F, or an I or B, whose inputs are there into its worker's queue."""
     here = job.worker[record]
     if event == GRADIENT:
         key, kind = job.backward_key[record], BACKWARDS
@@ -186,7 +186,7 @@ def patient(job, tally, queue, base, here, kind, now):
 
 @inner
 def begin(job, tally, queue, base, here, kind):
-    """Take the next record of ``kind`` out of its queue."""
+    """Takes the next record of ``kind`` out of its worker's queue."""
     stage = here // job.ranks
     tally[IDLE, here] = 0
     if kind == W:
@@ -208,7 +208,7 @@ def begin(job, tally, queue, base, here, kind):
 
 @inner
 def announce(job, tally, queue, base, record, end):
-    """Tell the worker one stage up when the gradient of a ``record`` whose I or B ends at ``end`` will be there."""
+    """Tells the worker one stage up when the gradient of a ``record`` whose I or B ends at ``end`` will be there."""
     above = job.worker[record - job.worker.size // job.stages]
     arrival = end + job.backward_lag[record - job.worker.size // job.stages]
     push(queue, base[COMING, above], tally[COMING, above], arrival)
@@ -217,7 +217,9 @@ def announce(job, tally, queue, base, record, end):
 
 @compiled
 def greedy(job, order):
-    """Write all operations into ``order`` by their starts; returns how many there are."""
+    """Writes all operations into ``order`` by their starts; returns how many there are.  Costs time in proportion to
+    the operations, times the logarithm of that.
+    """
     records, workers, rule = job.worker.size, job.loads.size, job.rule
     width = records // job.stages
     tally, queue, base = (

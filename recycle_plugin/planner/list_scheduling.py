@@ -1,10 +1,10 @@
-"""One global order of a step's operations, by greedy list scheduling under a fixed portfolio of rules.
+"""List scheduling: one global order of a step's operations, greedy, under a fixed portfolio of rules.
 
-Programs are projections of this one order, so they can't deadlock.  A free worker takes I before F
-(if its memory allows) before W: I unblocks others, W is filler.  The key of F is the micro-batch
-index, because taking them in order of arrival is 25-70% worse.  Variations of that rule are tried until
-the period meets the lower bound.  No clock decides how many, so that all workers find the same plan;
-``planner.refine`` searches on, by a clock, where only one process decides.
+Programs are projections of this one order, so they can't deadlock.  A free worker takes I before F (if its memory
+allows) before W: I unblocks others, W is filler.  The key of F is the micro-batch index, because taking them in order
+of arrival is 25-70% worse.  Variations of that rule are tried until the period meets the lower bound.  No clock decides
+how many, so that all workers find the same plan; ``planner.refine`` searches on, by a clock, where only one process
+decides.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from recycle_plugin.planner.timing import evaluate, extent
 
 
 class SchedulingRule(NamedTuple):
-    """How a worker chooses.  The first eight are what the compiled loop reads.
+    """A rule by which a worker chooses what it begins next.  The first eight are what the compiled loop reads.
 
-    ``burst``: hold the last so many F until memory fits all of them.  ``pause``: once memory is full, wait
-    until so many places are free.  ``ahead``: how far the F of a worker may run ahead of its I, beyond
-    1F1B's depth, plus one (0: no limit).  ``lead``: F goes before I while fewer than 1F1B's depth plus so
-    many, less one, are ahead (0: never); that is the steady state of the zero-bubble paper's ZB-H1 (Qi et
-    al., ICLR'24), which needs no more memory than 1F1B.  ``eager``: W goes before F once so many are pending
-    (0: never).  ``couple``: 0 never B; 1 B where memory has room neither for an I nor to do a pending W first;
-    2 B where it has no room for an I; beyond, also on the first so many stages less two, which hand their
-    gradient to nobody who waits.  ``wait_weight``, ``wait_forward``: stay idle rather than begin a W or an F when a
-    gradient is known to arrive within so many percent of its time.
-    ``forward``: ties between an own and a rerouted micro-batch of one index: 0 own first, 1 rerouted
-    first; 2: order of arrival.  ``backward``: 0 index, 1 arrival.  ``settled``: begin as the step
-    before has left the stages, instead of from rest.
+    ``burst``: hold the last so many F until memory fits all of them.  ``pause``: once memory is full, wait until so
+    many places are free.  ``ahead``: how far the F of a worker may run ahead of its I, beyond 1F1B's depth, plus one
+    (0: no limit).  ``lead``: F goes before I while fewer than 1F1B's depth plus so many, less one, are ahead (0:
+    never); that is the steady state of the zero-bubble paper's ZB-H1 (Qi et al., ICLR'24), which needs no more memory
+    than 1F1B.  ``eager``: W goes before F once so many are pending (0: never).  ``couple``: 0 never B; 1 B where memory
+    has room neither for an I nor to do a pending W first; 2 B where it has no room for an I; beyond, also on the first
+    so many stages less two, which hand their gradient to nobody who waits.  ``wait_weight``, ``wait_forward``: stay
+    idle rather than begin a W or an F when a gradient is known to arrive within so many percent of its time.
+    ``forward``: ties between an own and a rerouted micro-batch of one index: 0 own first, 1 rerouted first; 2: order of
+    arrival.  ``backward``: 0 index, 1 arrival.  ``settled``: begin as the step before has left the stages, instead of
+    all at once.
     """
 
     burst: int = 0
@@ -51,7 +50,9 @@ class SchedulingRule(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """An order of operations and when they start, in microseconds from the first one."""
+    """An order of operations and when they start, in microseconds from the first one; int64 arrays with one entry per
+    operation.  ``period`` and ``span`` are in microseconds too.
+    """
 
     order: Array
     starts: Array
@@ -66,7 +67,8 @@ NEVER = 1 << 60
 
 def portfolio(stages: int) -> tuple[SchedulingRule, ...]:
     """The rules to try, in an order found by greedy cover over 220 jobs of ``scripts/bench_planner.py grid``, half of
-    them with unequal costs: each adds most to those before it."""
+    them with unequal costs: each adds most to those before it.
+    """
     half = stages // 2
     return (
         SchedulingRule(forward=1, lead=1),
@@ -87,7 +89,7 @@ def portfolio(stages: int) -> tuple[SchedulingRule, ...]:
 
 
 def further(stages: int) -> tuple[SchedulingRule, ...]:
-    """Rules that seldom add to the portfolio: a search begins with them."""
+    """The rules that seldom add to the portfolio: a search begins with them."""
     return (
         SchedulingRule(forward=2, backward=1, burst=stages, lead=1),
         SchedulingRule(ahead=3, lead=2),
@@ -126,7 +128,7 @@ def best_order(problem: Problem, least: int) -> Solution:
 
 
 def _at_once(problem: Problem) -> Problem:
-    """The same without time on the way."""
+    """The same problem without time on the way."""
     return replace(
         problem, forward_lag=np.zeros_like(problem.forward_lag), backward_lag=np.zeros_like(problem.backward_lag)
     )
@@ -135,14 +137,16 @@ def _at_once(problem: Problem) -> Problem:
 def better(
     problem: Problem, rule: SchedulingRule, least: int, best: Solution | None, seen: Problem | None = None
 ) -> Solution:
-    """``best``, or what ``rule`` finds if that is shorter.  ``seen``: the problem as the rule sees it."""
+    """The solution ``best``, or what ``rule`` finds if that is shorter.  ``seen``: the problem as the rule sees it."""
     wake = beginnings(problem, best) if rule.settled and best else np.zeros(problem.stages, np.int64)
     order = greedy_order(seen or problem, rule, *keys(problem, rule), wake)
     return timed(problem, order, least, best)
 
 
 def greedy_order(problem: Problem, rule: SchedulingRule, forward: Array, backward: Array, wake: Array) -> Array:
-    """All operations in the order of their starts."""
+    """All operations in the order of the starts that ``rule`` gives them.  ``forward``, ``backward``: keys per record;
+    ``wake``: when each stage's workers begin.
+    """
     order = np.empty(3 * problem.records, np.int64)
     rule = rule._replace(couple=max(1, rule.couple) if problem.couple else 0)
     job = SchedulingProblem(
@@ -166,7 +170,7 @@ def greedy_order(problem: Problem, rule: SchedulingRule, forward: Array, backwar
 
 
 def timed(problem: Problem, order: Array, least: int, best: Solution | None = None) -> Solution:
-    """``best``, or ``order`` with its shortest period if that is shorter."""
+    """The solution ``best``, or ``order`` with its shortest period if that is shorter."""
     starts = np.empty(order.size, np.int64)
     below = NEVER if best is None else best.period
     period = evaluate(
@@ -194,18 +198,18 @@ def timed(problem: Problem, order: Array, least: int, best: Solution | None = No
 
 
 def windows_of(problem: Problem, order: Array, starts: Array) -> tuple[Array, Array]:
-    """First start and last end of each stage."""
+    """The first start and the last end of each stage, in the clock of ``starts``."""
     return extent(order, starts, problem.stages, problem.ranks, problem.worker, problem.spend)
 
 
 def beginnings(problem: Problem, solution: Solution) -> Array:
-    """When the step before leaves each stage free, in the clock of ``solution``."""
+    """The time when the step before leaves each stage free, in the clock of ``solution``."""
     _, lasts = windows_of(problem, solution.order, solution.starts)
     return np.maximum(problem.through(lasts) - solution.period, 0)
 
 
 def keys(problem: Problem, rule: SchedulingRule) -> tuple[Array, Array]:
-    """Keys of F and of I per record; -1: the time of arrival."""
+    """The keys of F and of I per record, int64; -1: the time of arrival."""
     record = np.arange(problem.records)
     index = record % problem.micro_batches
     rerouted = problem.worker != record // problem.micro_batches

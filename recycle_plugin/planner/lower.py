@@ -1,5 +1,5 @@
-"""From what is computed to what a worker executes: data loading and transport put around the computation, as the
-dataflow says.
+"""Lowering, from what is computed to what a worker executes: data loading and transport put around the computation, as
+the dataflow says.
 
 The one lowering: of a plan's step, of what is left of a step after a failure (planner/recovery_order.py), and of an
 evaluation (planner/forwards.py).
@@ -17,7 +17,7 @@ from recycle_plugin.core.vocabulary.plan import Plan
 
 
 class BoundaryRoute(NamedTuple):
-    """Of a boundary tensor: who has it, and whom its maker sends it; None: nobody needs it."""
+    """The way of a boundary tensor: who has it, and whom its maker sends it; None: nobody needs it."""
 
     source: Seat
     target: Seat | None
@@ -26,11 +26,11 @@ class BoundaryRoute(NamedTuple):
 def lower(
     compute: Iterable[Instruction], stages: int, where: Callable[[Datum], BoundaryRoute]
 ) -> Iterator[Instruction]:
-    """``compute``, F, I, W and B of one seat, with RECV and LOAD right before their consumer and SEND right after the
-    producer.
+    """The program of one seat that computes ``compute`` (F, I, W and B), with RECV and LOAD right before their consumer
+    and SEND right after the producer.
 
-    The first of ``stages`` stages loads inputs, the last one labels, a job of one stage both at once.
-    ``where``: the way of an activation or a gradient that crosses stages.
+    The first of ``stages`` stages loads inputs, the last one labels, a job of one stage both at once.  ``where``: the
+    way of an activation or a gradient that crosses stages.
     """
     for one in compute:
         for datum in requires(one, stages):
@@ -47,21 +47,23 @@ def lower(
 
 
 def receive(datum: Datum, stage: int, source: Seat) -> Instruction:
-    """Take a boundary tensor for ``stage`` from ``source``."""
+    """The instruction that takes a boundary tensor for ``stage`` from ``source``."""
     return Instruction(
         Op.RECV_ACT if datum.kind == "act" else Op.RECV_GRAD, stage, datum.micro_batch, datum.step, source
     )
 
 
 def send(datum: Datum, target: Seat) -> Instruction:
-    """Give a boundary tensor of one's own to ``target``."""
+    """The instruction that gives a boundary tensor of one's own to ``target``."""
     return Instruction(
         Op.SEND_ACT if datum.kind == "act" else Op.SEND_GRAD, datum.stage, datum.micro_batch, datum.step, target
     )
 
 
 def lowered(plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
-    """What ``seat`` executes in ``step`` by ``plan``.  Raises KeyError for a seat that the plan does not have."""
+    """The program that ``seat`` executes in ``step`` by ``plan``.  Raises KeyError for a seat that the plan does not
+    have.
+    """
 
     def where(datum: Datum) -> BoundaryRoute:
         stage = goes_to(datum, plan.stages)

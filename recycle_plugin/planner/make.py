@@ -21,9 +21,9 @@ from recycle_plugin.planner.verify import verify
 def plan(view: ClusterView, costs: CostModel, policy: Policy) -> Plan:
     """The verified schedule of one step for the live seats of ``view``.
 
-    Without a failure and without a split backward that is DeepSpeed's own 1F1B, where the activation
-    cap allows it.  Raises PlanError where there is no plan: a stage without a live worker, a loss
-    with rerouting off, costs for another number of stages, memory for less than one micro-batch.
+    Without a failure and without a split backward that is DeepSpeed's own 1F1B, where the activation cap allows it.
+    Raises PlanError where there is no plan: a stage without a live worker, a loss with rerouting off, costs for another
+    number of stages, memory for less than one micro-batch.
     """
     problem = prepare(view, costs, policy)
     return finish(view, costs, policy, problem, *solve(problem))
@@ -38,7 +38,7 @@ def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0, exac
     routes.  For a plan that stays long enough to pay for the seconds, in the background or ahead of the run.  Because
     it goes by a clock, only one process may decide to use it, and has to hand the plan to the others.  Raises PlanError
     where ``exact_s`` is given and the exact search can't be made: without the extra ``exact``, for more than
-    ``exact.MOST`` operations, or where backwards may be coupled.
+    ``planner.cp_sat.MOST`` operations, or where backwards may be coupled.
     """
     until = time.thread_time() + budget_s
     problem = prepare(planned.view, costs, planned.policy)
@@ -54,21 +54,25 @@ def refine(planned: Plan, costs: CostModel, budget_s: float, seed: int = 0, exac
 
 
 def prepare(view: ClusterView, costs: CostModel, policy: Policy) -> Problem:
-    """The problem to be scheduled.  Raises PlanError."""
+    """The problem to be scheduled for the live seats of ``view``, already routed.  Raises PlanError as :func:`plan`
+    does.
+    """
     return flatten(view, costs, policy, route(view, policy, costs))
 
 
 def finish(
     view: ClusterView, costs: CostModel, policy: Policy, problem: Problem, solution: Solution, least: int
 ) -> Plan:
-    """The verified plan of a solution."""
+    """The verified plan of a solution.  Raises VerificationError where it breaks a rule, which is a mistake of the
+    planner.
+    """
     planned = assemble(view, costs, policy, problem, solution, least)
     verify(planned, costs)
     return planned
 
 
 def solve(problem: Problem) -> tuple[Solution, int]:
-    """The schedule that every worker finds, and the lower bound."""
+    """The schedule that every worker finds, and the lower bound in microseconds."""
     least = bound(problem)
     if not problem.split and fits(problem):
         return timed(problem, one_f_one_b(problem), least), least

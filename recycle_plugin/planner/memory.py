@@ -1,10 +1,10 @@
-"""How much a worker may hold, and what a micro-batch holds.
+"""The memory model: how much a worker may hold, and what a micro-batch holds.
 
-A micro-batch holds its activations from the start of its F to the end of its I or B; after an I it
-holds, until the end of its W, what the weight gradient needs.  In micro-batches both count 1 (no part
-is let go before W).  In bytes they are ``CostModel.activation_bytes`` and ``pending_bytes``: the second
-may be smaller (what only I needs is let go) or larger (activation checkpointing: what I has recomputed
-stays until W).  The working memory of a running instruction is not part of either.
+A micro-batch holds its activations from the start of its F to the end of its I or B; after an I it holds, until the end
+of its W, what the weight gradient needs.  In micro-batches both count 1 (no part is let go before W).  In bytes they
+are ``CostModel.activation_bytes`` and ``pending_bytes``: the second may be smaller (what only I needs is let go) or
+larger (activation checkpointing: what I has recomputed stays until W).  The working memory of a running instruction is
+not part of either.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from recycle_plugin.planner.plan_error import PlanError
 
 
 class StageMemory(NamedTuple):
-    """Per stage, int64: what a worker may hold, what an activation holds, and what a pending W holds."""
+    """The memory per stage, int64: what a worker may hold, what an activation holds, and what a pending W holds."""
 
     cap: NDArray[np.int64]
     activation: NDArray[np.int64]
@@ -29,7 +29,9 @@ class StageMemory(NamedTuple):
 
 
 def memory(costs: CostModel, policy: Policy) -> StageMemory:
-    """In bytes if the policy says so, else in micro-batches.  Raises PlanError where a worker can't hold one."""
+    """The memory of each stage, in bytes if the policy says so, else in micro-batches.  Raises PlanError where a worker
+    can't hold one micro-batch, or the costs have no bytes.
+    """
     stages = costs.stages
     if policy.memory_bytes is None:
         ones = np.ones(stages, np.int64)
@@ -59,11 +61,11 @@ def memory(costs: CostModel, policy: Policy) -> StageMemory:
 def auto(
     device_bytes: int, state_bytes: Sequence[int], working_bytes: Sequence[int], reserve: float = 0.05
 ) -> tuple[int, ...]:
-    """``Policy.memory_bytes`` from a memory profile, per stage.
+    """The ``Policy.memory_bytes`` that a memory profile allows, per stage.
 
-    ``state_bytes``: parameters, gradients, optimizer state and their undo record; ``working_bytes``: the
-    most that one running instruction needs on top; ``reserve``: the share of the device that stays free
-    for fragmentation.  Raises PlanError where nothing is left.
+    ``state_bytes``: parameters, gradients, optimizer state and their undo record; ``working_bytes``: the most that one
+    running instruction needs on top; ``reserve``: the share of the device that stays free for fragmentation.  Raises
+    PlanError where nothing is left.
     """
     left = tuple(
         int(device_bytes * (1 - reserve)) - state - working

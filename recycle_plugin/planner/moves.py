@@ -1,8 +1,9 @@
-"""What a move of the local search changes, and how it is taken back; compiled.  ``planner.climb`` decides which moves.
+"""Moves of the local search, compiled: what each changes, and how it is taken back.  ``planner.climb`` decides which
+moves.
 
 A state is a sequence of all operations, in which each stands after what it needs, and the list of each worker's
-operations, which is part of it.  Only the operations whose start a move changes are timed again, in the
-sequence's turn, and only until it is sure that the move makes some window too wide.
+operations, which is part of it.  Only the operations whose start a move changes are timed again, in the sequence's
+turn, and only until it is sure that the move makes some window too wide.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FAR = 1 << 60
 
 
 class Net(NamedTuple):
-    """What stays as it is; arrays are int64.
+    """The part of a local search that stays as it is; arrays are int64, times in microseconds.
 
     After the operations stand the workers, each the beginning and the end of its own list.
     """
@@ -44,7 +45,7 @@ class Net(NamedTuple):
 
 
 class SearchState(NamedTuple):
-    """What moves change; the last five are per operation or worker."""
+    """The part of a local search that moves change; int64, the last five per operation or worker."""
 
     order: Array  # all operations, each after what it needs
     place: Array  # [operation] in the order, -1: not in it
@@ -57,8 +58,8 @@ class SearchState(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """``heap``: places in the order of operations to be timed; ``queued``: whether it is there; ``changed``, ``old``:
-    starts to be restored.
+    """The working arrays of a move, int64.  ``heap``: places in the order of operations to be timed; ``queued``:
+    whether it is there; ``changed``, ``old``: starts to be restored.
     """
 
     heap: Array
@@ -69,7 +70,7 @@ class Scratch(NamedTuple):
 
 @compiled
 def opened(net, order, who):
-    """The state at ``order``, with its starts."""
+    """The search's state at ``order``, with its starts."""
     operations, workers = who.size, net.stage_of.size
     place, starts = np.full(operations, -1, np.int64), np.zeros(operations + workers, np.int64)
     before = np.arange(operations + workers)
@@ -100,7 +101,7 @@ def opened(net, order, who):
 
 @inner
 def enlist(state, operation, previous):
-    """Put ``operation`` behind ``previous`` into the list of its worker."""
+    """Puts ``operation`` behind ``previous`` into the list of its worker."""
     following = state.after[previous]
     state.before[operation], state.after[operation] = previous, following
     state.after[previous] = state.before[following] = operation
@@ -108,7 +109,7 @@ def enlist(state, operation, previous):
 
 @inner
 def delist(state, operation):
-    """Take ``operation`` out of its worker's list; returns the one that follows."""
+    """Takes ``operation`` out of its worker's list; returns the one that follows."""
     previous, following = state.before[operation], state.after[operation]
     state.after[previous], state.before[following] = following, previous
     return following
@@ -116,8 +117,8 @@ def delist(state, operation):
 
 @inner
 def fits(net, state, operation, stop):
-    """Count memory and time from ``operation`` up to ``stop``, which is not counted, on one worker; whether the memory
-    is enough.
+    """Counts memory and time from ``operation`` up to ``stop``, which is not counted, on one worker; returns whether
+    the memory is enough.
     """
     enough = True
     while operation != stop:
@@ -131,7 +132,7 @@ def fits(net, state, operation, stop):
 
 @inner
 def recount(net, state, one, other):
-    """``fits`` for all of two workers."""
+    """Counts memory and time of all operations of two workers; returns whether the memory is enough."""
     enough, operations = True, state.place.size
     for worker in (one, other):
         enough &= fits(net, state, state.after[operations + worker], operations + worker)
@@ -143,7 +144,7 @@ def recount(net, state, one, other):
 
 @inner
 def enqueue(state, scratch, size, operation):
-    """Have ``operation`` timed again; returns how many are to be."""
+    """Has ``operation`` timed again; returns how many are to be."""
     if operation < 0 or operation >= state.place.size or scratch.queued[operation]:
         return size
     scratch.queued[operation] = 1
@@ -153,14 +154,14 @@ def enqueue(state, scratch, size, operation):
 
 @inner
 def dismiss(state, scratch, size):
-    """Time nothing of what is queued."""
+    """Takes all that is queued out of the queue, without timing it."""
     for at in range(size):
         scratch.queued[state.order[scratch.heap[at]]] = 0
 
 
 @inner
 def settle(net, state, scratch, size, firsts, limit):
-    """Start everything that is queued, and what that delays or lets begin earlier, as soon as possible; returns how
+    """Starts everything that is queued, and what that delays or lets begin earlier, as soon as possible; returns how
     many starts changed, negative if some window is then sure to be wider than ``limit``: not all are timed then.
     """
     changes, operations = 0, state.place.size
@@ -180,8 +181,8 @@ def settle(net, state, scratch, size, firsts, limit):
         here, stage = state.who[operation], net.stage_of[state.who[operation]]
         if previous >= operations:
             limit = FAR  # the window may begin later
-        rest = state.done[operations + here] - state.done[operation] + net.spend[operation]
-        if start + rest + net.closing[stage] - firsts[stage] > limit:
+        left = state.done[operations + here] - state.done[operation] + net.spend[operation]
+        if start + left + net.closing[stage] - firsts[stage] > limit:
             dismiss(state, scratch, size)
             return -changes
         size = enqueue(state, scratch, size, state.after[operation])
@@ -192,14 +193,14 @@ def settle(net, state, scratch, size, firsts, limit):
 
 @inner
 def restore(state, scratch, changes):
-    """Put back the starts that the last move changed."""
+    """Puts back the starts that the last move changed."""
     for at in range(changes):
         state.starts[scratch.changed[at]] = scratch.old[at]
 
 
 @inner
 def shift(state, operation, to):
-    """Move ``operation`` to place ``to`` of the order."""
+    """Moves ``operation`` to place ``to`` of the order."""
     order, place = state.order, state.place
     at = place[operation]
     step = 1 if to > at else -1
@@ -213,7 +214,9 @@ def shift(state, operation, to):
 
 @inner
 def move(net, state, scratch, operation, target, firsts, limit):
-    """Move ``operation`` to where ``target`` stands; as ``settle``, -FAR where memory is short."""
+    """Moves ``operation`` to where ``target`` stands; returns what :func:`settle` does, or -FAR where memory is
+    short.
+    """
     ahead = state.place[target] < state.place[operation]
     shift(state, operation, state.place[target])
     following = delist(state, operation)
@@ -228,7 +231,7 @@ def move(net, state, scratch, operation, target, firsts, limit):
 
 @inner
 def unmove(net, state, operation, previous, place):
-    """Take ``operation`` back to behind ``previous``, where it stood at ``place`` of the order."""
+    """Takes ``operation`` back to behind ``previous``, where it stood at ``place`` of the order."""
     following = delist(state, operation)
     ahead = place < state.place[operation]
     shift(state, operation, place)
@@ -238,7 +241,9 @@ def unmove(net, state, operation, previous, place):
 
 @inner
 def hand(net, state, scratch, record, worker, size):
-    """Let ``worker`` run all operations of ``record``'s block, in the order's sequence; returns how many are queued."""
+    """Lets ``worker`` run all operations of ``record``'s block, in the order's sequence; returns how many are
+    queued.
+    """
     operations, each = state.place.size, record
     while True:
         for operation in range(each, operations, operations // 4):
@@ -260,8 +265,8 @@ def hand(net, state, scratch, record, worker, size):
 
 @inner
 def deal(net, state, scratch, one, theirs, other, mine, firsts, limit):
-    """Let ``theirs`` run the block of ``one``, and, if it is another, ``mine`` that of ``other``; as ``settle``, -FAR
-    where memory is short.
+    """Lets ``theirs`` run the block of ``one``, and, if it is another, ``mine`` that of ``other``; returns what
+    :func:`settle` does, or -FAR where memory is short.
     """
     was = state.who[one]
     size = hand(net, state, scratch, one, theirs, 0)
@@ -274,7 +279,7 @@ def deal(net, state, scratch, one, theirs, other, mine, firsts, limit):
 
 @inner
 def undeal(net, state, scratch, one, mine, other, theirs):
-    """Take back that ``mine`` and ``theirs`` exchanged blocks."""
+    """Takes back that ``mine`` and ``theirs`` exchanged blocks."""
     size = hand(net, state, scratch, one, mine, 0)
     if state.who[other] != theirs:
         size = hand(net, state, scratch, other, theirs, size)

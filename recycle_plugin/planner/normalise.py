@@ -23,7 +23,7 @@ CANDIDATES = 4  # stages to take a worker from that are looked at per move
 
 @dataclass(frozen=True, slots=True)
 class WorkerMove:
-    """The worker of ``worker`` becomes that of ``seat``, which was lost."""
+    """A move: the worker of seat ``worker`` becomes that of ``seat``, which was lost."""
 
     worker: Seat
     seat: Seat
@@ -34,7 +34,9 @@ class WorkerMove:
 
 @dataclass(frozen=True, slots=True)
 class Normalisation:
-    """Moves and what they are worth.  Periods and the copies' time in microseconds; ``view`` after the moves."""
+    """The moves of a normalisation and what they are worth.  Periods and the copies' time in microseconds; ``view``
+    after the moves.
+    """
 
     view: ClusterView
     moves: tuple[WorkerMove, ...]
@@ -44,7 +46,7 @@ class Normalisation:
 
     @property
     def payback_steps(self) -> float:
-        """Steps until the copies have paid for themselves; 0 without moves."""
+        """The number of steps until the copies have paid for themselves; 0 without moves."""
         return self.copy_us / (self.before_us - self.after_us) if self.moves else 0.0
 
     def __str__(self) -> str:
@@ -60,8 +62,8 @@ class Normalisation:
 def normalise(view: ClusterView, costs: CostModel, policy: Policy, copy_us: Sequence[int], steps: int) -> Normalisation:
     """The moves that pay within ``steps`` steps.  ``copy_us``: time to copy each stage's state to one worker.
 
-    Copies of different stages run side by side, those of one stage as many at a time as it has live workers.
-    Raises PlanError where ``view`` itself has no plan.
+    Copies of different stages run side by side, those of one stage as many at a time as it has live workers.  Each move
+    costs up to four plans.  Raises PlanError where ``view`` itself has no plan.
     """
     before = _period(view, costs, policy)
     best = Normalisation(view, (), before, before, 0)
@@ -107,7 +109,7 @@ def _load(view: ClusterView, costs: CostModel, stage: int) -> float:
 
 
 def _move(view: ClusterView, source: int, target: int) -> WorkerMove:
-    """From the replica that lost most to the one that lost least: whole replicas stay whole."""
+    """The move from the replica that lost most to the one that lost least: whole replicas stay whole."""
     losses = Counter(seat.replica for seat in view.lost)
     worker = max(view.live_replicas(source), key=lambda replica: (losses[replica], replica))
     empty = [seat.replica for seat in view.lost if seat.stage == target]

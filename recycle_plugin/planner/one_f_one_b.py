@@ -19,7 +19,7 @@ def fits(problem: Problem) -> bool:
 
 
 def one_f_one_b(problem: Problem) -> Array:
-    """All operations (F and B) in one global order; every replica runs its own micro-batches."""
+    """All operations (F and B) in one global order, int64; every replica runs its own micro-batches."""
     records = np.arange(problem.records)
     stage, index = records // problem.width, records % problem.micro_batches
     slots = np.concatenate([2 * index + stage, 2 * (problem.stages + index) - stage - 1])

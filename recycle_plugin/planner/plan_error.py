@@ -1,4 +1,4 @@
-"""What planning can fail with."""
+"""The errors that planning can fail with."""
 
 from __future__ import annotations
 

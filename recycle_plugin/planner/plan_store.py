@@ -1,9 +1,8 @@
-"""Plans made before they are needed, for the likeliest next failures.
+"""A store of plans made before they are needed, for the likeliest next failures.
 
-Replicas that lost the same stages are interchangeable, so a solution is kept per *pattern* (who is lost or
-slow, by rank) and not per membership: of a fault-free job of DP x PP workers the loss of any one has only
-PP patterns.  A stored plan is the one that ``planner.plan`` would make, to the digest: a worker with a store
-and a worker without agree.
+Replicas that lost the same stages are interchangeable, so a solution is kept per *pattern* (who is lost or slow, by
+rank) and not per membership: of a fault-free job of DP x PP workers the loss of any one has only PP patterns.  A stored
+plan is the one that ``planner.plan`` would make, to the digest: a worker with a store and a worker without agree.
 """
 
 from __future__ import annotations
@@ -24,7 +23,9 @@ Pattern = tuple[Topology, tuple[tuple[int, int], ...], tuple[tuple[int, int, int
 
 
 def pattern(view: ClusterView, costs: CostModel) -> Pattern:
-    """Who is lost (rank, stage) and who is slow (rank, stage, percent), by canonical rank."""
+    """The pattern of a view: its topology, who is lost (rank, stage) and who is slow (rank, stage, percent), by
+    canonical rank.
+    """
     rank = {replica: number for number, replica in enumerate(canonical_replicas(view, costs))}
     lost = tuple(sorted((rank[seat.replica], seat.stage) for seat in view.lost))
     slow = (
@@ -36,9 +37,10 @@ def pattern(view: ClusterView, costs: CostModel) -> Pattern:
 
 
 def next_failures(view: ClusterView, costs: CostModel, hosts: Iterable[Iterable[Seat]] = ()) -> Iterator[ClusterView]:
-    """One view per pattern that a single failure leads to, the likeliest first: any worker, then any host.
+    """The views that single failures lead to, one per pattern, the likeliest first: any worker, then any host.
 
-    A pattern is as likely as many workers lead to it.  ``hosts``: seats that die together.
+    A pattern is as likely as many workers lead to it.  ``hosts``: seats that die together.  Costs the live workers
+    times the stages.
     """
     slow = dict(costs.slowness)
     kinds: dict[tuple, list[Seat]] = {}
@@ -59,7 +61,9 @@ def next_failures(view: ClusterView, costs: CostModel, hosts: Iterable[Iterable[
 
 
 class PlanStore:
-    """Solutions by pattern, the least recently used dropped beyond ``size``.  Give one store to one thread."""
+    """A store of solutions by pattern, the least recently used dropped beyond ``size``.  Give one store to one
+    thread.
+    """
 
     def __init__(self, costs: CostModel, policy: Policy, size: int = 256) -> None:
         self.costs, self.policy, self.size = costs, policy, size
@@ -72,7 +76,7 @@ class PlanStore:
         return len(self._solutions)
 
     def plan(self, view: ClusterView) -> Plan:
-        """The verified plan of ``view``, as ``planner.plan`` makes it.  Raises PlanError."""
+        """The verified plan of ``view``, as ``planner.plan`` makes it; its solution is kept.  Raises PlanError."""
         problem = prepare(view, self.costs, self.policy)
         shape = pattern(view, self.costs)
         if shape not in self._solutions:
@@ -84,8 +88,9 @@ class PlanStore:
         return finish(view, self.costs, self.policy, problem, solution, least)
 
     def prepare(self, view: ClusterView, hosts: Iterable[Iterable[Seat]] = ()) -> Iterator[ClusterView]:
-        """Plan for the likeliest next failures of ``view``, one at each step of the iterator, so that the caller
-        decides how much time it gives; yields what is now in store.  A failure that leaves no plan is passed over."""
+        """Plans for the likeliest next failures of ``view``, one at each step of the iterator, so that the caller
+        decides how much time it gives; yields what is now in store.  A failure that leaves no plan is passed over.
+        """
         for after in next_failures(view, self.costs, hosts):
             try:
                 if after not in self:

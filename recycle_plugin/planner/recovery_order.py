@@ -1,4 +1,4 @@
-"""In what order a :class:`core.vocabulary.recovery_plan.RecoveryPlan` runs: list scheduling over what is left of a
+"""The order in which a :class:`core.vocabulary.recovery_plan.RecoveryPlan` runs: list scheduling over what is left of a
 step.
 
 As for a whole step there is one global order, projected on the workers, so that it can't deadlock.  It is made once per
@@ -32,31 +32,35 @@ Programs = Mapping[Seat, tuple[Instruction, ...]]
 
 
 def arrange(recovery: RecoveryPlan, plan: Plan, costs: CostModel, held: Held) -> Programs:
-    """Every live seat's program of the rest: first what it keeps for others, then what it computes, then the
-    closing.
+    """The program of every live seat that carries ``recovery`` out: first what it keeps for others, then what it
+    computes, then the closing.
 
     LOAD and transport are put around it (planner/lower.py) once somebody asks for a seat's program, since each worker
-    asks for its own only.
+    asks for its own only.  Raises PlanError where memory holds no micro-batch.
     """
     return Arranged(recovery, plan, _Order(recovery, plan, costs, held).run())
 
 
 class Arranged(Mapping[Seat, tuple[Instruction, ...]]):
-    """``computed``: each seat's F, I, W and B in the global order."""
+    """The programs of a recovery plan by seat, each made when it is asked for.  ``computed``: each seat's F, I, W and B
+    in the global order.
+    """
 
     def __init__(self, recovery: RecoveryPlan, plan: Plan, computed: Mapping[Seat, list[Instruction]]) -> None:
-        self._rest, self._plan, self._computed = recovery, plan, computed
+        self._recovery, self._plan, self._computed = recovery, plan, computed
         self._kept: dict[Seat, list[Instruction]] = {}
         for datum, move in sorted((datum, move) for datum, move in recovery.moves.items() if move.kept):
             self._kept.setdefault(move.source, []).append(send(datum, move.target))
 
     def __getitem__(self, seat: Seat) -> tuple[Instruction, ...]:
         computed = lower(self._computed[seat], self._plan.stages, partial(self._way, seat))
-        return (*self._kept.get(seat, ()), *computed, *self._rest.closing[seat])
+        return (*self._kept.get(seat, ()), *computed, *self._recovery.closing[seat])
 
     def _way(self, seat: Seat, datum: Datum) -> BoundaryRoute:
-        """``seat`` has from before what has no move here, and what others send needs no sending by it."""
-        move = self._rest.moves.get(datum)
+        """The way of a boundary tensor: ``seat`` has from before what has no move here, and what others send needs no
+        sending by it.
+        """
+        move = self._recovery.moves.get(datum)
         if move is None:
             return BoundaryRoute(self._plan.route[datum.stage, datum.micro_batch], None)
         return BoundaryRoute(move.source, move.target if not move.kept and move.source == seat else None)
@@ -69,7 +73,7 @@ class Arranged(Mapping[Seat, tuple[Instruction, ...]]):
 
 
 class _Worker:
-    """What one seat may do next, and how much memory it has left."""
+    """One seat's queues of what it may do next, and how much memory it has left."""
 
     __slots__ = ("backwards", "busy", "forwards", "room", "weights")
 
@@ -82,10 +86,12 @@ class _Worker:
 
 
 class _Order:
-    """Event-driven: an instruction is offered to its seat once all that it needs of the rest is there."""
+    """An event-driven scheduler: an instruction is offered to its seat once all that it needs of the recovery plan is
+    there.
+    """
 
     def __init__(self, recovery: RecoveryPlan, plan: Plan, costs: CostModel, held: Held) -> None:
-        self._rest, self._costs, self._memory = recovery, costs, memory(costs, plan.policy)
+        self._recovery, self._costs, self._memory = recovery, costs, memory(costs, plan.policy)
         self._blocks = plan.policy.blocks(plan.view.topology)
         self._workers = {
             seat: _Worker(_room(self._memory, seat, held[seat], recovery.step)) for seat in recovery.compute
@@ -130,7 +136,7 @@ class _Order:
             kept = [
                 move
                 for datum in requires(one, self._costs.stages)
-                if (move := self._rest.moves.get(datum)) and move.kept
+                if (move := self._recovery.moves.get(datum)) and move.kept
             ]
             self._push(max((self._costs.transfer(move.source, seat) for move in kept), default=0), seat, one, False)
 
@@ -148,7 +154,7 @@ class _Order:
     def _end(self, seat: Seat, one: Instruction) -> None:
         worker, (activation, pending) = self._workers[seat], self._holds(seat)
         worker.busy = False
-        kept = pending if one not in self._rest.boundary_only else 0
+        kept = pending if one not in self._recovery.boundary_only else 0
         worker.room += {Op.F: 0, Op.I: activation - kept, Op.W: pending, Op.B: activation}[one.op]
         for datum in provides(one):
             if datum in self._users:
@@ -173,16 +179,15 @@ class _Order:
     def _run(self, seat: Seat, one: Instruction) -> None:
         worker = self._workers[seat]
         worker.busy = True
-        if one.op is Op.F and one not in self._rest.boundary_only:
+        if one.op is Op.F and one not in self._recovery.boundary_only:
             worker.room -= self._holds(seat)[0]
         self._order[seat].append(one)
         self._left -= 1
         self._push(self._now + self._costs.of(one.op, seat.stage, seat), seat, one, True)
 
     def _force(self) -> None:
-        """Nobody can go on for want of memory: what survived of the old routes and what is new don't fit.
-
-        Go past the cap.
+        """Goes past the memory cap, since nobody can go on within it: what survived of the old routes and what is new
+        don't fit.
         """
         seat = min(
             (seat for seat, worker in self._workers.items() if worker.forwards), key=lambda seat: (-seat.stage, seat)
@@ -190,11 +195,11 @@ class _Order:
         self._run(seat, heappop(self._workers[seat].forwards)[-1])
 
     def _holds(self, seat: Seat) -> tuple[int, int]:
-        """What an activation and a pending weight gradient take."""
+        """The memory that an activation and a pending weight gradient take."""
         return int(self._memory.activation[seat.stage]), int(self._memory.pending[seat.stage])
 
 
 def _room(memory: StageMemory, seat: Seat, held: AbstractSet[Datum], step: int) -> int:
-    """What is left of a worker's memory beside what it holds of ``step``."""
+    """The memory of a worker that is left beside what it holds of ``step``."""
     each = {"stash": memory.activation[seat.stage], "inner": memory.pending[seat.stage]}
     return int(memory.cap[seat.stage] - sum(each.get(datum.kind, 0) for datum in held if datum.step == step))

@@ -1,4 +1,4 @@
-"""Better orders than the portfolio's: local search (``planner.climb``) and random restarts.
+"""A search for better orders than the portfolio's: local search (``planner.climb``) and random restarts.
 
 The local search takes each stage's window for itself; where stages share weights (``Problem.tie``), what it finds is
 timed with that.
@@ -31,9 +31,10 @@ from recycle_plugin.planner.moves import Net
 
 
 def net(problem: Problem, order: Array, release: Array, closing: Array, deal: bool) -> Net:
-    """What ``planner.climb`` reads.
+    """The arrays that ``planner.climb`` reads.
 
-    ``order`` tells which backwards are coupled.  ``deal``: rerouted micro-batches may change their worker.
+    ``order`` tells which backwards are coupled; ``release``: when each stage's workers begin; ``closing``: from a
+    stage's last end to the end of its window, microseconds.  ``deal``: rerouted micro-batches may change their worker.
     """
     records, width = problem.records, problem.width
     operation = np.arange(4 * records)
@@ -84,8 +85,8 @@ def net(problem: Problem, order: Array, release: Array, closing: Array, deal: bo
 
 
 def _in_blocks(problem: Problem) -> tuple[Array, Array, Array]:
-    """``ahead``, ``behind`` and ``mate`` of a net: weight gradients of a block keep their order, and a block has one
-    worker.
+    """The fields ``ahead``, ``behind`` and ``mate`` of a net: weight gradients of a block keep their order, and a block
+    has one worker.
 
     Nothing else has to be held to that order: greedy's queues keep F, I and B of a block in it, and W follows its I.
     """
@@ -107,13 +108,14 @@ RESTARTS = 0.3  # of a search's climbs: the share that begins with another rule'
 
 
 def polish(problem: Problem, best: Solution, least: int) -> Solution:
-    """``best`` after a fixed number of moves."""
+    """The solution ``best`` after a fixed number of moves."""
     rounds = OPERATIONS_CLIMBED // best.order.size
     return best if rounds < WORTH_CLIMBING else climbed(problem, best, least, rounds, _typical(problem) // 2, seed=0)[1]
 
 
 def fused(problem: Problem, best: Solution, least: int) -> Solution:
-    """``best`` with B for every I whose W follows at once, on all stages or the first alone, where that is no slower.
+    """The solution ``best`` with B for every I whose W follows at once, on all stages or the first alone, where that is
+    no slower.
 
     One B holds no pending weight gradient in between, and is dispatched once.
     """
@@ -133,7 +135,7 @@ def fused(problem: Problem, best: Solution, least: int) -> Solution:
 
 
 def search(problem: Problem, best: Solution, least: int, budget_s: float, seed: int = 0) -> tuple[Problem, Solution]:
-    """The best that ``budget_s`` seconds of one core find by restarts and local search; stops at ``least``.
+    """The best solution that ``budget_s`` seconds of one core find by restarts and local search; stops at ``least``.
 
     The problem is the one given, or where its workers are alike perhaps one with other routes of the rerouted
     micro-batches.
@@ -162,7 +164,7 @@ def _typical(problem: Problem) -> int:
 
 
 def _any_order(problem: Problem, best: Solution, random: Random) -> Array:
-    """What a random rule gives, with random ties."""
+    """The order that a random rule gives, with random ties."""
     stages = problem.stages
     rule = SchedulingRule(
         burst=random.choice((0, 0, stages // 2, stages, 2 * stages)),
@@ -191,7 +193,7 @@ def _any_order(problem: Problem, best: Solution, random: Random) -> Array:
 def climbed(
     problem: Problem, best: Solution, least: int, rounds: int, heat: int, seed: int, deal: bool = False
 ) -> tuple[Problem, Solution]:
-    """``best``, or a shorter order found from it in ``rounds`` moves.
+    """The solution ``best``, or a shorter order found from it in ``rounds`` moves, and the problem that it solves.
 
     ``deal``: rerouted micro-batches may change their worker, which makes it another problem; only where workers are
     alike.

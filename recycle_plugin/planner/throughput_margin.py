@@ -1,4 +1,6 @@
-"""How far a job is from being too slow: the fewest further losses in one stage that make it so."""
+"""The throughput margin of a job, how far it is from being too slow: the fewest further losses in one stage that make
+it so.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from recycle_plugin.planner.make import plan
 
 
 class Margin(NamedTuple):
-    """``losses`` more workers of ``stage``, 0 where it is so now; a step then takes ``period_us``, None where the stage
-    has nobody left.
+    """The fewest losses that make a job too slow: ``losses`` more workers of ``stage``, 0 where it is so now.  A step
+    then takes ``period_us``, None where the stage has nobody left.
     """
 
     losses: int
@@ -23,7 +25,7 @@ class Margin(NamedTuple):
 
 
 def margin(view: ClusterView, costs: CostModel, policy: Policy, longest_us: int) -> Margin:
-    """Until a step takes longer than ``longest_us``.
+    """The margin until a step takes longer than ``longest_us``.
 
     Of each number of losses only those are planned that leave the most work to a live worker: a plan takes up to
     seconds in very large jobs.  Raises PlanError.
@@ -41,6 +43,6 @@ def margin(view: ClusterView, costs: CostModel, policy: Policy, longest_us: int)
 
 
 def _work(costs: CostModel, policy: Policy, stage: int) -> int:
-    """Of one micro-batch."""
+    """The microseconds of one micro-batch on ``stage``."""
     backward = (Op.I, Op.W) if policy.split_backward else (Op.B,)
     return sum(costs.of(op, stage) for op in (Op.F, *backward))

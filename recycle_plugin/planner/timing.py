@@ -1,14 +1,13 @@
-"""When a global order runs, and the shortest period at which it can repeat; compiled.
+"""Timing, compiled: when a global order runs, and the shortest period at which it can repeat.
 
-With staggered stages a step is a *template*: its starts, shifted by the period T, have to satisfy every
-dependency of the next step.  Steps meet only at a stage's own reduce-and-step, so T is valid exactly
-if for each stage the last end plus reduce and step, less the first start, is at most T; a stage that shares weights
-steps once the last of those that share them has reduced.  The least T
-of an order is found by bisection: at a given T, a stage that is too wide has its first start moved
-later, until nothing moves (T is valid) or it goes on for ever (T is too short).
+With staggered stages a step is a *template*: its starts, shifted by the period T, have to satisfy every dependency of
+the next step.  Steps touch only at a stage's own reduce-and-step, so T is valid exactly if for each stage the last end
+plus reduce and step, less the first start, is at most T; a stage that shares weights steps once the last of those that
+share them has reduced.  The least T of an order is found by bisection: at a given T, a stage that is too wide has its
+first start moved later, until nothing moves (T is valid) or it goes on for ever (T is too short).
 
-Where stages step together, all of them meet once a step, when the last has its gradients, and each begins the next one
-when it has stepped: T is simply the time from one meeting to the next.
+Where stages step together, all of them wait for each other once a step, when the last has its gradients, and each
+begins the next one when it has stepped: T is simply the time from one such barrier to the next.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ OPERATIONS_SETTLED = 4_000_000  # in one evaluation: bounds its time
 
 @compiled
 def run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends):
-    """Start every operation as soon as inputs, worker and its stage's ``release`` allow.
+    """Starts every operation as soon as inputs, worker and its stage's ``release`` allow.
 
     ``ends``: [F, gradient, W] x records, overwritten.  Returns the first start and the last end per stage.
     """
@@ -75,22 +74,22 @@ def settle(
 ):
     """The period of a template no longer than ``period``, with its ``starts``; -1 if there is none.
 
-    ``reduce``, ``tie``, ``after``: planner.flat.Problem's. ``release``: no more than what the stages' first starts have
-    to be; moved on to what they are. A path visits each stage's barrier once at most, so stages + 1 rounds settle it.
-    ``left[0]``: rounds that may still be made; where they run out there is none.
+    ``reduce``, ``tie``, ``after``: planner.flat.Problem's.  ``release``: no more than what the stages' first starts
+    have to be; moved on to what they are.  A path visits each stage's barrier once at most, so stages + 1 rounds settle
+    it.  ``left[0]``: rounds that may still be made; where they run out there is none.
     """
-    met = np.empty(stages, np.int64)
+    reduced = np.empty(stages, np.int64)
     for _ in range(stages + 2):
         if left[0] == 0:
             break
         left[0] -= 1
         firsts, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
         widest, moved = 0, False
-        met[:] = 0
+        reduced[:] = 0
         for stage in range(stages):
-            met[tie[stage]] = max(met[tie[stage]], lasts[stage] + reduce[stage])
+            reduced[tie[stage]] = max(reduced[tie[stage]], lasts[stage] + reduce[stage])
         for stage in range(stages):
-            through = met[tie[stage]] + after[stage]
+            through = reduced[tie[stage]] + after[stage]
             widest = max(widest, through - firsts[stage])
             if through - firsts[stage] > period:
                 release[stage] = through - period
@@ -118,7 +117,7 @@ def evaluate(
     below,
     starts,
 ):
-    """The order's least period (to half a per mille of ``least``), with its ``starts``; -1 if it isn't less than
+    """The least period of an order (to half a per mille of ``least``), with its ``starts``; -1 if it isn't less than
     ``below``.
 
     ``synchronous``, ``step``: planner.flat.Problem's.
@@ -128,11 +127,11 @@ def evaluate(
     if synchronous:
         release[:] = step
         _, lasts = run(order, stages, ranks, worker, spend, forward_lag, backward_lag, release, starts, ends)
-        met, period = np.zeros(stages, np.int64), 0
+        reduced, period = np.zeros(stages, np.int64), 0
         for stage in range(stages):
-            met[tie[stage]] = max(met[tie[stage]], lasts[stage] + reduce[stage])
+            reduced[tie[stage]] = max(reduced[tie[stage]], lasts[stage] + reduce[stage])
         for stage in range(stages):
-            period = max(period, met[tie[stage]] + after[stage] - step[stage])
+            period = max(period, reduced[tie[stage]] + after[stage] - step[stage])
         return period if period < below else -1
     left = np.array([max(8, OPERATIONS_SETTLED // max(1, order.size))])  # less than needed only for very large orders
     best = settle(
@@ -204,11 +203,11 @@ def extent(order, starts, stages, ranks, worker, spend):
 def project(
     order, starts, stages, ranks, worker, row, ends, kinds, closing, closing_at, codes, times, names, micro_batches
 ):
-    """Write each worker's program into its row of ``codes`` and planned starts into ``times``.
+    """Writes each worker's program into its row of ``codes`` and planned starts into ``times``.
 
     ``row[worker]``: its row, -1 where nobody is; rows end before ``ends``.  ``kinds``: codes of F, I, W and B of stage
     0 (the stage is added).  ``closing``: [stage, place] codes of a program's last instructions, -1 where there is none,
-    and ``closing_at`` their starts. ``names[rank]``: replica number.  ``codes`` as in ``core.vocabulary.program``.
+    and ``closing_at`` their starts.  ``names[rank]``: replica number.  ``codes`` as in ``core.vocabulary.program``.
     """
     records = worker.size
     width = records // stages

@@ -1,4 +1,4 @@
-"""Checks a plan before anybody runs it.
+"""The verifier, which checks a plan before anybody runs it.
 
 Separate code: it reads programs and ``requires``/``provides``, nothing of the scheduler.
 
@@ -7,12 +7,12 @@ Separate code: it reads programs and ``requires``/``provides``, nothing of the s
 * activations and pending weight gradients stay under the cap at every prefix of a program;
 * every program ends with REDUCE, TIE where its stage shares weights, VALIDATE where stages step together, STEP;
 * data edges and program order have no cycle, a REDUCE being one joint event of its stage's live workers, and a TIE one
-  of its tie's. That covers the step boundary too: nothing of a step waits for a later one, so one step runs to its end,
-  and with it every stage has the parameters that the next step requires.
+  of its tie's.  That covers the step boundary too: nothing of a step waits for a later one, so one step runs to its
+  end, and with it every stage has the parameters that the next step requires.
 
-The order of messages in a channel is not checked: our transport names each tensor.
-The loops are compiled (``planner.verify_loops``); what they know of data is in tables made from
-``requires`` and ``provides`` for every op and stage.
+The order of messages in a channel is not checked: our transport names each tensor.  The loops are compiled
+(``planner.verify_loops``); what they know of data is in tables made from ``requires`` and ``provides`` for every op and
+stage.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INPUTS = ("data", "params")
 
 
 class Rows(NamedTuple):
-    """A plan's programs as int64 arrays: codes, and where each seat's row begins, ends and which seat it is."""
+    """The programs of a plan as int64 arrays: codes, and where each seat's row begins, ends and which seat it is."""
 
     codes: NDArray[np.int64]
     begins: NDArray[np.int64]
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 def verify(plan: Plan, costs: CostModel | None = None) -> None:
     """Raises VerificationError at the first rule that ``plan`` breaks.
 
-    ``costs`` tell what a micro-batch holds; needed where the policy's memory is in bytes.
+    ``costs`` tell what a micro-batch holds; needed where the policy's memory is in bytes (else ValueError).
     """
     rows = _rows(plan)
     _check_end(plan, rows)
@@ -170,7 +170,7 @@ def _check_memory(plan: Plan, rows: Rows, costs: CostModel | None) -> None:
 
 
 def _check_progress(plan: Plan, rows: Rows) -> None:
-    """Run the step without time: each seat goes on as far as its data allow."""
+    """Runs the step without time: each seat goes on as far as its data allow."""
     topology = plan.view.topology
     tie = np.array([min(topology.tie(stage), default=stage) for stage in range(topology.stages)])
     tables = _tables(topology.stages, topology.ties)
@@ -192,14 +192,14 @@ def _check_progress(plan: Plan, rows: Rows) -> None:
 
 @lru_cache(maxsize=1)
 def _states() -> dict[tuple[Op, ...], int]:
-    """Every beginning of an allowed order, numbered; 0 is nothing."""
+    """The beginnings of all allowed orders, numbered; 0 is nothing."""
     beginnings = {tuple(order[:length]) for order in ORDERS for length in range(len(order) + 1)}
     return {ran: number for number, ran in enumerate(sorted(beginnings, key=lambda ran: (len(ran), ran)))}
 
 
 @lru_cache(maxsize=1)
 def _progressions() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """``after[state, op]``: the state that running op leads to, -1 where it may not run; and which states are
+    """The array ``after[state, op]``, the state that running op leads to, -1 where it may not run; and which states are
     complete.
     """
     states = _states()
@@ -209,11 +209,11 @@ def _progressions() -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
 
 @lru_cache(maxsize=8)
 def _tables(stages: int, ties: tuple[tuple[int, ...], ...]) -> tuple[NDArray[np.int64], ...]:
-    """What each op on each stage needs and gives, from ``requires`` and ``provides``.
+    """The tables of what each op on each stage needs and gives, from ``requires`` and ``provides``.
 
     ``needs``, ``gives``: [op, stage, place] = kind * stages + stage of the datum, -1: no more.  ``wide``: [kind]
-    whether there is one for the whole stage; ``given``: [kind] whether it is there from the start.
-    ``joint``: the numbers of TIE's op and of REDUCE's, and kind of what the latter needs of each own micro-batch.
+    whether there is one for the whole stage; ``given``: [kind] whether it is there from the start.  ``joint``: the
+    numbers of TIE's op and of REDUCE's, and kind of what the latter needs of each own micro-batch.
     """
     shared = {stage for tie in ties for stage in tie}
     kinds: dict[tuple[str, int], int] = {}

@@ -1,7 +1,7 @@
-"""Compile, or load, everything compiled before a failure can need it.
+"""Warming up: everything compiled is compiled, or loaded, before a failure can need it.
 
-Compiled code is cached beside the sources (or where NUMBA_CACHE_DIR says), so that only the first process
-on a machine compiles.  Workers start together: one does the work, the others wait for it and load.
+Compiled code is cached beside the sources (or where NUMBA_CACHE_DIR says), so that only the first process on a machine
+compiles.  Workers start together: one does the work, the others wait for it and load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from recycle_plugin.planner.search import climbed
 
 
 def warm() -> None:
-    """Some tenths of a second from the cache, half a minute on a machine's very first call.
+    """Compiles or loads the planner's loops: some tenths of a second from the cache, half a minute on a machine's very
+    first call.
 
     Raises nothing but what planning raises: where no lock can be had, everybody compiles.
     """

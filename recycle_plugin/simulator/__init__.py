@@ -1,4 +1,4 @@
-"""Programs in virtual time and with exact numbers, through the executor loop that the runtime uses."""
+"""The simulator: programs in virtual time and with exact numbers, through the executor loop that the runtime uses."""
 
 from __future__ import annotations
 

@@ -31,7 +31,9 @@ WRITTEN = "2026-11-21"
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Rates per second, of which ``product_share`` and ``memory_share`` are achieved; ``memory_bytes``: its size."""
+    """The rates of a device per second, of which ``product_share`` and ``memory_share`` are achieved; ``memory_bytes``:
+    its size.
+    """
 
     name: str
     flops: float
@@ -43,9 +45,11 @@ class DeviceRates:
     across: Wire
 
     def product_us(self, operations: float) -> float:
+        """The microseconds of so many floating-point operations in matrix products."""
         return 1e6 * operations / (self.flops * self.product_share)
 
     def memory_us(self, size: float) -> float:
+        """The microseconds in which ``size`` bytes are read from or written to memory."""
         return 1e6 * size / (self.bytes_per_s * self.memory_share)
 
 
@@ -63,7 +67,7 @@ A100 = DeviceRates(
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT: sizes as in configs/model; ``tensor``: GPUs of a tensor-parallel group."""
+    """The shape of a GPT: sizes as in configs/model; ``tensor``: GPUs of a tensor-parallel group."""
 
     name: str
     layers: int
@@ -74,7 +78,9 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, as ``adapters.megatron.gpt.GPTShape`` counts them: head not tied."""
+        """The number of parameters of the whole model, as ``adapters.megatron.gpt.GPTShape`` counts them: head not
+        tied.
+        """
         h = self.hidden
         return self.layers * (12 * h * h + 13 * h) + (2 * self.vocabulary + self.sequence) * h + 2 * h
 
@@ -95,7 +101,9 @@ SHAPES = {
 
 
 def preset(name: str) -> Profile:
-    """The analytic profile called ``name``; ``<shape>-ckpt`` with activation checkpointing.  Raises ValueError."""
+    """The analytic profile called ``name``; ``<shape>-ckpt`` with activation checkpointing.  Raises ValueError for
+    another name.
+    """
     shape, _, saved = name.partition("-")
     if shape not in SHAPES or saved not in ("", "ckpt"):
         raise ValueError(
@@ -105,7 +113,7 @@ def preset(name: str) -> Profile:
 
 
 def profile(shape: Shape, micro_batch: int = 1, checkpointing: bool = False, device: DeviceRates = A100) -> Profile:
-    """Costs of ``micro_batch`` sequences on ``device``."""
+    """The analytic profile of ``shape`` for micro-batches of ``micro_batch`` sequences on ``device``."""
     tokens, h, v = micro_batch * shape.sequence, shape.hidden, shape.vocabulary
     boundary = 2 * tokens * h
     return Profile(
@@ -155,7 +163,7 @@ def _layer(shape: Shape, tokens: int, boundary: int, checkpointing: bool, device
 
 
 def _embedding(tokens: int, parameters: int, hidden: int, tensor: int, device: DeviceRates) -> LayerProfile:
-    """Rows are read, added and written; W adds gradient rows into the table."""
+    """The profile of an embedding: rows are read, added and written; W adds gradient rows into the table."""
     moved = device.memory_us(6 * hidden * tokens)
     return LayerProfile(
         moved, 0.0, 2 * moved, 2 * moved, _adam(parameters, tensor, device), parameters, 0, 2 * hidden * tokens

@@ -25,8 +25,8 @@ PRIME = 2**61 - 1
 
 
 class ExactStash(NamedTuple):
-    """What an F leaves: its input, the loss on the last stage, and which of its worker's weights it was made with
-    (simulator/numbers.py).
+    """The stash that an F leaves: its input, the loss on the last stage, and which of its worker's weights it was made
+    with (simulator/numbers.py).
     """
 
     x: int
@@ -35,8 +35,8 @@ class ExactStash(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What an iterator gives: input and label; ``draw`` says which call gave it in its step, ``number`` in all, from 1
-    on.  Neither for what is evaluated.
+    """The batch that an iterator gives: input and label; ``draw`` says which call gave it in its step, ``number`` in
+    all, from 1 on.  Neither for what is evaluated.
     """
 
     data: tuple[int, int]
@@ -48,32 +48,32 @@ LEARNING_RATE = 1_000_003
 
 
 def sample(micro_batch: MicroBatch, step: int, salt: int) -> int:
-    """Input (salt 1) or label (salt 2) of a micro-batch: any number that differs between all of them."""
+    """The input (``salt`` 1) or label (2) of a micro-batch: any number that differs between all of them."""
     return pow(1 + salt + 5 * micro_batch.index + 1009 * micro_batch.replica + 1_000_033 * step, 7, PRIME)
 
 
 def sampled(micro_batch: MicroBatch, step: int) -> tuple[int, int]:
-    """Both."""
+    """The input and the label of a micro-batch in ``step``."""
     return sample(micro_batch, step, 1), sample(micro_batch, step, 2)
 
 
 def added(total: int, value: int, exact: bool) -> int:
-    """``total`` with ``value`` added to it; in exact mode every other order, and every other grouping, gives something
+    """The sum of ``total`` and ``value``; in exact mode every other order, and every other grouping, gives something
     else.
     """
     return (31 * total + value + 1) % PRIME if exact else (total + value) % PRIME
 
 
 def share(reduced: int) -> float:
-    """Of a stage in a norm that stands for the gradients': any number that differs from step to step, and sometimes
-    none.
+    """A stage's share of a norm that stands for the gradients': any number that differs from step to step, and
+    sometimes infinite.
     """
     return inf if reduced % 23 == 0 else float(reduced % 1009)
 
 
 def clipped(reduced: int, norm: float | None) -> int:
-    """What is applied of a gradient whose step was rejected for ``norm``: something else for every norm, nothing where
-    it is not finite.
+    """The part of a gradient that is applied where its step was rejected for ``norm``: something else for every norm,
+    nothing where it is not finite.  None: all of it.
     """
     return reduced if norm is None else reduced * (2 + int(1000 * norm)) % PRIME if isfinite(norm) else 0
 
@@ -89,7 +89,7 @@ def over_tie(by_stage: Mapping[int, int], exact: bool) -> int:
 def compute(
     instruction: Instruction, have: StepStore, stages: int, tied: bool = False, limit: float = 0.0
 ) -> dict[Datum, Any]:
-    """What ``instruction``, other than a REDUCE or a TIE, makes of what a worker has.
+    """The data that ``instruction``, other than a REDUCE or a TIE, makes of what a worker has.
 
     ``tied``: its stage shares its weight; ``limit``: of the norm.
     """
@@ -133,16 +133,19 @@ def _latest(have: StepStore) -> int:
 
 
 class ExactWorld(VirtualWorld):
-    """Parameters are one number for each seat, equal within a stage, and within a tie."""
+    """A virtual world with exact numbers, in which parameters are one number for each seat, equal within a stage, and
+    within a tie.
+    """
 
     def contribute(self, seat: Seat, instruction: Instruction) -> tuple[bool, int]:
-        """Whether it is the whole sum of its stage, and what it is."""
+        """The share of ``seat`` in a REDUCE or TIE: whether it is the whole sum of its stage, and the number."""
         reduced = Datum("reduced", instruction.stage, None, instruction.step)
         if reduced in self.store[seat]:
             return True, self.store[seat][reduced]
         return False, sum(self.store[seat].of("wgrad", instruction.step).values())
 
     def compute(self, seat: Seat, instruction: Instruction) -> dict[Datum, Any]:
+        """The data that ``instruction`` makes at ``seat``, with its numbers."""
         if instruction.op is Op.TIE:
             parts = {peer.stage: total for peer, (_, total) in self.contributions(self.joint(instruction)).items()}
             return {Datum("tied", instruction.stage, None, instruction.step): over_tie(parts, exact=False)}
@@ -160,14 +163,14 @@ class ExactWorld(VirtualWorld):
         return {Datum("reduced", instruction.stage, None, instruction.step): reduced}
 
     def final(self) -> dict[Seat, int]:
-        """Every live seat's weight after the last step."""
+        """The weight of every live seat after the last step."""
         return {
             seat: have[Datum("params", seat.stage, None, self.steps.stop)] for seat, have in sorted(self.store.items())
         }
 
 
 def train(plan: Plan, costs: CostModel, weights: tuple[int, ...], steps: int = 1, step: int = 0) -> dict[Seat, int]:
-    """Every live seat's weight after ``steps`` steps of ``plan`` from ``weights`` (one per stage)."""
+    """The weight of every live seat after ``steps`` steps of ``plan`` from ``weights`` (one per stage)."""
     world = ExactWorld(
         plan,
         costs,

@@ -1,9 +1,9 @@
-"""Seeded failures against the production code of executor, loop, worker and its store, membership, commit and
-lineage.
+"""Campaigns of seeded failures against the production code of executor, loop, worker and its store, membership, commit
+and lineage.
 
 A seed gives a job, its troubles and the instants of them; ``simulator.cluster`` runs it, ``simulator.checkers`` says
 what was wrong.  First anything may happen, and safety is checked; after :data:`CALM_US` nothing new goes wrong, and
-progress is demanded.  :func:`every_instant` kills every worker of one job before and after each of its instructions.
+progress is demanded. :func:`every_instant` kills every worker of one job before and after each of its instructions.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ POINTS = ("recovery.start:2", "recovery.report:2", "recovery.resume:2", "recover
 
 @dataclass(frozen=True)
 class ScenarioOutcome:
-    """Of one scenario.
+    """The outcome of one scenario.
 
     ``redone``: compute run again, as a share of what was needed; ``story``: what the coordinator said; ``hits``: which
-    kind of trouble has met a worker at which kind of instruction, and how often; ``exercised``: how often each rule of
-    the protocol was needed (simulator.exercised).
+    kind of trouble has struck a worker at which kind of instruction, and how often; ``exercised``: how often each rule
+    of the protocol was needed (simulator.exercised).
     """
 
     name: str
@@ -87,7 +87,9 @@ class ScenarioOutcome:
 
 @dataclass(frozen=True)
 class CampaignReport:
-    """Of many.  ``violations``: the scenarios that had some; ``redone_share``: the mean."""
+    """The outcome of many scenarios.  ``violations``: those that had some; ``redone_share``: the mean; ``seconds``: how
+    long it took.
+    """
 
     seeds: int
     faults: int
@@ -99,7 +101,9 @@ class CampaignReport:
 
 
 def scenario(seed: int) -> Scenario:
-    """Two in five have two troubles or more, two in five are exact, and three in ten have stages that share weights."""
+    """The scenario of ``seed``.  Two in five have two troubles or more, two in five are exact, and three in ten have
+    stages that share weights.
+    """
     random = Random(seed)
     shape = Topology(random.randint(2, 4), random.randint(2, 4), random.randint(2, 6))
     policy = Policy(random.random() < 0.8, random.random() < 0.8, True, random.choice((None, 2 * shape.stages, "1f1b")))
@@ -144,7 +148,7 @@ def scenario(seed: int) -> Scenario:
 
 
 def _with_weather(given: Scenario, random: Random) -> Scenario:
-    """One job in four has lines that are all alike.
+    """Gives one job in four lines that are all alike.
 
     Outside exact mode half of those that have a norm to agree on round.
     """
@@ -158,10 +162,10 @@ def _with_weather(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_coordination(given: Scenario, random: Random) -> Scenario:
-    """In one job of five a second process of some rank comes, and in one of five the coordinator's state is written
-    down and read again.
+    """Lets a second process of some rank come in one job of five, and in one of five writes the coordinator's state
+    down and reads it again.
 
-    ``random``: as for ties.
+    ``random``: of this change alone, as for all of them.
     """
     troubles = given.troubles
     if random.random() < 0.2:
@@ -170,18 +174,12 @@ def _with_coordination(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_data(given: Scenario, random: Random) -> Scenario:
-    """A quarter of the jobs that are not exact read plain iterators.
-
-    ``random``: as for ties.
-    """
+    """Lets a quarter of the jobs that are not exact read plain iterators."""
     return replace(given, iterators=not given.exact and random.random() < 0.25)
 
 
 def _with_pauses(given: Scenario, random: Random) -> Scenario:
-    """A quarter of the jobs evaluate or save after some steps, and in half of these somebody dies of that.
-
-    ``random``: as for ties.
-    """
+    """Lets a quarter of the jobs evaluate or save after some steps, and in half of these somebody dies of that."""
     if random.random() >= 0.25:
         return given
     between = tuple(
@@ -207,10 +205,8 @@ def _with_pauses(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_full_disks(given: Scenario, random: Random) -> Scenario:
-    """Of the checkpoints that are saved between steps two in five can't be: one or two of the workers can't write, or
+    """Makes two in five of the checkpoints that are saved between steps fail: one or two of the workers can't write, or
     the first can't say that it is there.
-
-    ``random``: as for ties.
     """
     places = [*given.shape.seats, "latest"]
     saves = (step for step, what in given.between if what == "save" and random.random() < 0.4)
@@ -220,10 +216,8 @@ def _with_full_disks(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_leisure(given: Scenario, random: Random) -> Scenario:
-    """In one job of twelve scripts take their time after some steps, and two workers are to leave, the second perhaps
-    when the first one's step has come.
-
-    ``random``: as for ties.
+    """Lets scripts take their time after some steps in one job of twelve, where two workers are to leave, the second
+    perhaps when the first one's step has come.
     """
     if random.random() >= 1 / 12:
         return given
@@ -236,10 +230,7 @@ def _with_leisure(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_deafness(given: Scenario, random: Random) -> Scenario:
-    """In one job of sixteen nothing is wrong but that one worker hears nobody, itself included, from some moment on.
-
-    ``random``: as for ties.
-    """
+    """Gives one job of sixteen no trouble but that one worker hears nobody, itself included, from some moment on."""
     if random.random() >= 1 / 16:
         return given
     return replace(
@@ -250,10 +241,8 @@ def _with_deafness(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_paces(given: Scenario, random: Random) -> Scenario:
-    """In one job of eight workers say how fast they are, one is slow from some moment on, in half of these not for
-    ever, and there are more steps.
-
-    ``random``: as for ties.
+    """Makes one worker slow from some moment on in one job of eight, in half of these not for ever; workers say how
+    fast they are, and there are more steps.
     """
     if random.random() >= 1 / 8:
         return given
@@ -265,10 +254,7 @@ def _with_paces(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_moments(given: Scenario, random: Random) -> Scenario:
-    """In one job of eight some work takes long, whoever does it, or tensors are lost without a complaint.
-
-    ``random``: as for ties.
-    """
+    """Makes some work take long, whoever does it, or loses tensors without a complaint, in one job of eight."""
     if random.random() >= 1 / 8:
         return given
     shape = given.shape
@@ -292,7 +278,7 @@ def _with_moments(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_ties(given: Scenario, random: Random) -> Scenario:
-    """Three jobs in ten have stages that share weights, and in half of these somebody also dies or stops around a
+    """Gives three jobs in ten stages that share weights, and in half of these somebody also dies or stops around a
     TIE.
     """
     if random.random() >= 0.3:
@@ -310,9 +296,9 @@ def _with_ties(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_endings(given: Scenario, random: Random) -> Scenario:
-    """One job in eight also ends in a way of its own: who is to leave dies where it should say goodbye; a stage does so
-    at a planned end; somebody is cut off on the way to one; or a stage dies whole before it has told its part of a norm
-    that the others have stepped without.
+    """Gives one job in eight an end of its own: who is to leave dies where it should say goodbye; a stage does so at a
+    planned end; somebody is cut off on the way to one; or a stage dies whole before it has told its part of a norm that
+    the others have stepped without.
     """
     if random.random() >= 1 / 8:
         return given
@@ -347,9 +333,9 @@ def _with_endings(given: Scenario, random: Random) -> Scenario:
 
 
 def _with_undo(given: Scenario, random: Random) -> Scenario:
-    """One job in sixteen whose stages step apart: a worker of the last stage stops when those before it have all that
-    they need to step, and, since nobody keeps what was sent, they have to take that back when it is given up; and
-    somebody else dies at once.
+    """Makes one job in sixteen whose stages step apart take steps back: a worker of the last stage stops when those
+    before it have all that they need to step, and, since nobody keeps what was sent, they have to take that back when
+    it is given up; and somebody else dies at once.
     """
     shape, policy = given.shape, given.policy
     if random.random() >= 1 / 16 or policy.together or not policy.split_backward:
@@ -364,7 +350,7 @@ def _with_undo(given: Scenario, random: Random) -> Scenario:
 
 
 def initial_weights(shape: Topology) -> tuple[int, ...]:
-    """Of each stage; equal where it is shared."""
+    """The weight that each stage begins with; equal where it is shared."""
     return tuple(WEIGHTS[min(shape.tie(stage), default=stage)] for stage in range(shape.stages))
 
 
@@ -438,7 +424,9 @@ def _add(
 
 
 def run(name: str, given: Scenario, failure_detector: type[Watcher] = Watcher) -> ScenarioOutcome:
-    """Run it and check it, as ``failure_detector`` does."""
+    """Runs a scenario and checks it, as ``failure_detector``, a class of watcher, does; whatever the code under test
+    raises is a violation.
+    """
     weights = initial_weights(given.shape)
     late = (
         bool(given.heavy)
@@ -487,8 +475,8 @@ def may_end(cluster: Cluster) -> bool:
 
 
 def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
-    """No replica has both its ends; or of a stage's batches, of which two workers each have a copy, two workers are
-    gone, or copies never came.
+    """Whether no replica has both its ends; or of a stage's batches, of which two workers each have a copy, two workers
+    are gone, or copies never came.
     """
     shape, ends = cluster.scenario.shape, (0, cluster.scenario.shape.stages - 1)
     sources = [replica for replica in range(shape.replicas) if not {Seat(replica, stage) for stage in ends} & set(gone)]
@@ -501,11 +489,12 @@ def _data_may_be_gone(cluster: Cluster, gone: list[Seat]) -> bool:
 
 
 def campaign(seeds: Iterable[int], jobs: int = 1) -> CampaignReport:
-    """``jobs``: processes that share the work."""
+    """Runs the scenarios of all ``seeds``, shared among ``jobs`` processes."""
     return _report(run_seed, seeds, jobs)
 
 
 def run_seed(seed: int) -> ScenarioOutcome:
+    """Runs the scenario of ``seed``."""
     return run(f"--seed {seed}", scenario(seed))
 
 
@@ -516,7 +505,9 @@ EVERY_STEP = 2  # of three
 
 
 def every_instant(every: int = 1, jobs: int = 1) -> CampaignReport:
-    """Kill each seat before and after each (or each ``every``-th) of its instructions, REDUCE and STEP included."""
+    """Kills each seat before and after each (or each ``every``-th) of its instructions, REDUCE and STEP included, one
+    at a time; ``jobs`` processes share the work.
+    """
     planned = plan(EVERY.full(), EVERY_COSTS, EVERY_POLICY)
     moments = [
         f"kill {seat} {when} {one}"
@@ -528,10 +519,12 @@ def every_instant(every: int = 1, jobs: int = 1) -> CampaignReport:
 
 
 def run_instant(fault: str) -> ScenarioOutcome:
+    """Runs the job of :func:`every_instant` with ``fault``, a kill in its text form."""
     return run(f"--kill '{fault}'", one_instant(fault))
 
 
 def one_instant(fault: str) -> Scenario:
+    """The scenario of :func:`every_instant` with ``fault``, a kill in its text form."""
     return Scenario(EVERY, EVERY_COSTS, EVERY_POLICY, EVERY_STEP + 1, (), (Fault.parse(fault),), sum(map(ord, fault)))
 
 
@@ -558,6 +551,6 @@ def _outcomes(run_one: Callable[[Any], ScenarioOutcome], cases: Iterable[Any], j
 
 
 def _run_apart(run_one: Callable[[Any], ScenarioOutcome], case: Any) -> ScenarioOutcome:
-    """Without what nobody asks for where nothing was wrong: it would have to travel."""
+    """Runs one case, and leaves out what nobody asks for where nothing was wrong: it would have to travel."""
     outcome = run_one(case)
     return outcome if outcome.violations else replace(outcome, spans=(), story=())

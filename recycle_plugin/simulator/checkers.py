@@ -1,4 +1,5 @@
-"""What must hold in a simulated job, whatever goes wrong; code of its own, that shares nothing with what it checks.
+"""Checkers of a simulated job: what must hold, whatever goes wrong; code of its own, that shares nothing with what it
+checks.
 
 Safety, while the job runs: every sum that becomes a gradient holds each micro-batch exactly once; no weight gradient is
 counted twice by its worker; what the stages of a tie add up is one sum each, the same on all its replicas; a committed
@@ -32,10 +33,14 @@ from recycle_plugin.simulator.scenario import Scenario
 
 
 class Watcher:
-    """Told by ``simulator.cluster`` what happens; ``violations`` in words."""
+    """The checker of one scenario.  ``simulator.cluster`` tells it what happens; ``violations`` says in words what was
+    wrong.
+    """
 
     def __init__(self, given: Scenario, weights: tuple[int, ...], late: bool) -> None:
-        """``late``: tensors may be lost or come late, since a line is broken or a worker is held up."""
+        """Checks the scenario ``given``, from ``weights`` on.  ``late``: tensors may be lost or come late, since a line
+        is broken or a worker is held up.
+        """
         self.shape, self.steps, self.budget, self.late, self.rounds = (
             given.shape,
             given.steps,
@@ -59,17 +64,19 @@ class Watcher:
         self._evaluated: dict[int, Mapping[str, int]] = {}
         self._published: set[int] = set()
         self._costly: set[tuple[int, str]] = set()  # work for which somebody was given up
-        self._verdicts: dict[int, str] = {}  # by step: why there is no checkpoint of it
+        self._why_unsaved: dict[int, str] = {}  # by step: why there is no checkpoint of it
         self._committed = 0
         self._end: int | None = None  # the step before which the job is to end
 
     def say(self, text: str) -> None:
+        """Notes a violation, once."""
         if text not in self.violations:
             self.violations.append(text)
 
     # --- while it runs ------------------------------------------------------------------------------
 
     def computed(self, worker: Any, instruction: Instruction, boundary_only: bool) -> None:
+        """Takes in that a worker has run ``instruction``; counts the weight gradients that it makes."""
         if instruction.op not in (Op.W, Op.B):
             return
         key = instruction.step, instruction.micro_batch
@@ -78,16 +85,18 @@ class Watcher:
             self.say(f"seat {worker.seat} counts {instruction} twice")
 
     def loaded(self, worker: Any, instruction: Instruction, batch: Batch) -> None:
-        """At an end of the pipeline; of an iterator's."""
+        """Takes in that a worker at an end of the pipeline has loaded a batch of an iterator's."""
         self._samples.loaded(instruction.step, instruction.micro_batch, worker.seat.stage, batch)
 
     def voided(self, worker: Any, after: int) -> None:
-        """What it has counted of the steps after ``after`` was computed with rejected weights."""
+        """Takes in that a worker has dropped what it has counted of the steps after ``after``, computed with rejected
+        weights.
+        """
         counted = self._counted[worker.seat]
         self._counted[worker.seat] = Counter({key: count for key, count in counted.items() if key[0] <= after})
 
     def sent(self, worker: Any) -> None:
-        """A boundary tensor, so that others may have to go."""
+        """Takes in that a worker has sent a boundary tensor, so that others may have to go."""
         store = worker.store
         if self.budget is not None and store.weight > self.budget and store.spare:
             self.say(
@@ -96,13 +105,14 @@ class Watcher:
             )
 
     def summed(self, worker: Any, step: int, parts: list[Mapping[MicroBatch, Any]]) -> None:
+        """Takes in what each worker of a stage has brought to the gradient's sum: each micro-batch exactly once."""
         found = Counter(micro_batch for part in parts for micro_batch in part)
         wrong = [str(one) for one in self.shape.batch if found[one] != 1]
         if wrong or sum(found.values()) != len(self.shape.batch):
             self.say(f"the gradient of stage {worker.seat.stage}, step {step}, holds {self._how_often(found, wrong)}")
 
     def tied(self, worker: Any, step: int, brought: list[tuple[int, int]]) -> None:
-        """``brought``: of each worker, its stage and its stage's sum."""
+        """Takes in what each worker has brought to the sum over a tie (``brought``): its stage and its stage's sum."""
         sums = set(brought)
         if sorted(stage for stage, _ in sums) != list(self.shape.tie(worker.seat.stage)):
             self.say(
@@ -111,11 +121,14 @@ class Watcher:
             )
 
     def heard(self, rank: int, message: object) -> None:
-        """The coordinator hears it from ``rank`` or its supervisor; what follows from that is what is checked."""
+        """Takes in that the coordinator hears ``message`` from ``rank`` or its supervisor; what follows from that is
+        what is checked.
+        """
 
     def told(self, whom: object, message: object) -> None:
-        """To all workers: of each step one norm, and one loss, but where they are void; and no failure once all steps
-        up to a planned end are committed, and nothing is left to do together.
+        """Takes in a message of the coordinator's.  To all workers: of each step one norm, and one loss, unless they
+        are discarded; and no failure once all steps up to a planned end are committed, and nothing is left to do
+        together.
         """
         if isinstance(message, Resume) and message.rejected:
             self._told = {key for key in self._told if key[0] <= message.committed + 1}
@@ -137,7 +150,7 @@ class Watcher:
             self.say(f"the job has failed at its planned end, with all steps committed: {message.reason}")
 
     def fenced(self, cluster: Any, rank: int, why: str) -> None:
-        """... on suspicion, or for what it has done.
+        """Takes in that the worker of ``rank`` is fenced, on suspicion, or for what it has done.
 
         Who only has work that takes long is healthy: it may cost one worker where that can't be told from one that
         hangs, and no second one; and without a stage's last worker there is no job.
@@ -158,7 +171,9 @@ class Watcher:
             self._costly |= work
 
     def applied(self, worker: Any, step: int, gradient: int, norm: float | None) -> None:
-        """``norm``: by which the gradient is clipped.  What was taken back and is applied again is told again."""
+        """Takes in the gradient that a worker applies in ``step``, clipped by ``norm``.  What was taken back and is
+        applied again is told again.
+        """
         self._applied[worker.seat, step] = gradient, norm
 
     @staticmethod
@@ -166,10 +181,16 @@ class Watcher:
         return ", ".join(f"micro-batch {name} {found[MicroBatch.parse(name)]} times" for name in wrong) or "strangers"
 
     def missed(self, worker: Any, datum: Datum, source: Seat) -> None:
+        """Takes in that a worker says that it waits in vain for ``datum``, which it may only where data can be lost or
+        late.
+        """
         if not self.late:
             self.say(f"seat {worker.seat} waits in vain for {datum} from seat {source}, and no line is broken")
 
     def committed(self, cluster: Any) -> None:
+        """Compares weights and gradients of the live workers where the coordinator has committed a step.  Costs time in
+        proportion to the workers.
+        """
         now = cluster.membership.committed
         if now < self._committed:
             self.say(f"step {self._committed} was committed, and now only {now} is")
@@ -189,7 +210,7 @@ class Watcher:
                 self._right_weights(worker, now)
 
     def _alike(self, live: list[Seat], step: int) -> None:
-        """All have applied ``step`` alike.  Weights follow from that, where they were equal before."""
+        """Checks that all have applied ``step`` alike.  Weights follow from that, where they were equal before."""
         for seat in live:
             if (seat, step) not in self._applied:
                 self.say(f"step {step} is committed, and seat {seat} has not applied it")
@@ -216,14 +237,16 @@ class Watcher:
         self.say(f"seat {worker.seat} has no weights behind step {committed}, which is committed")
 
     def _follow(self, first: int, last: int) -> None:
-        """... with the data that was computed with."""
+        """Trains the reference with the data that was computed with."""
         for step in range(first, last + 1):
             self.reference.follow(step, self._samples.of(step))
 
     # --- between steps ------------------------------------------------------------------------------
 
     def evaluated(self, worker: Any, number: int, count: int, step: int, losses: Mapping[str, int]) -> None:
-        """After ``step``, of ``count`` micro-batches from each replica."""
+        """Takes in the losses that a worker has of evaluation ``number``, after ``step``, of ``count`` micro-batches
+        from each replica.
+        """
         if self._evaluated.setdefault(number, losses) != losses:
             self.say(f"seat {worker.seat} was told other losses of evaluation {number} than another")
         found = {MicroBatch.parse(name): loss for name, loss in losses.items()}
@@ -237,7 +260,9 @@ class Watcher:
                 self.say(f"the loss of micro-batch {micro_batch} in evaluation {number} is wrong")
 
     def published(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
-        """A checkpoint of ``step`` has its name.  ``written``: by whom, None by who could not."""
+        """Takes in that a checkpoint of ``step`` has its name.  ``written``: the weight that each seat has written,
+        None where it could not.
+        """
         self._published.add(step)
         self._check_nobody_writes(worker, step, written)
         for stage in range(self.shape.stages):
@@ -248,7 +273,9 @@ class Watcher:
                 )
 
     def discarded(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
-        """What there is of a checkpoint of ``step`` is removed."""
+        """Takes in that what there is of a checkpoint of ``step`` is removed.  ``written``: as for
+        :meth:`published`.
+        """
         self._check_nobody_writes(worker, step, written)
 
     def _check_nobody_writes(self, worker: Any, step: int, written: Mapping[Seat, int | None]) -> None:
@@ -257,16 +284,20 @@ class Watcher:
             self.say(f"seat {worker.seat} takes a checkpoint of step {step} for written, which others still write")
 
     def saved(self, worker: Any, step: int, why: str) -> None:
-        """``why`` it is not, or ""."""
+        """Takes in that a worker goes on behind a checkpoint of ``step``.  ``why``: the reason that there is none, or
+        "".
+        """
         if not why and step not in self._published:
             self.say(f"seat {worker.seat} goes on behind a checkpoint of step {step} that is not there")
-        if self._verdicts.setdefault(step, why) != why:
+        if self._why_unsaved.setdefault(step, why) != why:
             self.say(f"seat {worker.seat} was told otherwise than another whether there is a checkpoint of step {step}")
 
     # --- at the end ---------------------------------------------------------------------------------
 
     def finished(self, cluster: Any, may_end: bool) -> None:
-        """``may_end``: the troubles leave some stage without a worker, or too few workers in touch."""
+        """Checks progress at the end of the job.  ``may_end``: the troubles leave some stage without a worker, or too
+        few workers in touch.
+        """
         ended = cluster.membership.ended
         if ended is not None and ended.failed and not may_end:
             self.say(f"the job has ended although it could go on: {ended.reason}")
@@ -307,8 +338,8 @@ class Watcher:
             self.say(f"only {self._committed} of {last} steps are committed")
 
     def _rightly_given_up(self, cluster: Any) -> None:
-        """Where nothing is wrong but that somebody hears nobody, that one alone is given up; where it can't tell,
-        perhaps one of its peers before.  Work that takes long may cost somebody too.
+        """Checks that where nothing is wrong but that somebody hears nobody, that one alone is given up; where it can't
+        tell, perhaps one of its peers before.  Work that takes long may cost somebody too.
         """
         if cluster.scenario.heavy:
             return
@@ -321,8 +352,8 @@ class Watcher:
             self.say(f"seats {', '.join(healthy)} were given up, since another hears nobody")
 
     def _of_what_stayed(self, step: int, losses: Mapping[str, int]) -> Mapping[str, int]:
-        """Without micro-batches whose batch was lost with all that was computed with it, after their loss was told:
-        another one took its place.
+        """The losses without micro-batches whose batch was lost with all that was computed with it, after their loss
+        was told: another one took its place.
         """
         if self._samples is None:
             return losses

@@ -1,4 +1,5 @@
-"""A whole job in virtual time, coordinator and all, in which only clock, network and tensors are simulated.
+"""A simulated cluster: a whole job in virtual time, coordinator and all, in which only clock, network and tensors are
+simulated.
 
 Every worker runs ``core.worker.training_loop`` over ``core.worker.executor``; its messages go through
 ``core.messages.protocol`` objects to the one ``core.coordinator.membership``, whose answers come back over lines that
@@ -62,7 +63,9 @@ BEAT_US = 200 * MILLISECOND
 
 
 class Cluster:
-    """Runs one scenario; ``watcher`` is told what it may want to check (``simulator.checkers``)."""
+    """A cluster that runs one scenario; ``watcher`` is told what it may want to check (``simulator.checkers``).  Times
+    are microseconds of the virtual clock, ``now``.
+    """
 
     def __init__(self, scenario: Scenario, weights: tuple[int, ...], watcher: Any) -> None:
         self.scenario, self.watcher, self.random = scenario, watcher, Random(scenario.torn)
@@ -100,25 +103,26 @@ class Cluster:
         ] = {}  # checkpoints, whole or not, by step and attempt: a weight of each writer, None where it could not
 
     def run(self, until_us: int) -> None:
-        """Until nobody has anything left to do, or ``until_us``."""
+        """Runs until nobody has anything left to do, or until ``until_us``."""
         for rank, worker in self.workers.items():
             worker.life = Script(worker).run()
             self.later(0, partial(self.advance, rank))
         for trouble in self.scenario.troubles:
             self.later(trouble.at_us, partial(self._strike, trouble))
         self.later(0, self._tick)
-        self.later(0, self._beat)
+        self.later(0, self._send_heartbeats)
         while self._agenda and self._agenda[0][0] <= until_us and any(worker.runs for worker in self.workers.values()):
             self.now, _, happen = heappop(self._agenda)
             happen()
         self.exercised[ProtocolRule.FOR_WANT_OF_ROOM] = sum(worker.store.let_go for worker in self.workers.values())
 
     def later(self, after_us: int, happen: Callable[[], None]) -> None:
+        """Calls ``happen`` in ``after_us`` microseconds."""
         heappush(self._agenda, (self.now + after_us, next(self._ticket), happen))
 
     def gone(self) -> set[int]:
-        """Ranks that take part no more: lost, or left as planned, whether they have come to that in their scripts or
-        not.
+        """The ranks that take part no more: lost, or left as planned, whether they have come to that in their scripts
+        or not.
         """
         lost = self.membership.lost
         return self._departed | {
@@ -128,7 +132,7 @@ class Cluster:
         }
 
     def _note_departures(self) -> None:
-        """Who is no member any more, and still runs, as in its script."""
+        """Notes who is no member any more, and still runs, as in its script."""
         ended = self.membership.ended
         if self.membership.started and not (ended and ended.failed):
             members = self.membership.roster.workers
@@ -141,16 +145,16 @@ class Cluster:
     # --- the coordinator and its lines --------------------------------------------------------------
 
     def travel(self, line: tuple, happen: Callable[[], None]) -> None:
-        """``happen`` at the other end of ``line``."""
+        """Calls ``happen`` at the other end of ``line``, once a message has got there."""
         self.later(self.lines.arrival(line, self.now) - self.now, happen)
 
     def tell_coordinator(self, rank: int, message: object, by: str = WORKER) -> None:
-        """``by``: on whose connection."""
+        """Sends a message from ``rank`` to the coordinator.  ``by``: on whose connection."""
         if rank not in self.cut:
             self.travel((by, "there", rank), partial(self._at_coordinator, partial(self._receive, rank, message)))
 
     def _at_coordinator(self, happen: Callable[[], None]) -> None:
-        """... which does one thing after the other, and nothing while it is stalled."""
+        """Has the coordinator do something: one thing after the other, and nothing while it is stalled."""
         self._inbox.append(happen)
         if self.now >= self._stalled_until:
             self._read()
@@ -163,7 +167,7 @@ class Cluster:
             self._inbox.popleft()()
 
     def _receive(self, rank: int, message: object) -> None:
-        """What is under way goes down with the host that it comes from."""
+        """Gives a message to the coordinator.  What is under way goes down with the host that it comes from."""
         if rank in self.cut:
             return
         membership = self.membership
@@ -174,7 +178,7 @@ class Cluster:
         self._act(output, message, changing, lost)
 
     def _act(self, output: CoordinatorOutput, cause: object = None, changing: bool = False, lost: bool = False) -> None:
-        """``changing``, ``lost``: as simulator.exercised has them."""
+        """Delivers what the coordinator says.  ``changing``, ``lost``: as simulator.exercised has them."""
         self.exercised.answered(cause, output, self.membership, changing, lost)
         self._note_departures()
         self.events += [(self.now, event) for event in output.events]
@@ -218,18 +222,21 @@ class Cluster:
         self._at_coordinator(lambda: self._act(self.membership.tick(self.now / 1e6)))
         self.later(int(TICK_S * 1e6), self._tick)
 
-    def _beat(self) -> None:
-        """What a worker's own thread and its supervisor say of it."""
+    def _send_heartbeats(self) -> None:
+        """Sends the heartbeats of every worker and of its supervisor."""
         for rank, worker in self.workers.items():
             if worker.alive:
                 self.tell_coordinator(rank, SupervisorHeartbeat(rank, worker.stopped, worker.cpu_s), SUPERVISOR)
                 if not worker.stopped and worker.runs:
                     self.tell_coordinator(rank, Heartbeat(rank, self.now, worker.done, *worker.at, worker.step))
-        self.later(BEAT_US, self._beat)
+        self.later(BEAT_US, self._send_heartbeats)
 
     # --- data ---------------------------------------------------------------------------------------
 
     def send(self, source: int, target: int, datum: Datum, value: Any, valid_from: int) -> None:
+        """Sends a value from rank ``source`` to rank ``target``, unless a trouble loses it on the way.  ``valid_from``:
+        the generation from which the sender's data is valid.
+        """
         kind, until, delay = self.links.get((source, target), ("", 0, 0))
         self.exercised[ProtocolRule.SWALLOWED] += self.now < until and kind == "swallow"
         if (
@@ -250,8 +257,8 @@ class Cluster:
             self._under_way.pop(number)[-1]()
 
     def hurry(self, target: int, live: set[int]) -> None:
-        """What all but ``live`` have sent to ``target`` is there; but of a host that is cut off nothing comes any
-        more.
+        """Delivers at once what all but ``live`` have sent to ``target``; but of a host that is cut off nothing comes
+        any more.
         """
         for number, (source, taker, _) in list(self._under_way.items()):
             if taker == target and source not in live and (source in self.cut) == (target in self.cut):
@@ -308,7 +315,7 @@ class Cluster:
                     self._ask(trouble.kind, rank)
 
     def _ask(self, kind: str, rank: int) -> None:
-        """SIGTERM at a worker, or at its supervisor."""
+        """Sends SIGTERM to a worker, or to its supervisor."""
         worker = self.workers[rank]
         if kind == "end":
             self.tell_coordinator(rank, Terminate(rank, "a supervisor got SIGTERM"), SUPERVISOR)
@@ -316,11 +323,12 @@ class Cluster:
             self.tell_coordinator(rank, Leaving(rank, "SIGTERM"))
 
     def hit(self, kind: str, rank: int) -> None:
-        """Count it, for the table of what has been tried."""
+        """Counts that a trouble has struck a worker, for the table of what has been tried."""
         if self.workers[rank].current is not None and self.workers[rank].alive:
             self.hits[kind, self.workers[rank].current.op] += 1
 
     def trouble(self, rank: int, trouble: Trouble) -> None:
+        """Lets a trouble of its own strike the worker of ``rank``: it is slow, stuck, rude or stopped from now on."""
         worker = self.workers[rank]
         if trouble.kind == "slow":
             worker.percent = trouble.percent
@@ -333,13 +341,16 @@ class Cluster:
             self.later(trouble.for_us, partial(self._wake_up, rank))
 
     def _wake_up(self, rank: int) -> None:
-        """Whoever was given up meanwhile finds its connections broken, and may say so before it reads why."""
+        """Wakes a stopped worker.  Whoever was given up meanwhile finds its connections broken, and may say so before
+        it reads why.
+        """
         if self.workers[rank].alive and self.workers[rank].control_view.worker in self.membership.lost:
             self.tell_coordinator(rank, Fatal(rank, "nobody answers"))
         self.workers[rank].stopped = False
         self.wake(rank)
 
     def kill(self, rank: int) -> None:
+        """Kills the worker of ``rank``, which the coordinator hears of by its connection and from its supervisor."""
         worker = self.workers[rank]
         if not worker.alive:
             return
@@ -355,7 +366,7 @@ class Cluster:
             )
 
     def _come_again(self, rank: int) -> None:
-        """A process that nobody has asked for."""
+        """Starts a second process of a rank, that nobody has asked for."""
         second = self.workers[rank].ready(incarnation=1)
         for message in (
             second,
@@ -366,7 +377,7 @@ class Cluster:
         self._disconnect(rank, SECOND, second.worker)
 
     def _disconnect(self, rank: int, line: str = WORKER, worker: WorkerId | None = None) -> None:
-        """The coordinator reads what the worker has said, and then that there is no more."""
+        """Breaks a connection: the coordinator reads what the worker has said, and then that there is no more."""
         self.travel(
             (line, "there", rank),
             partial(self._at_coordinator, partial(self._lose_connection, worker or WorkerId(rank))),
@@ -396,6 +407,7 @@ class Cluster:
     # --- the clock ----------------------------------------------------------------------------------
 
     def advance(self, rank: int) -> None:
+        """Lets the worker of ``rank`` go on until it waits, spends time, or ends."""
         worker = self.workers[rank]
         if not worker.alive or not worker.runs:
             return
@@ -422,6 +434,7 @@ class Cluster:
         self.advance(rank)
 
     def wake(self, rank: int) -> None:
+        """Lets the worker of ``rank`` go on if it waits, since something has come for it."""
         worker = self.workers[rank]
         if worker.waiting and not worker.stopped and not worker.busy:
             worker.waiting = False
@@ -429,7 +442,7 @@ class Cluster:
 
 
 def redone_share(cluster: Cluster) -> float:
-    """Compute instructions run more than once, of all that were needed."""
+    """The compute instructions that were run more than once, as a share of all that were needed."""
     shape = cluster.scenario.shape
     seen = {span.instruction for span in cluster.spans if span.instruction.op in COMPUTE}
     ran = sum(span.instruction.op in COMPUTE for span in cluster.spans)

@@ -1,4 +1,4 @@
-"""How often each rule of the protocol was needed: a rule that no seed needs is one that no seed checks.
+"""A count of how often each rule of the protocol was needed: a rule that no seed needs is one that no seed checks.
 
 Counted from what goes to the coordinator and comes from it, and from what workers do with what they get; nothing in the
 code under test counts.
@@ -31,7 +31,7 @@ from recycle_plugin.core.worker.step_store import StepStore
 
 
 class ProtocolRule(str, Enum):
-    """In words."""
+    """The rules of the protocol, each in words."""
 
     LATE_COMMIT = "a STEP waited for the commit before it"
     TAKEN_BACK = "a step was taken back"
@@ -85,14 +85,14 @@ class ProtocolRule(str, Enum):
 
 
 class Exercised(Counter[ProtocolRule]):
-    """Of one run."""
+    """The count of the rules that one run has needed."""
 
     def __init__(self, counts: Iterable = ()) -> None:
         super().__init__(counts)
         self._planned = False  # whether the generation that was published last is, and nobody has resumed for it
 
     def said(self, message: object, membership: Membership) -> None:
-        """About to be handed to ``membership``."""
+        """Counts what ``message`` needs that is about to be handed to ``membership``."""
         if isinstance(message, OF_MEMBERS) and message.worker in membership.lost:
             self[
                 ProtocolRule.LOST_WORD
@@ -118,8 +118,8 @@ class Exercised(Counter[ProtocolRule]):
     def answered(
         self, message: object, output: CoordinatorOutput, membership: Membership, changing: bool, lost: bool
     ) -> None:
-        """``output``: what ``membership`` has made of ``message``; ``changing``, ``lost``: before, whether it was
-        changing, and had lost who says it.
+        """Counts what the ``output`` shows that ``membership`` has made of ``message``.  ``changing``, ``lost``:
+        whether it was changing before, and had lost who says it.
         """
         told = [each for whom, each in output.messages if not (whom == SUPERVISORS and isinstance(each, Fence))]
         for each in told:
@@ -161,7 +161,9 @@ class Exercised(Counter[ProtocolRule]):
         self._planned = generation.from_step > 0
 
     def delivered(self, message: object, control_view: ControlView, store: StepStore) -> None:
-        """About to be handed to the ``control_view`` of a worker that has ``store``."""
+        """Counts what ``message`` needs that is about to be handed to the ``control_view`` of a worker that has
+        ``store``.
+        """
         if isinstance(message, Resume) and message.norm is not None:
             self[ProtocolRule.TWICE_REJECTED] += Datum("norm", store.seat.stage, None, message.committed + 1) in store
         if isinstance(message, Generation) and control_view.interruption() is not None:

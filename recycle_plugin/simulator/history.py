@@ -1,13 +1,13 @@
-"""Hours of training under failures and returns, from the step times of each membership.
+"""A history of hours of training under failures and returns, from the step times of each membership.
 
-Between two changes nothing happens that a step time does not tell, so hours cost no more than the
-memberships that occur; those that differ in the numbering of replicas only are one.
+Between two changes nothing happens that a step time does not tell, so hours cost no more than the memberships that
+occur; those that differ in the numbering of replicas only are one.
 
 A loss costs detection, stopping, regrouping and planning, the copies of moved stages, and what died with the worker.
-Survivors keep what they have (``core.vocabulary.recovery_plan``), so the unfinished step goes on where it was, at the
-new pace: at fraction f of it, a stage that loses k of n workers has lost k/n of the fraction f of its work, and its
-peers run that again, f × k/n of a step at the new pace.  At a random instant that is half of the lost workers' share.
-Approximations, all against ``simulator.simulated_job``, instruction by instruction
+Survivors keep what they have (``core.vocabulary.recovery_plan``), so the unfinished step goes on where it was, with the
+new period: at fraction f of it, a stage that loses k of n workers has lost k/n of the fraction f of its work, and its
+peers run that again, f × k/n of a step with the new period.  At a random instant that is half of the lost workers'
+share.  Approximations, all against ``simulator.simulated_job``, instruction by instruction
 (tests/pure/test_simulator_history.py):
 
 * work is spread evenly over a step and stages end it together.  Who dies in a step's last few instructions may already
@@ -15,8 +15,8 @@ Approximations, all against ``simulator.simulated_job``, instruction by instruct
 * stopping costs half of the longest instruction: so long does a survivor wait for those that finish theirs.
 * nobody works while a death is being noticed.  Survivors do, on what doesn't wait for the lost worker.
 
-A worker that returns gets ready and copies a stage's state while the others go on, not slowed by that (an
-assumption), and enters at a commit line: that costs regrouping, planning and the fill of an empty pipeline.
+A worker that returns gets ready and copies a stage's state while the others go on, not slowed by that (an assumption),
+and enters at a commit line: that costs regrouping, planning and the fill of an empty pipeline.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PAYBACK_S = 1800.0  # a moved stage has to pay for its copy within this time
 
 @dataclass(frozen=True)
 class StepPeriod:
-    """Of one membership, in microseconds.
+    """The step times of one membership, in microseconds.
 
     ``first_us``: the first step, from an empty pipeline; ``bound_us``: the least period.
     """
@@ -58,15 +58,15 @@ class StepPeriod:
 
     @property
     def fill_us(self) -> int:
-        """By how much a step on an empty pipeline is longer than those after it."""
+        """The microseconds by which a step on an empty pipeline is longer than those after it."""
         return self.first_us - self.period_us
 
 
 class StepPeriods:
-    """Paces by membership, each worked out once for all numberings of the replicas."""
+    """The step times by membership, each worked out once for all numberings of the replicas."""
 
     def __init__(self, costs: CostModel, policy: Policy, network: Callable[[], Network] | None = None) -> None:
-        """``network`` opens the lines of a membership; beyond SIMULATED nobody waits for a line."""
+        """Knows no membership yet.  ``network`` opens the lines of one; beyond SIMULATED nobody waits for a line."""
         self._costs, self._policy, self._network = costs, policy, network
         self._known: dict[tuple[Topology, tuple[tuple[int, ...], ...]], StepPeriod] = {}
 
@@ -74,7 +74,7 @@ class StepPeriods:
         return len(self._known)
 
     def of(self, view: ClusterView) -> StepPeriod:
-        """Raises PlanError."""
+        """The step times of the membership ``view``.  Raises PlanError where it has no plan."""
         key = view.topology, pattern(view)
         if key not in self._known:
             self._known[key] = self._measure(renumbered(view))
@@ -105,16 +105,16 @@ def renumbered(view: ClusterView) -> ClusterView:
 
 
 def lost_share(view: ClusterView, gone: Collection[Seat]) -> float:
-    """Of what a step's work so far has made, the part that is lost with the workers ``gone``, on the stage that loses
-    most of it.
-    """
+    """The share of a step's work so far that is lost with the workers ``gone``, on the stage that loses most of it."""
     counts = {stage: sum(seat.stage == stage for seat in gone) for stage in range(view.topology.stages)}
     return max(count / len(view.live_replicas(stage)) for stage, count in counts.items())
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """``at_s``: ``lost`` or ``joined`` so many workers, drawn at random; or the named ``seats`` are lost."""
+    """A change of the membership ``at_s`` seconds: so many workers ``lost`` or ``joined``, drawn at random; or the
+    named ``seats`` are lost.
+    """
 
     at_s: float
     lost: int = 0
@@ -124,7 +124,7 @@ class MembershipChange:
 
 @dataclass(frozen=True)
 class HistoryTransition:
-    """What a change cost, in seconds.
+    """The cost of one change, in seconds.
 
     ``redone_s``: work that died with the lost workers, run again by their peers; ``fill_s``: by how much the pipeline
     takes longer to fill than before, after a return all of its filling; ``copy_s``: states that training waited for.
@@ -143,17 +143,19 @@ class HistoryTransition:
 
     @property
     def pause_s(self) -> float:
+        """The seconds in which nobody trains."""
         return self.detection_s + self.stop_s + self.regroup_s + self.copy_s
 
     @property
     def cost_s(self) -> float:
+        """The seconds that the change costs in all."""
         return self.pause_s + self.redone_s + self.fill_s
 
 
 @dataclass(frozen=True)
 class HistorySegment:
-    """From one change's end to the next change: ``steps`` committed with ``live`` workers at ``pace``, the first at
-    ``first_s``.
+    """The time from one change's end to the next change, in seconds: ``steps`` committed with ``live`` workers at the
+    step times ``pace``, the first at ``first_s``.
     """
 
     start_s: float
@@ -167,7 +169,7 @@ class HistorySegment:
 
 @dataclass
 class SimulatedHistory:
-    """A job's life.  ``hours_s``: its length in seconds; ``memberships``: how many were worked out."""
+    """The history of a job's life.  ``hours_s``: its length in seconds; ``memberships``: how many were worked out."""
 
     full: StepPeriod
     hours_s: float = 0.0
@@ -177,27 +179,30 @@ class SimulatedHistory:
 
     @property
     def steps(self) -> int:
+        """The number of committed steps."""
         return sum(segment.steps for segment in self.segments)
 
     @property
     def steps_per_s(self) -> float:
-        """The average, with what every transition cost."""
+        """The average number of steps per second, with what every transition cost."""
         return self.steps / self.hours_s if self.hours_s else 0.0
 
     @property
     def fraction(self) -> float:
-        """Of the same schedule's throughput without failures."""
+        """The throughput as a fraction of the same schedule's without failures."""
         return self.steps_per_s * self.full.period_us / 1e6
 
     @property
     def lost_s(self) -> float:
+        """The seconds that all changes cost together."""
         return sum(transition.cost_s for transition in self.transitions)
 
 
 class SimulatedTrainer:
-    """Plays changes.
+    """A trainer that plays changes of the membership.
 
-    ``copy_us``: time to copy each stage's state to one worker; ``normalise``: move workers where it pays.
+    ``copy_us``: time to copy each stage's state to one worker; ``normalise``: move workers where it pays; ``network``:
+    opens the lines of a membership.
     """
 
     def __init__(
@@ -229,13 +234,15 @@ class SimulatedTrainer:
 
     @cached_property
     def longest_us(self) -> int:
-        """The longest instruction."""
+        """The microseconds of the longest instruction."""
         return max(
             max(row) for row in (self.costs.forward, self.costs.input, self.costs.weight, self.costs.backward or (0,))
         )
 
     def run(self, changes: Iterable[MembershipChange], length_s: float) -> SimulatedHistory:
-        """``length_s`` seconds.  Raises ValueError for a loss that no stage can bear; PlanError."""
+        """Plays ``changes`` over ``length_s`` seconds.  Raises ValueError for a loss that no stage can bear, and
+        PlanError.
+        """
         for change in changes:
             self._at(change.at_s, lambda now, change=change: self._happen(now, change))
         while self._agenda and self._agenda[0][0] < length_s:
@@ -277,7 +284,7 @@ class SimulatedTrainer:
             self._await_line(self._since)
 
     def _ready(self, now: float, number: int) -> None:
-        """So many workers hold a state and wait for a commit line."""
+        """Notes that so many workers hold a state and wait for a commit line."""
         self._waiting += number
         if self._entry is None:
             self._await_line(now)
@@ -287,7 +294,7 @@ class SimulatedTrainer:
         self._at(self._next_line(now), lambda line: self._enter(line, entry))
 
     def _enter(self, line: float, entry: object) -> None:
-        """At a commit line, unless a loss has moved it meanwhile."""
+        """Lets the waiting workers in at a commit line, unless a loss has moved it meanwhile."""
         if entry is not self._entry:
             return
         joined, self._waiting, self._entry = self._empty(self._waiting), 0, None
@@ -300,7 +307,7 @@ class SimulatedTrainer:
             )
 
     def _go_on(self, transition: HistoryTransition, left: float) -> None:
-        """After ``transition``, with ``left`` of a step to do until the next commit."""
+        """Goes on after ``transition``, with ``left`` of a step to do until the next commit."""
         self._since = max(self._since, transition.at_s + transition.pause_s)
         self._first = (
             self._since + transition.redone_s + transition.fill_s + left * self.periods.of(self.view).period_us / 1e6
@@ -308,22 +315,22 @@ class SimulatedTrainer:
         self._history.transitions.append(transition)
 
     def _done(self, now: float) -> int:
-        """Steps committed since the last change; a step that ends ``now`` is one of them, whatever the rounding."""
+        """The steps committed since the last change; a step that ends ``now`` is one of them, whatever the rounding."""
         period, spent = self.periods.of(self.view).period_us, (now - self._first) * 1e6 + 0.5
         return 0 if spent < 0 else 1 + int(spent // period)
 
     def _next_line(self, now: float) -> float:
-        """When the step that runs at ``now``, or at the end of a pause then, will be committed."""
+        """The time when the step that runs at ``now``, or at the end of a pause then, will be committed."""
         return self._first + self._done(max(now, self._since)) * self.periods.of(self.view).period_us / 1e6
 
     def _left(self, now: float) -> float:
-        """How much of that step is still to be done: 1 is a step of the running pace, and on an empty pipeline it is
-        more.
+        """The part of that step that is still to be done: 1 is a step of the current period, and on an empty pipeline
+        it is more.
         """
         return (self._next_line(now) - max(now, self._since)) * 1e6 / self.periods.of(self.view).period_us
 
     def _close(self, now: float) -> None:
-        """End the running segment."""
+        """Ends the running segment."""
         topology = self.view.topology
         lost = tuple(topology.replicas - len(self.view.live_replicas(stage)) for stage in range(topology.stages))
         if now > self._since:

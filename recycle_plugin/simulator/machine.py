@@ -1,4 +1,4 @@
-"""What a change of the membership costs on a machine, in microseconds, with where the figures come from."""
+"""The costs of a change of the membership on a machine, in microseconds, with where the figures come from."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from recycle_plugin.core.vocabulary.profile import Wire
 
 @dataclass(frozen=True)
 class MachineCosts:
-    """``detection_us``: from a death to everybody's knowing.
+    """The costs of changes on one machine, in microseconds.  ``detection_us``: from a death to everybody's knowing.
 
     ``regroup_us``: from the last worker's stop to everybody's going on, without ``plan_us`` for the new plan.
     ``undo_us``: taking a step back.  ``commit_us``: from the last worker's step to everybody's knowing.  ``return_us``:
     from a worker's return to its holding its framework, before it copies a state over ``copy``; meanwhile the others go
-    on.  ``source``: who measured that, where and when.
+    on.  ``source``: who measured that, where and when.  Raises ValueError for a negative time.
     """
 
     detection_us: int
@@ -33,7 +33,7 @@ class MachineCosts:
 
     @property
     def pause_us(self) -> int:
-        """Of every change of the membership, whatever the reason."""
+        """The microseconds that every change of the membership costs, whatever the reason."""
         return self.regroup_us + self.plan_us
 
 
@@ -65,7 +65,7 @@ CLUSTER = replace(
 
 
 def by_name(name: str) -> MachineCosts:
-    """Raises ValueError for an unknown one."""
+    """The costs of the machine called ``name``: local, cluster or free.  Raises ValueError for an unknown one."""
     known = {
         "local": LOCAL,
         "cluster": CLUSTER,

@@ -1,5 +1,5 @@
-"""How long messages take in a simulated cluster: every line, each way, has its own distance, and now and then something
-is held up.
+"""Message delays in a simulated cluster: every line, each way, has its own distance, and now and then something is held
+up.
 
 A line is one connection, so what goes into it comes out in the same order (as of TCP); lines know nothing of each
 other, so what a worker says may come long after its supervisor's word that it is dead, and one worker may hear of a
@@ -21,8 +21,8 @@ HELD_UP_US = (
 
 @dataclass(frozen=True)
 class Weather:
-    """``far``: the share of lines that are as long as ``far_us``, others as ``near_us``; ``held_up``: the share of
-    messages that are.
+    """The delays that lines have, in microseconds.  ``far``: the share of lines that are as long as ``far_us``, others
+    as ``near_us`` (least and most); ``held_up``: the share of messages that are.
     """
 
     near_us: tuple[int, int]
@@ -37,18 +37,20 @@ STORMY = Weather((100, 5_000), 0.3, (20_000, 90_000), 0.05)
 
 
 class MessageDelays:
-    """``seed`` decides about every message."""
+    """The delays of all lines; ``seed`` decides about every message."""
 
     def __init__(self, weather: Weather, seed: int) -> None:
         self._weather, self._seed = weather, seed
         self._lines: dict[Hashable, _Line] = {}
 
     def arrival(self, line: tuple, now_us: int) -> int:
-        """When what goes into ``line``, one way of a connection, comes out.  Called in order of time."""
+        """The time when what goes into ``line``, one way of a connection, comes out, in microseconds.  Called in order
+        of time.
+        """
         return self._of(line).arrival(now_us)
 
     def hold(self, line: tuple, until_us: int) -> None:
-        """What goes into ``line`` from now on comes out then, or later."""
+        """Holds what goes into ``line`` from now on up until ``until_us`` at least."""
         self._of(line).hold(until_us)
 
     def _of(self, line: tuple) -> _Line:

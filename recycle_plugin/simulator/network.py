@@ -1,9 +1,9 @@
-"""Links between workers: latency, bandwidth, and who waits for whom.
+"""Networks between workers: latency, bandwidth, and who waits for whom.
 
-Workers sit on hosts.  Inside a host every worker has a lane of its own each way; across hosts all
-workers of a host share its one line out and its one line in.  A line carries one tensor at a time, in the
-order in which they were handed over; a tensor takes both its lines at once, for bytes / bandwidth, and
-arrives a latency later.  Both ways of a line are independent (full duplex).
+Workers sit on hosts.  Inside a host every worker has a lane of its own each way; across hosts all workers of a host
+share its one line out and its one line in.  A line carries one tensor at a time, in the order in which they were handed
+over; a tensor takes both its lines at once, for bytes / bandwidth, and arrives a latency later.  Both ways of a line
+are independent (full duplex).
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from recycle_plugin.core.vocabulary.profile import Profile, Wire
 
 
 class Network(Protocol):
-    """What a virtual world asks of its network."""
+    """The network as a virtual world needs it."""
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
-        """When what ``send`` hands over at ``now_us`` is at its peer's, in microseconds.  Called in order of time."""
+        """The time when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds.  Called in order of
+        time.
+        """
 
 
 class Uncontended:
-    """Every tensor takes ``costs.transfer``, whatever else is on its way."""
+    """A network in which every tensor takes ``costs.transfer``, whatever else is on its way."""
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
+        """The time when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds."""
         return now_us + self._costs.transfer(sender, send.peer)
 
 
 class Contended:
-    """Lines as in the module's docstring.
+    """A network of lines that carry one tensor at a time, as this module's docstring says.
 
-    ``host``: where a seat's worker sits; ``boundary_bytes``: the tensor between stages p and p + 1, which
-    has the same size as an activation and as its gradient.
+    ``host``: where a seat's worker sits; ``boundary_bytes``: the tensor between stages p and p + 1, which has the same
+    size as an activation and as its gradient.
     """
 
     def __init__(
@@ -51,6 +54,9 @@ class Contended:
         )  # when each line has carried what it was handed so far
 
     def arrival(self, now_us: int, sender: Seat, send: Instruction) -> int:
+        """The time when what ``send`` hands over at ``now_us`` is at its peer's, in microseconds.  Called in order of
+        time.
+        """
         size = self._bytes[sender.stage - (send.op is Op.SEND_GRAD)]
         here, there = self._host(sender), self._host(send.peer)
         if here == there:
@@ -63,21 +69,21 @@ class Contended:
 
 
 def lines(profile: Profile, placement: str, stages: int) -> Contended:
-    """The lines of one generation of workers placed as for ``profile.costs``."""
+    """The network of one generation of workers placed as for ``profile.costs``."""
     host = {"alone": alone, "replica": by_replica, "stage": by_stage}[placement]
     return Contended(host, profile.inside, profile.across, (profile.boundary_bytes,) * (stages - 1))
 
 
 def by_replica(seat: Seat) -> int:
-    """All stages of a replica on one host."""
+    """The host of ``seat`` where all stages of a replica are on one."""
     return seat.replica
 
 
 def by_stage(seat: Seat) -> int:
-    """All replicas of a stage on one host."""
+    """The host of ``seat`` where all replicas of a stage are on one."""
     return seat.stage
 
 
 def alone(seat: Seat) -> Seat:
-    """Every worker on a host of its own."""
+    """The host of ``seat`` where every worker has one of its own."""
     return seat

@@ -1,5 +1,5 @@
-"""What a simulated worker computes with: exact numbers (simulator/arithmetic.py), sums of weight gradients, and which
-weights a stash was made with.
+"""The numbers that a simulated worker computes with: exact ones (simulator/arithmetic.py), sums of weight gradients,
+and which weights a stash was made with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNSPLIT = 1_234_567  # of each weight gradient, what I makes
 
 
 class Numbers:
-    """Of the worker at ``seat``.
+    """The numbers of the worker at ``seat``.
 
     Once a stash's weights are written over, as by a step that is taken back and done again, it is of no use: as torch's
     graphs are.
@@ -35,7 +35,7 @@ class Numbers:
         self._sums: dict[tuple[int, Block], int] = {}  # of weight gradients, by step
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        """What LOAD, F, I, W, B or STEP makes.
+        """The data that LOAD, F, I, W, B or STEP makes.
 
         Raises AssertionError where a stash is gone on with that is of no use.
 
@@ -62,36 +62,39 @@ class Numbers:
         return made
 
     def taken_back(self) -> None:
-        """The weights are those before the last step again."""
+        """Notes that the weights are those before the last step again."""
         self._written += 1
 
     def sums(self, step: int) -> Sums:
-        """This worker's part of the stage's gradient."""
+        """This worker's part of the stage's gradient in ``step``, by block."""
         return {block: total for (of, block), total in self._sums.items() if of == step}
 
     def forget_sums(self) -> None:
+        """Drops all sums of weight gradients."""
         self._sums.clear()
 
     def total(self, brought: list[Sums]) -> int:
-        """The blocks' sums added in the blocks' order."""
+        """The blocks' sums of all workers, added in the blocks' order."""
         totals = {block: total for part in brought for block, total in part.items()}
         return reduce(lambda total, block: added(total, totals[block], self._scenario.ordered), sorted(totals), 0)
 
     def over_tie(self, by_stage: Mapping[int, int]) -> int:
+        """The sum over the stages that share a weight, in their order."""
         return over_tie(by_stage, self._scenario.ordered)
 
     def gradient(self, step: int, have: StepStore) -> int:
-        """What is judged and applied."""
+        """The gradient of ``step`` that is judged and applied."""
         return have[Datum("tied" if self.tie else "reduced", self._seat.stage, None, step)]
 
     def share(self, step: int, have: StepStore) -> float:
-        """What stages share, the first of them counts."""
+        """This stage's share of the squared norm of ``step``; what stages share, the first of them counts."""
         return share(self.gradient(step, have)) if not self.tie or self._seat.stage == self.tie[0] else 0.0
 
     def norm(self, shares: Mapping[str, float]) -> float:
+        """The norm over all stages, from the share of each."""
         return sum(shares.values()) ** 0.5
 
     def _add(self, step: int, micro_batch: MicroBatch, value: int) -> None:
-        """Into the sum of its block, or, where sums have no order, into the worker's one sum as it comes."""
+        """Adds to the sum of its block, or, where sums have no order, to the worker's one sum as it comes."""
         key = step, Block(self._seat.replica, 0) if self._scenario.rounds else self._blocks.of(micro_batch)
         self._sums[key] = added(self._sums.get(key, 0), value, self._scenario.ordered)

@@ -1,4 +1,4 @@
-"""A simulated plain iterator."""
+"""A simulated plain iterator, which gives numbers in place of batches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from recycle_plugin.simulator.arithmetic import Batch, sampled
 
 
 class PlainIterator:
-    """Of one end of ``replica``, as core.worker.iterator_data.DataIterator: both ends read the same."""
+    """The iterator of one end of ``replica``, as core.worker.iterator_data.DataIterator: both ends read the same."""
 
     def __init__(self, replica: int) -> None:
         self._replica, self._given = replica, 0
 
     def read(self, step: int, position: int, draw: Draw | None) -> Batch | None:
+        """Reads the next batch; returns it as it is kept, or None where ``draw`` is None and nobody needs it."""
         self._given += 1
         return None if draw is None else Batch(sampled(MicroBatch(self._replica, self._given), 0), draw, self._given)
 
     def draw_of(self, batch: Batch) -> Draw:
+        """The draw that ``batch`` came from."""
         return batch.draw

@@ -1,4 +1,4 @@
-"""How long steps will take, read off simulated spans."""
+"""Predictions of how long steps will take, read off simulated spans."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from recycle_plugin.simulator.virtual import Conditions, simulate
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """``period_us``: from one step's end to the next in the steady state; ``first_step_us``: from rest to the
-    first step's end; ``ends_us``: when each simulated step had been stepped by all stages."""
+    """The predicted step times of a plan, in microseconds.  ``period_us``: from one step's end to the next in the
+    steady state; ``first_step_us``: from an empty pipeline to the first step's end; ``ends_us``: when each simulated
+    step had been stepped by all stages.
+    """
 
     period_us: int
     first_step_us: int
@@ -22,7 +24,9 @@ class Prediction:
 
 
 def predict(plan: Plan, costs: CostModel, steps: int = 6, conditions: Conditions = Conditions()) -> Prediction:
-    """Simulate ``steps`` steps (at least 2) and take the mean period of the later half, rounded up."""
+    """The step times of a plan, by a simulation of ``steps`` steps, of whose later half the mean period is taken,
+    rounded up.  Raises ValueError for fewer than 2 steps, and Deadlock.
+    """
     if steps < 2:
         raise ValueError(f"steps is {steps}: a period needs at least 2")
     ends = step_ends(simulate(plan, costs, steps, conditions))
@@ -32,7 +36,7 @@ def predict(plan: Plan, costs: CostModel, steps: int = 6, conditions: Conditions
 
 
 def step_ends(spans: list[Span]) -> tuple[int, ...]:
-    """When the last stage has stepped, per step, in microseconds."""
+    """The time when the last stage has stepped, per step, in microseconds."""
     ends: dict[int, int] = {}
     for span in spans:
         if span.instruction.op is Op.STEP:

@@ -1,4 +1,4 @@
-"""What training comes to, worked out directly, in code that shares nothing with what it checks."""
+"""A reference of what training comes to, worked out directly, in code that shares nothing with what it checks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Reference:
     """
 
     def __init__(self, shape: Topology, weights: tuple[int, ...], clip: float = 0.0, block: int | None = 1) -> None:
-        """``block``: as core.vocabulary.plan.Policy's."""
+        """Begins with ``weights``, one per stage.  ``block``: as in core.vocabulary.plan.Policy."""
         self._shape, self._clip, self._exact, self._block = shape, clip, block != 1, block or shape.micro_batches
         self.weights = {1: weights}
         self.losses: dict[int, dict[str, int]] = {}
 
     def follow(self, step: int, data: Data | None = None) -> None:
-        """Train ``step``, with ``data``, or what belongs to it (simulator.arithmetic.sampled)."""
+        """Trains ``step``, with ``data``, or what belongs to it (simulator.arithmetic.sampled)."""
         addressed = data or partial(sampled, step=step)
         gradients: list[list[int]] = [
             [] for _ in range(self._shape.stages)
@@ -43,7 +43,7 @@ class Reference:
         )
 
     def loss(self, step: int, data: tuple[int, int]) -> int:
-        """Of one micro-batch, with the weights before ``step``."""
+        """The loss of one micro-batch, with the weights before ``step``."""
         inputs, label = self._forward(self.weights[step], data)
         return (inputs[-1] - label) % PRIME
 
@@ -56,7 +56,7 @@ class Reference:
         return inputs, data[1]
 
     def _over_ties(self, sums: list[int]) -> tuple[list[int], list[bool]]:
-        """What each stage applies, and which stages' are in the norm."""
+        """The sums that each stage applies, and which stages' are in the norm."""
         counted = [True] * len(sums)
         for first, *others in self._shape.ties:
             total = added(0, sums[first], self._exact)
@@ -67,7 +67,7 @@ class Reference:
         return sums, counted
 
     def _sum(self, values: list[int]) -> int:
-        """Block by block."""
+        """The sum of the values, block by block."""
         total, micro_batches = 0, self._shape.micro_batches
         for replica in range(0, len(values), micro_batches):
             for begin in range(replica, replica + micro_batches, self._block):
@@ -78,7 +78,7 @@ class Reference:
         return total
 
     def _clipped(self, gradients: list[int], counted: list[bool]) -> list[int]:
-        """As a worker that waits for all stages' shares before it applies anything."""
+        """The gradients clipped as by a worker that waits for all stages' shares before it applies anything."""
         norm = sum(share(gradient) for gradient, counts in zip(gradients, counted) if counts) ** 0.5
         if not self._clip or norm + 1e-6 <= self._clip:
             return gradients

@@ -1,4 +1,4 @@
-"""What must hold of plain iterators' data in a simulated job, whoever is lost; of
+"""A checker of plain iterators' data in a simulated job, whoever is lost; a part of
 :mod:`recycle_plugin.simulator.checkers`.
 
 Both ends of the pipeline compute with one batch for each micro-batch, each batch is used once in the whole job, and as
@@ -17,33 +17,34 @@ from recycle_plugin.simulator.reference import Data
 
 
 class Samples:
-    """``say``: a violation, in words."""
+    """The batches that micro-batches were computed with.  ``say`` is told each violation, in words."""
 
     def __init__(self, shape: Topology, say: Callable[[str], None]) -> None:
         self._shape, self._say = shape, say
         self._loaded: dict[
             int, dict[MicroBatch, dict[int, Batch]]
-        ] = {}  # by step, micro-batch and stage: the last one counts, which takes a void one's place
+        ] = {}  # by step, micro-batch and stage: the last one counts, which takes a discarded one's place
         self._used: dict[tuple[int, int], tuple[int, MicroBatch]] = {}
         self._committed = 0
 
     def loaded(self, step: int, micro_batch: MicroBatch, stage: int, batch: Batch) -> None:
+        """Takes in that ``stage``, an end of the pipeline, has loaded ``batch`` for a micro-batch."""
         self._loaded.setdefault(step, {}).setdefault(micro_batch, {})[stage] = batch
 
     def loaded_so_far(self, step: int) -> dict[MicroBatch, set[tuple[int, int]]]:
-        """Which batches each micro-batch was computed with, at its ends."""
+        """The batches that each micro-batch was computed with, at its ends: replica and number in its iterator."""
         return {
             micro_batch: {(batch.draw.source, batch.number) for batch in ends.values()}
             for micro_batch, ends in self._loaded.get(step, {}).items()
         }
 
     def of(self, step: int) -> Data:
-        """Inputs and labels, as the two ends have had them."""
+        """The inputs and labels of ``step``, as the two ends have had them."""
         loaded = self._loaded[step]
         return lambda micro_batch: (loaded[micro_batch][0].data[0], loaded[micro_batch][self._shape.stages - 1].data[1])
 
     def committed(self, last: int, whole: AbstractSet[int]) -> None:
-        """All steps up to ``last`` are.  ``whole``: replicas of which nobody is lost."""
+        """Checks all steps up to ``last``, which are committed.  ``whole``: replicas of which nobody is lost."""
         for step in range(self._committed + 1, last + 1):
             for micro_batch in self._shape.batch:
                 self._check(step, micro_batch, micro_batch.replica in whole)

@@ -1,4 +1,4 @@
-"""What a simulated cluster is given: a job, the weather on its lines, and what goes wrong in it."""
+"""Scenarios for a simulated cluster: a job, the weather on its lines, and what goes wrong in it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Heavy:
-    """Of ``step`` and ``micro_batch``, by the letter or word of ``op``, in ``stage``: it takes so much longer, and
-    ``computes`` meanwhile, or sleeps.
+    """Work that takes so much longer, ``for_us`` microseconds: that of ``step`` and ``micro_batch`` in ``stage``, by
+    the letter or word of ``op``.  Its worker ``computes`` meanwhile, or sleeps.
     """
 
     step: int
@@ -95,10 +95,10 @@ class Scenario:
 
     @property
     def exact(self) -> bool:
-        """Sums have their order, whoever computes."""
+        """Whether sums have their order, whoever computes."""
         return self.policy.block != 1
 
     @property
     def ordered(self) -> bool:
-        """Sums depend on their order."""
+        """Whether sums depend on their order."""
         return self.exact or self.rounds

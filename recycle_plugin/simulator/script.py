@@ -28,11 +28,11 @@ WRITING_US = 5 * MILLISECOND  # a worker's share of a checkpoint
 
 
 class Died(BaseException):
-    """Ends the execution of a worker that is dead."""
+    """A worker is dead; raised in it to end its execution."""
 
 
 class Script:
-    """On ``machine``."""
+    """The training script of the worker on ``machine``."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         self._machine, self._loop, self._scenario = machine, machine.loop, machine.cluster.scenario
@@ -40,6 +40,9 @@ class Script:
         self._evaluated = 0
 
     def run(self) -> Iterator[Any]:
+        """Trains, evaluates, saves and pauses as the scenario says, and leaves; yields what the machine waits for.
+        Raises :class:`Died`.
+        """
         machine = self._machine
         machine.send(machine.ready())
         try:
@@ -62,12 +65,12 @@ class Script:
         yield from self._loop.settle()
 
     def _pause(self, step: int) -> Iterator[Any]:
-        """It does something of its own, some for longer than others, and hears nothing meanwhile."""
+        """Does something of its own, on some workers for longer than on others, and hears nothing meanwhile."""
         self._machine.at = (ELSEWHERE, "the training script")
         yield PAUSE_US * (1 + (self._machine.rank + step) % 4) * self._machine.percent // 100
 
     def _evaluate(self, step: int) -> Iterator[Any]:
-        """More micro-batches than a step has.  What an end reads is its own replica's."""
+        """Evaluates more micro-batches than a step has.  What an end reads is its own replica's."""
         machine, shape = self._machine, self._scenario.shape
         count, reads = shape.micro_batches + 1, machine.seat.stage in (0, shape.stages - 1)
         self._evaluated += 1
@@ -94,14 +97,15 @@ class Script:
 
 @dataclass(frozen=True)
 class SimulatedFiles:
-    """A checkpoint of ``step``, as core.worker.checkpoint_saving.CheckpointFiles: each worker whose disk is not full
-    writes its stage's weight.
+    """The files of a checkpoint of ``step``, as core.worker.checkpoint_saving.CheckpointFiles: each worker whose disk
+    is not full writes its stage's weight.
     """
 
     machine: SimulatedMachine
     step: int
 
     def write(self, number: int) -> Iterator[Any]:
+        """Writes this worker's weight for attempt ``number``; the value says why it could not, or is ""."""
         machine = self.machine
         yield WRITING_US * machine.percent // 100
         machine.reach("checkpoint.written")
@@ -115,6 +119,7 @@ class SimulatedFiles:
         return f"seat {machine.seat}: disk full" if full else ""
 
     def publish(self, number: int) -> Iterator[Any]:
+        """Gives the checkpoint of attempt ``number`` its name; the value says why it could not, or is ""."""
         machine = self.machine
         machine.reach("checkpoint.publish")
         yield WRITING_US * machine.percent // 100
@@ -125,6 +130,7 @@ class SimulatedFiles:
         return ""
 
     def discard(self, number: int) -> Iterator[Any]:
+        """Removes what was written of attempt ``number``."""
         yield WRITING_US * self.machine.percent // 100
         self.machine.cluster.watcher.discarded(self.machine, self.step, self.machine.cluster.written[self.step, number])
 

@@ -1,4 +1,5 @@
-"""A job with failures, instruction by instruction, in virtual time: what one failure costs, and what it leaves.
+"""A simulated job with failures, instruction by instruction, in virtual time: what one failure costs, and what it
+leaves.
 
 Each generation of the membership is a world of its own.  When a worker dies, the others stop and say what they hold;
 after regrouping and planning the survivors run what is left of the unfinished steps (``core.vocabulary.recovery_plan``;
@@ -29,7 +30,7 @@ from recycle_plugin.simulator.virtual import Conditions, VirtualState, VirtualWo
 
 @dataclass(frozen=True)
 class Loss:
-    """A change of the membership; microseconds of the job's clock.
+    """A loss of workers, and what it cost; microseconds of the job's clock.
 
     ``redone_us``: compute that survivors run a second time, of all workers together; ``undone``: how many take a step
     back.
@@ -46,7 +47,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class Ran:
-    """``commits``: when each step was committed; ``parameters``: of each live seat at the end."""
+    """The result of a simulated job.  ``commits``: when each step was committed, in microseconds; ``parameters``: of
+    each live seat at the end.
+    """
 
     spans: tuple[Span, ...]
     commits: Mapping[int, int]
@@ -56,7 +59,7 @@ class Ran:
 
 @dataclass
 class _Record:
-    """What has happened over all generations."""
+    """The spans, commits and losses over all generations."""
 
     spans: list[Span] = field(default_factory=list)
     commits: dict[int, int] = field(default_factory=dict)
@@ -65,7 +68,8 @@ class _Record:
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """``network()`` opens the lines of a generation; None: ``costs.transfer`` without contention.
+    """A job to be simulated.  ``network()`` opens the lines of a generation; None: ``costs.transfer`` without
+    contention.
 
     ``keep``: whether survivors keep what they have of an unfinished step; otherwise it starts from its beginning.
     """
@@ -86,7 +90,12 @@ class SimulatedJob:
         parameters: Mapping[Seat, Any] | None = None,
         torn: Callable[[Seat, Instruction], bool] | None = None,
     ) -> Ran:
-        """Steps 0 to ``steps`` - 1.  Raises PlanError where a stage has lost all its workers; Deadlock; Torn."""
+        """Runs steps 0 to ``steps`` - 1 with named ``faults``, and ``deaths`` of seats at microseconds of the job's
+        clock.
+
+        ``world``: what computes; ``parameters``: of each seat before the first step; ``torn``: who is left without the
+        result where a peer dies in a REDUCE.  Raises PlanError where a stage has lost all its workers; Deadlock; Torn.
+        """
         scripts = {seat: FaultScript(tuple(faults), seat) for seat in {fault.seat for fault in faults}}
         conditions = Conditions(None, self.machine.commit_us, self.machine.detection_us, scripts, dict(deaths or {}))
         conditions = replace(conditions, torn=torn) if torn else conditions
@@ -114,7 +123,7 @@ class SimulatedJob:
     def _regroup(
         self, ended: VirtualWorld, view: ClusterView, record: _Record, conditions: Conditions
     ) -> tuple[ClusterView, Plan, VirtualState, Loss]:
-        """Who is left, their plan, what they go on from, and what that costs.
+        """The view that is left, its plan, what it goes on from, and what that costs.
 
         Deaths before they go on are part of the change.
         """
@@ -141,7 +150,7 @@ class SimulatedJob:
         )
 
     def _go_on(self, ended: VirtualWorld, plan: Plan) -> tuple[VirtualState, int]:
-        """What the live seats of ``plan`` go on from, and how many of them take a step back."""
+        """The state that the live seats of ``plan`` go on from, and how many of them take a step back."""
         left, live = ended.survivors(), plan.view.live
         state = VirtualState(
             {seat: left.store[seat].copy() for seat in live}, {seat: left.stepped[seat] for seat in live}
@@ -162,7 +171,7 @@ class SimulatedJob:
         return state, sum(len(recovery.undo) for recovery in recovery_plans)
 
     def _redone(self, spans: Sequence[Span], state: VirtualState, plan: Plan, committed: int) -> int:
-        """Compute time of the coming instructions that have been run before."""
+        """The compute time of the coming instructions that have been run before."""
         before = {
             span.instruction for span in spans if span.instruction.op in COMPUTE and span.instruction.step > committed
         }
@@ -179,7 +188,7 @@ class SimulatedJob:
 
 
 def _take_back(state: VirtualState, seat: Seat, committed: int) -> None:
-    """Nothing of what follows ``committed`` stays."""
+    """Drops everything that follows ``committed`` at ``seat``."""
     store = state.store[seat]
     if state.stepped[seat] > committed:
         store.undo(committed + 1)

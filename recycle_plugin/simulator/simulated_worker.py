@@ -1,5 +1,5 @@
-"""One worker of a simulated cluster: ``core.worker.worker`` on a machine that has a virtual clock, lines that take
-time, and exact numbers.
+"""A worker of a simulated cluster: ``core.worker.worker`` on a machine that has a virtual clock, lines that take time,
+and exact numbers.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Sum:
 
 
 class SimulatedMachine:
-    """What ``core.worker.worker`` calls so, with what ``core.worker.training_loop`` calls port; ``worker`` and ``loop``
-    run on it.  What may happen to it: simulator/scenario.py.
+    """The machine of one simulated worker, which is also the port of its training loop; ``worker`` and ``loop`` run on
+    it.  What may happen to it: simulator/scenario.py.
     """
 
     def __init__(self, cluster: Cluster, rank: int, seat: Seat, weight: int) -> None:
@@ -103,6 +103,7 @@ class SimulatedMachine:
         self.unheard: frozenset[int] = frozenset()  # ranks of which nothing is taken any more
 
     def ready(self, incarnation: int = 0) -> Ready:
+        """The message by which this worker asks to take part."""
         return Ready(
             Member(self.rank, self.seat, str(self.rank), f"host{self.rank}", incarnation),
             0,
@@ -112,6 +113,9 @@ class SimulatedMachine:
     # lines and the clock
 
     def wait(self, what: Any, ready: Callable[[], Any], interruptible: bool = True) -> Iterator[Any]:
+        """Yields until ``ready()`` is not None; that is the value.  Raises JobEnded, and Interrupted if
+        ``interruptible``.
+        """
         while True:
             self.control_view.check_end()
             if interruptible:
@@ -123,28 +127,38 @@ class SimulatedMachine:
             yield self.at[1]
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], Any]) -> Iterator[Any]:
+        """Yields until ``ready()`` is not None, for ``datum`` that comes from ``source``; complains where that takes
+        too long.
+        """
         self.cluster.later(RESEND_US, partial(self._complain, self.control_view.number, datum, source))
         return (yield from self.wait(lambda: awaited(datum, source), ready))
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
+        """Yields until ``step`` is committed."""
         self.cluster.exercised[ProtocolRule.LATE_COMMIT] += not self.control_view.is_committed(step)
         yield from self.wait(f"the commit of step {step}", lambda: self.control_view.is_committed(step))
 
     def send(self, message: object) -> None:
+        """Sends ``message`` to the coordinator."""
         self.cluster.tell_coordinator(self.rank, message)
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
+        """Sends a value to the peer at ``target``."""
         self.cluster.send(self.rank, self.control_view.roster.holder(target).rank, datum, value, valid_from)
 
     def deliver(self, datum: Datum, value: Any, valid_from: int) -> None:
+        """Puts a value that a peer has sent where :meth:`arrivals` finds it."""
         self._inbox.append((datum, value, valid_from))
 
     def arrivals(self) -> Iterable[tuple[Datum, Any, int]]:
+        """The data that has come from peers since this was asked last: datum, value, and the generation from which the
+        sender's data is valid.
+        """
         arrived, self._inbox = self._inbox, []
         return arrived
 
     def hear_out(self) -> None:
-        """What the lost have sent has left them; of a host that is gone nothing comes any more.
+        """Takes what the lost have sent before they went; of a host that is gone nothing comes any more.
 
         Who finds out that it hears nobody says so.
         """
@@ -156,16 +170,20 @@ class SimulatedMachine:
             self.unheard = frozenset(self.cluster.workers.keys() - live)
 
     def leave(self, members: Iterable[str]) -> None:
-        pass
+        """Does nothing: simulated connections need no dropping."""
 
     def clock(self) -> float:
+        """The virtual time in seconds."""
         return self.cluster.now / 1e6
 
     def now_us(self) -> int:
+        """The virtual time in microseconds."""
         return self.cluster.now
 
     def reach(self, when: str, seat: Seat | None = None, instruction: Instruction | None = None) -> None:
-        """A point of recovery (one argument), or before and after an instruction: where named faults strike."""
+        """Strikes with the fault that is named for this point of recovery (one argument), or for before or after an
+        instruction.  Raises :class:`simulator.script.Died` where it is a kill.
+        """
         fault = self.script.due("at", when) if instruction is None else self.script.due(when, str(instruction))
         if fault is not None:
             self.cluster.hit(fault.kind, self.rank)
@@ -181,13 +199,14 @@ class SimulatedMachine:
         self.cluster.exercised[ProtocolRule.DEALT] += 1
 
     def record(self, span: Span) -> None:
+        """Takes the time span of an instruction that has run into the cluster's trace."""
         self.done += 1
         self.cluster.spans.append(span)
         if span.instruction.op in SENDS:
             self.cluster.watcher.sent(self)
 
     def _complain(self, generation: int, datum: Datum, source: Seat) -> None:
-        """Where the same wait lasts too long."""
+        """Tells the coordinator that a datum is missing, where the same wait lasts too long."""
         waits = (
             self.alive
             and self.waiting
@@ -204,6 +223,7 @@ class SimulatedMachine:
 
     @contextmanager
     def running(self, program: StepProgram) -> Iterator[tuple[Instruction, ...]]:
+        """A context in which ``program`` runs; its value is the instructions to execute."""
         self.cluster.exercised[ProtocolRule.EVALUATED_AGAIN] += program.step == self._last_step < 0
         self._last_step = program.step
         self.step = max(self.step, program.step)
@@ -211,6 +231,7 @@ class SimulatedMachine:
 
     @contextmanager
     def performing(self, instruction: Instruction) -> Iterator[None]:
+        """A context in which ``instruction`` is carried out."""
         self.current, self.at = instruction, (COMPUTES, str(instruction))
         if instruction.op is Op.VALIDATE:
             self.cluster.exercised[ProtocolRule.NORM_KEPT] += (
@@ -219,6 +240,7 @@ class SimulatedMachine:
         yield
 
     def spend(self, instruction: Instruction) -> Iterator[int]:
+        """Yields the microseconds that ``instruction`` takes; for ever on a stuck worker."""
         if instruction.op in (Op.REDUCE, Op.TIE, Op.VALIDATE):
             return
         handling = HANDLING_US if instruction.op in SENDS or instruction.op is Op.LOAD else 0
@@ -237,12 +259,13 @@ class SimulatedMachine:
             yield 10**9
 
     def _spend_long(self, heavy: Heavy) -> Iterator[int]:
-        """In parts, so that its supervisor sees how the CPU is used meanwhile."""
+        """Yields a long time in parts, so that the supervisor sees how the CPU is used meanwhile."""
         for _ in range(heavy.for_us // PART_US):
             yield PART_US
             self.cpu_s += heavy.computes * PART_US / 1e6
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
+        """Makes what ``instruction`` provides, in exact numbers, and tells the watcher."""
         if instruction.op is Op.STEP:
             norm = have.get(Datum("norm", self.seat.stage, None, instruction.step))
             clipped_by = norm if norm is not None and over(norm, self.cluster.scenario.clip) else None
@@ -260,8 +283,8 @@ class SimulatedMachine:
         return made
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
-        """As a collective does: nobody has the result before all have come, and a death leaves some with it and some
-        without.
+        """Makes the sum of a REDUCE or TIE as a collective does: nobody has the result before all have come, and a
+        death leaves some with it and some without.
         """
         return (
             yield from self._sum(instruction, have, holder)
@@ -270,19 +293,24 @@ class SimulatedMachine:
         )
 
     def share(self, step: int, have: StepStore) -> float:
+        """This stage's share of the squared norm of ``step``."""
         return self.numbers.share(step, have)
 
     def norm(self, shares: Any) -> float:
+        """The norm over all stages, from the share of each."""
         return self.numbers.norm(shares)
 
     def number(self, loss: int) -> int:
+        """The loss itself, which is a number already."""
         return loss
 
     def undo(self, step: int) -> None:
+        """Takes the weights' last step back."""
         self.cluster.exercised[ProtocolRule.TAKEN_BACK] += 1
         self.numbers.taken_back()
 
     def forget_sums(self, after: int) -> None:
+        """Drops the weight gradients that were added up here."""
         self.cluster.watcher.voided(self, after)
         self.numbers.forget_sums()
 
@@ -300,7 +328,7 @@ class SimulatedMachine:
         return self.numbers.total([sums for _, sums in brought.values()])
 
     def _sum_over_tie(self, instruction: Instruction, have: StepStore) -> Iterator[Any]:
-        """Each stage's sum from any of its workers: they have the same."""
+        """Makes the sum over a tie, each stage's sum from any of its workers: they have the same."""
         brought = yield from self._together(
             instruction, self.numbers.tie, have[Datum("reduced", self.seat.stage, None, instruction.step)]
         )
@@ -314,7 +342,7 @@ class SimulatedMachine:
         return self.numbers.over_tie(by_stage)
 
     def _together(self, instruction: Instruction, stages: tuple[int, ...], mine: Any) -> Iterator[Any]:
-        """What all live workers of ``stages`` bring to ``instruction``, by rank."""
+        """The values that all live workers of ``stages`` bring to ``instruction``, by rank."""
         members = frozenset(member.rank for member in self.control_view.roster.stages(stages))
         sum_ = self.cluster.sums.setdefault(
             (self.control_view.number, instruction.op, stages[0], instruction.step), Sum(members)
@@ -333,21 +361,26 @@ class SimulatedMachine:
 
 
 class SharedPlanner:
-    """``core.worker.training_loop.SharedPlanner``; what several workers ask for alike is worked out once."""
+    """The planner of all workers of a cluster, as core.worker.training_loop.Planner; what several workers ask for alike
+    is worked out once.
+    """
 
     def __init__(self, costs: CostModel, policy: Policy) -> None:
         self._costs, self._policy = costs, policy
         self._plans: dict[tuple[frozenset[Seat], Slowness], Plan] = {}
 
     def plan(self, view: ClusterView, slowness: Slowness) -> Plan:
+        """The plan for the live seats of ``view``, with the ``slowness`` that was measured.  Raises PlanError."""
         if (view.live, slowness) not in self._plans:
             self._plans[view.live, slowness] = planner.plan(view, self._costs.slowed(slowness), self._policy)
         return self._plans[view.live, slowness]
 
     def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
+        """The program of ``seat`` in ``plan`` for ``step``."""
         return planner.lowered(plan, seat, step)
 
     def arrange(self, recovery: RecoveryPlan, plan: Plan, held: Held) -> Any:
+        """The program of every live seat that carries ``recovery`` out."""
         return planner.arrange(recovery, plan, self._costs, held)
 
 

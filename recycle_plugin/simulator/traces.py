@@ -17,11 +17,11 @@ GCP = "|".join([*(f"{hour} {gpus}" for hour, gpus in published.TRACE), f"{publis
 
 
 def read(name: str, workers: int) -> tuple[list[MembershipChange], float | None]:
-    """The changes of ``gcp`` or of a file, and its end in seconds if it says so.
+    """The changes of the trace ``gcp`` or of a file, and its end in seconds if it says so.
 
-    A file holds entries ``hour workers``, ``hour lost 1.2,0.3`` (these seats) or ``hour end``, one a line or
-    separated by ``|``; or JSON with rows [hour, workers], by themselves or under the key "gpus".
-    Raises ValueError, OSError.
+    A file holds entries ``hour workers``, ``hour lost 1.2,0.3`` (these seats) or ``hour end``, one a line or separated
+    by ``|``; or JSON with rows [hour, workers], by themselves or under the key "gpus".  Raises ValueError for anything
+    else, and OSError.
     """
     text = GCP if name == "gcp" else Path(name).read_text()
     try:
@@ -38,8 +38,8 @@ def read(name: str, workers: int) -> tuple[list[MembershipChange], float | None]
 def regular(
     every_s: float, length_s: float, return_s: float | None = None, seed: int | None = None
 ) -> list[MembershipChange]:
-    """One worker lost every ``every_s`` (``seed``: exponential with that mean), each back after ``return_s``, or
-    never.
+    """The changes where one worker is lost every ``every_s`` seconds (``seed``: exponential with that mean), and each
+    comes back after ``return_s``, or never.  Raises ValueError where ``every_s`` is not above 0.
     """
     if every_s <= 0:
         raise ValueError(f"a worker lost every {every_s:g} s: more than 0")

@@ -60,7 +60,7 @@ Key = tuple[Seat, Datum] | Joint
 
 @dataclass(frozen=True)
 class Conditions:
-    """What surrounds the workers.  Times in microseconds.
+    """The conditions that surround the workers.  Times in microseconds.
 
     ``network``: None for ``costs.transfer`` without contention.  ``commit_us``: from the last worker's step to
     everybody's knowing.  ``detection_us``: from a death to everybody's knowing.  ``scripts``: named faults, by seat;
@@ -79,8 +79,8 @@ class Conditions:
 
 @dataclass
 class VirtualState:
-    """What workers go on from: data with their values, steps applied, and the programs of steps that are to be finished
-    in another way than the plan's.
+    """The state that workers go on from: data with their values, steps applied, and the programs of steps that are to
+    be finished in another way than the plan's.
     """
 
     store: dict[Seat, StepStore]
@@ -89,7 +89,7 @@ class VirtualState:
 
     @classmethod
     def fresh(cls, plan: Plan, step: int, parameters: Mapping[Seat, Any] | None) -> VirtualState:
-        """Before ``step``, with these parameters of each seat (None: no values)."""
+        """The state before ``step``, with these parameters of each seat (None: no values)."""
         store = {
             seat: StepStore(seat, plan.stages, bool(plan.view.topology.tie(seat.stage)), committed=step - 1)
             for seat in plan.programs
@@ -100,10 +100,10 @@ class VirtualState:
 
 
 class VirtualWorld:
-    """Runs ``steps`` steps of ``plan``, from ``step`` on and from ``state``.
+    """A world in virtual time that runs ``steps`` steps of ``plan``, from ``step`` on and from ``state``.
 
-    Afterwards: ``spans``, what happened, in order of ends; ``dead``, when seats died; ``interrupted_us``, when
-    that was known (None: nobody died); ``stopped``, when each survivor was at an instruction boundary then.
+    Afterwards: ``spans``, what happened, in order of ends; ``dead``, when seats died; ``interrupted_us``, when that was
+    known (None: nobody died); ``stopped``, when each survivor was at an instruction boundary then.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class VirtualWorld:
                 self._arrived[Joint("COMMIT", None, step)][seat] = None
 
     def run(self) -> list[Span]:
-        """Raises Deadlock."""
+        """Runs all steps, or until a death is known; returns the spans.  Raises Deadlock where nobody can go on."""
         for seat in self.store:
             self._lives[seat] = self._life(seat)
             self._schedule(self._now, partial(self._advance, seat))
@@ -170,7 +170,7 @@ class VirtualWorld:
         )
 
     def survivors(self) -> VirtualState:
-        """What is left, as it is: nobody has taken anything back yet."""
+        """The state of the survivors, as it is: nobody has taken anything back yet."""
         live = [seat for seat in self.store if seat not in self.dead]
         return VirtualState(
             {seat: self.store[seat] for seat in live}, {seat: self.machines[seat].stepped for seat in live}
@@ -179,22 +179,25 @@ class VirtualWorld:
     # What a world with values overrides.
 
     def compute(self, seat: Seat, instruction: Instruction) -> dict[Datum, Any]:
-        """What ``instruction`` makes, with its values."""
+        """The data that ``instruction`` makes, with its values; a world with values overrides this."""
         return dict.fromkeys(provides(instruction))
 
     def contribute(self, seat: Seat, instruction: Instruction) -> Any:
-        """What ``seat`` brings to a joint REDUCE or TIE."""
+        """The value that ``seat`` brings to a joint REDUCE or TIE; a world with values overrides this."""
 
     # core.worker.executor.InstructionRunner
 
     def check_generation(self) -> None:
+        """Raises Interrupted where a death is known."""
         if self.interrupted_us is not None:
             raise Interrupted
 
     def now_us(self) -> int:
+        """The virtual time in microseconds."""
         return self._now
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Key]:
+        """Yields what ``seat`` waits for before it can run ``instruction``."""
         op = instruction.op
         if op is Op.STEP and not self.machines[seat].may_apply(instruction.step):
             yield from self._await_commit(instruction.step - 1)
@@ -208,10 +211,12 @@ class VirtualWorld:
                 yield joint
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
+        """Kills ``seat`` where a fault is named for before or after ``instruction``."""
         if self.conditions.scripts:
             self._strike(when, seat, instruction)
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[int]:
+        """Yields the microseconds that ``instruction`` takes, and does what it does."""
         op = instruction.op
         spent = self._spent[seat][op]
         if spent:
@@ -234,11 +239,12 @@ class VirtualWorld:
             self._end_step(seat, instruction.step)
 
     def record(self, span: Span) -> None:
+        """Takes the time span of an instruction that has run."""
         self.spans.append(span)
 
     def _own(self, seat: Seat, instruction: Instruction) -> tuple[MicroBatch, ...]:
-        """Whose weight gradients ``seat`` brings to a REDUCE: those of its plan, or all that it has where a step is
-        finished.
+        """The micro-batches whose weight gradients ``seat`` brings to a REDUCE: those of its plan, or all that it has
+        where a step is finished after a failure.
         """
         if instruction.op is not Op.REDUCE:
             return ()
@@ -252,7 +258,9 @@ class VirtualWorld:
         return self.plan.view.topology.tie(stage)
 
     def joint(self, instruction: Instruction) -> Joint:
-        """Where ``instruction`` meets its peers: a stage's own, a tie's (under its first stage), or all seats'."""
+        """The point that ``instruction`` reaches together with its peers: a stage's own, a tie's (under its first
+        stage), or all seats'.
+        """
         stage = {
             Op.REDUCE: instruction.stage,
             Op.TIE: min(self._tie(instruction.stage), default=None),
@@ -261,10 +269,11 @@ class VirtualWorld:
         return Joint(instruction.op.name, stage, instruction.step)
 
     def contributions(self, joint: Joint) -> dict[Seat, Any]:
+        """The values that seats have brought to ``joint``, by seat."""
         return self._arrived[joint]
 
     def _arrive(self, seat: Seat, joint: Joint, contribution: Any = None, later_us: int = 0) -> None:
-        """The last one to arrive opens the joint, ``later_us`` later."""
+        """Notes that a seat has arrived at a joint.  The last one to arrive opens it, ``later_us`` later."""
         self._arrived[joint][seat] = contribution
         group = (
             range(self.plan.stages)
@@ -287,7 +296,7 @@ class VirtualWorld:
         self._wake(joint)
 
     def _drop(self, step: int) -> None:
-        """Nothing of a committed step is of use any more but its parameters."""
+        """Drops what belongs to a committed step, of which nothing is of use any more but its parameters."""
         for have in self.store.values():
             have.commit(step)
 
@@ -366,12 +375,14 @@ class VirtualWorld:
 
 
 class _Died(Exception):
-    """Ends the dead worker's execution."""
+    """A worker is dead; raised in it to end its execution."""
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the cyclic garbage collector: it walks all the data of the run over and over, a third of the time."""
+    """A context without the cyclic garbage collector: it walks all the data of the run over and over, a third of the
+    time.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -382,5 +393,5 @@ def _uncollected() -> Iterator[None]:
 
 
 def simulate(plan: Plan, costs: CostModel, steps: int = 1, conditions: Conditions = Conditions()) -> list[Span]:
-    """The spans of ``steps`` steps from rest, in microseconds.  Raises Deadlock."""
+    """The spans of ``steps`` steps from an empty pipeline, in microseconds.  Raises Deadlock."""
     return VirtualWorld(plan, costs, steps, conditions=conditions).run()

@@ -1,4 +1,4 @@
-"""Who takes part in a job, who has gone and how, and whether those left may go on.
+"""Attendance: who takes part in a job, who has gone and how, and whether those left may go on.
 
 * A worker is one process (core/vocabulary/roster.py).  Who is lost stays lost, and a later process of its rank is
   another worker; nobody can join a job that has started, and who asks to hears so at once.  A loss takes its failure
@@ -9,7 +9,7 @@
   else this is the wrong side of a partition, and it ends.  A death is known when a supervisor saw the process end.  The
   broken connection mostly comes first, so there is a grace before deciding, in which nothing is committed.
 
-What follows for the job, a new generation or its end, core/coordinator/membership.py decides.
+What follows for the job, a new generation or its end, core/coordinator/course.py decides.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ OF_MEMBERS = (
 
 
 class Attendance:
-    """Of a job in which ``domain`` is given up as one."""
+    """The workers of a job, live and gone, where the members of a failure ``domain`` are given up as one."""
 
     def __init__(self, domain: FailureDomain) -> None:
         self.roster = Roster()
@@ -85,50 +85,53 @@ class Attendance:
         self._reasons: dict[WorkerId, str] = {}  # why each of those that were leaving ever wanted to
         self._domain = domain
         self._shape: Topology | None = None
-        self._outnumbered_at: float | None = None  # by the watch's clock: since then too few are left to go on
+        self._outnumbered_at: float | None = None  # seconds of the detector's clock: since then too few are left
 
     @property
     def started(self) -> bool:
-        """Whether all were there once."""
+        """Whether all workers were there once."""
         return self._shape is not None
 
     @property
     def unreachable(self) -> set[WorkerId]:
-        """Lost workers of which nobody knows whether they are dead."""
+        """The lost workers of which nobody knows whether they are dead."""
         return self.lost - self.dead
 
     @property
     def staying(self) -> Roster:
-        """Without those that are leaving."""
+        """The members without those that are leaving, in one pass over them."""
         return self.roster.without(self.leaving)
 
     def is_heard(self, message: object) -> bool:
-        """Who says it may have been stopped, or cut off, or never have taken part, and then it changes nothing."""
+        """Whether ``message`` counts.  What a worker says that is lost or came too late changes nothing: it may have
+        been stopped, or cut off, or never have taken part.
+        """
         return not (isinstance(message, OF_MEMBERS) and (message.worker in self.lost or message.worker in self.late))
 
     def named(self, rank: int) -> str:
-        """... to people, wherever that worker is by now."""
+        """The name of the worker of ``rank`` for people, wherever that worker is by now."""
         return named(rank, self._seats.get(rank))
 
     def is_gone(self, worker: WorkerId) -> bool:
-        """... in whatever way; that it goes once more is no news."""
+        """Whether ``worker`` is gone, in whatever way; that it goes once more is no news."""
         return worker in self.lost | self.left | self.late
 
     def view(self, roster: Roster) -> ClusterView:
+        """The view of the cluster in which the seats of ``roster`` are live."""
         assert self._shape is not None
         return ClusterView(self._shape, frozenset(roster.seats))
 
     # --- joining ---------------------------------------------------------------------------------
 
     def begin(self, roster: Roster, job: JobSpec) -> None:
-        """All are there."""
+        """Starts with the members of ``roster``, who are all there."""
         self.roster, self._shape = roster, job.shape
         self._seats = roster.seats_by_rank()
         self.failure_detector = FailureDetector(job.deadlines, self.failure_detector.clock)
         self.failure_detector.admit(roster.workers)
 
     def turn_away(self, worker: WorkerId, host: str, step: int, out: CoordinatorOutput) -> None:
-        """Whoever comes when the job is at ``step``, or has another one's rank, hears so at once, and ends, instead of
+        """Tells a worker that comes when the job is at ``step``, or has another one's rank, to end at once, instead of
         waiting for the others.
         """
         if worker in self.late:
@@ -150,14 +153,16 @@ class Attendance:
         out.tell(worker, End(0, f"{why}; nobody can join as rank {worker.rank} yet", failed=True))
 
     def resize(self, micro_batches: int) -> bool:
-        """Steps have so many of each replica from now on; whether that is news."""
+        """Takes ``micro_batches`` for the number of each replica in a step from now on; returns whether that is
+        news.
+        """
         before, self._shape = self._shape, replace(self._shape, micro_batches=micro_batches)
         return self._shape != before
 
     # --- leaving ---------------------------------------------------------------------------------
 
     def announce(self, message: Leaving, out: CoordinatorOutput) -> bool:
-        """A member wants to leave; whether that is news."""
+        """Notes that a member wants to leave; returns whether that is news."""
         member = self.roster.member(message.worker)
         if member is None or member.worker in self.leaving:
             return False
@@ -174,6 +179,7 @@ class Attendance:
 
     @property
     def why_leaving(self) -> str:
+        """The reasons that leaving workers have given, in words."""
         reasons: dict[str, list[str]] = {}
         for worker, reason in sorted(self._reasons.items()):
             reasons.setdefault(reason, []).append(self.named(worker.rank))
@@ -182,18 +188,18 @@ class Attendance:
         )
 
     def agreed(self, roster: Roster) -> None:
-        """All go on in a generation of ``roster``: whoever was to leave by then is no member any more, and says
+        """Goes on in a generation of ``roster``: whoever was to leave by then is no member any more, and says
         goodbye.
         """
         self.roster = self.roster.without({member.worker for member in roster.leaves(self.roster)})
 
     def leave(self, worker: WorkerId) -> None:
-        """It has gone of its own will."""
+        """Removes a worker that has gone of its own will."""
         self.left.add(worker)
         self._remove(worker)
 
     def _remove(self, worker: WorkerId) -> None:
-        """It is gone, whether it was a member still or not."""
+        """Removes a worker that is gone, whether it was a member still or not."""
         self.roster = self.roster.without({worker})
         self.leaving.discard(worker)
         self.failure_detector.dismiss(worker)
@@ -201,7 +207,7 @@ class Attendance:
     # --- dying -----------------------------------------------------------------------------------
 
     def died(self, message: Exited, out: CoordinatorOutput) -> str:
-        """Its supervisor has seen the process end; how."""
+        """Notes that its supervisor has seen a worker's process end; returns how, in words."""
         how = f"its process {how_ended(message.code)}"
         if message.rank in self.unguarded and message.code < 0:
             how = f"it went with its guard, process {self.unguarded[message.rank]}, which was killed"
@@ -217,7 +223,7 @@ class Attendance:
         return how
 
     def crashed(self, message: Crashed, out: CoordinatorOutput) -> None:
-        """Its script has ended with an error, which people see once, whoever else meets it.
+        """Notes that a worker's script has ended with an error, which people see once, whoever else meets it.
 
         The worker is lost once its process ends.
         """
@@ -232,7 +238,7 @@ class Attendance:
             )
 
     def crash(self, workers: Iterable[WorkerId]) -> str:
-        """What the scripts of ``workers`` have ended with, as far as they have; empty where none has."""
+        """The errors with which the scripts of ``workers`` have ended, in words; empty where none has."""
         errors: dict[str, list[str]] = {}
         for worker in workers:
             if worker in self._crashes:
@@ -243,21 +249,23 @@ class Attendance:
         )
 
     def crash_after(self, step: int) -> str:
-        """Of the scripts that had come to ``step``."""
+        """The errors of the scripts that had come to ``step``, in words; empty where there are none."""
         return self.crash(sorted(worker for worker, each in self._crashes.items() if each.step >= step))
 
     def crash_in(self, stage: int) -> str:
-        """Of the lost workers of ``stage``."""
+        """The errors of the scripts of the lost workers of ``stage``, in words; empty where there are none."""
         return self.crash(sorted(worker for worker in self.lost if self._seats[worker.rank].stage == stage))
 
     @staticmethod
     def fence(worker: WorkerId, why: str, out: CoordinatorOutput) -> None:
-        """See to it that it does nothing more."""
+        """Sees to it that ``worker`` does nothing more: its supervisor kills it, and it hears so itself."""
         for whom in (SUPERVISORS, worker):
             out.tell(whom, Fence(worker.rank, why, incarnation=worker.incarnation))
 
     def lose(self, member: Member, cause: Cause, how: str, at: float, out: CoordinatorOutput) -> None:
-        """... and whoever is given up with it."""
+        """Gives up ``member`` and whoever is in its failure domain; the others are fenced.  ``at``: when that was seen,
+        in seconds.
+        """
         first, *others = self._domain.of(member, self.roster)
         self._lose(first, cause, how, at, out)
         for other in others:
@@ -286,11 +294,13 @@ class Attendance:
 
     @property
     def outnumbered(self) -> bool:
-        """Nobody goes on until deaths are known, or the grace is over."""
+        """Whether too few are left for now: nobody goes on until deaths are known, or the grace is over."""
         return self._outnumbered_at is not None
 
     def enough(self) -> bool:
-        """Whether those left are, now that somebody is lost or a death is known; if not, the grace begins."""
+        """Whether those left are enough to go on, now that somebody is lost or a death is known; if not, the grace
+        begins.
+        """
         if len(self.unreachable) <= len(self.roster):
             self._outnumbered_at = None
         elif self._outnumbered_at is None:
@@ -298,7 +308,7 @@ class Attendance:
         return not self.outnumbered
 
     def cut_off(self) -> str:
-        """Why those left have to end, once the grace is over."""
+        """The reason why those left have to end, once the grace is over; else empty."""
         if (
             self._outnumbered_at is None
             or self.failure_detector.clock - self._outnumbered_at <= self.failure_detector.deadlines.progress_timeout_s

@@ -1,9 +1,9 @@
-"""Meetings: what all live workers do together outside a step, agreed on through the coordinator.
+"""Barriers: what all live workers do together outside a step, agreed on through the coordinator.
 
 Saving and loading a checkpoint and an evaluation must be done by all or by nobody, also where somebody dies in them.  A
 collective can't tell: it may be through on some workers and broken on others.  The coordinator's word can, because it
-reaches all in the same order: either everybody had arrived at a *place* before the membership changed, and all hear of
-that first, or nobody hears of it and all hear of the change.
+reaches all in the same order: either everybody had arrived at a barrier, which has a *name*, before the membership
+changed, and all hear of that first, or nobody hears of it and all hear of the change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 
 
 class Barriers:
-    """Who is where, in the membership in force."""
+    """The barriers of the membership in force, and who has arrived at each."""
 
     def __init__(self) -> None:
         self._generation = -1
@@ -29,9 +29,11 @@ class Barriers:
         members: AbstractSet[WorkerId],
         enough: bool = True,
     ) -> dict | None:
-        """What all have brought along, if with this one every one of ``members`` is there, and they are ``enough`` to
-        do anything.  Those of ``generation``, which is in force: whoever has arrived anywhere in an earlier one arrives
-        once more.
+        """Notes that ``worker`` has arrived at the barrier named ``place``.  Returns what all have brought along, if
+        with this one every one of ``members`` is there, and they are ``enough`` to do anything; else None.
+
+        ``generation`` is in force: whoever has arrived anywhere in an earlier one arrives once more.  Costs time in
+        proportion to the members.
         """
         if generation != self._generation:
             self._generation = generation
@@ -44,5 +46,5 @@ class Barriers:
         return {key: value for worker in sorted(here) for key, value in here[worker].items()}
 
     def waiting(self, generation: int) -> bool:
-        """Whether some are at a place, in that generation, and not all yet."""
+        """Whether some are at a barrier in ``generation``, and not all yet."""
         return generation == self._generation and bool(self._arrived)

@@ -1,4 +1,5 @@
-"""Workers that miss something from a live one: how often they may try again, and who goes where that does not help.
+"""Complaints of workers that miss something from a live one: how often they may try again, and who goes where that does
+not help.
 
 Two can't work together, and nobody sees which of them is at fault.  So the one that is not heard goes, with three
 exceptions:
@@ -21,8 +22,8 @@ TRIES = 2  # to send something over a new line
 
 
 class Complaint(NamedTuple):
-    """``why``: in words; ``tries``: the how manieth since the last commit that is held against the same worker;
-    ``doubted``: that worker, None for a collective of many.
+    """A complaint that has been weighed.  ``why``: in words; ``tries``: the how manieth since the last commit that is
+    held against the same worker; ``doubted``: that worker, None for a collective of many.
     """
 
     why: str
@@ -31,11 +32,14 @@ class Complaint(NamedTuple):
 
     @property
     def again(self) -> bool:
+        """Whether to try once more over new connections, before somebody goes."""
         return self.tries <= TRIES
 
 
 class Complaints:
-    """Since the last commit.  They are few, since all meet again after each; one more is as much work as there are."""
+    """The complaints since the last commit.  They are few, since all regroup after each; one more is as much work as
+    there are.
+    """
 
     def __init__(self) -> None:
         self._committed = 0
@@ -44,10 +48,11 @@ class Complaints:
         ] = {}  # by who misses something from whom, or by the collective that was not finished
 
     def add(self, missing: Missing, roster: Roster, committed: int, holds: bool) -> Complaint | None:
-        """``committed``: the last step that is; ``holds``: whether ``missing`` is of the membership in force.
+        """Weighs a new complaint.  ``committed``: the last committed step; ``holds``: whether ``missing`` is of the
+        membership in force.
 
-        None where that is not so, and what a worker says of itself then counts only with the next complaint, or where
-        one of the two is no member any more.
+        Returns None where that is not so (what a worker says of itself then counts only with the next complaint), or
+        where one of the two is no member any more.
         """
         member = roster.member(missing.worker)
         source = _source(missing, member, roster) if member is not None and missing.source else None
@@ -65,7 +70,7 @@ class Complaints:
         return self._weigh(member, source, missing.what, roster)
 
     def _weigh(self, member: Member, source: Member, what: str, roster: Roster) -> Complaint:
-        """Which of the two, or who else, is to be doubted, and how often there was reason to."""
+        """Decides which of the two, or who else, is to be doubted, and how often there was reason to."""
         pairs = {pair: tries for pair, tries in self._tries.items() if isinstance(pair, tuple)}
         why = f"{member} misses {what}" + f" from {source}" * (source != member)
         deaf = min((near for near, far in pairs if near == far and near in roster.workers), default=None)

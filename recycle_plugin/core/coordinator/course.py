@@ -2,21 +2,21 @@
 
 * A loss makes a generation of those left that holds at once; a planned leave one that holds from a step which nobody
   can have started, and is announced again where a loss comes first.
-* What the members of a generation have in common when all have reported is committed, and the rest is finished from
-  what is held (core/vocabulary/recovery_plan.py).
+* What the members of a generation have in common when all have reported is committed, and what is left is finished
+  from what is held (core/vocabulary/recovery_plan.py).
 * A step is committed when every live worker has applied it.  While the membership is changing at once, or too few are
   left, nothing is.
 * Replicas that differ are as good as lost, where a majority knows which.
 * Who is suspected for too long is given up, but for a stage's last worker, without whom the job ends: that has a longer
   deadline.
-* Where everybody waits and nobody does anything, all meet again, by which what was lost is sent once more; if they
+* Where everybody waits and nobody does anything, all regroup, by which what was lost is sent once more; if they
   stand still again before another commit, the job ends.
 * The job ends where a stage has nobody left, where workers contradict each other, where it has become too slow for the
   user, and where all have left.
 
 The facts, and the rules on them alone, are in parts that know nothing of each other: who takes part
 (core/coordinator/attendance.py), what a generation's members say (core/coordinator/regrouping.py), what is known of
-steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who meets where
+steps (core/coordinator/step_ledger.py), how the job ends (core/coordinator/ending.py), who waits at which barrier
 (core/coordinator/barriers.py).
 """
 
@@ -60,7 +60,7 @@ EARLY = (
 
 
 class Course:
-    """Of a job in which ``domain`` is given up as one."""
+    """The course of a job in which the members of a failure ``domain`` are given up as one."""
 
     def __init__(self, domain: FailureDomain) -> None:
         self.attendance = Attendance(domain)
@@ -70,34 +70,38 @@ class Course:
         self._barriers = Barriers()
         self._throughput_floor = ThroughputFloor()
         self._suspicions = Suspicions()
-        self._stood_still = -1  # behind which commit all have met again since everybody waited
+        self._stood_still = -1  # behind which commit all have regrouped since everybody waited
 
     @property
     def roster(self) -> Roster:
+        """The members."""
         return self.attendance.roster
 
     @property
     def committed(self) -> int:
+        """The last committed step."""
         return self.steps.committed
 
     @property
     def halted(self) -> bool:
-        """The membership in force has lost somebody."""
+        """Whether the membership in force has lost somebody, or too few are left."""
         return self.regrouping.at_once is not None or self.attendance.outnumbered
 
     def holds(self, generation: int) -> bool:
-        """Whether that is the membership in force, and has lost nobody."""
+        """Whether ``generation`` is the membership in force, and has lost nobody."""
         return generation == self.regrouping.in_force and not self.halted
 
     def begin(self, roster: Roster, job: JobSpec, stepped: int) -> None:
-        """All are there, and have the state after ``stepped`` steps."""
+        """Starts the job with the members of ``roster``, who are all there, and have the state after ``stepped``
+        steps.
+        """
         self.attendance.begin(roster, job)
         validation = StepValidation(job.shape.stages, job.clipping, job.nonfinite == "skip", roster.shards)
         self.steps = StepLedger(stepped, validation, job.rebalance, roster.shards)
         self._throughput_floor = ThroughputFloor(job.max_slowdown)
 
     def resize(self, message: Resized, out: CoordinatorOutput) -> None:
-        """The first who says it says it for all."""
+        """Takes another number of micro-batches.  The first worker who says it says it for all."""
         if self.attendance.resize(message.micro_batches):
             self._throughput_floor.resize(message.full_us)
             out.say(
@@ -112,25 +116,28 @@ class Course:
     # --- regrouping ------------------------------------------------------------------------------
 
     def regroup(self, cause: str, now: float, out: CoordinatorOutput, from_step: int = 0) -> None:
-        """Publish the membership; with ``from_step`` the leaving workers stay members until then."""
+        """Publishes the membership as a new generation; with ``from_step`` the leaving workers stay members until
+        then.
+        """
         slowness = tuple(sorted(self.steps.straggler_detector.percent.items()))
         self.regrouping.publish(
             self.attendance.staying if from_step else self.roster, from_step, cause, now, slowness, out
         )
 
     def report(self, message: SurvivorReport, now: float, out: CoordinatorOutput) -> None:
+        """Takes in a survivor's report, and goes on once everybody has reported who still can."""
         if self.regrouping.add(message):
             self._end_if_stranded(out)
             self._complete(now, out)
 
     def overdue(self, seconds: float, out: CoordinatorOutput) -> None:
-        """All should have reported by now."""
+        """Ends the job if ``seconds`` after a regrouping began somebody has not reported."""
         why = self.regrouping.overdue(self.attendance.left, seconds)
         if why is not None:
             self.end(why, out)
 
     def _complete(self, now: float, out: CoordinatorOutput) -> None:
-        """Go on if everybody has reported who still can."""
+        """Goes on if everybody has reported who still can, or ends the job where the reports contradict each other."""
         reports = self.regrouping.complete(self.roster)
         if reports is None:
             return
@@ -155,7 +162,7 @@ class Course:
         out.tell(WORKERS, Resume(generation.number, committed, held, norm, rejected, reports.held_draws))
         throughput = self._throughput_floor.throughput(reports.slowest.period_us)
         self._say_resume(reports, committed, throughput, now, out)
-        self._escalate(throughput, out)
+        self._end_if_too_slow(throughput, out)
         if self.attendance.leaving & self.roster.workers:
             self._plan_leave(now, out)
         self._compare_replicas(now, out)
@@ -178,7 +185,7 @@ class Course:
             bound_us=slowest.bound_us,
         )
 
-    def _escalate(self, throughput: float, out: CoordinatorOutput) -> None:
+    def _end_if_too_slow(self, throughput: float, out: CoordinatorOutput) -> None:
         reason = self._throughput_floor.reason(throughput)
         if reason is None or self.ending.ended is not None:
             return
@@ -194,7 +201,7 @@ class Course:
     # --- steps -----------------------------------------------------------------------------------
 
     def step(self, message: Stepped, now: float, out: CoordinatorOutput) -> None:
-        """A worker has applied one."""
+        """Takes in that a worker has applied a step; commits what all have applied."""
         if message.worker not in self.roster.workers or self.halted or self.ending.failed:
             return
         for step in self.steps.apply(message, self.roster.workers):
@@ -207,8 +214,9 @@ class Course:
         self.steps.commit(step, self.roster, now, out)
 
     def _compare_replicas(self, now: float, out: CoordinatorOutput) -> None:
-        """Whoever differs from a majority is lost as if it had died; what it has contributed since it was right is in
-        everybody's state alike, and stays.  Without a majority nobody knows which state to go on with.
+        """Gives up whoever differs from a majority as if it had died; what it has contributed since it was right is in
+        everybody's state alike, and stays.  Without a majority nobody knows which state to go on with, and the job
+        ends.
         """
         for mismatch in self.steps.mismatches(self.roster):
             if not mismatch.majority:
@@ -218,7 +226,7 @@ class Course:
                 self.give_up(worker, Cause.DIFFERS, str(mismatch), now, out)
 
     def _rebalance(self, now: float, out: CoordinatorOutput) -> None:
-        """Plan anew, for a step that nobody has started, where a worker has become slow, or is so no longer."""
+        """Plans anew, for a step that nobody has started, where a worker has become slow, or is so no longer."""
         self.steps.measured(self.roster)
         if self.halted or self.regrouping.under_way or self.ending.ended is not None:
             return
@@ -231,7 +239,9 @@ class Course:
     def barrier(
         self, message: BarrierReached | CheckpointLoaded | Resized, place: str, values: dict, out: CoordinatorOutput
     ) -> dict | None:
-        """What all have brought along to ``place``, if with this one all are there."""
+        """Notes that a worker has arrived at the barrier named ``place``; returns what all have brought along, if with
+        this one all are there, else None.
+        """
         self._end_if_stranded(out)
         if message.generation != self.regrouping.in_force or self.regrouping.at_once is not None:
             return None
@@ -242,12 +252,12 @@ class Course:
     # --- leaving ---------------------------------------------------------------------------------
 
     def leave(self, message: Leaving, now: float, out: CoordinatorOutput) -> None:
-        """A member wants to."""
+        """Takes in that a member wants to leave, and plans for it."""
         if self.ending.ended is None and self.attendance.announce(message, out) and not self.halted:
             self._plan_leave(now, out)
 
     def _plan_leave(self, now: float, out: CoordinatorOutput) -> None:
-        """Announce a generation for a step that nobody can have started.
+        """Announces a generation for a step that nobody can have started.
 
         Not in place of an earlier one whose step may have come: who leaves by that may be gone, and no other membership
         in force is without it.
@@ -263,7 +273,7 @@ class Course:
         self.regroup(f"planned leave of {leavers}", now, out, from_step=unstarted(self.committed))
 
     def goodbye(self, message: Left, now: float, out: CoordinatorOutput) -> None:
-        """A worker has left: as planned, or since its script is through."""
+        """Takes in that a worker has left: as planned, or since its script is through."""
         worker, member = message.worker, self.roster.member(message.worker)
         early = message.planned and not self._through
         if member is not None and not message.planned and self.ending.ended is None:
@@ -281,15 +291,15 @@ class Course:
         self._finish_if_empty(out)
 
     def heartbeat(self, message: Heartbeat, out: CoordinatorOutput) -> None:
-        """A worker says what it is at."""
+        """Takes in a worker's heartbeat, and answers it with a lease."""
         out.tell(message.worker, self.attendance.failure_detector.heartbeat(message))
         member = self.roster.member(message.worker)
         if member is not None:
             self._compare_scripts(member, message.step, out)
 
     def _script_ended(self, member: Member, step: int, out: CoordinatorOutput) -> None:
-        """... of ``member``, after ``step``: the others' have to do so too, or they would wait for it, or go on without
-        its data.  One look at each worker.
+        """Notes that the script of ``member`` has ended after ``step``: the others' have to do so too, or they would
+        wait for it, or go on without its data.  Costs one look at each worker.
         """
         self.ending.scripts_end(member, step)
         self._compare_scripts(member, step, out)
@@ -303,7 +313,9 @@ class Course:
             self.end(f"{uneven}. {self.ending.safe_point}", out)
 
     def _await_without(self, member: Member | None, early: bool, now: float, out: CoordinatorOutput) -> None:
-        """``member`` has gone before it could hear of the membership that the others may be reporting for."""
+        """Goes on without ``member``, which has gone before it could hear of the membership that the others may be
+        reporting for.
+        """
         if member is None or not self.regrouping.counts_on(member.worker):
             return
         if not len(self.roster):
@@ -318,15 +330,15 @@ class Course:
     # --- dying -----------------------------------------------------------------------------------
 
     def died(self, message: Exited, now: float, out: CoordinatorOutput) -> None:
-        """Its supervisor says so."""
+        """Takes in that a supervisor has seen its worker's process end."""
         how = self.attendance.died(message, out)
         if message.worker in self.attendance.lost and self.attendance.outnumbered and not self.ending.failed:
             self._go_on_without(f"death of rank {message.rank}", now, out)
         self.lose(message.worker, Cause.DIED, how, now, message.at, out, by_itself=message.code >= 0)
 
     def unguarded(self, message: Unguarded, out: CoordinatorOutput) -> None:
-        """The process that the launcher had started for a rank is gone: some launchers end the job for that, others go
-        on without it.
+        """Notes that the process that the launcher had started for a rank is gone: some launchers end the job for that,
+        others go on without it.
         """
         self.attendance.unguarded[message.rank] = message.pid
         out.say(
@@ -338,8 +350,8 @@ class Course:
         )
 
     def tick(self, now: float, out: CoordinatorOutput) -> None:
-        """Time passes, and may show who is stopped or stuck, that nobody does anything, or that those left are cut
-        off.
+        """Lets time pass, which may show who is stopped or stuck, that nobody does anything, or that those left are cut
+        off.  Costs one look at each worker.
         """
         if self.ending.failed:
             return
@@ -367,8 +379,8 @@ class Course:
             self.give_up(worker, suspicion.cause, f"{suspicion} (deadline {suspicion.limit_s:.1f} s)", now, out)
 
     def _see_standstill(self, now: float, out: CoordinatorOutput) -> None:
-        """Once it may be a message that was lost, and then all say again what they hold; twice it is a mistake that
-        nobody here can mend.
+        """Acts where everybody waits.  Once it may be a message that was lost, and then all say again what they hold;
+        twice it is a mistake that nobody here can mend.
         """
         failure_detector = self.attendance.failure_detector
         standstill_s = failure_detector.standstill_s
@@ -385,13 +397,13 @@ class Course:
             self.regroup("everybody waits", now, out)
 
     def _say_waits(self, out: CoordinatorOutput) -> str:
-        """The same as data."""
+        """Says who waits for whom, as text and as data; returns the text."""
         edges = wait_graph(self.roster, self.attendance.failure_detector)
         out.say("wait_graph", shown(edges), edges=records(edges))
         return f"Who waits for whom: {shown(edges)}"
 
     def give_up(self, worker: WorkerId, cause: Cause, why: str, now: float, out: CoordinatorOutput) -> None:
-        """Lose a worker that may be alive."""
+        """Fences a worker that may be alive, and takes it for lost."""
         self.attendance.fence(worker, why, out)
         self.lose(worker, cause, why, now, now, out)
 
@@ -405,7 +417,9 @@ class Course:
         out: CoordinatorOutput,
         by_itself: bool = False,
     ) -> None:
-        """``at``: when that was seen.  ``by_itself``: its process has ended so, and not been killed."""
+        """Takes a worker for lost, for the ``cause``.  ``at``: when that was seen, in seconds.  ``by_itself``: its
+        process has ended so, and not been killed.
+        """
         if self.attendance.is_gone(worker) or self.ending.failed:
             return
         member = self.roster.member(worker)
@@ -425,7 +439,9 @@ class Course:
             self._after_loss(member, now, out)
 
     def _depart(self, worker: WorkerId, out: CoordinatorOutput) -> None:
-        """Its planned leave holds, and it is gone without the goodbye: nobody needs anything of it any more."""
+        """Removes a worker whose planned leave holds, and that is gone without the goodbye: nobody needs anything of it
+        any more.
+        """
         self.attendance.leave(worker)
         out.say(
             "left",
@@ -435,7 +451,7 @@ class Course:
         self._finish_if_empty(out)
 
     def _after_loss(self, member: Member, now: float, out: CoordinatorOutput) -> None:
-        """... and of whoever was given up with it."""
+        """Goes on after the loss of ``member`` and of whoever was given up with it, or ends."""
         if self.ending.finishing:
             self._await_without(member, False, now, out)
         elif empty := self._empty_stage():
@@ -445,7 +461,7 @@ class Course:
         self._finish_if_empty(out)
 
     def _go_on_without(self, cause: str, now: float, out: CoordinatorOutput) -> None:
-        """... if those left are enough, which the news of a death that is known can make them."""
+        """Goes on if those left are enough, which the news of a death that is known can make them."""
         if self.attendance.enough():
             self.ending.stranded = ""
             self.regroup(cause, now, out)
@@ -456,11 +472,11 @@ class Course:
 
     @property
     def _through(self) -> bool:
-        """All steps up to a planned end are committed."""
+        """Whether all steps up to a planned end are committed."""
         return self.ending.through(self.committed)
 
     def end_planned(self, reason: str, out: CoordinatorOutput, code: int = 0, cause: str = "") -> None:
-        """``cause``: what has led to that.
+        """Ends the job after a step that all come to.  ``cause``: what has led to that.
 
         Where guards were killed, that is taken for it, and the script does not know: there is to be a checkpoint.
         """
@@ -476,25 +492,28 @@ class Course:
             self.end(reason, out)
 
     def end(self, reason: str, out: CoordinatorOutput, cause: str = "", killed: int | None = None) -> None:
-        """Nobody can go on.  ``killed``: a rank whose worker was, before there was a run folder to say so in."""
+        """Ends the job at once: nobody can go on.  ``killed``: a rank whose worker was killed before there was a run
+        folder to say so in.
+        """
         self.regrouping.stop()
         self.ending.fail(reason, out, cause, killed)
 
     def _empty_stage(self) -> str:
-        """Why those left can't go on, if that is so."""
+        """The reason why those left can't go on, if a stage has nobody; else empty."""
         empty = self.attendance.view(self.roster).empty_stages()
         return f"stage {empty[0]} has no live worker left. {self.ending.safe_point}" if empty else ""
 
     @property
     def _crash(self) -> str:
-        """What the scripts of those have ended with who are missing in a stage that is empty."""
+        """The errors with which the scripts of those have ended who are missing in a stage that is empty."""
         empty = self.attendance.view(self.roster).empty_stages()
         return self.attendance.crash_in(empty[0]) if empty else ""
 
     def _give_up_going_on(self, why: str, out: CoordinatorOutput, cause: str = "") -> None:
-        """At a planned end that is no failure: who does nothing with the others any more just goes.
+        """Ends the job, unless all steps up to a planned end are committed.  Then this is no failure: who does nothing
+        with the others any more just goes.
 
-        But who still meets them would wait in vain.
+        But who still waits for them would wait in vain.
         """
         if not self._through:
             self.end(why, out, cause)

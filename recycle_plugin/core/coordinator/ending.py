@@ -1,5 +1,5 @@
-"""How a job ends: at once where nobody can go on, or after a step that all come to; and that it has, when all have
-left.
+"""The end of a job: at once where nobody can go on, or after a step that all come to; and that it has come, when all
+have left.
 
 * A planned end holds from a step which nobody can have started.  The first one stays; only a failure goes before it.
 * A failure is final, is said once, and names the checkpoint to go on from where it may cost steps.
@@ -22,9 +22,9 @@ NAMED = 3  # causes in a line: one signal may reach all supervisors
 
 
 class Ending:
-    """``ended``: how, once that is decided; ``finishing``: a training script is through; ``stranded``: why, at a
-    planned end, those left can't go on; ``checkpoint``: the last one's path; ``causes``: of a planned end, all that
-    asked for it.
+    """The way in which a job ends.  ``ended``: how, once that is decided; ``finishing``: a training script is through;
+    ``stranded``: why, at a planned end, those left can't go on; ``checkpoint``: the last one's path; ``causes``: of a
+    planned end, all that asked for it.
     """
 
     def __init__(self) -> None:
@@ -38,17 +38,22 @@ class Ending:
 
     @property
     def failed(self) -> bool:
+        """Whether the job has ended because it could not go on."""
         return self.ended is not None and self.ended.failed
 
     @property
     def safe_point(self) -> str:
+        """The last checkpoint in words, for messages."""
         return f"Last checkpoint: {self.checkpoint}" if self.checkpoint else "No checkpoint was saved"
 
     def through(self, committed: int) -> bool:
-        """All steps up to a planned end are committed."""
+        """Whether all steps up to a planned end are committed, where ``committed`` is the last one."""
         return self.ended is not None and not self.ended.failed and committed >= self.ended.step - 1
 
     def fail(self, reason: str, out: CoordinatorOutput, cause: str = "", killed: int | None = None) -> None:
+        """Ends the job at once, with an error, and says so; once only.  ``cause``: what has led to ``reason``;
+        ``killed``: a rank whose worker was killed.
+        """
         if self.failed:
             return
         self.ended = End(0, reason, failed=True)
@@ -61,7 +66,9 @@ class Ending:
         out.tell(SUPERVISORS, Over(1))
 
     def plan(self, committed: int, reason: str, code: int, out: CoordinatorOutput, cause: str = "") -> None:
-        """``cause``: what has led to ``reason``."""
+        """Ends the job after a step that all come to; the first such end stays.  ``cause``: what has led to
+        ``reason``.
+        """
         why = reason + f" ({cause})" * bool(cause)
         if why not in self.causes:
             self.causes.append(why)
@@ -70,16 +77,20 @@ class Ending:
             out.tell(WORKERS, self.ended)
 
     def goodbye(self, code: int, finished: bool) -> None:
-        """A worker ends with that, and the job ends with the largest; ``finished``: it was not to leave before."""
+        """Notes that a worker ends with exit code ``code``, and the job ends with the largest.  ``finished``: it was
+        not to leave before.
+        """
         self._code = max(self._code, code)
         self.finishing |= finished
 
     def scripts_end(self, member: Member, step: int) -> None:
-        """That of ``member`` has, after ``step``."""
+        """Notes that the script of ``member`` has ended, after ``step``."""
         self._first_through = self._first_through or (str(member), step)
 
     def uneven(self, member: Member, step: int) -> str:
-        """Why ``member``, which is in ``step``, can't go on, if that is so."""
+        """The reason why ``member``, which is in ``step``, can't go on since another script has ended before; else
+        empty.
+        """
         if self._first_through is None or step <= self._first_through[1]:
             return ""
         who, last = self._first_through
@@ -90,7 +101,9 @@ class Ending:
         )
 
     def finish(self, committed: int, crash: str, out: CoordinatorOutput) -> None:
-        """All have left.  ``crash``: what scripts have ended with that had come to the last step."""
+        """Says that all have left, and after which step.  ``crash``: the errors of scripts that had come to the last
+        step.
+        """
         more = f"; {len(self.causes) - NAMED} more" if len(self.causes) > NAMED else ""
         why = "; ".join(([crash] if crash else []) + self.causes[:NAMED]) + more
         out.say(

@@ -1,5 +1,5 @@
-"""The start of a job: all workers are there and want the same; and what the job will not survive, which is said before
-it begins.
+"""Enrolment, the start of a job: all workers are there and want the same; and what the job will not survive, which is
+said before it begins.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from recycle_plugin.core.vocabulary.topology import Topology
 
 
 class Enrolment:
-    """Of a job of so many ``ranks``."""
+    """The workers that are ready, of a job of so many ``ranks``."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._ready: dict[int, Ready] = {}  # by rank
 
     def add(self, ready: Ready) -> bool:
-        """Whether all are there."""
+        """Adds a worker that is ready; returns whether all are there."""
         self._ready[ready.worker.rank] = ready
         return len(self._ready) >= self._ranks
 
     def is_stranger(self, worker: WorkerId) -> bool:
-        """Whether another worker has its rank."""
+        """Whether another worker has the rank of ``worker``."""
         first = self._ready.get(worker.rank)
         return first is not None and first.worker != worker
 
     @property
     def roster(self) -> Roster:
+        """The workers that are ready, as a roster."""
         return Roster(tuple(ready.member for ready in self._ready.values()))
 
     def contradiction(self) -> str | None:
-        """Why they can't train together: what they want differently, and who wants what."""
+        """The reason why they can't train together: what they want differently, and who wants what; else None."""
         wants = {
             rank: {**_flat(asdict(ready.job)), "the checkpoint's step": ready.stepped}
             for rank, ready in sorted(self._ready.items())
@@ -70,7 +71,8 @@ def _by_value(values: dict[int, str]) -> str:
 
 
 class WeakPoint(NamedTuple):
-    """``kind``: "warning" where something can be done about it, else "note".
+    """A weakness of a job that its user is told of.  ``kind``: "warning" where something can be done about it, else
+    "note".
 
     ``refused``: the user wants no job that has it.
     """
@@ -82,7 +84,9 @@ class WeakPoint(NamedTuple):
 
 
 def weak_points(job: JobSpec, roster: Roster, shape: Topology) -> Iterator[WeakPoint]:
-    """What this job does not survive, and what keeps it from its best speed."""
+    """The weaknesses of a job: what it does not survive, and what keeps it from its best speed.  Costs one pass over
+    the members.
+    """
     alone, strict = len({member.host for member in roster}) == 1, job.strict_placement
     runs = "runs all workers, the coordinator and the store" if alone else "runs the coordinator and the store"
     yield WeakPoint("note", f"single point of failure: host {roster.first.host} {runs}; its loss ends the job", {})

@@ -1,8 +1,8 @@
-"""Who is stopped or stuck: a failure detector over what workers are at, as a state machine without clock or sockets.
+"""A failure detector: who is stopped or stuck, by what workers are at, as a state machine without clock or sockets.
 
-A worker's *beat* comes from a thread of its own and says what the worker is at and how many instructions it has
-finished; its supervisor's *pulse* says that the process is there, whether it is stopped, and how much CPU it has used.
-To evict a healthy worker is as bad as to miss a dead one, hence:
+A worker's *heartbeat* comes from a thread of its own and says what the worker is at and how many instructions it has
+finished; its *supervisor heartbeat* says that the process is there, whether it is stopped, and how much CPU it has
+used.  To evict a healthy worker is as bad as to miss a dead one, hence:
 
 * Whoever waits for somebody else is not to blame, however long that takes.
 * Whoever computes one and the same instruction beyond the deadline is; an instruction computes only once its inputs are
@@ -12,11 +12,11 @@ To evict a healthy worker is as bad as to miss a dead one, hence:
 * What may take long (the script's own code, data, a checkpoint, the first step, which may compile) has the long
   deadline, and that only counts while somebody waits.
 * A process that is stopped is lost after the deadline, whatever it was at.  That is the supervisor's word: a worker
-  whose interpreter is held up, say by a large pickle, sends no beats, and is healthy.
-* Where neither beats nor pulses come, the host is gone, or cut off: it has a deadline of its own, which no step
+  whose interpreter is held up, say by a large pickle, sends no heartbeats, and is healthy.
+* Where neither kind of heartbeat comes, the host is gone, or cut off: it has a deadline of its own, which no step
   lengthens.
 
-What this finds are suspicions; who is given up for them core/coordinator/suspicions.py decides.  The deadlines are
+What this finds are suspicions; who is given up for them core/coordinator/course.py decides.  The deadlines are
 core/vocabulary/deadlines.py's.  Time passes here by ticks, each of which costs one look at each worker, and a late tick
 counts as little more than one in time: while the coordinator itself was stopped or starved, nobody else could be heard.
 """
@@ -39,12 +39,12 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 REMEMBERED = 20  # steps that the median is over
 BUSY = 0.2  # of a core: who uses more is at work
 Work = tuple[int, str]  # of a step, what
-FRESH_S = 2.0  # a beat that is older says nothing of now
+FRESH_S = 2.0  # a heartbeat that is older says nothing of now
 
 
 class Suspicion(NamedTuple):
-    """A worker has owed something for ``for_s`` seconds: what, in words, for how long that is all right, and what is
-    known about it.  ``work``: of an instruction, what it is for.
+    """A worker has owed something for ``for_s`` seconds: what, in words, for how long that is all right (``limit_s``),
+    and what is known about it.  ``work``: of an instruction, what it is for.
     """
 
     what: str
@@ -56,11 +56,12 @@ class Suspicion(NamedTuple):
 
     @property
     def raised(self) -> bool:
-        """Whether it is worth a word."""
+        """Whether it is worth a word: a third of the time is over."""
         return self.for_s > SUSPECTED * self.limit_s
 
     @property
     def overdue(self) -> bool:
+        """Whether the worker has owed it for longer than is all right."""
         return self.for_s > self.limit_s
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ class Suspicion(NamedTuple):
 
 @dataclass
 class Sign:
-    """The last that was heard of a worker, by :attr:`FailureDetector.clock`."""
+    """The last that was heard of a worker, in seconds of :attr:`FailureDetector.clock`."""
 
     heard: float  # from itself or its supervisor
     supervisor_heartbeat: float  # its process was seen running
@@ -84,7 +85,7 @@ class Sign:
 
 @dataclass
 class FailureDetector:
-    """Of nobody before ``admit``."""
+    """The failure detector over the workers of a job; it knows nobody before ``admit``."""
 
     deadlines: Deadlines = Deadlines()
     clock: float = 0.0
@@ -97,12 +98,15 @@ class FailureDetector:
     _costly: set[Work] = field(default_factory=set)  # that has cost a worker, of steps that are not committed
 
     def admit(self, workers: Iterable[WorkerId]) -> None:
+        """Begins to observe ``workers``."""
         self._signs = {worker: Sign(self.clock, self.clock, self.clock, self.clock) for worker in workers}
 
     def dismiss(self, worker: WorkerId) -> None:
+        """Stops observing ``worker``."""
         self._signs.pop(worker, None)
 
     def supervisor_heartbeat(self, message: SupervisorHeartbeat) -> None:
+        """Takes in a supervisor's heartbeat."""
         sign = self._signs.get(message.worker)
         if sign is not None:
             sign.heard, sign.stopped, sign.cpu_s = self.clock, message.stopped, message.cpu_s
@@ -110,9 +114,9 @@ class FailureDetector:
                 sign.supervisor_heartbeat = self.clock
 
     def heartbeat(self, message: Heartbeat) -> Lease:
-        """The answer, without a promise before the start.
+        """Takes in a worker's heartbeat; returns the answer, whose lease is 0 before the start.
 
-        The promise holds also where the deadline shrinks, and where this clock, told the time now and then, lags.
+        The lease holds also where the deadline shrinks, and where this clock, told the time now and then, lags.
         """
         sign = self._signs.get(message.worker)
         answer = Lease(message.number, self._lease_s if sign is not None else 0.0)
@@ -128,12 +132,14 @@ class FailureDetector:
         return answer
 
     def last(self, worker: WorkerId) -> Heartbeat | None:
-        """What it has said last."""
+        """The last heartbeat of ``worker``; None where there is none."""
         sign = self._signs.get(worker)
         return sign.last if sign is not None else None
 
     def doing(self, worker: WorkerId) -> tuple[str, str, float]:
-        """What it is at, as beats have it, or that it can't be at anything; and for how many seconds."""
+        """The activity of ``worker``, in the words of its heartbeats, or that it can't be doing anything; and for how
+        many seconds.
+        """
         sign = self._signs[worker]
         if sign.stopped:
             return "is stopped", "", self.clock - max(sign.supervisor_heartbeat, sign.heartbeat)
@@ -142,7 +148,9 @@ class FailureDetector:
         return sign.last.at, sign.last.what, self.clock - sign.since
 
     def committed(self, step: int, now: float) -> None:
-        """``step`` is, and all before it: who was at one of them last is so no more."""
+        """Notes that ``step`` and all before it are committed at ``now`` (seconds): who was at one of them last is so
+        no more.
+        """
         if self._committed_at is not None:
             self._intervals.append(now - self._committed_at)
         self._committed_at = now
@@ -150,16 +158,18 @@ class FailureDetector:
         self._costly = {work for work in self._costly if work[0] > step}
 
     def rewind(self, step: int) -> None:
-        """The state of ``step``, from a checkpoint, takes the place of the last one."""
+        """Goes on from the state of ``step``, from a checkpoint, in place of the last one."""
         self._committed_step = step
 
     def has_cost(self, work: Work | None) -> None:
-        """``work`` has cost a worker."""
+        """Notes that ``work`` has cost a worker, which gives it the long deadline."""
         if work is not None:
             self._costly.add(work)
 
     def tick(self, now: float) -> dict[WorkerId, Suspicion]:
-        """``now``: seconds.  What is to be said against whom."""
+        """Moves the clock to ``now`` (seconds); returns the suspicions that are worth a word, by worker.  Costs one
+        look at each worker.
+        """
         if self._ticked is not None:
             self.clock += min(max(now - self._ticked, 0.0), LATE_S)
         self._ticked = now
@@ -175,13 +185,15 @@ class FailureDetector:
         return {worker: suspicion for worker, suspicion in found.items() if suspicion is not None and suspicion.raised}
 
     def met_again(self) -> None:
-        """All have, so whoever waits now waits anew, also for the same."""
+        """Notes that all have regrouped, so whoever waits now waits anew, also for the same."""
         if self._all_wait_since is not None:
             self._all_wait_since = self.clock
 
     @property
     def standstill_s(self) -> float:
-        """For how long everybody has been heard to wait, and nobody done anything else; 0 where somebody has."""
+        """The seconds for which everybody has been heard to wait, and nobody done anything else; 0 where somebody
+        has.
+        """
         if self._all_wait_since is None:
             return 0.0
         return self.clock - max([self._all_wait_since, *(sign.since for sign in self._signs.values())])
@@ -198,7 +210,7 @@ class FailureDetector:
 
     @property
     def stall_s(self) -> float:
-        """For how long they may."""
+        """The seconds for which everybody may wait."""
         return self.deadlines.stall_s(self._step_s) if self._committed_at is not None else self.deadlines.idle_timeout_s
 
     @property
@@ -210,7 +222,7 @@ class FailureDetector:
         return min(self.deadlines.instruction_s(self._step_s), self.deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
 
     def _suspicion(self, sign: Sign, others_wait: bool) -> Suspicion | None:
-        """What is worst, if anything is: who is silent has not said what it is at now."""
+        """The worst suspicion of a worker, if there is any: who is silent has not said what it is at now."""
         heartbeat_s, seen = self.deadlines.heartbeat_timeout_s - TICK_S, max(sign.supervisor_heartbeat, sign.heartbeat)
         if (silent := self.clock - sign.heard) > SUSPECTED * heartbeat_s:
             return Suspicion(
@@ -241,7 +253,7 @@ class FailureDetector:
         return Suspicion(what, same, self.deadlines.idle_timeout_s, "and others wait")
 
     def _allowance(self, work: Work, sign: Sign) -> tuple[float, str]:
-        """How long an instruction may take, and why."""
+        """The seconds that an instruction may take, and why."""
         if work in self._costly:
             return (
                 self.deadlines.idle_timeout_s,
@@ -254,15 +266,16 @@ class FailureDetector:
         return (self.deadlines.busy_s if share > BUSY else self.deadlines.instruction_s)(self._step_s), known
 
     def _cpu_share(self, sign: Sign) -> float | None:
-        """Of a core, since it began what it is at; None where nobody can tell."""
+        """The share of a core that a process has used since it began what it is at; None where nobody can tell."""
         if sign.cpu_s is None or sign.cpu_since_s is None:
             return None
         return (sign.cpu_s - sign.cpu_since_s) / max(self.clock - sign.since, TICK_S)
 
 
 def _work(instruction: str) -> Work:
-    """What is slow for one worker is so for another: a micro-batch of a step, whatever is done with it, or what a stage
-    does at the step's end.  What is no instruction is only itself: whatever a worker says must not hurt the others.
+    """The work that an instruction is for: what is slow for one worker is so for another, a micro-batch of a step,
+    whatever is done with it, or what a stage does at the step's end.  What is no instruction is only itself: whatever a
+    worker says must not hurt the others.
     """
     try:
         one = Instruction.parse(instruction)

@@ -1,12 +1,11 @@
-"""What each message to the coordinator leads to: its decisions, as a state machine without clock, threads or
-sockets.
+"""The coordinator's decisions: what each message to it leads to, as a state machine without clock, threads or sockets.
 
 Messages go in, addressed messages and events come out; ``runtime.control.coordinator`` carries them.  Who takes part,
 what is committed and how the job goes on is decided in core/coordinator/course.py.  Here, around that, is what workers
 agree on before they start, and between them:
 
 * A job starts when all ranks are there, and want the same (core/coordinator/enrolment.py).
-* Meetings and complaints that belong to an older generation, or to one that has lost somebody, are dropped; what is
+* Barriers and complaints that belong to an older generation, or to one that has lost somebody, are dropped; what is
   said of a step is of that step, whoever is live, and the first complete word on it stays
   (core/messages/contributions.py).
 * What all have to hear of at one step, a rejection, a checkpoint or another batch size, is a generation that holds at
@@ -57,7 +56,7 @@ from recycle_plugin.core.vocabulary.roster import FailureDomain, Roster, WorkerI
 
 
 class Membership:
-    """Who takes part, which step is committed, and what everybody does next."""
+    """The state of a job: who takes part, which step is committed, and what everybody does next."""
 
     def __init__(self, ranks: int, domain: FailureDomain = FailureDomain.SEAT) -> None:
         self.course = Course(domain)
@@ -68,25 +67,27 @@ class Membership:
 
     @property
     def started(self) -> bool:
+        """Whether all workers were there once."""
         return self.course.attendance.started
 
     @property
     def roster(self) -> Roster:
-        """Who takes part."""
+        """The members."""
         return self.course.roster
 
     @property
     def lost(self) -> set[WorkerId]:
+        """The workers that are lost."""
         return self.course.attendance.lost
 
     @property
     def unreachable(self) -> set[WorkerId]:
-        """Lost workers of which nobody knows whether they are dead."""
+        """The lost workers of which nobody knows whether they are dead."""
         return self.course.attendance.unreachable
 
     @property
     def ended(self) -> End | None:
-        """How, once that is decided."""
+        """The way in which the job ends, once that is decided."""
         return self.course.ending.ended
 
     @property
@@ -96,7 +97,7 @@ class Membership:
 
     @property
     def generation(self) -> int:
-        """The newest."""
+        """The number of the newest generation; -1 before the start."""
         return self.course.regrouping.generation
 
     @property
@@ -107,7 +108,7 @@ class Membership:
     # --- messages in -----------------------------------------------------------------------------
 
     def receive(self, message: object, now: float) -> CoordinatorOutput:
-        """Handle one message that arrived at ``now`` (seconds)."""
+        """Handles one message that arrived at ``now`` (seconds); returns what it leads to."""
         out = CoordinatorOutput()
         if not self.course.attendance.is_heard(message):
             return out
@@ -155,8 +156,8 @@ class Membership:
         return out
 
     def greet(self, worker: WorkerId, host: str) -> CoordinatorOutput:
-        """A process on ``host`` has connected as ``worker``; if it can't take part, it hears so before it does
-        anything.
+        """Handles that a process on ``host`` has connected as ``worker``; if it can't take part, it hears so before it
+        does anything.
         """
         out = CoordinatorOutput()
         if self.ended is None and (self.started or worker.incarnation):
@@ -164,25 +165,29 @@ class Membership:
         return out
 
     def fail(self, text: str) -> CoordinatorOutput:
-        """Nobody can go on, for a reason that is no worker's."""
+        """Ends the job, since nobody can go on, for a reason that is no worker's."""
         out = CoordinatorOutput()
         self.course.end(text, out)
         return out
 
     def connection_lost(self, worker: WorkerId, now: float) -> CoordinatorOutput:
-        """The worker's connection broke without a goodbye: it is gone, or cut off, which is the same to its peers."""
+        """Handles that a worker's connection broke without a goodbye: it is gone, or cut off, which is the same to its
+        peers.
+        """
         out = CoordinatorOutput()
         self.course.lose(worker, Cause.DIED, BROKEN, now, now, out)
         return out
 
     def tick(self, now: float) -> CoordinatorOutput:
-        """Time passes; to be told every ``core.coordinator.failure_detector.TICK_S``."""
+        """Handles that time has passed: it is ``now`` (seconds).  To be told every
+        ``core.vocabulary.deadlines.TICK_S``.
+        """
         out = CoordinatorOutput()
         self.course.tick(now, out)
         return out
 
     def regroup_overdue(self, seconds: float) -> CoordinatorOutput:
-        """The deadline of a regrouping has passed."""
+        """Handles that the deadline of a regrouping, ``seconds``, has passed."""
         out = CoordinatorOutput()
         self.course.overdue(seconds, out)
         return out
@@ -234,8 +239,8 @@ class Membership:
             self._reject(message.step, norm, now, out)
 
     def _reject(self, step: int, norm: float, now: float, out: CoordinatorOutput) -> None:
-        """Everybody has to hear that ``step`` can't stay as it was applied, and takes it back; some gradients leave
-        nothing to go on with.
+        """Sees to it that everybody hears that ``step`` can't stay as it was applied, and takes it back; some gradients
+        leave nothing to go on with, and the job ends.
         """
         validation, safe_point = self.course.steps.validation, self.course.ending.safe_point
         if validation.hopeless(norm):
@@ -259,8 +264,8 @@ class Membership:
             self.course.regroup(f"rejection of step {step}", now, out)
 
     def _send_again(self, missing: Missing, now: float, out: CoordinatorOutput) -> None:
-        """A line between two live workers has lost something: all meet again, over new lines, and it is sent once
-        more.
+        """Handles a complaint: a connection between two live workers has lost something.  All regroup, over new
+        connections, and it is sent once more.
 
         Where that does not help, the one goes that is to be doubted (core/coordinator/complaints.py); the job ends
         where nobody knows which.
@@ -294,7 +299,9 @@ class Membership:
             self.course.regroup("a checkpoint was loaded", now, out)
 
     def _resize(self, message: Resized, now: float, out: CoordinatorOutput) -> None:
-        """It counts from the first who says it, since all have met before: also where one of them dies now."""
+        """Takes another batch size.  It counts from the first who says it, since all have passed a barrier before: also
+        where one of them dies now.
+        """
         self.course.resize(message, out)
         if self.course.barrier(message, "another batch size", {}, out) is not None:
             self.course.regroup("another batch size", now, out)

@@ -1,4 +1,4 @@
-"""What a message to the coordinator leads to."""
+"""The output of the coordinator's state machine: what a message to it leads to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WORKERS, SUPERVISORS = "workers", "supervisors"
 
 @dataclass(frozen=True)
 class Event:
-    """Something a user wants to know: one line of text, and the same as data."""
+    """An event that a user wants to know of: one line of text, and the same as data."""
 
     kind: str
     text: str
@@ -20,13 +20,17 @@ class Event:
 
 @dataclass
 class CoordinatorOutput:
-    """What a message leads to: lines for workers (all live, or one), for supervisors, and for the user."""
+    """The output that a message leads to: messages for workers (all live, or one) and for supervisors, and events for
+    the user.
+    """
 
     messages: list[tuple[str | WorkerId, object]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     def tell(self, whom: str | WorkerId, message: object) -> None:
+        """Adds a message for ``whom``: WORKERS, SUPERVISORS, or one worker."""
         self.messages.append((whom, message))
 
     def say(self, kind: str, text: str, **details: object) -> None:
+        """Adds an event for the user."""
         self.events.append(Event(kind, text, details))

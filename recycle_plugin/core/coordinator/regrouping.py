@@ -1,4 +1,5 @@
-"""From one membership to the next: it is published, its members report, and when all have they go on together.
+"""Regrouping, from one membership to the next: it is published, its members report, and when all have they go on
+together.
 
 * A *generation* is a version of the membership.  One that a failure makes holds at once; a planned one holds from a
   step which nobody can have started.
@@ -21,18 +22,19 @@ from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 @dataclass(frozen=True)
 class Reports:
-    """Of everybody who goes on in ``generation``, as they came."""
+    """The reports of everybody who goes on in ``generation``, as they came."""
 
     generation: Generation
     by_worker: dict[WorkerId, SurvivorReport]
 
     @property
     def counts(self) -> list[int]:
-        """Steps that each has applied."""
+        """The number of steps that each has applied, in the order of the reports."""
         return [report.stepped for report in self.by_worker.values()]
 
     @property
     def all_valid_from(self) -> list[int]:
+        """The generation from which each one's data is valid, in the order of the reports."""
         return [report.valid_from for report in self.by_worker.values()]
 
     @property
@@ -42,19 +44,21 @@ class Reports:
 
     @property
     def slowest(self) -> SurvivorReport:
-        """Of whom it took longest to get this far."""
+        """The report of whom it took longest to get this far."""
         return max(self.by_worker.values(), key=lambda report: sum(report.timings.values()))
 
     @property
     def holdings(self) -> dict[str, Any]:
+        """The data that each seat holds, by its text form: what all its shards hold."""
         return self._by_seat(lambda told: held_by_all([report.held for report in told]))
 
     @property
     def held_draws(self) -> dict[str, Any]:
+        """The data of plain iterators that each seat holds, by its text form: what all its shards hold."""
         return self._by_seat(lambda told: drawn_by_all([report.held_draws for report in told]))
 
     def _by_seat(self, joined: Callable[[list[SurvivorReport]], Any]) -> dict[str, Any]:
-        """Of each seat of which somebody has reported, what its shards, in their order, come to."""
+        """The reports of each seat of which somebody has reported, its shards' ``joined`` in their order."""
         roster = self.generation.roster
         told = {
             str(seat): [
@@ -65,7 +69,7 @@ class Reports:
         return {seat: joined(reports) for seat, reports in told.items() if reports}
 
     def contradiction(self) -> str | None:
-        """Why they can't go on together, if that is so."""
+        """The reason why they can't go on together, or None."""
         digests = {report.digest for report in self.by_worker.values()}
         if len(digests) > 1:
             return f"workers made different plans for generation {self.generation.number}: {', '.join(sorted(digests))}"
@@ -76,7 +80,9 @@ class Reports:
 
 
 class Regrouping:
-    """``generation``: the newest; ``in_force``: the last that all have agreed on."""
+    """The change to the newest generation.  ``generation``: the newest; ``in_force``: the last that all have agreed
+    on.
+    """
 
     def __init__(self) -> None:
         self.generation = -1
@@ -86,6 +92,7 @@ class Regrouping:
 
     @property
     def under_way(self) -> bool:
+        """Whether a generation is published that has not come about."""
         return self._awaiting is not None
 
     @property
@@ -96,21 +103,26 @@ class Regrouping:
     def publish(
         self, roster: Roster, from_step: int, cause: str, now: float, slowness: tuple, out: CoordinatorOutput
     ) -> None:
+        """Publishes a new generation of ``roster`` to all workers, which holds from ``from_step`` on, or at once where
+        that is 0.
+        """
         self.generation += 1
         self._awaiting = Generation(self.generation, tuple(roster), from_step, cause, now, slowness)
         self._reports.clear()
         out.tell(WORKERS, self._awaiting)
 
     def has_come(self, committed: int) -> bool:
-        """Whether it holds from a step that may have come, with all before ``committed`` done, or at once."""
+        """Whether a generation is under way that holds at once, or from a step that may have come where ``committed``
+        is the last committed one.
+        """
         return self._awaiting is not None and committed >= self._awaiting.from_step - 1
 
     def counts_on(self, worker: WorkerId) -> bool:
-        """Whether its report is waited for, or was."""
+        """Whether the report of ``worker`` is waited for, or was."""
         return self._awaiting is not None and worker in self._awaiting.roster.workers
 
     def add(self, report: SurvivorReport) -> bool:
-        """Whether it is of the newest generation, and that has not come about."""
+        """Takes in a report; returns whether it is of the newest generation, and that has not come about."""
         if report.generation != self.generation or self.generation == self.in_force:
             return False
         self._reports[report.worker] = report
@@ -124,8 +136,8 @@ class Regrouping:
         return self.generation > self.in_force and bool(self._reports)
 
     def complete(self, live: Roster) -> Reports | None:
-        """What all have said, once everybody has who still can: whoever has gone since has nothing to do with what is
-        left.
+        """The reports of all, once everybody has reported who still can, else None: whoever has gone since has nothing
+        to do with what is left.
         """
         if (
             self._awaiting is None
@@ -136,15 +148,17 @@ class Regrouping:
         return Reports(self._awaiting, dict(self._reports))
 
     def agreed(self, generation: Generation) -> None:
-        """All go on in it."""
+        """Puts ``generation`` in force: all go on in it."""
         self._awaiting, self.in_force = None, generation.number
 
     def stop(self) -> None:
-        """Nobody goes on, for now or for good."""
+        """Drops the generation under way: nobody goes on, for now or for good."""
         self._awaiting = None
 
     def overdue(self, left: set[WorkerId], seconds: float) -> str | None:
-        """Who is still missing after that long; ``left``: who need not report any more."""
+        """The complaint about who is still missing after ``seconds``, or None.  ``left``: who need not report any
+        more.
+        """
         if self._awaiting is None:
             return None
         missing = self._awaiting.roster.without(left | self._reports.keys())

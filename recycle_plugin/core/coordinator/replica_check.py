@@ -1,5 +1,5 @@
-"""Replicas of a stage hold the same bits, and so do all copies of a weight that stages share: who doesn't, by hashes
-after the same step.
+"""A check that replicas of a stage hold the same bits, and so do all copies of a weight that stages share: who doesn't,
+by hashes after the same step.
 
 All live workers of a stage apply the same reduced gradient to the same state, so any difference is a fault: of memory,
 of an arithmetic unit, or of the software.  It says nothing of who is right, so a majority decides.
@@ -17,7 +17,8 @@ from recycle_plugin.core.vocabulary.roster import Group, Member, Roster, WorkerI
 
 @dataclass(frozen=True)
 class Mismatch:
-    """``members`` of one stage differ from the others; from each other, if there is no ``majority``.
+    """A difference between replicas: ``members`` of one stage differ from the others; from each other, if there is no
+    ``majority``.
 
     ``weight``: in their copies of this one, which several stages have.
     """
@@ -29,6 +30,7 @@ class Mismatch:
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
+        """The identities of the members that differ."""
         return tuple(member.worker for member in self.members)
 
     def __str__(self) -> str:
@@ -44,20 +46,20 @@ class Mismatch:
 
 
 class Fingerprints:
-    """What workers have said of steps that are not committed."""
+    """The fingerprints that workers have sent of steps that are not committed."""
 
     def __init__(self) -> None:
         self._said: dict[int, dict[WorkerId, Fingerprint]] = {}
 
     def add(self, message: Fingerprint) -> None:
-        """A step that was taken back and applied again is hashed again: the last word counts."""
+        """Takes one in.  A step that was taken back and applied again is hashed again: the last word counts."""
         self._said.setdefault(message.step, {})[message.worker] = message
 
     def committed(self, step: int, roster: Roster) -> Iterator[Mismatch]:
-        """``step`` is: what everybody who is alive has said, of it or before, is compared.
+        """Compares what everybody who is alive has said of ``step``, which is committed, and of those before it.
 
-        Of a checkpoint that training begins with not all may have yet. Shards of a seat hold different parts: each is
-        compared with the same shard of the others.
+        Of a checkpoint that training begins with not all may have yet.  Shards of a seat hold different parts: each is
+        compared with the same shard of the others.  Costs time in proportion to the members, for each step.
         """
         for checked in sorted(
             checked for checked, said in self._said.items() if checked <= step and roster.workers <= said.keys()
@@ -72,7 +74,9 @@ class Fingerprints:
 
     @staticmethod
     def _of_step(step: int, told: dict[Member, Fingerprint], roster: Roster) -> Iterator[Mismatch]:
-        """Copies of tied weights first: there are more of them, so a majority is likelier."""
+        """The mismatches of one step.  Copies of tied weights come first: there are more of them, so a majority is
+        likelier.
+        """
         for weight in sorted({weight for one in told.values() for weight in one.tied}):
             yield from _compared(
                 step, {member: one.tied[weight] for member, one in told.items() if weight in one.tied}, weight

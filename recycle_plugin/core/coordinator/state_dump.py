@@ -1,4 +1,4 @@
-"""The state of a state machine of this package as JSON, and back: every attribute of every object in it, found by
+"""The dump of a state machine of this package as JSON, and back: every attribute of every object in it, found by
 looking, so that none can be forgotten.
 
 Whoever adds an attribute has nothing to do, and whoever adds one that does not survive this (an iterator, a lambda, an
@@ -21,16 +21,16 @@ PACKAGE = "recycle_plugin.core"
 
 
 def dump(thing: Any) -> Any:
-    """``thing`` for json.dumps.
+    """The state of ``thing``, and of all objects in it, for json.dumps.
 
-    TypeError names what is neither Python's own nor of a class of this package, and what two objects share, which would
-    be two things afterwards.
+    Raises TypeError that names what is neither Python's own nor of a class of this package, and what two objects share,
+    which would be two things afterwards.
     """
     return _Dump().of(thing, type(thing).__name__)
 
 
 def load(record: Any) -> Any:
-    """Inverse of :func:`dump`, also over JSON.  ValueError on anything else."""
+    """The object of which ``record`` is a :func:`dump`, also over JSON.  Raises ValueError on anything else."""
     if type(record) in PLAIN or type(record) is float:
         return record
     if isinstance(record, list):
@@ -50,7 +50,9 @@ def load(record: Any) -> Any:
 
 
 class _Dump:
-    """``of(thing, where)``: anything but what is plain becomes an object with one key, which says what it is."""
+    """A dump under way.  ``of(thing, where)``: anything but what is plain becomes an object with one key, which says
+    what it is.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}  # where each object that can change is, by its identity
@@ -94,7 +96,7 @@ class _Dump:
 
 
 def _attributes(thing: Any) -> Iterable[tuple[str, Any]]:
-    """Without what can be worked out again."""
+    """The attributes of ``thing``, without what can be worked out again."""
     return (
         (name, value)
         for name, value in vars(thing).items()
@@ -119,7 +121,7 @@ def _name(kind: type, where: str) -> str:
 
 
 def _class(name: str) -> type:
-    """Inverse of :func:`_name`."""
+    """The class that :func:`_name` has given ``name``."""
     module, _, kind = name.rpartition(".")
     try:
         found = getattr(import_module(f"{PACKAGE}.{module}"), kind)

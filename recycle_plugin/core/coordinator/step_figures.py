@@ -1,4 +1,4 @@
-"""What the workers have computed of each committed step, as figures for whoever watches the job."""
+"""Figures of each committed step for whoever observes the job, from what the workers have computed."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from recycle_plugin.core.messages.protocol import ComputeTime
 
 
 class StepFigures:
-    """Adds up what workers say of a step; what a lost one has not said is not in it."""
+    """A sum of what workers say of a step; what a lost one has not said is not in it."""
 
     def __init__(self) -> None:
         self._said: dict[int, list[ComputeTime]] = {}
         self._committed_at: float | None = None
 
     def add(self, message: ComputeTime) -> None:
+        """Takes in how long a worker has computed in a step."""
         self._said.setdefault(message.step, []).append(
             message
         )  # a step that is applied twice is spoken of twice, each time of what is new
 
     def committed(self, step: int, live: Mapping[int, int], now: float) -> tuple[dict[str, float], dict[str, Any]]:
-        """Figures of ``step``, as far as they are known, and more that only the log has.
+        """The figures of ``step``, as far as they are known, and more that only the log has; the messages behind them
+        are dropped.
 
-        ``live``: of each live worker's rank its stage.
+        ``live``: the stage of each live worker, by rank.  ``now``: seconds.
 
-        Figures: ``step_s`` since the commit before; ``bubble_share``: of the live workers' time since then, in which
-        they computed no micro-batch; ``redone_share``: of the time that they computed, spent on what had been a lost
-        worker's, or on what they had computed before. More: ``redone_s``, which is that time, in seconds of all workers
-        together, and ``stage_bubbles``: the bubbles' share by stage, in their order.
+        Figures: ``step_s``, seconds since the commit before; ``bubble_share``: of the live workers' time since then, in
+        which they computed no micro-batch; ``redone_share``: of the time that they computed, spent on what had been a
+        lost worker's, or on what they had computed before.  More: ``redone_s``, which is that time, in seconds of all
+        workers together, and ``stage_bubbles``: the bubbles' share by stage, in their order.
         """
-        paces = [pace for told in [each for each in self._said if each <= step] for pace in self._said.pop(told)]
-        spent, again = (sum(getattr(pace, name) for pace in paces) for name in ("spent_us", "again_us"))
+        times = [time for told in [each for each in self._said if each <= step] for time in self._said.pop(told)]
+        spent, again = (sum(getattr(time, name) for time in times) for name in ("spent_us", "again_us"))
         took = now - self._committed_at if self._committed_at is not None else 0.0
         self._committed_at = now
         figures: dict = {"workers": len(live)}
@@ -41,7 +43,7 @@ class StepFigures:
             figures["step_s"] = round(took, 6)
         if took > 0 and spent:
             figures["bubble_share"] = _bubbles(spent, len(live), took)
-            more["stage_bubbles"] = _stage_bubbles(paces, live, took)
+            more["stage_bubbles"] = _stage_bubbles(times, live, took)
         if spent:
             figures["redone_share"] = round(again / spent, 4)
         return figures, more
@@ -51,9 +53,9 @@ def _bubbles(spent_us: int, workers: int, took_s: float) -> float:
     return round(max(0.0, 1 - spent_us / (workers * took_s * 1e6)), 4)
 
 
-def _stage_bubbles(paces: Iterable[ComputeTime], live: Mapping[int, int], took_s: float) -> list[float]:
+def _stage_bubbles(times: Iterable[ComputeTime], live: Mapping[int, int], took_s: float) -> list[float]:
     spent: Counter[int] = Counter()
-    for pace in paces:
-        if pace.worker.rank in live:
-            spent[live[pace.worker.rank]] += pace.spent_us
+    for time in times:
+        if time.worker.rank in live:
+            spent[live[time.worker.rank]] += time.spent_us
     return [_bubbles(spent[stage], workers, took_s) for stage, workers in sorted(Counter(live.values()).items())]

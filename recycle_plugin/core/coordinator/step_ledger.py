@@ -1,5 +1,4 @@
-"""What the coordinator knows of the job's steps: who has applied which, what workers have found in them, and which stay
-for good.
+"""The ledger of a job's steps: who has applied which, what workers have found in them, and which stay for good.
 
 A step is committed when every live worker has applied it.  ``core.coordinator.course`` says who is live, and does what
 follows.
@@ -23,7 +22,9 @@ from recycle_plugin.core.vocabulary.roster import Roster, WorkerId
 
 
 class StepLedger:
-    """``committed``: the last step that stays.  ``rebalances``: paces count.  ``shards``: of every seat."""
+    """The coordinator's knowledge of the steps.  ``committed``: the last step that stays; ``rebalances``: compute times
+    count; ``shards``: of every seat.
+    """
 
     def __init__(
         self, committed: int = 0, validation: StepValidation | None = None, rebalances: bool = False, shards: int = 1
@@ -36,25 +37,31 @@ class StepLedger:
         self._contributions = Contributions(shards)
         self._fingerprints = Fingerprints()
         self._work = StepFigures()
-        self._era = 0  # the generation in which work was void last
+        self._valid_from = 0  # the generation from which work counts: in it some was discarded last
 
     # --- what workers say --------------------------------------------------------------------------
 
     def add_compute_time(self, message: ComputeTime) -> None:
+        """Takes in how long a worker has computed in a step."""
         self._work.add(message)
         if self._rebalances:
             self.straggler_detector.add(message)
 
     def add_fingerprint(self, message: Fingerprint) -> None:
+        """Takes in the hash of a worker's state after a step."""
         self._fingerprints.add(message)
 
     def apply(self, message: Stepped, live: Iterable[WorkerId]) -> range:
-        """A worker has applied a step; which ones all of ``live`` have by now."""
+        """Takes in that a worker has applied a step; returns the steps after the last committed one that all of
+        ``live`` have applied by now.  Costs one look at each of them.
+        """
         self._applied[message.worker] = max(message.step, self._applied.get(message.worker, 0))
         return range(self.committed + 1, min(self._applied.get(worker, 0) for worker in live) + 1)
 
     def contribute(self, message: Contribution, out: CoordinatorOutput) -> float | None:
-        """What is complete goes to all.  The norm, where with it the step can't stay as it was applied, or can't be."""
+        """Takes in numbers of a step, and sends what is complete to all.  Returns the gradient norm, where with it the
+        step can't stay as it was applied, or can't be applied at all; else None.
+        """
         if message.step <= self.committed:
             return None  # said once more after a failure, and the others were quicker
         if message.name == SHARE:
@@ -70,7 +77,7 @@ class StepLedger:
     # --- what follows ------------------------------------------------------------------------------
 
     def commit(self, step: int, roster: Roster, now: float, out: CoordinatorOutput) -> None:
-        """``step`` stays, whatever happens.  ``roster``: who is live."""
+        """Commits ``step``: it stays, whatever happens.  ``roster``: who is live; ``now``: seconds."""
         self.committed = step
         self.validation.committed(step)
         for late, values in self._contributions.committed(step):  # what the others have said of it is all here
@@ -87,15 +94,15 @@ class StepLedger:
         out.say("committed", f"step {step} committed", step=step, **figures, **more)
 
     def mismatches(self, roster: Roster) -> Iterator[Mismatch]:
-        """Replicas that differ, of the committed steps that were not compared yet."""
+        """The replicas that differ, of the committed steps that were not compared yet."""
         return self._fingerprints.committed(self.committed, roster)
 
     def measured(self, roster: Roster) -> None:
-        """Everybody who is live has said how fast the committed steps went."""
+        """Compares how fast the committed steps went, now that everybody who is live has said so."""
         self.straggler_detector.committed(self.committed, roster)
 
     def rebalance(self, roster: Roster, out: CoordinatorOutput) -> str | None:
-        """Why work is to be dealt out anew: a worker has become slow, or is so no longer."""
+        """The reason why work is to be dealt out anew: a worker has become slow, or is so no longer; else None."""
         news = self.straggler_detector.news()
         for seat, percent in news.items():
             out.say(
@@ -108,7 +115,7 @@ class StepLedger:
         return f"pace of {', '.join(map(str, news))}" if news else None
 
     def sum_up(self, out: CoordinatorOutput) -> None:
-        """No step follows."""
+        """Says how many steps were judged and rejected, since no step follows."""
         if (validation := self.validation).judged:
             out.say(
                 "validated",
@@ -120,33 +127,36 @@ class StepLedger:
     # --- over changes of the membership ------------------------------------------------------------
 
     def rewind(self, step: int, out: CoordinatorOutput) -> None:
-        """All go on from a checkpoint's step, earlier or later than the last one."""
+        """Goes on from a checkpoint of ``step``, as all do, earlier or later than the last one."""
         self.committed = step
         out.say("loaded", f"everybody goes on from a checkpoint of step {step}", step=step)
 
     def agree(
         self, generation: int, counts: Iterable[int], held: Mapping[str, dict], all_valid_from: Iterable[int]
     ) -> tuple[int, float | None, bool]:
-        """Of a generation whose members have applied ``counts`` steps, hold ``held`` and compute in ``all_valid_from``:
-        what is committed by that, and the norm and whether later work is void (core.messages.protocol.Resume).
+        """Decides where a generation goes on whose members have applied ``counts`` steps, hold ``held``, and whose data
+        is valid from ``all_valid_from``.
+
+        Returns the last step that is committed by that, the norm that the next one was rejected for, if it was, and
+        whether later work is discarded (core.messages.protocol.Resume).
         """
-        fewest, behind = min(counts), min(all_valid_from) < self._era
+        fewest, behind = min(counts), min(all_valid_from) < self._valid_from
         committed = fewest - self._unheard(fewest, held, behind)
         norm, rejected = self.validation.rejection(committed + 1), self._unheard(committed + 1, held, behind)
         if rejected:
-            self._era = generation
+            self._valid_from = generation
             self._contributions.discard_after(committed + 1)
             self.validation.discard_after(committed + 1)
         return committed, norm, rejected
 
     def resume(self, workers: Iterable[WorkerId], committed: int) -> None:
-        """``workers`` go on from there; whoever is ahead, and stays so, says it again."""
+        """Lets ``workers`` go on from step ``committed``; whoever is ahead, and stays so, says it again."""
         self._applied = dict.fromkeys(workers, committed)
 
     def _unheard(self, step: int, held: Mapping[str, dict], behind: bool) -> bool:
         """Whether ``step`` was rejected, and not everybody knew, or somebody is ``behind``: it has found out for itself
         and applied the step as all do by now, but a newer generation came before it heard that what others have
-        computed since is void.
+        computed since is discarded.
         """
         if self.validation.rejection(step) is None:
             return False

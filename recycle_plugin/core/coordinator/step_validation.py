@@ -1,10 +1,11 @@
-"""Whether a step's gradients could be applied as they were, judged after it has been applied.
+"""Step validation: whether a step's gradients could be applied as they were, judged after it has been applied.
 
 Clipping needs the norm over all stages, and whoever waits for it before stepping is not staggered any more.  With
 ``clip: validate`` a stage steps at once, with the gradients as they are, and says its share of the norm; the
 coordinator judges once it has every stage's.  Mostly the norm is below the limit, and nothing was waited for.  Where it
 is not, or is not finite, the step is *rejected*: whoever has applied it takes it back, everything computed with the
-rejected weights is void on all stages, and it is applied once more, clipped by the norm that is known now, or skipped.
+rejected weights is discarded on all stages, and it is applied once more, clipped by the norm that is known now, or
+skipped.
 
 A stage's share comes from whichever of its workers says it; they hold the same gradient.  It stays good over failures.
 """
@@ -17,13 +18,13 @@ ROUNDING = 1e-6  # DeepSpeed, as torch, clips by limit / (norm + 1e-6)
 
 
 def over(norm: float, limit: float) -> bool:
-    """Whether gradients of this norm can't be applied as they are; ``limit`` 0: any finite ones can."""
+    """Whether gradients of this norm can't be applied as they are; with ``limit`` 0 any finite ones can."""
     return not isfinite(norm) or norm + ROUNDING > (limit or inf)
 
 
 class StepValidation:
-    """Of a job of ``stages`` of so many ``shards`` whose gradients are clipped to ``limit``; ``skips``: steps whose
-    norm is not finite are skipped.
+    """The validation of the steps of a job of ``stages`` of so many ``shards``, whose gradients are clipped to
+    ``limit``.  ``skips``: steps whose norm is not finite are skipped.
 
     ``judged`` and ``rejected`` count the steps so far.
     """
@@ -35,7 +36,9 @@ class StepValidation:
         self.judged = self.rejected = 0
 
     def add(self, step: int, share: dict[str, float], shard: int = 0) -> float | None:
-        """The norm of ``step``, if with this share it is known, and the step is rejected."""
+        """Takes in a stage's share of the squared norm of ``step``; returns the norm, if with this share it is known,
+        and the step is rejected, else None.
+        """
         if step in self._norms:
             return self._again(step, share)
         shares = self._shares.setdefault(step, {})
@@ -47,7 +50,8 @@ class StepValidation:
         return self.rejection(step)
 
     def _again(self, step: int, share: dict[str, float]) -> float | None:
-        """``step`` was judged, and a stage whose sum was made again after a failure says its share once more.
+        """Takes in a share of ``step``, which was judged, once more, from a stage whose sum was made again after a
+        failure.
 
         That it is rounded otherwise changes nothing; but where it is not finite any more nobody there can apply it, and
         so all have to take the step back that they were to keep.
@@ -58,7 +62,7 @@ class StepValidation:
         return inf
 
     def rejection(self, step: int) -> float | None:
-        """The norm that ``step``, not committed yet, was rejected for."""
+        """The norm that ``step``, not committed yet, was rejected for; None where it was not."""
         norm = self._norms.get(step)
         return norm if norm is not None and over(norm, self._limit) else None
 
@@ -67,10 +71,11 @@ class StepValidation:
         return not isfinite(norm) and not self._skips
 
     def discard_after(self, after: int) -> None:
-        """What was said of the steps after ``after`` was computed with rejected weights."""
+        """Forgets what was said of the steps after ``after``, which was computed with rejected weights."""
         self._shares = {step: shares for step, shares in self._shares.items() if step <= after}
         self._norms = {step: norm for step, norm in self._norms.items() if step <= after}
 
     def committed(self, step: int) -> None:
+        """Forgets ``step`` and all before it, which are committed."""
         self._shares = {each: shares for each, shares in self._shares.items() if each > step}
         self._norms = {each: norm for each, norm in self._norms.items() if each > step}

@@ -1,9 +1,9 @@
-"""Which workers are slow: measured compute time per planned time, compared within a stage.
+"""A straggler detector: which workers are slow, by measured compute time per planned time, compared within a stage.
 
-A worker's pace is the time of its F, I, W and B of a step over what the cost model expects of just these, so it does
-not depend on how much work it has: taking work off a slow worker does not make it look fast.  What is announced changes
-only where the pace has been more than 30% away from it for three steps in a row, in the same direction, so noise around
-any level, the one at which a worker counts as slow included, changes nothing.
+A worker's *relative time* is the time of its F, I, W and B of a step over what the cost model expects of just these, so
+it does not depend on how much work it has: taking work off a slow worker does not make it look fast.  What is announced
+changes only where the relative time has been more than 30% away from it for three steps in a row, in the same
+direction, so noise around any level, the one at which a worker counts as slow included, changes nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from recycle_plugin.core.vocabulary.ids import Seat
 from recycle_plugin.core.vocabulary.roster import Group, Roster, WorkerId
 
 WIDTH = 1.3
-LIKE_OTHERS = 1.1  # the pace below which a slow worker is so no longer
+LIKE_OTHERS = 1.1  # the relative time below which a slow worker is so no longer
 STEPS = 3
 GRAIN = 10  # percent: plans for 200 and for 203 would be the same
 
 
 class StragglerDetector:
-    """``percent``: of slow seats, as announced, their time in percent of what their stage's others need."""
+    """The straggler detector of a job.  ``percent``: of slow seats, as announced, their time in percent of what their
+    stage's others need.
+    """
 
     def __init__(self) -> None:
         self.percent: dict[Seat, int] = {}
@@ -31,14 +33,17 @@ class StragglerDetector:
         self._recent: dict[Seat, deque[float]] = {}
 
     def add(self, message: ComputeTime) -> None:
+        """Takes in how long a worker has computed in a step."""
         self._said.setdefault(message.step, {})[message.worker] = message
 
     def committed(self, step: int, roster: Roster) -> None:
-        """``step`` is, so everybody who is alive has said how fast that went."""
+        """Compares the compute times of ``step`` and those before it within each stage, now that it is committed and
+        everybody who is alive has said them.  Costs time in proportion to the members.
+        """
         said = {older: self._said.pop(older) for older in sorted(self._said) if older <= step}
-        for paces in said.values():
+        for times in said.values():
             for stage in roster.live_stages:
-                self._compare(_by_seat(paces, roster.stage(stage)))
+                self._compare(_by_seat(times, roster.stage(stage)))
         for seat in (self.percent.keys() | self._recent.keys()) - roster.seats:
             self.percent.pop(seat, None)
             self._recent.pop(seat, None)
@@ -48,11 +53,13 @@ class StragglerDetector:
             usual = median_low(
                 measured.values()
             )  # of two the faster: the other may be slow, and it cannot be fast by mistake
-            for seat, pace in measured.items():
-                self._recent.setdefault(seat, deque(maxlen=STEPS)).append(max(1.0, pace / usual))
+            for seat, relative in measured.items():
+                self._recent.setdefault(seat, deque(maxlen=STEPS)).append(max(1.0, relative / usual))
 
     def news(self) -> dict[Seat, int]:
-        """Seats whose pace is no longer what was announced, and what it is; from now on that counts as announced."""
+        """The seats whose compute time is no longer what was announced, and what it is in percent; from now on that
+        counts as announced.
+        """
         found = {}
         for seat, recent in sorted(self._recent.items()):
             known = self.percent.get(seat, 100)
@@ -66,13 +73,13 @@ class StragglerDetector:
         return found
 
 
-def _by_seat(paces: Mapping[WorkerId, ComputeTime], members: Group) -> dict[Seat, float]:
-    """How long each seat has computed, of what was planned: as long as its slowest shard, since the others wait for
+def _by_seat(times: Mapping[WorkerId, ComputeTime], members: Group) -> dict[Seat, float]:
+    """The time that each seat has computed, over what was planned: that of its slowest shard, since the others wait for
     it.
     """
     slowest: dict[Seat, float] = {}
     for member in members:
-        pace = paces.get(member.worker)
-        if pace is not None and pace.spent_us and pace.nominal_us:
-            slowest[member.seat] = max(slowest.get(member.seat, 0.0), pace.spent_us / pace.nominal_us)
+        time = times.get(member.worker)
+        if time is not None and time.spent_us and time.nominal_us:
+            slowest[member.seat] = max(slowest.get(member.seat, 0.0), time.spent_us / time.nominal_us)
     return slowest

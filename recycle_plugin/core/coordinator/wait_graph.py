@@ -1,4 +1,6 @@
-"""Who waits for what from whom: what a job that stands still looks like, from the last beat of each of its workers."""
+"""The wait graph: who waits for what from whom, which is what a job that stands still looks like, from the last
+heartbeat of each of its workers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _AMONG = re.compile(r" among ranks (\d+(?:, \d+)*)")
 
 
 class Edge(NamedTuple):
-    """``who`` do the same, for ``for_s`` seconds at most: wait for ``what`` of ``whom``, or something else."""
+    """An edge of the wait graph: the members ``who`` do the same, for ``for_s`` seconds at most: wait for ``what`` of
+    ``whom``, or something else.
+    """
 
     who: Group
     at: str
@@ -40,14 +44,14 @@ class Edge(NamedTuple):
 
 
 def named(members: Group) -> str:
-    """Seats with their ranks; of many the first ones."""
+    """The seats of ``members`` with their ranks, in words; of many the first ones."""
     names = [f"{member.seat} (rank {member.rank})" for member in members[:NAMED]]
     more = [f"{len(members) - NAMED} more"] if len(members) > NAMED else []
     return f"seat{'s' * (len(members) > 1)} {', '.join(names + more)}"
 
 
 def wait_graph(roster: Roster, failure_detector: FailureDetector) -> list[Edge]:
-    """One edge for all that do the same, in the order of the first one's rank.
+    """The edges of the wait graph, one for all members that do the same, in the order of the first one's rank.
 
     Who waits for what one worker gives waits for that one; who waits for others to come to the same place waits for all
     that are elsewhere, and are to come.  Costs one look at each worker, and one more for each edge.
@@ -73,17 +77,20 @@ def _whom(at: str, what: str, who: list[Member], roster: Roster) -> Group:
 
 
 def _is_to_come(member: Member, what: str) -> bool:
-    """To a collective only members of its group are; a name that was cut off does not have all of them."""
+    """Whether ``member`` is to come to what is waited for.  To a collective only members of its group are; a name that
+    was cut off does not have all of them.
+    """
     group = _AMONG.search(what)
     return group is None or len(what) >= LONGEST or str(member.rank) in group[1].split(", ")
 
 
 def shown(edges: list[Edge]) -> str:
+    """The edges in words, in one line."""
     return "; ".join(map(str, edges))
 
 
 def records(edges: list[Edge]) -> list[dict]:
-    """For the run folder."""
+    """The edges as data, for the run folder."""
     return [
         {
             "who": [str(member.seat) for member in edge.who],

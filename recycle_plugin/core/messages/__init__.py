@@ -1,1 +1,1 @@
-"""What workers, supervisors and the coordinator say to each other, and how it becomes bytes."""
+"""The messages that workers, supervisors and the coordinator exchange, and how they become bytes."""

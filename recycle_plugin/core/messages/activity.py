@@ -1,4 +1,4 @@
-"""What a worker is at, in the words of its heartbeats, which the failure detector and the wait graph read."""
+"""The words of heartbeats for what a worker is doing, which the failure detector and the wait graph read."""
 
 from __future__ import annotations
 
@@ -9,5 +9,7 @@ LONGEST = 200  # characters of what a worker is at: a group of a thousand has a 
 
 
 def awaited(datum: object, source: Seat) -> str:
-    """The name of a wait for what one worker gives, by which the graph knows whose it is."""
+    """The name of a wait for ``datum`` from the worker at ``source``, by which the wait graph knows whom it waits
+    for.
+    """
     return f"{datum} from seat {source}"

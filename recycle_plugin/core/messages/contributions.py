@@ -1,12 +1,13 @@
-"""Numbers of a step that all workers contribute to and all need: losses by micro-batch, squared norms by stage.
+"""Contributions: numbers of a step that all workers add to and all need, losses by micro-batch and squared norms by
+stage.
 
 What is complete is told to all *once*, and is the step's for good.  A stage whose sum is made again after a failure may
 find another last digit of its share, and somebody may have stepped with the norm that was told before: a second one
-would clip replicas by two factors. Everybody has heard of the first before it hears of any later change of the
+would clip replicas by two factors.  Everybody has heard of the first before it hears of any later change of the
 membership (one connection, in order), and keeps it (core/worker/control_view.py).
 
 Nothing here belongs to a membership: a share, or a loss, is of the step's micro-batches, whoever computed it.  So what
-is incomplete stays good over failures too, and it does not matter when it was sent; only what is *void*
+is incomplete stays good over failures too, and it does not matter when it was sent; only what is *discarded*
 (core/coordinator/step_validation.py) counts no more.
 
 Every shard of a seat says its own, and a set is complete when all have.  Losses are the same from all; a norm's shares
@@ -25,7 +26,7 @@ SHARE = "share"  # the same of a step that is validated after it was applied; no
 
 
 class Contributions:
-    """What has come of each (step, name), from seats of so many ``shards``."""
+    """The numbers that have come of each (step, name), from seats of so many ``shards``."""
 
     def __init__(self, shards: int = 1) -> None:
         self._shards = shards
@@ -33,7 +34,9 @@ class Contributions:
         self._told: set[tuple[int, str]] = set()
 
     def add(self, message: Contribution) -> dict | None:
-        """All numbers of that name, sorted by key, if this makes them complete."""
+        """Takes ``message`` in; returns all numbers of its step and name, sorted by key, if that makes them complete,
+        else None.
+        """
         key = message.step, message.name
         if key in self._told:
             return None  # after a failure it is said once more
@@ -45,12 +48,14 @@ class Contributions:
         return _over_shards(message.name, self._values.pop(key))
 
     def discard_after(self, after: int) -> None:
-        """What was said of the steps after ``after`` counts no more."""
+        """Forgets what was said of the steps after ``after``: it was computed with rejected weights."""
         self._values = {key: values for key, values in self._values.items() if key[0] <= after}
         self._told = {key for key in self._told if key[0] <= after}
 
     def committed(self, step: int) -> Iterator[tuple[int, dict]]:
-        """``step`` is, and what is not here by now has gone down with somebody: (step, the losses that are)."""
+        """Forgets ``step`` and all before it, which are committed; gives (step, losses) of those whose losses are
+        incomplete, since the missing ones have gone down with a worker.
+        """
         for key in sorted(key for key in self._values if key[0] <= step):
             values = self._values.pop(key)
             if key[1] == LOSS:
@@ -59,7 +64,7 @@ class Contributions:
 
 
 def _over_shards(name: str, values: dict[int, dict]) -> dict:
-    """By key, in order."""
+    """The numbers of all shards by key, in order: losses as they are, squared norms added up."""
     found: dict = {}
     for _, each in sorted(values.items()):
         found |= each if name == LOSS else {key: found.get(key, 0.0) + value for key, value in each.items()}

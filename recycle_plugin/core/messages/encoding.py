@@ -1,4 +1,4 @@
-"""Messages as bytes: frames of a fixed head and a msgpack body.
+"""Encoding of messages as bytes: frames of a fixed head and a msgpack body.
 
 The head is two letters, the *version* (a checksum of what every message has in it, so nobody can forget to count it up)
 and the body's length.  All of it is looked at before a byte of the body is, and so is a limit on that length.  The body
@@ -29,7 +29,9 @@ LARGEST = 127  # bytes of one
 
 
 class Language:
-    """What is said on lines of one sort: messages of these ``kinds``."""
+    """The messages that are said on connections of one sort: those of ``kinds``, whose order numbers them.  ``version``
+    is a checksum of their names, fields and types.
+    """
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
         self._kinds = kinds
@@ -37,8 +39,8 @@ class Language:
         self.version = crc32("\n".join(form_of(kind).text for kind in kinds).encode())
 
     def encode(self, message: object) -> bytes:
-        """One frame.  TypeError where a field holds what nobody could read, ValueError where the message is too
-        long.
+        """The frame of ``message``, as bytes.  Raises TypeError where a field holds what nobody could read, and
+        ValueError where the message is too long.
         """
         body = msgpack.packb(
             (self._numbers[type(message)], *values(message)), default=_other, unicode_errors="surrogatepass"
@@ -48,7 +50,9 @@ class Language:
         return HEAD.pack(MAGIC, self.version, len(body)) + body
 
     def size(self, head: bytes, limit: int = LIMIT) -> int | Unreadable:
-        """Of the body that comes behind ``head``, of which all has come."""
+        """The bytes of the body that comes behind ``head``, of which all has come; an Unreadable where this is no head
+        of this version, or announces more than ``limit``.
+        """
         magic, version, size = HEAD.unpack_from(head)
         if magic != MAGIC:
             return Unreadable("a frame", f"begins with {bytes(head[: HEAD.size])!r}, and no message does")
@@ -62,6 +66,7 @@ class Language:
         return size
 
     def message(self, body: bytes) -> object:
+        """The message whose body is ``body``, or an Unreadable."""
         try:
             plain = msgpack.unpackb(
                 body, ext_hook=_extension, unicode_errors="surrogatepass", max_array_len=MOST, max_map_len=MOST
@@ -79,7 +84,7 @@ encode = CONTROL.encode
 
 
 def decode(frame: bytes) -> object:
-    """Inverse of :func:`encode`, of one whole frame; an Unreadable where it is none."""
+    """The message in one whole frame, as :func:`encode` makes it; an Unreadable where it is none."""
     frames = Frames()
     frames.feed(frame)
     message = frames.take()
@@ -91,13 +96,16 @@ def decode(frame: bytes) -> object:
 
 
 class Frames:
-    """Puts together what comes in pieces; no body is longer than ``limit``."""
+    """A buffer that puts together messages that come in pieces.  A body longer than ``limit`` bytes is an
+    Unreadable.
+    """
 
     def __init__(self, limit: int = LIMIT) -> None:
         self._limit = limit
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> None:
+        """Adds bytes that have come."""
         self._rest += data
 
     @property
@@ -106,7 +114,7 @@ class Frames:
         return bool(self._rest)
 
     def take(self) -> object | None:
-        """The next message, None while it is not whole.
+        """Takes the next message out; None while it is not whole.
 
         After an Unreadable nothing is known of where the next would begin.
         """
@@ -124,7 +132,7 @@ class Frames:
 
 
 def _other(thing: object) -> object:
-    """What msgpack does not know."""
+    """A value that msgpack does not know, as one that it does.  Raises TypeError for a number of too many bits."""
     if type(thing) is int:
         if thing.bit_length() >= 8 * LARGEST:
             raise TypeError(f"a number of {thing.bit_length()} bits can't be written down")

@@ -1,4 +1,4 @@
-"""What the coordinator has to know of a run: the same on every worker, or they can't train together."""
+"""The description of a job for the coordinator: it has to be the same on every worker, or they can't train together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the coordinator listens for who wants the job's metrics; port 0: one that is free."""
+    """The address at which the coordinator serves the job's metrics; port 0 stands for one that is free."""
 
     address: str
     port: int
@@ -20,7 +20,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """As its workers ask for it; the ``start`` event shows it to the user, field by field.
+    """The job that its workers ask for; the ``start`` event shows it to the user, field by field.
 
     ``batch``: samples in a step of all replicas.  ``clipping``: the limit of the gradient norm, 0 for none.
     ``arithmetic``: in exact mode, what decides how operations round.  Times are in seconds.  The others are the
@@ -56,4 +56,5 @@ class JobSpec:
 
     @property
     def shape(self) -> Topology:
+        """The job's topology."""
         return Topology(self.replicas, self.stages, self.micro_batches, self.ties)

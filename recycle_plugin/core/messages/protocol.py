@@ -21,13 +21,16 @@ TRY_AGAIN = 75
 
 @dataclass(frozen=True)
 class OfWorker:
-    """From a worker, or about it: which of the processes that have had its rank is meant."""
+    """A message from a worker, or about it: ``rank`` and ``incarnation`` say which of the processes that have had its
+    rank is meant.
+    """
 
     rank: int
     incarnation: int = field(default=0, kw_only=True)
 
     @property
     def worker(self) -> WorkerId:
+        """The identity of the process that is meant."""
         return WorkerId(self.rank, self.incarnation)
 
 
@@ -36,7 +39,7 @@ class OfWorker:
 
 @dataclass(frozen=True)
 class Hello:
-    """First message of every connection.
+    """The first message of every connection.
 
     ``role`` is ``worker`` or ``supervisor``, or ``placing``: a supervisor that has no rank of its own yet.
     """
@@ -49,7 +52,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker's engine stands: it asks to take part."""
+    """A worker's engine stands, and it asks to take part: ``stepped`` steps are applied in its state."""
 
     member: Member
     stepped: int
@@ -57,16 +60,19 @@ class Ready:
 
     @property
     def worker(self) -> WorkerId:
+        """The identity of the process that asks."""
         return self.member.worker
 
 
 @dataclass(frozen=True)
 class SurvivorReport(OfWorker):
-    """The worker has stopped for ``generation``: it has applied ``stepped`` steps, made the plan ``digest``, by which a
-    step takes ``period_us``, and no plan's takes less than ``bound_us``, and still holds ``held``
-    (core.vocabulary.dataflow.pack), and of plain iterators' data ``drawn`` (core.vocabulary.iterator_draws.pack).
-    ``loaded``: its state is that of a checkpoint that all have loaded.  ``valid_from``: core.worker.step_store's, in
-    which it computes.
+    """A worker has stopped for ``generation``, and says what it has.
+
+    It has applied ``stepped`` steps, made the plan ``digest``, by which a step takes ``period_us``, while no plan's
+    takes less than ``bound_us``, and still holds ``held`` (core.vocabulary.dataflow.pack), and of plain iterators' data
+    ``held_draws`` (core.vocabulary.iterator_draws.pack).  ``timings``: seconds that it took to notice and to plan.
+    ``loaded``: its state is that of a checkpoint that all have loaded.  ``valid_from``: the generation from which data
+    is valid there (core/worker/step_store.py).
     """
 
     generation: int
@@ -83,16 +89,17 @@ class SurvivorReport(OfWorker):
 
 @dataclass(frozen=True)
 class CheckpointLoaded(OfWorker):
-    """The worker has the state of a checkpoint that all were to load."""
+    """A worker has the state of a checkpoint that all were to load."""
 
     generation: int
 
 
 @dataclass(frozen=True)
 class Resized(OfWorker):
-    """The worker plans for another number of micro-batches from the next step on, as all do that have met before.
+    """A worker plans for another number of micro-batches from the next step on, as all do that have passed the barrier
+    before.
 
-    ``batch``: samples in a step of all replicas; ``full_us``: the planned period with everybody there.
+    ``batch``: samples in a step of all replicas; ``full_us``: the planned period in microseconds with everybody there.
     """
 
     generation: int
@@ -103,7 +110,7 @@ class Resized(OfWorker):
 
 @dataclass(frozen=True)
 class Stepped(OfWorker):
-    """The worker has applied ``step``."""
+    """A worker has applied ``step``."""
 
     generation: int
     step: int
@@ -111,7 +118,7 @@ class Stepped(OfWorker):
 
 @dataclass(frozen=True)
 class Fingerprint(OfWorker):
-    """A hash of the worker's state after ``step``; said before :class:`Stepped`.
+    """A hash of a worker's state after ``step``; said before :class:`Stepped`.
 
     ``tied``: of each weight that other stages have too, by name.
     """
@@ -123,10 +130,10 @@ class Fingerprint(OfWorker):
 
 @dataclass(frozen=True)
 class ComputeTime(OfWorker):
-    """The worker has computed for ``spent_us`` in ``step``, and ``nominal_us`` is what that should take; said before
-    :class:`Stepped`.
+    """A worker has computed for ``spent_us`` microseconds in ``step``, and ``nominal_us`` is what that should take;
+    said before :class:`Stepped`.
 
-    ``again_us``: of the first, on what had been another worker's, or on what it had computed before.
+    ``again_us``: the part of the first that went to what had been another worker's, or to what it had computed before.
     """
 
     step: int
@@ -137,7 +144,8 @@ class ComputeTime(OfWorker):
 
 @dataclass(frozen=True)
 class Contribution(OfWorker):
-    """Named numbers of one step that everybody needs (losses by micro-batch, squared norms by stage).
+    """A worker's part of named numbers of one step that everybody needs (losses by micro-batch, squared norms by
+    stage).
 
     They are complete when ``expected`` keys are there, of each ``shard``.
     """
@@ -151,7 +159,7 @@ class Contribution(OfWorker):
 
 @dataclass(frozen=True)
 class BarrierReached(OfWorker):
-    """The worker is at ``place`` of what all do together outside a step (core.coordinator.barriers), with ``values``
+    """A worker has reached the barrier named ``place``, outside a step (core/coordinator/barriers.py), with ``values``
     for everybody.
     """
 
@@ -162,14 +170,14 @@ class BarrierReached(OfWorker):
 
 @dataclass(frozen=True)
 class Leaving(OfWorker):
-    """The worker wants to go at a commit line: a planned leave, no failure."""
+    """A worker wants to go at a commit line: a planned leave, no failure."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Left(OfWorker):
-    """The worker goes now, after everybody's commit, with exit code ``code``.
+    """A worker goes now, after everybody's commit, with exit code ``code``.
 
     ``planned``: since the step has come before which it was to leave; else its script is through, after ``step``.
     """
@@ -181,7 +189,7 @@ class Left(OfWorker):
 
 @dataclass(frozen=True)
 class Exited(OfWorker):
-    """The supervisor saw its worker's process end.  ``code`` is negative for a signal."""
+    """A supervisor saw its worker's process end.  ``code`` is negative for a signal; ``at`` is the time in seconds."""
 
     code: int
     at: float
@@ -189,8 +197,8 @@ class Exited(OfWorker):
 
 @dataclass(frozen=True)
 class Unguarded(OfWorker):
-    """The supervisor's own guard, the process ``pid`` that the launcher has started for the rank, is gone, and takes
-    the worker with it.
+    """A supervisor's own guard, the process ``pid`` that the launcher has started for the rank, is gone, and takes the
+    worker with it.
     """
 
     pid: int
@@ -198,8 +206,8 @@ class Unguarded(OfWorker):
 
 @dataclass(frozen=True)
 class Heartbeat(OfWorker):
-    """From a thread of the worker's, every so often: it has finished ``done`` instructions, the last ones of ``step``,
-    and is ``at`` ``what`` (core.coordinator.failure_detector).
+    """A worker's heartbeat, from a thread of its own, every so often: it has finished ``done`` instructions, the last
+    ones of ``step``, and ``at`` and ``what`` say what it is doing (core/messages/activity.py).
 
     ``number`` comes back in :class:`Lease`.
     """
@@ -213,9 +221,10 @@ class Heartbeat(OfWorker):
 
 @dataclass(frozen=True)
 class Missing(OfWorker):
-    """``what`` has not come from seat ``source`` for long, and both are there: the line between them is broken.
+    """A worker has waited long for ``what`` from seat ``source``, and both are there: the connection between them is
+    broken.
 
-    ``source`` is empty where ``what`` is a collective, which does not say whose line it is.
+    ``source`` is empty where ``what`` is a collective, which does not say whose connection it is.
     """
 
     generation: int
@@ -225,8 +234,8 @@ class Missing(OfWorker):
 
 @dataclass(frozen=True)
 class SupervisorHeartbeat(OfWorker):
-    """From the supervisor, every so often: its worker's process is there, whether it is stopped, and how many seconds
-    it has used a CPU, or waited for one or for a disk, None where that can't be read.
+    """A supervisor's heartbeat, every so often: its worker's process is there, whether it is stopped, and how many
+    seconds it has used a CPU, or waited for one or for a disk, None where that can't be read.
     """
 
     stopped: bool
@@ -235,7 +244,7 @@ class SupervisorHeartbeat(OfWorker):
 
 @dataclass(frozen=True)
 class Terminate:
-    """The job is to end at the next commit.
+    """Somebody asks for the job's end at the next commit.
 
     ``host``: where the supervisor of ``rank`` has got what ``reason`` names, a signal; empty: another reason.
     """
@@ -247,14 +256,14 @@ class Terminate:
 
 @dataclass(frozen=True)
 class Fatal(OfWorker):
-    """The worker met something after which nobody can go on."""
+    """A worker has come upon something after which nobody can go on."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Crashed(OfWorker):
-    """The worker's script has ended with ``error``, in a line, and the process ends with it.
+    """A worker's script has ended with ``error``, in a line, and the process ends with it.
 
     ``trace``: the traceback, if there is one; ``step``: the last one that was begun.
     """
@@ -266,7 +275,7 @@ class Crashed(OfWorker):
 
 @dataclass(frozen=True)
 class Note(OfWorker):
-    """Something to be said and logged: see :class:`Event`."""
+    """A worker has something to be said and logged: see :class:`core.coordinator.output.Event`."""
 
     kind: str
     text: str
@@ -278,8 +287,8 @@ class Note(OfWorker):
 
 @dataclass(frozen=True)
 class Welcome:
-    """Answer to a Hello: where the job's key-value store listens, and the job's name; to a worker also which one of its
-    rank it is.
+    """The coordinator's answer to a Hello: where the job's key-value store listens, and the job's name; to a worker
+    also which incarnation of its rank it is.
     """
 
     store_port: int
@@ -289,16 +298,17 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Placed:
-    """To a supervisor that was placing: the rank of its worker."""
+    """The coordinator's answer to a supervisor that was placing: the rank of its worker."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A version of the membership.  ``from_step`` 0: at once, leave what you do; otherwise from that step on.
+    """A version of the membership.  ``from_step`` 0: it holds at once, leave what you do; otherwise from that step on.
 
-    ``slowness``: as core.vocabulary.cost.CostModel's, of what was measured.
+    ``slowness``: seats and percent that were measured, as in core.vocabulary.cost.CostModel.  ``at``: when it was made,
+    in seconds.
     """
 
     number: int
@@ -310,6 +320,7 @@ class Generation:
 
     @cached_property
     def roster(self) -> Roster:
+        """The members as a roster."""
         return Roster(self.members)
 
 
@@ -318,9 +329,9 @@ class Resume:
     """Everybody in ``generation`` has reported: go on behind step ``committed``, with what each seat holds of later
     ones.
 
-    ``held``, ``drawn``: by the seat's text form, as reported.  ``norm``: where the next step was rejected
-    (core.coordinator.step_validation), why; ``rejected``: not everybody knew that, so what was computed after it counts
-    nowhere.
+    ``held``, ``held_draws``: by the seat's text form, as reported.  ``norm``: where the next step was rejected
+    (core/coordinator/step_validation.py), why; ``rejected``: not everybody knew that, so what was computed after it
+    counts nowhere.
     """
 
     generation: int
@@ -333,7 +344,8 @@ class Resume:
 
 @dataclass(frozen=True)
 class Lease:
-    """The beat ``number`` has come: until ``for_s`` after it was sent, this worker is not given up for its silence.
+    """The heartbeat ``number`` has come: until ``for_s`` seconds after it was sent, this worker is not given up for its
+    silence.
 
     To a supervisor: its :class:`Exited` has come.
     """
@@ -356,7 +368,7 @@ class Fence(OfWorker):
 class Committed:
     """All stages have applied ``step``: its effects stay.
 
-    ``figures``: core.coordinator.step_figures's, for the user's monitors.
+    ``figures``: those of core.coordinator.step_figures, for the user's monitors.
     """
 
     step: int
@@ -365,7 +377,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Collected:
-    """A complete set of contributions: the only one of its step and name, but where that is void."""
+    """A complete set of contributions: the only one of its step and name, unless that is discarded."""
 
     step: int
     name: str
@@ -374,7 +386,9 @@ class Collected:
 
 @dataclass(frozen=True)
 class BarrierPassed:
-    """Everybody has arrived at ``place``; nobody has started ``from_step`` yet, or will before reading this."""
+    """Everybody has arrived at the barrier named ``place``; nobody has started ``from_step`` yet, or will before
+    reading this.  ``values``: what all have brought along.
+    """
 
     place: str
     values: dict[str, Any]
@@ -396,7 +410,7 @@ class End:
 
 @dataclass(frozen=True)
 class Over:
-    """To supervisors: the job is over, go with ``code`` once your worker is gone."""
+    """The job is over: supervisors are to go with ``code`` once their worker is gone."""
 
     code: int
 

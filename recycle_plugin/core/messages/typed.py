@@ -1,4 +1,5 @@
-"""Values of this package's types from plain ones (numbers, texts, lists, dicts), as a wire or a file has them.
+"""Typed values from plain ones: objects of this package's classes from the numbers, texts, lists and dicts that a wire
+or a file has.
 
 The annotations say what is taken, and nothing else is.  A dataclass or a named tuple is the list of its fields' values
 (on the wire), or a dict of them by name (in files, where those with a default may be missing); an enumeration's member
@@ -24,8 +25,8 @@ SHOWN = 80  # characters of a value that does not fit
 
 @dataclass(frozen=True)
 class Unreadable:
-    """What does not say what it should: ``what`` of it, a field by its dotted name mostly, and ``why``, which goes on
-    from there: "is '2', …".
+    """A value that can't be read: ``what`` names the part of it that is wrong, a field by its dotted name mostly, and
+    ``why`` goes on from there: "is '2', …".
     """
 
     what: str
@@ -36,7 +37,7 @@ class Unreadable:
 
 
 class _Wrong(Exception):
-    """Only between here and :func:`read`, which makes a value of it."""
+    """A value does not fit; raised only between here and :func:`read`, which makes an Unreadable of it."""
 
     def __init__(self, why: str) -> None:
         self.why, self.path = why, ""
@@ -47,7 +48,7 @@ class _Wrong(Exception):
 
 
 class TypeForm(NamedTuple):
-    """Of the values of one annotation.
+    """The way in which the values of one annotation are read.
 
     ``kinds``: types whose values stand as they are; ``make`` takes any other, and raises _Wrong.
 
@@ -60,7 +61,9 @@ class TypeForm(NamedTuple):
 
 
 def read(kind: type[T], plain: object, name: str) -> T | Unreadable:
-    """``plain`` as a ``kind``; ``name``: what it is called where it does not fit."""
+    """The value of type ``kind`` that ``plain`` stands for, or an Unreadable.  ``name``: what it is called where it
+    does not fit.
+    """
     form = form_of(kind)
     try:
         return plain if type(plain) in form.kinds else form.make(plain)
@@ -69,9 +72,8 @@ def read(kind: type[T], plain: object, name: str) -> T | Unreadable:
 
 
 def values(thing: object) -> tuple:
-    """A dataclass's fields, as :func:`read` takes them back; those that are dataclasses too stay so.
-
-    TypeError where it is none.
+    """The values of a dataclass's or named tuple's fields, as :func:`read` takes them back; those that are dataclasses
+    too stay so.  Raises TypeError for anything else.
     """
     return _getter(type(thing))(thing)
 
@@ -81,7 +83,7 @@ def values(thing: object) -> tuple:
 
 @cache
 def form_of(hint: Any) -> TypeForm:
-    """TypeError where there is no rule for it."""
+    """The form of the annotation ``hint``.  Raises TypeError where there is no rule for it."""
     if hint is Any:
         return TypeForm("plain", frozenset(SCALARS), _plain)
     if hint in SCALARS:  # a whole number is a float too, and a flag is no number
@@ -108,7 +110,7 @@ def _refusal(text: str) -> Callable[[Any], Any]:
 
 
 def shown(plain: Any) -> str:
-    """In one line, and the beginning of it where it is long."""
+    """The text of ``plain`` in one line, and only the beginning of it where it is long."""
     try:
         text = repr(plain)
     except RecursionError:  # msgpack reads what is nested more deeply than Python writes
@@ -117,7 +119,7 @@ def shown(plain: Any) -> str:
 
 
 def _union(forms: list[TypeForm]) -> TypeForm:
-    """Of scalars, and at most one form of more than that."""
+    """The form of a union of scalars, and at most one form of more than that."""
     text, kinds = " | ".join(form.text for form in forms), frozenset().union(*(form.kinds for form in forms))
     makers = [form.make for form in forms if not form.kinds]
     if len(makers) > 1:
@@ -137,7 +139,7 @@ def _enumeration(kind: type[Enum]) -> TypeForm:
 
 
 def _each(form: TypeForm, plain: list) -> list:
-    """One look at each, in the quickest way where all stand as they are."""
+    """The values of a list, each read by ``form``, in the quickest way where all stand as they are."""
     if form.kinds.issuperset(map(type, plain)):
         return plain
     made = []
@@ -220,7 +222,7 @@ def _record(kind: type) -> TypeForm:
 
 
 def _by_name(kind: type, forms: dict[str, TypeForm], defaults: frozenset[str], plain: dict) -> Any:
-    """As files have it."""
+    """The object of class ``kind`` from a dict of its fields by name, as files have it."""
     made = {}
     for name, form in forms.items():
         if name in plain:
@@ -246,7 +248,9 @@ def _builder(kind: type, names: tuple[str, ...]) -> Callable[[list], Any]:
 
 
 def _built(kind: type, by_place: Any, by_name: dict) -> Any:
-    """What a constructor does not take, of values of the right types, it refuses with a ValueError."""
+    """The object of class ``kind``; values of the right types that its constructor refuses with a ValueError are
+    wrong.
+    """
     try:
         return kind(*by_place, **by_name)
     except ValueError as error:
@@ -254,7 +258,7 @@ def _built(kind: type, by_place: Any, by_name: dict) -> Any:
 
 
 def _plain(plain: Any, depth: int = 0) -> Any:
-    """As it is, once it is known to be made of nothing else."""
+    """The value as it is, once it is known to be made of nothing but plain values."""
     if depth >= DEEPEST:
         raise _Wrong(f"is more than {DEEPEST} lists and dicts deep")
     if type(plain) is not list and not (type(plain) is dict and TEXT.issuperset(map(type, plain))):
@@ -272,8 +276,8 @@ def _plain(plain: Any, depth: int = 0) -> Any:
 
 @cache
 def names_of(kind: type) -> tuple[str, ...]:
-    """The fields of a dataclass or named tuple in the order of its list: those that are only given by name come
-    last.
+    """The names of the fields of a dataclass or named tuple, in the order of its list: those that are only given by
+    name come last.
     """
     if not is_dataclass(kind):
         return kind._fields

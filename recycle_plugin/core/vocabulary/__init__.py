@@ -1,3 +1,3 @@
-"""What every worker and the coordinator mean by the same word, and what follows from it alike for all: shapes,
-instructions, plans, what has to run again.
+"""The words that every worker and the coordinator share, and the rules that follow from them alike for all: shapes,
+instructions, plans, what has to run again after a failure.
 """

@@ -18,7 +18,9 @@ from recycle_plugin.core.vocabulary.topology import Topology
 
 
 class Block(NamedTuple):
-    """The ``number``-th of ``replica``; sorted, blocks are in the order in which their sums are added."""
+    """Block ``number`` (from 0) of ``replica``'s micro-batches on one stage.  Sorted, blocks are in the order in which
+    their sums are added.
+    """
 
     replica: int
     number: int
@@ -26,20 +28,27 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Blocks:
-    """Of a job of ``topology``: ``size`` micro-batches each, a replica's last one perhaps fewer."""
+    """The blocks of a job of shape ``topology``: ``size`` consecutive micro-batches each, a replica's last one perhaps
+    fewer.
+    """
 
     topology: Topology
     size: int
 
     def of(self, micro_batch: MicroBatch) -> Block:
+        """The block that ``micro_batch`` belongs to."""
         return Block(micro_batch.replica, micro_batch.index // self.size)
 
     def before(self, micro_batch: MicroBatch) -> MicroBatch | None:
-        """Whose weight gradient is added to the block's sum right before; None: it is the first."""
+        """The micro-batch whose weight gradient is added to the block's sum right before this one's; None for a block's
+        first.
+        """
         return MicroBatch(micro_batch.replica, micro_batch.index - 1) if micro_batch.index % self.size else None
 
     def members(self) -> dict[Block, tuple[MicroBatch, ...]]:
-        """Every block's micro-batches, all in the order of their sum."""
+        """The micro-batches of every block, in the order in which their weight gradients are added.  Costs time in
+        proportion to the micro-batches of a step.
+        """
         found: dict[Block, list[MicroBatch]] = {}
         for micro_batch in self.topology.batch:
             found.setdefault(self.of(micro_batch), []).append(micro_batch)

@@ -1,4 +1,4 @@
-"""What workers are suspected of, and given up for: few words, so that failures can be counted by them."""
+"""The causes for which workers are suspected and given up: few words, so that failures can be counted by them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from enum import Enum
 
 
 class Cause(Enum):
-    """The value stands in the events ``lost`` and ``suspected``, and labels metrics: it stays the same from release to
-    release.
+    """A reason to suspect a worker or to give it up.  The value stands in the events ``lost`` and ``suspected``, and
+    labels metrics: it stays the same from release to release.
     """
 
     ERROR = "error"  # its script ended with an error

@@ -24,35 +24,44 @@ def unstarted(committed: int) -> int:
 
 
 class StepMachine:
-    """Counts of a worker: ``stepped`` steps applied here, ``committed`` steps that stay for good."""
+    """The step counts of one worker: ``stepped`` steps are applied here, and ``committed`` steps stay for good."""
 
     def __init__(self, stepped: int) -> None:
         self.stepped = stepped
         self.committed = stepped
 
     def may_apply(self, step: int) -> bool:
-        """Whether the undo record of the step before is free to be overwritten."""
+        """Whether ``step`` may be applied here: the undo record of the step before is free to be overwritten."""
         return self.committed >= step - 1
 
     def applied(self, step: int) -> None:
+        """Counts ``step`` as applied.  Raises AssertionError unless it is the next one and :meth:`may_apply` allows
+        it.
+        """
         if step != self.stepped + 1 or not self.may_apply(step):
             raise AssertionError(f"step {step} applied after {self.stepped} steps, of which {self.committed} committed")
         self.stepped = step
 
     def commit(self, step: int) -> None:
-        """News from the coordinator.  It never runs ahead of this worker's own step."""
+        """Takes in the coordinator's news that ``step`` is committed.  Raises AssertionError where that step has not
+        been applied here yet, since a commit never runs ahead of a worker.
+        """
         if step > self.stepped:
             raise AssertionError(f"step {step} committed, but only {self.stepped} applied here")
         self.committed = max(self.committed, step)
 
     def rewind(self, step: int) -> None:
-        """The state of ``step``, which all have loaded, takes the place of the last one."""
+        """Sets both counts to ``step``, whose state everybody has loaded from a checkpoint.  Raises AssertionError
+        while a step is applied here and not committed.
+        """
         if self.stepped > self.committed:
             raise AssertionError(f"a checkpoint loaded while step {self.stepped} is applied and not committed")
         self.stepped = self.committed = step
 
     def resume(self, committed: int, undo: bool) -> None:
-        """Everybody goes on from ``committed``.  ``undo``: this worker, which is ahead, takes its last step back."""
+        """Goes on from step ``committed`` after a membership change.  With ``undo`` this worker, which is one step
+        ahead, takes its last step back.  Raises AssertionError where the counts do not fit.
+        """
         ahead = self.stepped - committed
         if ahead not in (0, 1) or committed < self.committed or (undo and not ahead):
             raise AssertionError(

@@ -1,4 +1,4 @@
-"""What instructions cost, in integer microseconds (or in ticks, where a schedule is drawn)."""
+"""The cost model: what each instruction costs, in integer microseconds (or in ticks, where a schedule is drawn)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class CostModel:
             raise ValueError(f"costs.slowness = {self.slowness}: percent of the stage's time, at least 1")
 
     def slowed(self, measured: tuple[tuple[Seat, int], ...]) -> CostModel:
-        """With the ``slowness`` that was measured beside, and in place of, what was known before."""
+        """A copy in which the measured ``slowness`` (seats and percent) is added to, and replaces, what was known
+        before.
+        """
         return replace(self, slowness=tuple(sorted({**dict(self.slowness), **dict(measured)}.items())))
 
     @classmethod
@@ -67,7 +69,9 @@ class CostModel:
         reduce: int = 0,
         step: int = 0,
     ) -> CostModel:
-        """The same costs on every stage; the default is the papers' F = I = W = 1."""
+        """A cost model with the same costs on every one of ``stages`` stages; the default is the papers' F = I = W
+        = 1.
+        """
         return cls(
             (forward,) * stages,
             (input,) * stages,
@@ -79,6 +83,7 @@ class CostModel:
 
     @property
     def stages(self) -> int:
+        """The number of pipeline stages."""
         return len(self.forward)
 
     def of(self, op: Op, stage: int, seat: Seat | None = None) -> int:
@@ -103,11 +108,13 @@ class CostModel:
         return spent if percent == 100 else -(-spent * percent // 100)
 
     def percent(self, seat: Seat) -> int:
-        """How long ``seat``'s worker takes, in percent of its stage's cost."""
+        """The time that the worker at ``seat`` takes, in percent of its stage's cost; 100 unless it is in
+        ``slowness``.
+        """
         return self._percent.get(seat, 100)
 
     def transfer(self, sender: Seat, receiver: Seat) -> int:
-        """Microseconds from a boundary tensor's being made to its being there."""
+        """The microseconds from when a boundary tensor is made at ``sender`` until it is at ``receiver``."""
         across = self.communication_across
         return self.communication if across is None or sender.replica == receiver.replica else across
 

@@ -18,8 +18,9 @@ TRAVELS = frozenset({"act", "grad"})
 
 
 class Datum(NamedTuple):
-    """Something an instruction makes: ``data act grad stash inner wgrad reduced tied norm params``; besides, ``drawn``
-    from an iterator, and a ``loss``.
+    """A value that an instruction makes, of kind ``data``, ``act``, ``grad``, ``stash``, ``inner``, ``wgrad``,
+    ``reduced``, ``tied``, ``norm`` or ``params``; besides these, ``drawn`` from an iterator, and a ``loss``.
+    ``micro_batch`` is None where the value is of the whole stage.
     """
 
     kind: str
@@ -36,8 +37,8 @@ class Datum(NamedTuple):
 
 
 def goes_to(datum: Datum, stages: int) -> int | None:
-    """The stage that a boundary tensor is made for, of ``stages``; None where there is none behind the last or before
-    the first.
+    """The stage that consumes a boundary tensor, in a pipeline of ``stages`` stages; None for an activation of the last
+    stage and a gradient of the first.
     """
     stage = datum.stage + (1 if datum.kind == "act" else -1)
     return stage if 0 <= stage < stages else None
@@ -50,7 +51,7 @@ def requires(
     tied: bool = False,
     drawn: bool = False,
 ) -> tuple[Datum, ...]:
-    """What must exist before ``instruction`` runs, in a pipeline of ``stages`` stages.
+    """The data that must exist before ``instruction`` runs, in a pipeline of ``stages`` stages.
 
     ``own``: the micro-batches that this worker runs on its stage; REDUCE needs all their weight gradients.  ``tied``:
     the stage shares weights, so that what is judged and applied is the sum over all stages that do.  ``drawn``: data is
@@ -91,7 +92,7 @@ def requires(
 
 
 def consumes(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
-    """Of what ``instruction`` requires, what is gone afterwards from the worker that ran it.
+    """The part of what ``instruction`` requires that is gone afterwards from the worker that ran it.
 
     Parameters stay; so does, until the step is committed, what a SEND or a STEP has used: a peer may need it again.
     """
@@ -101,7 +102,7 @@ def consumes(instruction: Instruction, stages: int, own: tuple[MicroBatch, ...] 
 
 
 def provides(instruction: Instruction) -> tuple[Datum, ...]:
-    """What exists after ``instruction`` has run."""
+    """The data that exists after ``instruction`` has run; none for sends and receives."""
     op, stage, micro_batch, step = instruction.op, instruction.stage, instruction.micro_batch, instruction.step
 
     def made(*kinds: str) -> tuple[Datum, ...]:
@@ -131,8 +132,8 @@ def provides(instruction: Instruction) -> tuple[Datum, ...]:
 
 
 def pack(data: Iterable[Datum]) -> dict[str, str]:
-    """``data`` for a message, the micro-batches of each kind, stage and step together: {"wgrad 1@17": "0.0 0.1",
-    "reduced 1@16": ""}.
+    """Packs ``data`` for a message, the micro-batches of each kind, stage and step together: {"wgrad 1@17": "0.0 0.1",
+    "reduced 1@16": ""}. Costs time in proportion to the data, times the logarithm of that.
     """
     found: dict[str, list[str]] = {}
     for datum in sorted(data, key=lambda datum: (*datum[:2], datum.step, datum.micro_batch or ())):
@@ -142,7 +143,9 @@ def pack(data: Iterable[Datum]) -> dict[str, str]:
 
 
 def unpack(packed: dict[str, str]) -> frozenset[Datum]:
-    """Inverse of :func:`pack`."""
+    """The set of data that :func:`pack` has put into ``packed``.  Raises ValueError where a number in it is
+    malformed.
+    """
     found = set()
     for key, names in packed.items():
         kind, _, where = key.partition(" ")

@@ -1,4 +1,4 @@
-"""Who waits how long for what, and what happens then: all deadlines of a running job, in one place.
+"""All deadlines of a running job in one place: who waits how long for what, and what happens then.
 
 To give a healthy worker up costs a worker; to wait for a dead one costs time.  A process that ends and a connection
 that breaks are seen at once and have no deadline.  These are for what is silent, stopped or stuck, which a slow moment
@@ -20,7 +20,9 @@ STALL = 2  # times that: whoever is to blame for a standstill must have had the 
 
 
 class Deadline(NamedTuple):
-    """One row of the table.  ``setting``: by which it is set."""
+    """One row of the table of deadlines: after ``seconds`` without what is ``awaited``, ``then`` happens.  ``setting``
+    names the setting that decides the time.
+    """
 
     seconds: float
     setting: str
@@ -30,7 +32,7 @@ class Deadline(NamedTuple):
 
 @dataclass(frozen=True)
 class Deadlines:
-    """In seconds, each the setting of its name."""
+    """The deadlines of a job in seconds, each named like the setting that it comes from; infinite where it is off."""
 
     heartbeat_timeout_s: float = inf
     progress_timeout_s: float = inf
@@ -41,22 +43,26 @@ class Deadlines:
     wait_timeout_s: float = inf
 
     def instruction_s(self, step_s: float) -> float:
-        """What an instruction may take while its process does nothing; ``step_s``: the median step, 0 where that is not
-        known.
+        """The seconds that an instruction may take while its process uses no CPU.  ``step_s``: the median step in
+        seconds, 0 where it is not known.
         """
         return max(self.progress_timeout_s, STEPS * step_s)
 
     def busy_s(self, step_s: float) -> float:
-        """The same while its process computes."""
+        """The seconds that an instruction may take while its process computes.  ``step_s``: the median step in seconds,
+        0 where it is not known.
+        """
         return max(self.busy_timeout_s, STEPS * step_s)
 
     def stall_s(self, step_s: float) -> float:
-        """How long everybody may wait, and nobody do anything."""
+        """The seconds for which everybody may wait for each other while nobody does anything.  ``step_s``: the median
+        step in seconds, 0 where it is not known.
+        """
         return STALL * self.instruction_s(step_s)
 
     @property
     def table(self) -> list[Deadline]:
-        """In the order in which they fire."""
+        """The finite deadlines, one row each, in the order in which they fire."""
         rows = [
             Deadline(
                 self.heartbeat_timeout_s,
@@ -107,8 +113,8 @@ class Deadlines:
         return sorted((row for row in rows if isfinite(row.seconds)), key=lambda row: row.seconds)
 
     def contradictions(self) -> list[tuple[str, str]]:
-        """Pairs of settings of which the first is to fire no later than the second, or before it where that is the last
-        one, and does not.
+        """The pairs of settings that contradict each other: the first has to fire no later than the second (and
+        earlier, where the second is ``wait_timeout_s``), and does not.
         """
         pairs = (
             ("progress_timeout_s", "busy_timeout_s"),
@@ -127,14 +133,14 @@ class Deadlines:
 
 
 def lease_s(deadlines: Deadlines) -> float:
-    """For how long after a beat nobody is given up for silence: what is left of either deadline where time is told
-    late.
+    """The seconds after a heartbeat for which its worker is not given up for silence.  It is the shorter of
+    ``progress_timeout_s`` and of what ``heartbeat_timeout_s`` leaves where the failure detector is told the time late.
     """
     return min(deadlines.progress_timeout_s, deadlines.heartbeat_timeout_s - LATE_S - TICK_S)
 
 
 def shown(table: list[Deadline]) -> str:
-    """A line each."""
+    """The table of deadlines as text, one line for each."""
     width = max((len(f"{row.seconds:g}") for row in table), default=0)
     return "\n".join(
         f"  {row.seconds:>{width}g} s  {row.awaited}: then {row.then} (recycle.{row.setting})" for row in table

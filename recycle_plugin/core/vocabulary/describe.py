@@ -1,4 +1,4 @@
-"""How people are told of a worker, and of the end of a process: the same in every line."""
+"""Names for people: how a worker, and the end of a process, are called in every line of output."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ BROKEN = "its connection broke"  # until its supervisor says how its process has
 
 
 def named(rank: int, seat: Seat | str | None = None) -> str:
-    """The worker of ``rank``, before seats are given out without one."""
+    """The name of the worker of ``rank`` in a message, with its seat once it has one."""
     return f"rank {rank}" if seat is None else f"seat {seat} (rank {rank})"
 
 
 def how_ended(code: int) -> str:
-    """Of a process's exit code, negative for a signal."""
+    """Says in words how a process ended, given its exit code, which is negative for a signal."""
     if code >= 0:
         return f"exited with code {code}"
     names = {each.value: f" ({each.name})" for each in signal.Signals}

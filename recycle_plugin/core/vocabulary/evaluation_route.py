@@ -1,4 +1,6 @@
-"""Who reads, and who runs, the micro-batches of an evaluation (core/worker/evaluation.py), whoever is left."""
+"""The routing of an evaluation (core/worker/evaluation.py): which live seats read its micro-batches, and which run
+them.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,10 @@ from recycle_plugin.core.vocabulary.topology import ClusterView
 
 
 def readers(view: ClusterView) -> dict[int, tuple[Seat, Seat]]:
-    """By replica: who reads its inputs, and who its labels.
+    """For each replica, the seats that read its inputs and its labels: its own first and last stage, or the one of them
+    that lives for both.
 
-    Without replicas that have lost both ends.  Costs time in proportion to the replicas.
+    Replicas that have lost both ends are left out.  Costs time in proportion to the replicas.
     """
     found = {}
     for replica in range(view.topology.replicas):
@@ -22,6 +25,8 @@ def readers(view: ClusterView) -> dict[int, tuple[Seat, Seat]]:
 
 
 def runner(plan: Plan, stage: int, micro_batch: MicroBatch) -> Seat:
-    """Who runs it; an evaluation may have more micro-batches than a step."""
+    """The seat that runs ``micro_batch`` of an evaluation on ``stage``.  An evaluation may have more micro-batches than
+    a step; those beyond are routed as the step's are, in turn.
+    """
     replica, index = micro_batch
     return plan.route[stage, MicroBatch(replica, index % plan.view.topology.micro_batches)]

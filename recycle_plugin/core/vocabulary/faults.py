@@ -1,8 +1,8 @@
-"""Faults by name, so that one script means the same in the simulator and in real processes.
+"""Injected faults by name, so that one script means the same in the simulator and in real processes.
 
-``kill 0.1 before 1F0.2@5``  the worker of seat 0.1 dies when it is about to run stage 1's forward of
-micro-batch 0.2 in step 5.  ``kill 0.1 at recovery.report``  it dies when its recovery reaches that
-point for the first time (``recovery.report:2``: for the second time).
+``kill 0.1 before 1F0.2@5``: the worker of seat 0.1 dies when it is about to run stage 1's forward of micro-batch 0.2 in
+step 5.  ``kill 0.1 at recovery.report``: it dies when its recovery reaches that point for the first time
+(``recovery.report:2``: for the second time).
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``kind`` strikes ``seat`` ``when`` (before, after or at) ``where`` is reached for the ``count``-th time."""
+    """A fault to inject: ``kind`` strikes the worker at ``seat`` when it is ``when`` (before, after or at) ``where``
+    for the ``count``-th time.  ``where`` is the text of an instruction, or one of POINTS after "at".  Raises ValueError
+    for an unknown kind or point, and for no instruction.
+    """
 
     kind: str
     seat: Seat
@@ -59,6 +62,9 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
+        """The fault that ``text`` describes, for instance ``kill 0.1 before 1F0.2@5``.  Raises ValueError that shows
+        the form.
+        """
         match = _FORM.fullmatch(" ".join(text.split()))
         if match is None:
             raise ValueError(
@@ -76,7 +82,9 @@ class FaultScript:
         self._seen: dict[tuple[str, str], int] = {}
 
     def due(self, when: str, where: str) -> Fault | None:
-        """The fault that strikes now, if any.  ``where``: an instruction's or a point's text form."""
+        """The fault that strikes now, or None; it is then used up.  ``where``: the text form of the instruction or
+        point that has been reached.
+        """
         if not self._pending:
             return None
         self._seen[when, where] = self._seen.get((when, where), 0) + 1

@@ -20,6 +20,7 @@ class Seat(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Seat:
+        """The seat that ``text``, for instance ``1.2``, names.  Raises ValueError that shows the form."""
         return cls(*_pair(text, "seat", "replica.stage"))
 
 
@@ -34,6 +35,7 @@ class MicroBatch(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> MicroBatch:
+        """The micro-batch that ``text``, for instance ``1.2``, names.  Raises ValueError that shows the form."""
         return cls(*_pair(text, "micro-batch", "replica.index"))
 
 

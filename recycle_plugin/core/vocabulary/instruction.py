@@ -14,7 +14,7 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 
 
 class Op(str, Enum):
-    """What an instruction does.  The value is its text form."""
+    """The kinds of instruction.  The value is its text form."""
 
     LOAD = "LOAD"  # micro-batch from the data source: inputs on the first stage, labels on the last
     RECV_ACT = "RA"
@@ -47,8 +47,10 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One action of one worker.  ``step`` is the optimizer step that it belongs to; 0 in a plan's template,
-    negative in an evaluation (core/worker/evaluation.py)."""
+    """One action of one worker.  ``step`` is the optimizer step that it belongs to; 0 in a plan's template, negative in
+    an evaluation (core/worker/evaluation.py).  ``peer``: the other end of a send or receive.  Raises ValueError where a
+    micro-batch or a peer is missing, or is there and should not be.
+    """
 
     op: Op
     stage: int
@@ -74,7 +76,7 @@ class Instruction:
 
     @classmethod
     def parse(cls, text: str) -> Instruction:
-        """Inverse of ``str``.  Raises ValueError that shows the form."""
+        """The instruction that ``text`` names, as ``str`` writes it.  Raises ValueError that shows the form."""
         match = _FORM.fullmatch(text.strip())
         if match is None:
             raise ValueError(f"{text!r} is no instruction: write for instance 2F1.3, 2F1.3@17 or 1REDUCE@4")

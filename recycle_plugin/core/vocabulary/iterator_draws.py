@@ -38,7 +38,9 @@ from recycle_plugin.core.vocabulary.topology import ClusterView
 
 
 class Draw(NamedTuple):
-    """Position (from 0, in each step) in the iterator of replica ``source``.  Text form ``source.position``."""
+    """One call of ``next``: position ``position`` (from 0, in each step) in the iterator of replica ``source``.  Text
+    form ``source.position``.
+    """
 
     source: int
     position: int
@@ -52,13 +54,13 @@ Batches = Mapping[MicroBatch, Draw]
 
 
 class Gone(Exception):
-    """The step can't be finished: the data of a micro-batch is not to be had."""
+    """The data of a micro-batch can't be had any more, so the step can't be finished."""
 
 
 @dataclass(frozen=True)
 class IteratorState:
-    """What everybody knows when a generation goes on: its plan, what each has of uncommitted steps, and what is left of
-    them.
+    """The state of plain iterators that everybody knows when a generation goes on: its plan, what each worker holds of
+    uncommitted steps (data, and by step the batches drawn), and the recovery plans of those steps.
     """
 
     plan: Plan
@@ -69,7 +71,7 @@ class IteratorState:
 
 @dataclass(frozen=True, slots=True)
 class BatchTransfer:
-    """``giver`` has, or draws, the batch of ``micro_batch``, and sends it to ``taker``."""
+    """A batch on its way: ``giver`` has, or draws, the batch of ``micro_batch``, and sends it to ``taker``."""
 
     micro_batch: MicroBatch
     giver: Seat
@@ -78,30 +80,38 @@ class BatchTransfer:
 
 @dataclass(frozen=True)
 class Share:
-    """Of one step: where each micro-batch's data is from, and how it gets to where it is used and kept."""
+    """How the data of one step is shared out: the draw that each micro-batch's data comes from, and the transfers that
+    bring it to where it is used and kept.
+    """
 
     draws: Batches
     transfers: tuple[BatchTransfer, ...]
 
     def of(self, seat: Seat) -> list[tuple[Draw, MicroBatch]]:
-        """What the worker at ``seat``, an end, has to have drawn, in this order."""
+        """The draws that the worker at ``seat``, on the first or last stage, has to make in this step, in this order,
+        each with its micro-batch.
+        """
         return sorted((draw, micro_batch) for micro_batch, draw in self.draws.items() if draw.source == seat.replica)
 
     @property
     def dealt(self) -> Batches:
-        """What is drawn for replicas that are no sources any more."""
+        """The draws that a replica makes for others which are no sources any more, by micro-batch."""
         return {micro_batch: draw for micro_batch, draw in self.draws.items() if draw.source != micro_batch.replica}
 
 
 def sources(view: ClusterView) -> tuple[int, ...]:
-    """Replicas whose first and last stage live."""
+    """The replicas whose iterators still count, because both their first and last stage live, in ascending order."""
     return tuple(
         replica for replica in view.live_replicas(0) if replica in view.live_replicas(view.topology.stages - 1)
     )
 
 
 def share(iterator_state: IteratorState, step: int) -> Share:
-    """Everybody finds the same.  Raises :class:`Gone`."""
+    """Shares out the data of ``step``; everybody finds the same.
+
+    Raises :class:`Gone` where data can't be had any more, and :class:`Torn` where two workers have different draws for
+    one micro-batch.  Costs time in proportion to the micro-batches, times the workers of the first and last stage.
+    """
     plan = iterator_state.plan
     last = plan.stages - 1
     here = {seat: found[step] for seat, found in sorted(iterator_state.held_draws.items()) if step in found}
@@ -133,7 +143,7 @@ def _known(here: Mapping[Seat, Batches], step: int) -> dict[MicroBatch, Draw]:
 
 
 def _runs(iterator_state: IteratorState, step: int) -> dict[tuple[int, MicroBatch], Seat]:
-    """Who is to load which micro-batch, at both ends."""
+    """The seats that are to load each micro-batch, at both ends."""
     plan, ends = iterator_state.plan, {0, iterator_state.plan.stages - 1}
     recovery = iterator_state.recovery_plans.get(step)
     if recovery is None:
@@ -201,7 +211,7 @@ def _transfers(
     here: Mapping[Seat, Batches],
     other: tuple[int, bool],
 ) -> Iterator[BatchTransfer]:
-    """To ``runner`` and the one that keeps a copy.
+    """The transfers of one batch to ``runner`` and to the one that keeps a copy.
 
     ``other``: the other end's stage, and whether something was computed with the micro-batch.
     """
@@ -226,8 +236,8 @@ def _transfers(
 
 
 def pack(drawn: Mapping[int, Batches]) -> dict[str, str]:
-    """``drawn``, by step, for a message: {"17": "0.0 0.1 1.0=0.2"} says that 1.0's data is draw 0.2; the others are
-    their own.
+    """Packs ``drawn``, batches by step, for a message: {"17": "0.0 0.1 1.0=0.2"} says that 1.0's data is draw 0.2,
+    while the others are their own.
     """
     return {
         str(step): " ".join(
@@ -238,7 +248,7 @@ def pack(drawn: Mapping[int, Batches]) -> dict[str, str]:
 
 
 def unpack(packed: Mapping[str, str]) -> dict[int, Batches]:
-    """Inverse of :func:`pack`."""
+    """The batches by step that :func:`pack` has put into ``packed``.  Raises ValueError where it is malformed."""
 
     def pairs(text: str) -> Iterator[tuple[MicroBatch, Draw]]:
         for entry in text.split():

@@ -1,6 +1,5 @@
-"""Which hosts hold every replica of a stage: losing one of those loses the stage.
-
-And who sits where so that none does.
+"""Placement: which hosts hold every replica of a stage, so that losing one loses the stage, and who sits where so that
+none does.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from recycle_plugin.core.vocabulary.topology import Topology
 
 
 def stages_at_risk(members: Iterable[Member]) -> dict[str, tuple[int, ...]]:
-    """For each host that is the only one to hold some stages: those stages, in order."""
+    """The stages that only one host holds, in order, by that host.  Costs one pass over the members."""
     hosts: dict[int, set[str]] = {}
     for member in members:
         hosts.setdefault(member.seat.stage, set()).add(member.host)
@@ -26,13 +25,13 @@ def stages_at_risk(members: Iterable[Member]) -> dict[str, tuple[int, ...]]:
 
 
 def at_risk(host: str, stages: tuple[int, ...], members: Iterable[Member], shape: Topology) -> str:
-    """What that means, and what to do about it, in a line."""
+    """One line that says what it means that ``host`` holds every replica of ``stages``, and what to do about it."""
     names = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
     return f"host {host} holds every replica of {names}: its loss ends the job; {remedy(Counter(member.host for member in members), shape)}"
 
 
 def remedy(workers: Counter[str], shape: Topology) -> str:
-    """What gives the replicas of each stage to different hosts; ``workers``: how many each host has."""
+    """Advice on how the replicas of each stage get to different hosts.  ``workers``: how many each host has."""
     host, most = workers.most_common(1)[0]
     limit, total = most_on_a_host(shape), workers.total()
     if most > limit:
@@ -42,18 +41,17 @@ def remedy(workers: Counter[str], shape: Topology) -> str:
 
 
 def most_on_a_host(shape: Topology) -> int:
-    """More workers on one host can't but hold some stage's every replica."""
+    """The number of workers of one host above which it can't but hold every replica of some stage."""
     return shape.stages * (shape.replicas - 1)
 
 
 def spread(hosts: Sequence[str]) -> tuple[int, ...]:
-    """The rank for each place that the launcher has filled, of which place i is on ``hosts[i]``; place 0 keeps rank
-    0.
+    """The rank for each slot that the launcher has filled, of which slot i is on ``hosts[i]``; slot 0 keeps rank 0.
 
     DeepSpeed gives the replicas of a stage neighbouring ranks, so neighbours among the ranks go to different hosts.
-    Where one host has more than half of the places, what stays together of it is as short as can be.  No host then has
-    a whole stage that has not more than :func:`most_on_a_host`, however many replicas there are: nobody knows that yet
-    when ranks are given out.
+    Where one host has more than half of the slots, what stays together of it is as short as can be.  No host then has a
+    whole stage that has not more than :func:`most_on_a_host`, however many replicas there are: nobody knows that yet
+    when ranks are given out.  Costs slots times hosts.
     """
     left = Counter(hosts)
     order: list[str] = []

@@ -56,17 +56,19 @@ class Policy:
 
     @property
     def together(self) -> bool:
-        """Whether no stage steps before all have their gradients: they meet in a VALIDATE, and part again at their
+        """Whether no stage steps before all have their gradients: all wait for each other in a VALIDATE before their
         STEPs.
         """
         return self.validate or not self.stagger_optimizer
 
     def closing(self, tied: bool) -> tuple[Op, ...]:
-        """What every program of a stage ends with, in this order; ``tied``: the stage shares weights."""
+        """The ops that every program of a stage ends with, in this order.  ``tied``: the stage shares weights."""
         return (Op.REDUCE, *[Op.TIE] * tied, *[Op.VALIDATE] * self.together, Op.STEP)
 
     def cap(self, stage: int, stages: int) -> int:
-        """Micro-batches that a worker of ``stage`` may hold.  1F1B's own is one for each stage still ahead."""
+        """The micro-batches that a worker of ``stage`` (of ``stages``) may hold at once.  1F1B's own is one for each
+        stage still ahead.  Raises ValueError where ``activation_cap`` has another number of entries.
+        """
         cap = self.activation_cap
         if cap == ONE_F_ONE_B or (cap is None and not (self.split_backward or self.reroute)):
             return stages - stage
@@ -77,6 +79,7 @@ class Policy:
         return stages if cap is None else cap
 
     def blocks(self, topology: Topology) -> Blocks:
+        """The blocks in which a job of shape ``topology`` adds its gradients."""
         return Blocks(
             topology, topology.micro_batches if self.block is None else min(self.block, topology.micro_batches)
         )
@@ -84,12 +87,13 @@ class Policy:
 
 @dataclass(frozen=True)
 class Plan:
-    """Programs of every live seat for one step (template, step 0), with what the planner expects of them.
+    """The programs of every live seat for one step (template, step 0), with what the planner expects of them.
 
-    ``route[stage, micro_batch]`` is the seat that runs it.  ``starts`` gives each instruction's planned
-    start in microseconds, aligned with ``programs``.  ``period_us``: steady-state time per step;
-    ``bound_us``: no schedule of this routing and memory is faster; ``span_us``: first start to last end.
-    All three mappings are packed into arrays whatever they were given as; see ``core.vocabulary.program``.
+    ``route[stage, micro_batch]`` is the seat that runs it.  ``starts`` gives each instruction's planned start in
+    microseconds, aligned with ``programs``.  ``period_us``: steady-state time per step; ``bound_us``: no schedule of
+    this routing and memory is faster; ``span_us``: first start to last end.  All three mappings are packed into arrays
+    whatever they were given as; see ``core.vocabulary.program``.  Raises ValueError where the programs are not exactly
+    those of the live seats.
     """
 
     view: ClusterView
@@ -113,6 +117,7 @@ class Plan:
 
     @property
     def stages(self) -> int:
+        """The number of pipeline stages."""
         return self.view.topology.stages
 
     @property
@@ -121,7 +126,9 @@ class Plan:
         return self.period_us / self.bound_us - 1 if self.bound_us else 0.0
 
     def own(self, seat: Seat) -> tuple[MicroBatch, ...]:
-        """The micro-batches that ``seat`` runs, in canonical order."""
+        """The micro-batches that ``seat`` runs, in canonical order.  The first call for a stage passes over the stage's
+        route.
+        """
         if seat.stage not in self._owned:
             self._owned[seat.stage] = self.route.owned(seat.stage)
         return self._owned[seat.stage].get(seat.replica, ())
@@ -131,12 +138,12 @@ class Plan:
         return {}
 
     def program(self, seat: Seat, step: int) -> tuple[Instruction, ...]:
-        """``seat``'s instructions, bound to ``step``."""
+        """The instructions of ``seat``, bound to ``step``."""
         return tuple(instruction.at(step) for instruction in self.programs[seat])
 
     @cached_property
     def digest(self) -> str:
-        """Hash of everything that workers have to agree on: 16 hex digits."""
+        """A hash of everything that workers have to agree on: 16 hex digits."""
         seats = array(
             "q", (number for seat, end in zip(self.programs.seats, self.programs.ends) for number in (*seat, end))
         )

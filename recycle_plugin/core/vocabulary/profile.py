@@ -25,7 +25,9 @@ UNDO_BYTES = {"snapshot": 12, "inverse": 4}
 
 @dataclass(frozen=True)
 class Wire:
-    """``latency_us`` microseconds and ``bytes_per_us`` bytes per microsecond, which is MB/s."""
+    """A link between two workers: a latency of ``latency_us`` microseconds, and ``bytes_per_us`` bytes per microsecond,
+    which is MB/s.  Raises ValueError for a negative latency or no bandwidth.
+    """
 
     latency_us: float
     bytes_per_us: float
@@ -38,16 +40,16 @@ class Wire:
             )
 
     def transfer_us(self, size: int) -> int:
-        """One tensor of ``size`` bytes on an idle link."""
+        """The microseconds that one tensor of ``size`` bytes takes on an idle link."""
         return round(self.latency_us + size / self.bytes_per_us)
 
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer (or embedding, or head with its loss) and one micro-batch: microseconds, bytes, numbers.
+    """The costs of one layer (or embedding, or head with its loss) for one micro-batch: microseconds, bytes, numbers.
 
-    ``backward_us``: both gradients at once.  ``activation_bytes``: held from F to I; ``pending_bytes``: from I
-    to W.  ``step_us``: optimizer step of its parameters.
+    ``backward_us``: both gradients at once.  ``activation_bytes``: held from F to I; ``pending_bytes``: from I to W.
+    ``step_us``: optimizer step of its parameters.  Raises ValueError for a value that is negative or no finite number.
     """
 
     forward_us: float
@@ -66,17 +68,20 @@ class LayerProfile:
 
     @property
     def compute_us(self) -> float:
+        """The microseconds of F, I and W together."""
         return self.forward_us + self.input_us + self.weight_us
 
 
 @dataclass(frozen=True)
 class Profile:
-    """``layers`` times ``layer`` between ``first`` (embedding) and ``last`` (head and loss).
+    """The costs of a model on a device: ``layers`` times ``layer`` between ``first`` (embedding) and ``last`` (head and
+    loss).
 
     ``boundary_bytes``: one boundary tensor.  ``gradient_bytes_each``: of a parameter's gradient on the wire.
     ``inside``, ``across``: links between workers of one host and of two; across carries the reduction.
-    ``gpus_per_worker``: a tensor-parallel group shares one seat.  ``device_bytes``: memory that a worker's device
-    has for state and activations; None in files that do not say.  ``assumptions``: what was not measured.
+    ``gpus_per_worker``: a tensor-parallel group shares one seat.  ``device_bytes``: memory that a worker's device has
+    for state and activations; None in files that do not say.  ``assumptions``: what was not measured.  Raises
+    ValueError for an unknown origin or dtype, and for a size that is no whole number of at least 1.
     """
 
     name: str
@@ -120,12 +125,13 @@ class Profile:
 
     @property
     def title(self) -> str:
-        """One line that names the origin."""
+        """One line about the profile that names its origin."""
         saved = ", activation checkpointing" if self.checkpointing else ""
         return f"{self.name}, {self.dtype}, micro-batch {self.micro_batch}{saved}; {self.origin.upper()}: {self.device}, {self.date}"
 
     def split(self, stages: int) -> tuple[int, ...]:
-        """Transformer layers of each stage: the slowest stage as fast as possible, embedding and head counted.
+        """The number of transformer layers of each stage: the slowest stage as fast as possible, embedding and head
+        counted.
 
         Layers are dealt one by one to the stage that is least loaded.  Raises ValueError for too many stages.
         """
@@ -142,7 +148,9 @@ class Profile:
         return tuple(count)
 
     def parts(self, stages: int) -> tuple[tuple[LayerProfile, ...], ...]:
-        """What each stage runs."""
+        """The layers that each of ``stages`` stages runs, embedding and head included.  Raises ValueError for too many
+        stages.
+        """
         rows = [(self.layer,) * count for count in self.split(stages)]
         rows[0] = (self.first, *rows[0])
         rows[-1] = (*rows[-1], self.last)
@@ -180,15 +188,15 @@ class Profile:
         )
 
     def state_bytes(self, stages: int, undo: str | None = None) -> tuple[int, ...]:
-        """Per stage, a worker's parameters, gradients and Adam's state, which a copy of it moves; with what takes a
-        step back where ``undo`` says how.
+        """The bytes per stage of a worker's parameters, gradients and Adam's state, which a copy of it moves; with what
+        takes a step back where ``undo`` ("snapshot" or "inverse") says how.
         """
         each = STATE_BYTES[self.dtype] + (UNDO_BYTES[undo] if undo else 0)
         return tuple(each * sum(part.parameters for part in row) // self.gpus_per_worker for row in self.parts(stages))
 
     def working_bytes(self, stages: int) -> tuple[int, ...]:
-        """Per stage, an estimate of what one running instruction needs on top: while a part's I runs, what that part
-        holds before and after it is there at once, with the boundary tensors that come and go.
+        """An estimate of the bytes per stage that one running instruction needs on top: while a part's I runs, what
+        that part holds before and after it is there at once, with the boundary tensors that come and go.
         """
         return tuple(
             max(part.activation_bytes + part.pending_bytes for part in row) + 2 * self.boundary_bytes
@@ -197,18 +205,23 @@ class Profile:
 
 
 def ring_us(wire: Wire, size: int, members: int) -> int:
-    """A ring all-reduce of ``size`` bytes over ``members``: 2 (n - 1) / n of the bytes and 2 (n - 1) hops."""
+    """The microseconds of a ring all-reduce of ``size`` bytes over ``members``: 2 (n - 1) / n of the bytes and 2 (n -
+    1) hops.
+    """
     if members < 2:
         return 0
     return round(2 * (members - 1) * (wire.latency_us + size / members / wire.bytes_per_us))
 
 
 def write(profile: Profile, path: str | Path) -> None:
+    """Writes ``profile`` to the file ``path`` as JSON.  Raises OSError."""
     Path(path).write_text(json.dumps(asdict(profile), indent=1) + "\n")
 
 
 def read(path: str | Path) -> Profile:
-    """Raises ValueError that names the file and what is wrong with it; OSError."""
+    """The profile in the JSON file ``path``.  Raises ValueError that names the file and what is wrong with it, or
+    OSError.
+    """
     text = Path(path).read_text()
     try:
         return _profile(json.loads(text))

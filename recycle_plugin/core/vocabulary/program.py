@@ -25,7 +25,7 @@ _NUMBER = {op: number for number, op in enumerate(OPS)}
 
 
 def encode(instruction: Instruction) -> int:
-    """The code of an instruction of a template.  Raises ValueError for one bound to a step or a peer."""
+    """The code of an instruction of a template, an integer.  Raises ValueError for one bound to a step or a peer."""
     if instruction.step or instruction.peer:
         raise ValueError(
             f"{instruction} is bound to a step or a peer: a plan's programs are templates without transfers"
@@ -36,7 +36,7 @@ def encode(instruction: Instruction) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def decode(code: int) -> Instruction:
-    """Inverse of :func:`encode`."""
+    """The instruction of a ``code`` that :func:`encode` has made."""
     op = OPS[code >> OP_SHIFT]
     micro_batch = None if op in STAGE_WIDE else MicroBatch(code >> REPLICA_SHIFT & PLACE_MASK, code & PLACE_MASK)
     return Instruction(op, code >> STAGE_SHIFT & STAGE_MASK, micro_batch)
@@ -76,8 +76,10 @@ class Program(Sequence[Instruction]):
 
 
 class Packed(Mapping[Seat, memoryview]):
-    """A row of 64-bit integers for each seat.  ``data`` holds the rows one after the other in the order of
-    ``seats`` (sorted); row i ends before entry ``ends[i]``."""
+    """A row of 64-bit integers for each seat.  ``data`` holds the rows one after the other in the order of ``seats``
+    (sorted); row i ends before entry ``ends[i]``.  A look-up takes a binary search over the seats.  Raises ValueError
+    where the lengths do not fit.
+    """
 
     __slots__ = ("data", "ends", "seats")
 
@@ -88,6 +90,7 @@ class Packed(Mapping[Seat, memoryview]):
 
     @classmethod
     def of(cls, rows: Mapping[Seat, Sequence[Any]]) -> Packed:
+        """The rows packed, seat by seat, in sorted order."""
         seats, ends, data = tuple(sorted(rows)), [], array("q")
         for seat in seats:
             data.extend(cls._numbers(rows[seat]))
@@ -127,7 +130,7 @@ class Packed(Mapping[Seat, memoryview]):
 
 
 class Programs(Packed):
-    """Every seat's :class:`Program`."""
+    """The :class:`Program` of every seat, packed into one block of codes."""
 
     __slots__ = ()
 
@@ -140,7 +143,9 @@ class Programs(Packed):
 
 
 class Route(Mapping[tuple[int, MicroBatch], Seat]):
-    """The seat that runs each (stage, micro-batch).  ``data``: 32-bit replica numbers by stage, replica, index."""
+    """The seat that runs each (stage, micro-batch).  ``data``: 32-bit replica numbers by stage, replica, index.  Raises
+    ValueError where its length does not fit ``topology``.
+    """
 
     __slots__ = ("data", "topology")
 
@@ -151,6 +156,7 @@ class Route(Mapping[tuple[int, MicroBatch], Seat]):
 
     @classmethod
     def of(cls, topology: Topology, route: Mapping[tuple[int, MicroBatch], Seat]) -> Route:
+        """A ``route`` packed into an array; it has to name a seat for every stage and micro-batch of ``topology``."""
         return cls(
             topology,
             array(
@@ -174,7 +180,9 @@ class Route(Mapping[tuple[int, MicroBatch], Seat]):
         return len(self.data) // 4
 
     def owned(self, stage: int) -> dict[int, tuple[MicroBatch, ...]]:
-        """Replica number of each worker of ``stage`` -> the micro-batches that it runs, in canonical order."""
+        """The micro-batches that each worker of ``stage`` runs, in canonical order, by the worker's replica number.
+        Costs one pass over the micro-batches of a step.
+        """
         width = self.topology.replicas * self.topology.micro_batches
         owned: dict[int, list[MicroBatch]] = {}
         for replica, micro_batch in zip(

@@ -1,4 +1,4 @@
-"""What has to run again after a failure, and nothing else: recovery is lineage.
+"""Recovery plans: what has to run again after a failure, and nothing else, because recovery is lineage.
 
 To finish a step every live worker needs its stage's reduced gradient, and that needs every micro-batch's weight
 gradient.  What of these survived, on whichever live worker, stays as it is.  What has to run is the *backward closure*
@@ -13,7 +13,7 @@ Nothing surviving, this is the restart of the step; more surviving (a log), it i
 
 Where the closure runs through a worker that has already stepped, that worker takes its step back first and steps again
 from the reduced gradient, which it keeps.  Where some live worker of a stage holds the whole reduced gradient, the
-others get it from there (the stage rolls forward); otherwise it is summed again from untouched contributions. Where
+others get it from there (the stage rolls forward); otherwise it is summed again from untouched contributions.  Where
 stages share weights (core/vocabulary/topology.py) and somebody lacks the sum over them, all of them make it again from
 the reduced gradients, which everybody keeps: it comes out the same.
 """
@@ -38,12 +38,14 @@ MADE_OF_BLOCK = ("wgrad", "inner", "stash")  # what of it is only with its worke
 
 
 class Torn(Exception):
-    """What the survivors hold contradicts itself: going on would train with a wrong gradient."""
+    """The survivors hold data that contradicts itself: going on would train with a wrong gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundaryMove:
-    """A boundary tensor's way in a rest; ``kept``: the source has it from before, and sends it before anything else."""
+    """The way of one boundary tensor in a recovery plan, from ``source`` to ``target``.  ``kept``: the source has it
+    from before, and sends it before anything else.
+    """
 
     source: Seat
     target: Seat
@@ -52,11 +54,11 @@ class BoundaryMove:
 
 @dataclass(frozen=True)
 class RecoveryPlan:
-    """What is left of ``step``, for every live seat, in no particular order.
+    """The work that is left of ``step``, for every live seat, in no particular order.
 
     ``compute``: F, I, W and B.  ``boundary_only``: those F and I that make a boundary tensor only, because the
     micro-batch's weight gradient has been counted already.  ``closing``: REDUCE, TIE, VALIDATE and STEP, in this order.
-    ``holders``: from whom the others of a stage get the reduced gradient, where somebody has it.  ``moves``: how
+    ``holders``: by stage, from whom the others get the reduced gradient, where somebody has it.  ``moves``: how
     boundary tensors that are not on their consumer's worker get there.  ``undo``: who has to take the step back before
     that.
     """
@@ -71,13 +73,13 @@ class RecoveryPlan:
 
 
 def unfinished(plan: Plan, committed: int, held: Held, rejected: bool = False) -> tuple[RecoveryPlan, ...]:
-    """What is left of the steps after ``committed`` that somebody has begun, two at most
+    """The recovery plans of the steps after ``committed`` that somebody has begun, two at most
     (core/vocabulary/commit_rule.py).
 
     Stashes of the second step do not outlive a step that is taken back: their parameters are about to change.
     ``rejected``: the first was rejected (core/coordinator/step_validation.py) and not everybody knows, so who has
     applied it astray takes it back, and nothing later counts, be it from somebody who has not stepped: a worker that
-    has, and is lost, may have sent it.
+    has, and is lost, may have sent it.  Raises :class:`Torn`.
     """
     if rejected:
         back, held = _astray(held, committed + 1), without_later(held, committed + 1)
@@ -92,19 +94,21 @@ def unfinished(plan: Plan, committed: int, held: Held, rejected: bool = False) -
 
 
 def uninformed(held: Held, step: int) -> frozenset[Seat]:
-    """Who does not know the norm that ``step`` was rejected for."""
+    """The seats whose worker does not know the norm that ``step`` was rejected for."""
     return frozenset(seat for seat, have in held.items() if Datum("norm", seat.stage, None, step) not in have)
 
 
 def _astray(held: Held, step: int) -> frozenset[Seat]:
-    """Who has applied ``step`` without knowing that."""
+    """The seats whose worker has applied ``step`` without knowing that it was rejected."""
     return frozenset(
         seat for seat in uninformed(held, step) if Datum("params", seat.stage, None, step + 1) in held[seat]
     )
 
 
 def without_later(held: Held, step: int) -> Held:
-    """What counts of ``held`` where ``step`` was rejected: nothing later; and who has applied it astray has not."""
+    """The part of ``held`` that counts where ``step`` was rejected: no data of later steps, and no parameters of who
+    has applied it astray.
+    """
     back = _astray(held, step)
     return {
         seat: frozenset(datum for datum in have if datum.step <= step or (datum.kind == "params" and seat not in back))
@@ -113,7 +117,7 @@ def without_later(held: Held, step: int) -> Held:
 
 
 def surviving(held: Held, recovery: RecoveryPlan) -> Held:
-    """What is still held once those who take ``rest.step`` back have done so."""
+    """The data that is still held once those who take the step of ``recovery`` back have done so."""
     later = Datum("params", 0, None, recovery.step + 1)
 
     def stays(seat: Seat, datum: Datum) -> bool:
@@ -126,9 +130,10 @@ def surviving(held: Held, recovery: RecoveryPlan) -> Held:
 
 
 def plan_recovery(plan: Plan, step: int, held: Held) -> RecoveryPlan:
-    """The least that finishes ``step`` for the live seats of ``plan``, given what each of them holds.
+    """The least work that finishes ``step`` for the live seats of ``plan``, given what each of them holds.
 
-    What has to start from its forward runs where ``plan`` routes it.  Raises :class:`Torn`.
+    What has to start from its forward runs where ``plan`` routes it.  Costs time in proportion to the data held and the
+    micro-batches of all stages.  Raises :class:`Torn` where the survivors' data contradicts itself.
     """
     closure = _Closure(plan, step, held)
     for stage in range(plan.stages):
@@ -168,7 +173,7 @@ class _Closure:
     # --- a stage ------------------------------------------------------------------------------------
 
     def finish(self, stage: int) -> None:
-        """Every live worker of ``stage`` is to have the reduced gradient."""
+        """Sees to it that every live worker of ``stage`` gets the reduced gradient."""
         reduced = Datum("reduced", stage, None, self._step)
         holders = [seat for seat in self._seats[stage] if reduced in self._held[seat]]
         if len(holders) == len(self._seats[stage]):
@@ -200,7 +205,7 @@ class _Closure:
         )
 
     def close(self) -> None:
-        """REDUCE where a stage lacks its result, TIE where one of a tie lacks its own, then VALIDATE, by all or by
+        """Adds REDUCE where a stage lacks its result, TIE where one of a tie lacks its own, then VALIDATE, by all or by
         nobody, and STEP.
 
         Where somebody has stepped the norm was told to all, and VALIDATE finds it there
@@ -253,7 +258,7 @@ class _Closure:
         self._inputs_of(gradient, seat)
 
     def _make(self, datum: Datum) -> Seat:
-        """Have a boundary tensor made (again); returns where."""
+        """Has a boundary tensor made (again); returns the seat that does."""
         seat = self._seat_of(datum.stage, datum.micro_batch)
         if datum.kind == "act":
             self._forward(seat, datum.stage, datum.micro_batch)
@@ -281,11 +286,11 @@ class _Closure:
                 self.moves[datum] = BoundaryMove(makers[0] if makers else self._make(datum), seat, bool(makers))
 
     def _seat_of(self, stage: int, micro_batch: MicroBatch) -> Seat:
-        """Who works on it: the worker that has most of its block, or the one that the plan names."""
+        """The seat that works on the micro-batch: where most of its block is, or else where the plan routes it."""
         return self._homes.get((stage, self._blocks.of(micro_batch))) or self._plan.route[stage, micro_batch]
 
     def _begun(self) -> dict[tuple[int, Block], Seat]:
-        """Who has most of each block that somebody has begun.
+        """The seat that has most of each block that somebody has begun.
 
         A stash may be left of what was run for its boundary tensor only.
         """
@@ -300,7 +305,7 @@ class _Closure:
 
 
 def _index(held: Held, step: int) -> dict[Datum, list[Seat]]:
-    """Who of the stage that makes it has each datum of ``step``."""
+    """The seats of the stage that makes it which have each datum of ``step``."""
     where: dict[Datum, list[Seat]] = {}
     for seat in sorted(held):
         for datum in held[seat]:

@@ -1,6 +1,6 @@
-"""Who takes part in a generation: workers, the seats that they hold, and who is given up with whom.
+"""Rosters: who takes part in a generation, which seats they hold, and who is given up with whom.
 
-A *worker* is one process: a rank, and which of the processes that have had it, its *incarnation*.  So one that comes
+A *worker* is one process: a rank, and which of the processes that have had it, its *incarnation*. So one that comes
 back is another worker than the one that was lost.  A *seat* is held by a group of workers in a fixed order, its
 *shards* (one today, a tensor-parallel group later).
 
@@ -21,7 +21,7 @@ from recycle_plugin.core.vocabulary.ids import Seat
 
 
 class WorkerId(NamedTuple):
-    """One process: the ``incarnation``-th, from 0, that has ``rank``."""
+    """The identity of one process: the ``incarnation``-th, from 0, that has ``rank``."""
 
     rank: int
     incarnation: int = 0
@@ -43,6 +43,7 @@ class Member:
 
     @property
     def worker(self) -> WorkerId:
+        """The identity of this member's process."""
         return WorkerId(self.rank, self.incarnation)
 
     def __str__(self) -> str:
@@ -54,11 +55,11 @@ Group = tuple[Member, ...]
 
 @dataclass(frozen=True)
 class Roster:
-    """Of ``members``, in the order of their ranks, however they are given.
+    """The workers of a generation, in the order of their ranks, however they are given.
 
     What is made of them (a dict for each kind of question) is made when it is first asked for, in one pass; after that
-    every answer is one look into a dict, whatever the number of workers, unless it says otherwise.  ValueError where
-    two have one rank, or one shard of a seat.
+    every answer is one look into a dict, whatever the number of workers, unless it says otherwise.  Raises ValueError
+    where two have one rank, or one shard of a seat.
     """
 
     members: Group = ()
@@ -93,19 +94,21 @@ class Roster:
 
     @cached_property
     def ranks(self) -> frozenset[int]:
+        """The ranks of all members."""
         return frozenset(member.rank for member in self.members)
 
     @property
     def workers(self) -> KeysView[WorkerId]:
+        """The identities of all members' processes."""
         return self._by_worker.keys()
 
     def member(self, worker: WorkerId) -> Member | None:
-        """None of a stranger."""
+        """The member that ``worker`` is; None for a stranger."""
         return self._by_worker.get(worker)
 
     @property
     def first(self) -> Member:
-        """The one alive of the lowest rank, which does what one does for all.  IndexError where nobody is left."""
+        """The member of the lowest rank, which does what one does for all.  Raises IndexError where nobody is left."""
         return self.members[0]
 
     # --- seats and stages --------------------------------------------------------------------------
@@ -131,98 +134,98 @@ class Roster:
 
     @property
     def seats(self) -> KeysView[Seat]:
-        """That somebody holds."""
+        """The seats that somebody holds."""
         return self._by_seat.keys()
 
     @cached_property
     def shards(self) -> int:
-        """Of the seat that has most of them."""
+        """The number of shards of the seat that has most of them; 0 without members."""
         return max(map(len, self._by_seat.values()), default=0)
 
     def seats_by_rank(self) -> dict[int, Seat]:
+        """The seat of each rank, in one pass over the members."""
         return {member.rank: member.seat for member in self.members}
 
     def group(self, seat: Seat) -> Group:
-        """Who holds it, in the order of its shards; nobody where it is lost."""
+        """The members that hold ``seat``, in the order of their shards; nobody where it is lost."""
         return self._by_seat.get(seat, ())
 
     def holder(self, seat: Seat, shard: int = 0) -> Member | None:
-        """Of one shard: its counterparts at other seats send to it and receive from it.
-
-        One step for each shard of the seat.
+        """The member that holds ``shard`` of ``seat``, whose counterparts at other seats send to it and receive from
+        it; None where it is lost.  Costs one step for each shard of the seat.
         """
         return next((member for member in self.group(seat) if member.shard == shard), None)
 
     @cached_property
     def counterparts(self) -> tuple[Group, ...]:
-        """Who holds the same shard of their seats, shard by shard, in the order of the seats."""
+        """The members that hold the same shard of their seats, shard by shard, each group in the order of the seats."""
         by_shard = sorted(self._grouped(lambda member: member.shard).items())
         return tuple(tuple(sorted(group, key=lambda member: member.seat)) for _, group in by_shard)
 
     def at(self, address: str) -> Member | None:
-        """Whom peers reach there."""
+        """The member that its peers reach at ``address``; None where nobody is."""
         return self._by_address.get(address)
 
     @cached_property
     def addresses(self) -> frozenset[str]:
+        """The addresses at which members are reached."""
         return frozenset(self._by_address)
 
     def stage(self, stage: int) -> Group:
-        """Who is live in it, in the order of the ranks."""
+        """The members that are live in ``stage``, in the order of the ranks."""
         return self._by_stage.get(stage, ())
 
     def is_last(self, member: Member) -> bool:
-        """Whether nobody else's seat is in its stage.  As long as a stage has members."""
+        """Whether no other seat of ``member``'s stage is held.  Costs time in proportion to the stage's members."""
         return all(other.seat == member.seat for other in self.stage(member.seat.stage))
 
     @cached_property
     def live_stages(self) -> tuple[int, ...]:
-        """That somebody is live in, in order."""
+        """The stages that somebody is live in, in order."""
         return tuple(sorted(self._by_stage))
 
     def first_of(self, stage: int) -> Member:
-        """The one alive of the lowest rank, which does what one does for the stage.
-
-        IndexError where nobody is left.
+        """The member of the lowest rank in ``stage``, which does what one does for the stage.  Raises IndexError where
+        nobody is left.
         """
         return self.stage(stage)[0]
 
     def stages(self, stages: Collection[int]) -> Group:
-        """Who is live in any of them, in the order of the ranks.
-
-        As long as they are many, times the logarithm of that.
+        """The members that are live in any of ``stages``, in the order of the ranks.  Costs their number, times the
+        logarithm of that.
         """
         return tuple(
             sorted((member for stage in set(stages) for member in self.stage(stage)), key=lambda member: member.rank)
         )
 
     def replica(self, replica: int) -> Group:
-        """Who is live in it, in the order of the ranks."""
+        """The members that are live in ``replica``, in the order of the ranks."""
         return self._by_replica.get(replica, ())
 
     # --- from one roster to the next, in one pass over the members --------------------------------------
 
     def without(self, workers: Collection[WorkerId]) -> Roster:
+        """The roster that is left without ``workers``, in one pass over the members."""
         return Roster(tuple(member for member in self.members if member.worker not in workers))
 
     def joins(self, before: Roster) -> Group:
-        """Whom ``before`` has not."""
+        """The members that ``before`` has not, in one pass over the members."""
         return tuple(member for member in self.members if member.worker not in before.workers)
 
     def leaves(self, before: Roster) -> Group:
-        """Whom only ``before`` has."""
+        """The members that only ``before`` has, in one pass over them."""
         return before.joins(self)
 
 
 class FailureDomain(Enum):
-    """What is given up as one when a worker of it is lost."""
+    """The unit that is given up as one when a worker of it is lost."""
 
     WORKER = "worker"
     SEAT = "seat"
     REPLICA = "replica"
 
     def of(self, member: Member, roster: Roster) -> Group:
-        """Who of ``roster`` goes when ``member`` does, itself first."""
+        """The members of ``roster`` that go when ``member`` does, itself first."""
         together = {
             FailureDomain.WORKER: (),
             FailureDomain.SEAT: roster.group(member.seat),

@@ -1,4 +1,4 @@
-"""What was executed when: spans of instructions, as traces and pictures have them."""
+"""Spans: what was executed when, as traces and pictures have it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Span(NamedTuple):
 
 
 def run_again(spans: Iterable[Span]) -> dict[Span, Span]:
-    """Spans whose work was lost or taken back, each with the one in which its instruction was run once more, by
-    whomever.
+    """The spans whose work was lost or taken back, each with the span in which its instruction was next run, by
+    whichever worker.  Costs the number of spans, times the logarithm of that.
     """
     last: dict[Hashable, Span] = {}
     found = {}

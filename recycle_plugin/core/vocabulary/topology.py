@@ -29,10 +29,12 @@ from recycle_plugin.core.vocabulary.ids import MicroBatch, Seat
 
 @dataclass(frozen=True)
 class Topology:
-    """``replicas`` pipelines of ``stages`` stages; each replica brings ``micro_batches`` micro-batches a step.
+    """The logical shape of a job: ``replicas`` pipelines of ``stages`` stages; each replica brings ``micro_batches``
+    micro-batches a step.
 
-    It never changes while the job runs: failures change the :class:`ClusterView`.
-    ``ties``: stages that share weights, each stage in one tie at most, in ascending order (:func:`tied`).
+    It never changes while the job runs: failures change the :class:`ClusterView`.  ``ties``: stages that share weights,
+    each stage in one tie at most, in ascending order (:func:`tied`).  Raises ValueError for a number below 1, or ties
+    that are not so.
     """
 
     replicas: int
@@ -56,6 +58,7 @@ class Topology:
 
     @cached_property
     def seats(self) -> tuple[Seat, ...]:
+        """All seats of the job, replica by replica."""
         return tuple(Seat(replica, stage) for replica in range(self.replicas) for stage in range(self.stages))
 
     @cached_property
@@ -66,12 +69,15 @@ class Topology:
         )
 
     def full(self) -> ClusterView:
+        """The view in which every seat is live."""
         return ClusterView(self, frozenset(self.seats))
 
 
 @dataclass(frozen=True)
 class ClusterView:
-    """Who is alive: the input of planning that failures change."""
+    """The seats that are alive: the input of planning that failures change.  Raises ValueError for a seat outside the
+    topology.
+    """
 
     topology: Topology
     live: frozenset[Seat]
@@ -82,6 +88,7 @@ class ClusterView:
             raise ValueError(f"seats {', '.join(map(str, sorted(strangers)))} are outside the topology {self.topology}")
 
     def live_replicas(self, stage: int) -> tuple[int, ...]:
+        """The replicas whose seat in ``stage`` is live, in ascending order."""
         return self._by_stage[stage]
 
     @cached_property
@@ -96,10 +103,12 @@ class ClusterView:
         return tuple(stage for stage in range(self.topology.stages) if not self.live_replicas(stage))
 
     def without(self, *lost: Seat) -> ClusterView:
+        """The view that is left when the seats ``lost`` have gone."""
         return ClusterView(self.topology, self.live - set(lost))
 
     @property
     def lost(self) -> tuple[Seat, ...]:
+        """The seats that are not live, replica by replica."""
         return tuple(seat for seat in self.topology.seats if seat not in self.live)
 
 

@@ -1,3 +1,3 @@
-"""A worker's half: its training loop, what it has of unfinished steps, and what it knows of the coordinator's
-decisions.
+"""The worker's half of the protocol: its training loop, what it has of unfinished steps, and what it knows of the
+coordinator's decisions.
 """

@@ -1,4 +1,4 @@
-"""How often checkpoints are made by themselves: as often as what one costs allows.
+"""The interval of automatic checkpoints: as often as what one costs allows.
 
 After CheckFreq (Mohan et al., FAST'21): the state is copied in memory and written while training goes on, and the
 interval follows from the measured cost.  Cost is all the time that steps take longer than usual, from the one that
@@ -25,8 +25,8 @@ DOUBTED = 10
 
 
 class Cost(NamedTuple):
-    """Of one checkpoint, to one worker: seconds in all (less than none where others have slowed down what counts as
-    usual), and seconds of a usual step.
+    """The cost of one checkpoint to one worker: seconds in all (less than none where others have slowed down what
+    counts as usual), and seconds of a usual step.
     """
 
     seconds: float
@@ -34,9 +34,10 @@ class Cost(NamedTuple):
 
 
 class CheckpointInterval:
-    """``overhead``: what checkpoints may cost, as a share of the steps between them.
+    """The interval between automatic checkpoints, in steps (``every``), and the step before which the next one is made
+    (``due``).
 
-    ``due``: the step before which the next one is made.
+    ``overhead``: what checkpoints may cost, as a share of the steps between them.
     """
 
     def __init__(self, overhead: float, stepped: int) -> None:
@@ -46,7 +47,7 @@ class CheckpointInterval:
         self.due = stepped + FIRST + 1
 
     def made(self, begun: int, costs: Collection[Cost], free: int) -> None:
-        """The one before step ``begun`` is written, and has cost each worker that.
+        """Sets the interval anew once the checkpoint before step ``begun`` is written, at the ``costs`` of each worker.
 
         ``free``: a step that nobody has started.
         """
@@ -58,55 +59,56 @@ class CheckpointInterval:
         self.due = max(begun + self.every, free)
 
     def _expected(self) -> float:
-        """Seconds that the next one costs, with what the measurements may be wrong by."""
+        """The seconds that the next one costs, with what the measurements may be wrong by."""
         seconds = [cost.seconds for cost in self._costs]
         usual = median_low(seconds)
         believed = [min(each, DOUBTED * usual) if usual > 0 else each for each in seconds]
         return fmean(believed) + (stdev(believed) / sqrt(len(believed)) if len(believed) > 1 else 0.0)
 
     def failed(self, begun: int, free: int) -> None:
-        """The one before step ``begun`` could not be written, which says nothing of what one costs.
+        """Goes on without the checkpoint before step ``begun``, which could not be written and says nothing of what one
+        costs.
 
-        ``free``: as for ``made``.
+        ``free``: a step that nobody has started.
         """
         self.due = max(begun + self.every, free)
 
     def dropped(self, committed: int) -> None:
-        """The membership has changed while one was written, and everybody goes on from ``committed``: the next one
-        comes at once.
+        """Makes the next checkpoint due at once: the membership has changed while one was written, and everybody goes
+        on from ``committed``.
         """
         self.due = unstarted(committed)
 
     def loaded(self, step: int) -> None:
-        """Everybody goes on from the checkpoint of ``step``."""
+        """Goes on from the checkpoint of ``step``, which everybody has loaded."""
         self.due = step + self.every + 1
 
 
 @dataclass
 class Meter:
-    """How long one worker's steps take."""
+    """The clock of one worker's steps, which finds out what a checkpoint has cost it."""
 
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     _slowed: list[float] | None = None  # of a checkpoint's steps so far
     _last: float | None = None
 
     def tick(self, now: float) -> None:
-        """A step begins at ``now`` (seconds), where the one before has ended."""
+        """Notes that a step begins at ``now`` (seconds), where the one before has ended."""
         if self._last is not None:
             (self._usual if self._slowed is None else self._slowed).append(now - self._last)
         self._last = now
 
     def begin(self) -> None:
-        """The step that has just begun begins with a checkpoint."""
+        """Notes that the step that has just begun begins with a checkpoint."""
         self._slowed = []
 
     def end(self) -> Cost:
-        """Its last file was there before the step that has just begun."""
+        """The cost of the checkpoint whose last file was there before the step that has just begun."""
         slowed, self._slowed = self._slowed, None
         step_s = median(self._usual or slowed)
         return Cost(sum(slowed) - step_s * len(slowed), step_s)
 
     def forget(self) -> None:
-        """The membership has changed, and steps take another time."""
+        """Forgets all times: the membership has changed, and steps take another time."""
         self._usual.clear()
         self._slowed = None

@@ -1,11 +1,11 @@
-"""A checkpoint is there whole or not at all, and never half of one under its name.
+"""Saving a checkpoint by all workers: it is there whole or not at all, and never half of one under its name.
 
 It is written under another name.  When the coordinator says that everybody has written (core/coordinator/barriers.py),
 the first live worker gives it its own.  Whoever dies before that is seen by all: they save once more, under yet another
 name.  A late writer, given up by the others and still alive, writes to a place that nobody uses any more.
 
-Whoever can't write, since its disk is full, comes to the meeting all the same and says so, and so does who can't give
-it its name: the verdict is one for all, who go on without the checkpoint, and what was written of it goes.
+Whoever can't write, since its disk is full, comes to the barrier all the same and says so, and so does who can't give
+it its name: the outcome is one for all, who go on without the checkpoint, and what was written of it goes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,25 @@ from recycle_plugin.core.worker.training_loop import TrainingLoop
 
 
 class CheckpointFiles(Protocol):
-    """Of one checkpoint.  The values say why something could not be written, "" where it was."""
+    """The files of one checkpoint, as the saving needs them.  A generator's value says why something could not be
+    written, and is "" where it was.
+    """
 
     def write(self, number: int) -> Iterator[Any]:
-        """This worker's share, under a name of the attempt ``number``, which is another one in each membership.
+        """Writes this worker's share, under a name of the attempt ``number``, which is another one in each membership.
 
         Raises Interrupted.
         """
 
     def publish(self, number: int) -> Iterator[Any]:
-        """All shares of this attempt are there: give it its name.  Once it has that, doing so again changes nothing."""
+        """Gives the checkpoint its name, once all shares of attempt ``number`` are there.  Doing so again changes
+        nothing.
+        """
 
     def discard(self, number: int) -> Iterator[Any]:
-        """Nobody writes to this attempt any more, and nobody wants it.  No value."""
+        """Removes what was written of attempt ``number``, which nobody writes to or wants any more.  It has no
+        value.
+        """
 
 
 def save(
@@ -42,10 +48,10 @@ def save(
     files: CheckpointFiles,
     recover: Callable[[], Iterator[Any]],
 ) -> Iterator[Any]:
-    """Returns when the checkpoint is in place, of all live workers' last committed step.
+    """Saves a checkpoint of all live workers' last committed step; returns when it is in place.
 
-    ``place``: its name, the same on all; ``recover()``: after a membership change between steps.  The value is "", or
-    where it can't be written, the same on all: why.
+    ``place``: the name of its barrier, the same on all; ``recover()``: called after a membership change between steps.
+    The value is "", or where it can't be written, the same on all: why.
     """
     while True:
         yield from loop.settle()
@@ -64,7 +70,7 @@ def save(
 
 
 def verdict(met: BarrierPassed) -> str:
-    """Why those who have met there can't have what they have written; "" where they can."""
+    """The reason why those who have passed the barrier can't have what they have written; "" where they can."""
     return next(iter(met.values.values()), "")
 
 

@@ -1,5 +1,5 @@
-"""What a worker knows from the coordinator, and what follows from that; carried by ``runtime.control.session`` or
-simulated.
+"""The worker's view of the control plane: what it knows from the coordinator, and what follows from that; carried by
+``runtime.control.session`` or simulated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNREAD = 64  # commits that nobody has asked about
 
 
 class JobEnded(BaseException):
-    """The coordinator has ended the job: leave the training script now.
+    """The coordinator has ended the job: leave the training script now.  ``code`` is the exit code of the process.
 
     No Exception: a user's own ``except Exception`` must not swallow it.
     """
@@ -28,7 +28,7 @@ class JobEnded(BaseException):
 
 
 class ControlView:
-    """Of the worker of ``rank``; ``incarnation``: which one of those that have had it.
+    """The view of the worker of ``rank`` on the job; ``incarnation``: which one of those that have had the rank.
 
     ``generation`` is the membership in force (None before the start), ``pending`` a newer one that this worker has not
     adopted, ``committed`` the last step said to be committed, ``since`` that at which ``generation`` came in force,
@@ -53,6 +53,7 @@ class ControlView:
 
     @property
     def worker(self) -> WorkerId:
+        """The identity of this worker's process."""
         return WorkerId(self.rank, self.incarnation)
 
     def __str__(self) -> str:
@@ -67,16 +68,16 @@ class ControlView:
 
     @property
     def roster(self) -> Roster:
-        """Of the membership in force; before the start nobody's."""
+        """The members of the generation in force; nobody before the start."""
         return self.generation.roster if self.generation else Roster()
 
     @property
     def number(self) -> int:
-        """The generation in force; 0 before the start, when everybody is a member."""
+        """The number of the generation in force; 0 before the start, when everybody is a member."""
         return self.generation.number if self.generation else 0
 
     def take(self, message: object) -> None:
-        """One message of the coordinator's."""
+        """Takes in one message of the coordinator's."""
         if isinstance(message, Generation):
             self.departed = self.has_left(message)
             if message.from_step or self.worker in message.roster.workers:
@@ -113,8 +114,8 @@ class ControlView:
     def lose_coordinator(
         self, why: str = "the coordinator's host is gone (it is still a single point of failure)"
     ) -> bool:
-        """Its line is broken, and nothing will be heard any more: the job is over here, a planned end included, unless
-        it already is.
+        """Takes the job for over, a planned end included, since the connection to the coordinator is broken and nothing
+        will be heard any more.  Returns whether that is news.
         """
         lost = self.end is None or not self.end.failed
         if lost:
@@ -122,7 +123,7 @@ class ControlView:
         return lost
 
     def rewind(self, step: int) -> None:
-        """The state of ``step``, which all have loaded, takes the place of the last committed one."""
+        """Goes back or on to ``step``, whose state all have loaded, in place of the last committed one."""
         self.committed = step
         self._collected.clear()
 
@@ -138,24 +139,24 @@ class ControlView:
         return pending if pending is not None and not pending.from_step else None
 
     def check_end(self) -> None:
-        """Raise :class:`JobEnded` if the job is over."""
+        """Raises :class:`JobEnded` if the job is over."""
         if self.end is not None and not self.end.step:
             raise JobEnded(self.end.reason, self.end.failed)
 
     def check(self) -> None:
-        """Raise if the membership has changed (:class:`Interrupted`) or the job is over (:class:`JobEnded`)."""
+        """Raises :class:`Interrupted` if the membership has changed, or :class:`JobEnded` if the job is over."""
         self.check_end()
         change = self.interruption()
         if change is not None:
             raise Interrupted(f"generation {change.number}: {change.cause}")
 
     def take_news(self) -> Iterator[tuple[Generation, Committed]]:
-        """Commits that have not been taken before, each with the membership in which it was heard of."""
+        """Takes out the commits that have not been taken before, each with the generation in which it was heard of."""
         while self.news:
             yield self.news.popleft()
 
     def is_committed(self, step: int) -> bool | None:
-        """True, or None as long as it is not known."""
+        """True if ``step`` is committed, or None as long as that is not known."""
         return True if self.committed >= step else None
 
     def collected(self, step: int, name: str) -> dict | None:
@@ -165,21 +166,23 @@ class ControlView:
         return self._collected.get((step, name))
 
     def barrier_passed(self, place: str, number: int) -> BarrierPassed | bool | None:
-        """The meeting at ``place`` to which this worker came in generation ``number``, handed out once; False when the
-        membership has changed before it came about; None as long as neither is known.
+        """The barrier named ``place`` that this worker reached in generation ``number``, handed out once; False when
+        the membership has changed before it was passed; None as long as neither is known.
         """
         return self._barriers_passed.pop(
             place, False if self.number != number or self.interruption() is not None else None
         )
 
     def resume_of(self, generation: Generation) -> Resume | bool | None:
-        """Where ``generation`` goes on, False when a newer one has replaced it, None as long as neither is known."""
+        """The message by which ``generation`` goes on; False when a newer one has replaced it, None as long as neither
+        is known.
+        """
         if self.pending is not generation:
             return False
         return self._resume if self._resume and self._resume.generation == generation.number else None
 
     def adopt(self, generation: Generation) -> None:
-        """From now on ``generation`` is the membership in force."""
+        """Makes ``generation`` the membership in force from now on."""
         self.generation = generation
         self.since = self._resume.committed if self._resume is not None else 0
         if self.pending is generation:

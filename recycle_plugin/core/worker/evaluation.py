@@ -30,7 +30,9 @@ Forwards = Callable[[Plan, Seat, int, int], Iterable[Instruction]]  # planner.fo
 
 
 class Evaluations:
-    """Of ``worker``, which trains by ``loop``.  ``recover()``: after a membership change between steps."""
+    """The evaluations of ``worker``, which trains by ``loop``.  ``recover()``: called after a membership change between
+    steps.
+    """
 
     def __init__(
         self,
@@ -45,9 +47,10 @@ class Evaluations:
         self._number = 0
 
     def run(self, batches: Sequence[Any], count: int) -> Iterator[Any]:
-        """The value is the loss of each micro-batch, by its name.
+        """Evaluates ``count`` micro-batches of each replica; the value is the loss of each, by its name.
 
-        ``batches``: the ``count`` that this worker has read, if it is an end of its replica.
+        ``batches``: the ``count`` that this worker has read, if it is at the first or last stage of its replica.  After
+        a membership change all of it runs once more.
         """
         self._number += 1
         while True:
@@ -57,8 +60,8 @@ class Evaluations:
             except Interrupted:
                 pass
             finally:
-                # before this worker meets the others: after that somebody may have sent what is to be evaluated once
-                # more
+                # before this worker regroups with the others: after that somebody may have sent what is to be
+                # evaluated once more
                 self._worker.forget_evaluation(-self._number)
             yield from self._recover()
 
@@ -83,14 +86,14 @@ class Evaluations:
     def _mine(
         self, plan: Plan, read_by: Mapping[int, tuple[Seat, Seat]], count: int
     ) -> Iterator[tuple[MicroBatch, int]]:
-        """What this worker has read, and for which end."""
+        """The micro-batches that this worker has read, each with the stage that it has read them for."""
         for replica, ends in read_by.items():
             for stage, reader in {0: ends[0], plan.stages - 1: ends[1]}.items():
                 if reader == self._seat:
                     yield from ((MicroBatch(replica, index), stage) for index in range(count))
 
     def _hand_out(self, plan: Plan, datum: Datum, batch: Any) -> None:
-        """To whoever runs it, which is somebody else only where somebody is lost."""
+        """Gives a batch to the worker that runs it, which is somebody else only where somebody is lost."""
         taker = runner(plan, datum.stage, datum.micro_batch)
         if taker == self._seat:
             self._worker.store.put(datum, batch)

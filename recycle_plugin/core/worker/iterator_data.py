@@ -1,8 +1,8 @@
-"""What a worker of the first or last stage does with a plain iterator: draw, hand on, keep.
+"""The handling of a plain iterator by a worker of the first or last stage: draw, hand on, keep.
 
 The rules: core/vocabulary/iterator_draws.py.
 
-What is drawn is in the worker's store, as ``held_draws`` of its stage, until the step is committed.
+What is drawn is in the worker's store, as data of kind ``drawn`` of its stage, until the step is committed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ KIND = "drawn"
 
 
 class DataIterator(Protocol):
-    """Whose ``next`` gives a batch, inputs and labels."""
+    """An iterator whose ``next`` gives a batch, inputs and labels."""
 
     def read(self, step: int, position: int, draw: Draw | None) -> Any:
-        """The next one, in ``step`` the ``position``-th; as it is kept where it is ``draw``, None where nobody needs
-        it.
+        """Reads the next batch, in ``step`` the ``position``-th; returns it as it is kept where it is ``draw``.
+        ``draw`` is None where nobody needs it.
         """
 
     def draw_of(self, batch: Any) -> Draw:
-        """Which one it is."""
+        """The draw that ``batch`` came from."""
 
 
 class IteratorData:
-    """Of the worker whose ``store`` it is.
+    """The iterator data of the worker whose ``store`` it is.
 
     ``hand_on(datum, batch, taker)`` gives a copy to a peer; ``say(step, retired, dealt)`` tells the user which replicas
     are no sources any more, and what is drawn in their place.
@@ -53,7 +53,7 @@ class IteratorData:
         self._said: set[int] = set()
 
     def held_draws(self) -> dict[str, str]:
-        """What is here, for the others."""
+        """The draws whose batches are here, by step, packed for the others (core.vocabulary.iterator_draws.pack)."""
         found: dict[int, dict[MicroBatch, Draw]] = {}
         for datum in self._store:
             if datum.kind == KIND and datum.step > 0:
@@ -61,10 +61,15 @@ class IteratorData:
         return pack(found)
 
     def take_state(self, iterator_state: IteratorState) -> None:
+        """Goes by ``iterator_state`` from now on, until the next one comes."""
         self._iterator_state, self._usual = iterator_state, None
 
     def provide(self, step: int, control_view: ControlView) -> None:
-        """Before anything of ``step`` is run: draw what this worker has to, and send what others lack."""
+        """Draws what this worker has to draw for ``step``, and sends what others lack, before anything of the step is
+        run.
+
+        Raises :class:`core.vocabulary.iterator_draws.Gone` where data can't be had any more.
+        """
         if not self._store.reads_iterator or control_view.is_committed(step):
             return  # by the others, who did not need what is here
         shared, seat = self._share(step), self._store.seat
@@ -81,7 +86,7 @@ class IteratorData:
                 )
 
     def giver(self, datum: Datum) -> Seat:
-        """From whom a batch comes that this worker does not draw."""
+        """The seat that a batch comes from which this worker does not draw."""
         seat = self._store.seat
         transfers = self._share(datum.step).transfers
         return next(
@@ -89,11 +94,13 @@ class IteratorData:
         )
 
     def batches_read(self) -> int:
-        """Where the iterator stands: how many it has given."""
+        """The number of batches that the iterator has given so far."""
         return self._read_in_all
 
     def skip_to(self, read: int) -> None:
-        """The iterator stands where it stood when it had given ``read`` batches.  ValueError where it is past that."""
+        """Brings the iterator to where it stood when it had given ``read`` batches.  Raises ValueError where it is past
+        that.
+        """
         if read < self._read_in_all:
             raise ValueError(
                 f"the data iterator of seat {self._store.seat} has given {self._read_in_all} batches, and is to stand "
@@ -105,7 +112,7 @@ class IteratorData:
             self._read_in_all += 1
 
     def rewind(self) -> None:
-        """Everybody goes on from a checkpoint, whose steps' data is read as if for the first time."""
+        """Goes on from a checkpoint that everybody has loaded, whose steps' data is read as if for the first time."""
         self._read_so_far = {}
 
     def _share(self, step: int) -> Share:
@@ -134,7 +141,7 @@ class IteratorData:
         return Datum(KIND, self._store.seat.stage, micro_batch, step)
 
     def _say_dealt(self, step: int, dealt: Batches) -> None:
-        """One of the first stage's workers does, once for each replica that is no source any more."""
+        """Tells the user of each replica that is no source any more, once, by one of the first stage's workers."""
         first = min(seat for seat in self._iterator_state.plan.view.live if seat.stage == 0)
         retired = {one.replica for one in dealt} - self._said
         if self._store.seat == first and retired:

@@ -1,5 +1,5 @@
-"""What a worker has of steps that are not committed: one store, and one rule each for how a datum comes, is used up, is
-promised, and goes.
+"""The store of a worker's data of uncommitted steps: one rule each for how a datum comes, is used up, is pinned, and
+goes.
 
 What an instruction needs, uses up and leaves behind follows from ``core.vocabulary.dataflow``; values are opaque,
 tensors in a real worker and numbers in a simulated one.  A datum goes
@@ -7,12 +7,12 @@ tensors in a real worker and numbers in a simulated one.  A datum goes
 * when the instruction that needs it has run (:func:`core.vocabulary.dataflow.consumes`);
 * when its step is *committed*, or, where :class:`Retention` says so of its kind, once a checkpoint of that step is
   durable;
-* when it is *void*: computed with weights that were rejected (core/coordinator/step_validation.py).  Data carry the
-  *era* of who made them, the membership in which that worker last went on from other weights, and what comes from an
-  earlier era is not taken;
+* when it is *discarded*: computed with weights that were rejected (core/coordinator/step_validation.py).  Data carry
+  the generation from which their maker's data is valid (``valid_from``), the one in which that worker last went on from
+  other weights, and what comes from an earlier one is not taken;
 * a stash, when the weights that it was made with are about to change;
 * for want of room: of the boundary tensors that this worker has made and sent, which stay because a peer may need them
-  once more, the oldest go where they take more than a budget.  But what peers have been told of is *promised*: they
+  once more, the oldest go where they take more than a budget.  But what peers have been told of is *pinned*: they
   plan with it, so it stays until it is sent again.
 
 Of one thread: whoever receives hands over what has come between two instructions.  Each step costs time in proportion
@@ -43,26 +43,28 @@ class Tier(Protocol):
     """A kind of memory: a device's, a host's, a disk."""
 
     def keep(self, value: Any) -> Any:
-        """``value``, of whatever tier, as it is kept here."""
+        """The given value, of whatever tier, as it is kept in this one."""
 
     def weigh(self, kept: Any) -> int:
-        """What it takes of a budget."""
+        """The share of a budget that a kept value takes, in the budget's unit."""
 
 
 class AsItIs:
-    """Values stay as they are made, and each weighs 1."""
+    """A tier in which values stay as they are made, and each weighs 1."""
 
     def keep(self, value: Any) -> Any:
+        """The value itself."""
         return value
 
     def weigh(self, kept: Any) -> int:
+        """Every value weighs 1."""
         return 1
 
 
 @dataclass(frozen=True)
 class Retention:
-    """``logged``: kinds that stay after the commit, until a checkpoint of their step is durable
-    (:meth:`StepStore.checkpointed`).
+    """The rules for how long data stays.  ``logged``: kinds that stay after the commit, until a checkpoint of their
+    step is durable (:meth:`StepStore.checkpointed`).
 
     ``budget``: what boundary tensors of one's own may weigh before those that were sent are let go; None: there is no
     limit.
@@ -79,7 +81,7 @@ class _Kept(NamedTuple):
 
 
 class StepStore:
-    """Of the worker at ``seat``, in a pipeline of ``stages`` stages.
+    """The data of uncommitted steps of the worker at ``seat``, in a pipeline of ``stages`` stages.
 
     ``tied``: its stage shares weights; ``reads_iterator``: its data is read from an iterator.
 
@@ -103,7 +105,7 @@ class StepStore:
         self.peak = self.peak_weight = self.let_go = 0
         self._data: dict[Datum, _Kept] = {Datum("params", seat.stage, None, committed + 1): _Kept(None, 0, 0)}
         self._before: tuple[Datum, Any] | None = None  # the weights that the last step has changed
-        self._sent: dict[Datum, None] = {}  # oldest first, without what is promised
+        self._sent: dict[Datum, None] = {}  # oldest first, without what is pinned
         self._weight = 0
         self._open: dict[tuple[int, MicroBatch], int] = {}  # stashes and pending weight gradients
 
@@ -120,11 +122,12 @@ class StepStore:
         return self._data[datum].value
 
     def get(self, datum: Datum, default: Any = None) -> Any:
+        """The value of ``datum``, or ``default`` where it is not here."""
         found = self._data.get(datum)
         return default if found is None else found.value
 
     def of(self, kind: str, step: int) -> dict[MicroBatch | None, Any]:
-        """All of this kind that belongs to ``step``, by micro-batch."""
+        """All values of this kind that belong to ``step``, by micro-batch.  Costs time in proportion to the store."""
         return {
             datum.micro_batch: found.value
             for datum, found in self._data.items()
@@ -132,35 +135,39 @@ class StepStore:
         }
 
     def requires(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> tuple[Datum, ...]:
-        """As core.vocabulary.dataflow's, of this pipeline.  What is evaluated is read from an iterator in any case."""
+        """The data that ``instruction`` requires in this pipeline (core.vocabulary.dataflow.requires).  What is
+        evaluated is read from an iterator in any case.
+        """
         return requires(instruction, self._stages, own, self._tied, self.reads_iterator or instruction.step < 0)
 
     def missing(self, instruction: Instruction, own: tuple[MicroBatch, ...] = ()) -> Iterator[Datum]:
-        """What ``instruction`` requires and is not here (yet).
+        """The data that ``instruction`` requires and that is not here (yet).
 
-        ``own``: as core.vocabulary.dataflow.requires has it.  An evaluation has no weights of its own.
+        ``own``: the micro-batches whose weight gradients a REDUCE needs.  An evaluation has no weights of its own.
         """
         for datum in self.requires(instruction, own):
             if datum not in self._data and (datum.kind != "params" or datum.step >= 0):
                 yield datum
 
     def held(self) -> set[Datum]:
-        """What of uncommitted steps is here, for peers, who plan with it: it is promised."""
+        """The data of uncommitted steps that is here, for peers, who plan with it.  From now on it is pinned: none of
+        it is let go for want of room before it is sent again.
+        """
         self._sent.clear()
         return {datum for datum in self._data if datum.kind in REPORTED and datum.step > self.committed}
 
     @property
     def weight(self) -> int:
-        """Of the boundary tensors of its own."""
+        """The weight of the boundary tensors that this worker has made."""
         return self._weight
 
     @property
     def spare(self) -> tuple[Datum, ...]:
-        """Those that may go for want of room, the next one first."""
+        """The boundary tensors that may go for want of room, the next one first."""
         return tuple(self._sent)
 
     def copy(self) -> StepStore:
-        """With the same values, and a life of its own."""
+        """A copy with the same values, and a life of its own."""
         found = copy(self)
         found._data, found._sent, found._open = dict(self._data), dict(self._sent), dict(self._open)
         return found
@@ -168,11 +175,13 @@ class StepStore:
     # --- how it comes ------------------------------------------------------------------------------
 
     def put(self, datum: Datum, value: Any = None) -> None:
-        """Made here; a tensor is not to be changed in place afterwards."""
+        """Keeps a value that was made here; a tensor is not to be changed in place afterwards.  Raises AssertionError
+        for a weight gradient that is here already.
+        """
         self._put(datum, value, self.valid_from)
 
     def arrive(self, datum: Datum, value: Any, valid_from: int) -> bool:
-        """From a worker of ``valid_from``; whether it is of use.
+        """Takes a value from a worker whose data is valid from generation ``valid_from``; returns whether it is of use.
 
         A second copy does no harm: a datum has the same numbers whoever makes it.
         """
@@ -182,7 +191,8 @@ class StepStore:
         return True
 
     def run(self, instruction: Instruction, compute: Compute, boundary_only: bool = False) -> None:
-        """Let ``compute`` make what ``instruction`` provides of what is here.
+        """Lets ``compute`` make what ``instruction`` provides of what is here.  Raises AssertionError where an input is
+        missing.
 
         ``boundary_only``: for the boundary tensor only, so that nothing else stays.
         """
@@ -192,7 +202,10 @@ class StepStore:
         self.conclude(instruction, compute(instruction, self), boundary_only)
 
     def conclude(self, instruction: Instruction, made: Mapping[Datum, Any], boundary_only: bool = False) -> None:
-        """``instruction`` has run, and has ``made`` this."""
+        """Takes in that ``instruction`` has run: what it uses up goes, and what it has ``made`` is kept.
+
+        ``boundary_only``: for the boundary tensor only, so that nothing else stays.
+        """
         for datum in consumes(instruction, self._stages, self.own(instruction)):
             self._remove(datum)
         if instruction.op is Op.STEP:
@@ -203,17 +216,19 @@ class StepStore:
                 self._put(datum, value, self.valid_from)
 
     def own(self, instruction: Instruction) -> tuple[MicroBatch, ...]:
-        """The micro-batches whose weight gradients a REDUCE sums up here."""
+        """The micro-batches whose weight gradients a REDUCE sums up here; none for another instruction."""
         return tuple(self.of("wgrad", instruction.step)) if instruction.op is Op.REDUCE else ()
 
     def move(self, datum: Datum, tier: int) -> Any:
-        """Keep it in that tier from now on; returns it as it is there."""
+        """Keeps ``datum`` in the given tier from now on; returns the value as it is there."""
         kept = self._tiers[tier].keep(self._data[datum].value)
         self._data[datum] = self._data[datum]._replace(value=kept)
         return kept
 
     def sent(self, datum: Datum) -> int:
-        """A boundary tensor has gone to a peer: from now on it may go for want of room; how many do."""
+        """Notes that a boundary tensor has gone to a peer: from now on it may go for want of room.  Returns how many do
+        now.
+        """
         self._sent[datum] = None
         budget, before = self._retention.budget, self.let_go
         while budget is not None and self._weight > budget and self._sent:
@@ -224,8 +239,8 @@ class StepStore:
     # --- how it goes -------------------------------------------------------------------------------
 
     def commit(self, step: int) -> None:
-        """All stages have applied ``step``: nothing of it is of use any more, but what is logged, and the weights
-        behind it.
+        """Drops what is of no use any more, since all stages have applied ``step``: everything of it but what is
+        logged, and the weights behind it.
         """
         self.committed = max(self.committed, step)
         self._remove_all(
@@ -237,11 +252,11 @@ class StepStore:
             self._before = None
 
     def checkpointed(self, step: int) -> None:
-        """A checkpoint of ``step`` is durable: nobody will replay what led to it."""
+        """Drops what is logged up to ``step``: a checkpoint of it is durable, and nobody will replay what led to it."""
         self._remove_all(lambda datum: 0 <= datum.step <= min(step, self.committed) and datum.kind != "params")
 
     def undo(self, step: int) -> None:
-        """Take ``step``, the last one, back: the weights are those before it, and what was begun with the later ones
+        """Takes ``step``, the last one, back: the weights are those before it, and what was begun with the later ones
         can't be gone on with.
         """
         before, value = self._before
@@ -251,8 +266,9 @@ class StepStore:
         self._forget_stashes(step)
 
     def discard_after(self, after: int, valid_from: int) -> set[Datum]:
-        """What is here of the steps after ``after``, from whomever, was computed with rejected weights, but what has
-        come from ``valid_from`` already; what that was.
+        """Discards what is here of the steps after ``after``, from whomever, which was computed with rejected weights,
+        but not what has come from generation ``valid_from`` already; returns what that was.  Data is valid from that
+        generation now.
         """
         self.valid_from = valid_from
         return self._remove_all(
@@ -260,7 +276,7 @@ class StepStore:
         )
 
     def rewind(self, step: int, valid_from: int) -> None:
-        """The state of ``step``, from a checkpoint, takes the place of the last one; what comes later is of
+        """Empties the store for the state of ``step``, from a checkpoint; later data is valid from generation
         ``valid_from``.
         """
         self._remove_all(lambda datum: True)
@@ -268,11 +284,15 @@ class StepStore:
         self.put(Datum("params", self.seat.stage, None, step + 1))
 
     def forget_evaluation(self, step: int) -> None:
-        """The evaluation ``step`` (negative) is through, or given up, as all before it are."""
+        """Drops what belongs to the evaluation ``step`` (negative) and all before it, which are through, or given
+        up.
+        """
         self._remove_all(lambda datum: step <= datum.step < 0)
 
     def _step(self, instruction: Instruction) -> None:
-        """The weights change.  Stashes that a later failure has made needless are of the old ones."""
+        """The weights change, and the stashes that were made with the old ones and that a later failure has made
+        needless go.
+        """
         before = Datum("params", instruction.stage, None, instruction.step)
         self._before = before, self[before]
         self._remove(before)

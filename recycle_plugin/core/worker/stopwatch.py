@@ -1,4 +1,4 @@
-"""How long a worker has computed in each step, and how long its plan thinks that takes."""
+"""The stopwatch of a worker: how long it has computed in each step, and how long its plan thinks that takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from recycle_plugin.core.worker.training_loop import StepProgram
 
 
 class Stopwatch:
-    """``costs``: those of the stage, whoever computes."""
+    """A count of the microseconds that a worker computes in each step.  ``costs``: those of the stage, whoever
+    computes.
+    """
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
@@ -21,7 +23,7 @@ class Stopwatch:
         self._done: dict[int, set[Instruction]] = defaultdict(set)
 
     def begin(self, program: StepProgram) -> None:
-        """``program`` is run next.
+        """Notes that ``program`` is run next.
 
         The first of a step says what was meant to be computed here; a later one is of recovery.
 
@@ -33,6 +35,7 @@ class Stopwatch:
         self._meant.setdefault(program.step, frozenset(program.instructions))
 
     def add(self, span: Span) -> None:
+        """Counts the time of an instruction that has run, if it computes."""
         one, took = span.instruction, span.end_us - span.start_us
         if one.op in COMPUTE:
             spent, done = self._spent[one.step], self._done[one.step]
@@ -42,5 +45,7 @@ class Stopwatch:
             done.add(one)
 
     def compute_time(self, rank: int, step: int) -> ComputeTime:
-        """Of ``step``, which has been applied."""
+        """The message that says how long ``step``, which has been applied, was computed on here; the count is
+        dropped.
+        """
         return ComputeTime(rank, step, *self._spent.pop(step, (0, 0, 0)))

@@ -44,10 +44,11 @@ Slowness = tuple[tuple[Seat, int], ...]  # core.vocabulary.cost.CostModel's
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What a worker runs of ``step``.
+    """The instructions that a worker runs of ``step``.
 
     ``boundary_only``, ``holder``: see core.vocabulary.recovery_plan.RecoveryPlan; nothing of them in a plan's own
-    program.  ``givers``: from whom data comes that an evaluation needs here and that this worker has not read.
+    program.  ``resumed``: a failure has interrupted the step.  ``givers``: from whom data comes that an evaluation
+    needs here and that this worker has not read.
     """
 
     step: int
@@ -59,75 +60,83 @@ class StepProgram:
 
 
 class StepRunner(Protocol):
-    """What the loop asks of whoever computes.
+    """The part of a worker that computes, as the training loop needs it.
 
-    ``valid_from``: the membership in which it last went on from other weights (core/worker/step_store.py).
+    ``valid_from``: the generation from which its data is valid, in which it last went on from other weights
+    (core/worker/step_store.py).
     """
 
     valid_from: int
 
     def execute(self, program: StepProgram) -> Iterator[Any]:
-        """Run it; raises Interrupted."""
+        """Runs ``program``; raises Interrupted."""
 
     def held(self) -> Iterable[Datum]:
-        """What this worker has of steps that are not committed, but parameters."""
+        """The data that this worker has of steps that are not committed, but parameters."""
 
     def held_draws(self) -> dict[str, str]:
-        """What this worker keeps of plain iterators' data (core.vocabulary.iterator_draws.pack)."""
+        """The data of plain iterators that this worker keeps (core.vocabulary.iterator_draws.pack)."""
 
     def take_state(self, iterator_state: IteratorState) -> None:
-        """From now on this holds, until it is said again."""
+        """Takes what everybody knows of plain iterators; it holds from now on, until the next one comes."""
 
     def undo(self, step: int) -> None:
-        """Take ``step``, the last applied one, back."""
+        """Takes ``step``, the last applied one, back."""
 
     def record_norm(self, step: int, norm: float) -> None:
-        """``step`` was rejected (core/coordinator/step_validation.py) for ``norm``: it is to be applied with regard to
-        that.
+        """Notes the ``norm`` that ``step`` was rejected for (core/coordinator/step_validation.py): it is to be applied
+        with regard to that.
         """
 
     def discard_after(self, after: int, valid_from: int) -> None:
-        """What is here of the steps after ``after`` was computed with rejected weights; so was what still comes from a
-        worker of an earlier era.
+        """Discards what is here of the steps after ``after``, which was computed with rejected weights; so is what
+        still comes from a worker whose data is valid from a generation before ``valid_from``.
         """
 
     def leave(self, members: Iterable[str]) -> None:
-        """Only the workers at these addresses are left."""
+        """Drops the connections to all workers but those at these addresses, which are left."""
 
 
 class Planner(Protocol):
-    """What the loop asks of the planner; the same arguments give the same result on every worker."""
+    """The planner as the training loop needs it; the same arguments give the same result on every worker."""
 
-    def plan(self, view: ClusterView, slowness: Slowness) -> Plan: ...
+    def plan(self, view: ClusterView, slowness: Slowness) -> Plan:
+        """The plan for the live seats of ``view``, with the ``slowness`` (seats and percent) that was measured."""
 
-    def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]: ...
+    def lowered(self, plan: Plan, seat: Seat, step: int) -> tuple[Instruction, ...]:
+        """The program of ``seat`` in ``plan`` for ``step``, with its sends, receives and loads."""
 
-    def arrange(self, recovery: RecoveryPlan, plan: Plan, held: Held) -> Mapping[Seat, tuple[Instruction, ...]]: ...
+    def arrange(self, recovery: RecoveryPlan, plan: Plan, held: Held) -> Mapping[Seat, tuple[Instruction, ...]]:
+        """The program of every live seat that carries ``recovery`` out, given what each of them holds."""
 
 
 class LoopPort(Protocol):
-    """How the loop waits and talks.  ``clock``: seconds."""
+    """The means by which the training loop waits, and talks to the coordinator."""
 
     control_view: ControlView
 
     def wait(
         self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
     ) -> Iterator[Any]:
-        """Yield until ``ready()`` is not None; that is the value.
+        """Yields until ``ready()`` is not None; that is the value.  ``what``: what it waits for, in words.
 
-        Raises as ``ControlView.check``; if not ``interruptible``, as ``check_end``.
+        Raises Interrupted or JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
         """
 
-    def send(self, message: object) -> None: ...
+    def send(self, message: object) -> None:
+        """Sends ``message`` to the coordinator."""
 
-    def clock(self) -> float: ...
+    def clock(self) -> float:
+        """The time in seconds."""
 
     def reach(self, point: str) -> None:
-        """Where injected faults strike during recovery."""
+        """Tells that a point of the recovery is reached: injected faults strike here."""
 
 
 class TrainingLoop:
-    """Of the worker at ``seat``."""
+    """The training loop of the worker at ``seat``: it runs one step after the other, and recovers when the membership
+    changes.
+    """
 
     def __init__(
         self,
@@ -150,12 +159,12 @@ class TrainingLoop:
         self._loaded = False  # a checkpoint, of which the coordinator does not know yet
 
     def start(self) -> Iterator[Any]:
-        """Wait for everybody and agree on the first plan."""
+        """Waits for everybody and agrees on the first plan."""
         yield from self._port.wait("all workers to be ready", lambda: self._control_view.pending, interruptible=False)
         yield from self.recover()
 
     def train(self, step: int) -> Iterator[Any]:
-        """Apply ``step``; the value is the loss of each of its micro-batches.  It may be committed later."""
+        """Applies ``step``; the value is the loss of each of its micro-batches.  It may be committed later."""
         while True:
             yield from self.advance(step)
             try:
@@ -165,7 +174,7 @@ class TrainingLoop:
                 yield from self.recover()
 
     def advance(self, step: int) -> Iterator[Any]:
-        """Return when ``step`` is applied here, and what peers need for it is done."""
+        """Returns when ``step`` is applied here, and what peers need for it is done."""
         while (coming := min([*self._recovery_plans, self.machine.stepped + 1])) <= step:
             try:
                 yield from self._change_at(coming)
@@ -178,12 +187,12 @@ class TrainingLoop:
         return StepProgram(step, self._planner.lowered(self.plan, self.seat, step))
 
     def applied(self, step: int) -> None:
-        """The replica has applied ``step``."""
+        """Tells the coordinator that ``step`` has been applied here."""
         self.machine.applied(step)
         self._port.send(Stepped(self._control_view.rank, self._control_view.number, step))
 
     def settle(self) -> Iterator[Any]:
-        """Return when all steps applied here are committed: only then may their effects be shown or saved."""
+        """Returns when all steps applied here are committed: only then may their effects be shown or saved."""
         step = self.machine.stepped
         while self.machine.committed < step:
             try:
@@ -194,24 +203,26 @@ class TrainingLoop:
                 yield from self.recover()
 
     def barrier(self, place: str, values: dict) -> Iterator[Any]:
-        """With all live workers, outside a step; the value is the :class:`Met`.
+        """Waits at the barrier named ``place`` for all live workers, outside a step; the value is the
+        :class:`BarrierPassed`.
 
-        Raises Interrupted when the membership changes before that has come about, and then it comes about for nobody.
+        ``values``: what this worker brings along for everybody.  Raises Interrupted when the membership changes before
+        all are there, and then nobody passes it.
         """
         number = self._control_view.number
         self._port.send(BarrierReached(self._control_view.rank, number, place, values))
-        met = yield from self._port.wait(
+        passed = yield from self._port.wait(
             f"all workers to be at {place}",
             lambda: self._control_view.barrier_passed(place, number),
             interruptible=False,
         )
-        if not met:
+        if not passed:
             raise Interrupted(f"the membership has changed before all were at {place}")
-        return met
+        return passed
 
     def loaded(self, step: int) -> Iterator[Any]:
-        """The replica has the state of ``step`` from a checkpoint, as all have who have met before: go on from
-        there.
+        """Goes on from the state of ``step``, which the worker has from a checkpoint, as all have who have passed the
+        barrier before.
         """
         self.machine.rewind(step)
         self._control_view.rewind(step)
@@ -223,8 +234,9 @@ class TrainingLoop:
         yield from self.recover()
 
     def resize(self, topology: Topology, batch: int, full_us: int) -> Iterator[Any]:
-        """Go on with plans for ``topology``, of another number of micro-batches, as all do who have met before with all
-        steps committed.
+        """Goes on with plans for ``topology``, of another number of micro-batches, as all do who have passed the
+        barrier before with all steps committed.  ``batch``: samples in a step; ``full_us``: the planned period with
+        everybody there.
         """
         self._topology = topology
         self._plans.clear()
@@ -237,7 +249,7 @@ class TrainingLoop:
         yield from self.recover()
 
     def recover(self) -> Iterator[Any]:
-        """Return when every member of the newest generation has agreed where to go on."""
+        """Returns when every member of the newest generation has agreed where to go on.  Raises JobEnded."""
         self._port.reach("recovery.start")
         while (generation := self._control_view.interruption()) is not None:
             if self._control_view.departed:
@@ -245,8 +257,8 @@ class TrainingLoop:
             yield from self._enter(generation)
 
     def catch_up(self) -> Iterator[Any]:
-        """The same between steps: all that the script has been told of is applied again, also where a step was taken
-        back, and committed.
+        """Recovers from a membership change between steps: returns when all steps that the script has been told of are
+        applied again, also where one was taken back, and committed.
         """
         stepped = self.machine.stepped
         yield from self.recover()
@@ -254,7 +266,9 @@ class TrainingLoop:
         yield from self.settle()
 
     def _await_commit(self, step: int) -> Iterator[Any]:
-        """Whoever knows of it is not interrupted: it may have nothing more to do with the others."""
+        """Waits for the commit of ``step``.  Whoever knows of it is not interrupted: it may have nothing more to do
+        with the others.
+        """
         try:
             yield from self._port.wait(f"the commit of step {step}", lambda: self._control_view.is_committed(step))
         except Interrupted:
@@ -264,7 +278,7 @@ class TrainingLoop:
     # --- membership changes ------------------------------------------------------------------------
 
     def _change_at(self, step: int) -> Iterator[Any]:
-        """Enter a planned change, or the planned end, that holds from ``step`` on."""
+        """Enters a planned change, or the planned end, that holds from ``step`` on."""
         while True:
             end, planned = self._control_view.end, self._control_view.pending
             if end is not None and end.step and step >= end.step:
@@ -280,7 +294,7 @@ class TrainingLoop:
                 yield from self._enter(planned)
 
     def _enter(self, generation: Generation) -> Iterator[Any]:
-        """Report for ``generation`` and adopt it, unless a newer one replaces it meanwhile."""
+        """Reports for ``generation`` and adopts it, unless a newer one replaces it meanwhile."""
         stopped = self._port.clock()
         plan = self._plan_for(generation)
         planned = self._port.clock()
@@ -316,7 +330,7 @@ class TrainingLoop:
         self.plan = plan
 
     def _take_up(self, plan: Plan, resume: Resume) -> None:
-        """Work out what is left of the unfinished steps, and take the last one back where that is in the way."""
+        """Works out what is left of the unfinished steps, and takes the last one back where that is in the way."""
         started = self._port.clock()
         held = reported = {Seat.parse(seat): unpack(packed) for seat, packed in resume.held.items()}
         recovery_plans = {
@@ -348,9 +362,9 @@ class TrainingLoop:
         if resume.rejected:
             self._replica.discard_after(resume.committed + 1, resume.generation)
         if self._recovery_plans:
-            self._say_rest(undo, self._port.clock() - started)
+            self._say_recovery_plan(undo, self._port.clock() - started)
 
-    def _say_rest(self, undone: bool, spent_s: float) -> None:
+    def _say_recovery_plan(self, undone: bool, spent_s: float) -> None:
         first, also = min(self._recovery_plans), " and the next" * (len(self._recovery_plans) > 1)
         compute = sum(one.op in COMPUTE for program in self._recovery_plans.values() for one in program.instructions)
         details = {

@@ -1,8 +1,8 @@
-"""A worker: what ``core.worker.training_loop`` calls replica and ``core.worker.executor`` calls world, the same for a
-real one and for a simulated one.
+"""The worker: what computes for ``core.worker.training_loop`` and runs instructions for ``core.worker.executor``, the
+same for a real worker and for a simulated one.
 
 What it has of uncommitted steps is in one store (core/worker/step_store.py); what it waits for is what the store lacks.
-It says losses and shares of the norm, judges, and hands out what it draws from an iterator
+It says losses and shares of the norm, judges, and gives on what it draws from an iterator
 (core/worker/iterator_data.py).  What is left is its *machine*: a clock, lines, and whoever computes.
 """
 
@@ -38,7 +38,7 @@ SUMMED = frozenset(
 
 
 class Machine(Protocol):
-    """What a worker runs on.
+    """The machine that a worker runs on: a clock, connections, and the device that computes.
 
     Generators yield what a simulated machine waits for; a real one blocks and yields nothing.
     """
@@ -48,78 +48,89 @@ class Machine(Protocol):
     def wait(
         self, what: Callable[[], str] | str, ready: Callable[[], T | None], interruptible: bool = True
     ) -> Iterator[Any]:
-        """As core.worker.training_loop.LoopPort's."""
+        """Yields until ``ready()`` is not None; that is the value.  ``what``: what it waits for, in words.
+
+        Raises Interrupted or JobEnded as ``ControlView.check`` does; if not ``interruptible``, only JobEnded.
+        """
 
     def wait_for(self, datum: Datum, source: Seat, ready: Callable[[], T | None]) -> Iterator[Any]:
-        """The same for what comes from ``source``; where that takes too long, the coordinator has to hear of it, and
-        has it sent again.
+        """Yields until ``ready()`` is not None, for ``datum`` that comes from ``source``; where that takes too long,
+        the coordinator has to hear of it, and has it sent again.
         """
 
     def wait_for_commit(self, step: int) -> Iterator[Any]:
-        """... of ``step``, before the next one is applied."""
+        """Yields until ``step`` is committed, before the next one is applied."""
 
     def send(self, message: object) -> None:
-        """To the coordinator."""
+        """Sends ``message`` to the coordinator."""
 
     def transfer(self, datum: Datum, value: Any, target: Seat, valid_from: int) -> None:
-        """To a peer; comes out of its ``arrivals``."""
+        """Sends a value to the peer at ``target``, where it comes out of ``arrivals``.  ``valid_from``: the generation
+        from which this worker's data is valid.
+        """
 
     def arrivals(self) -> Iterable[tuple[Datum, Any, int]]:
-        """What has come from peers since this was asked last: datum, value, the sender's era."""
+        """The data that has come from peers since this was asked last: datum, value, and the generation from which the
+        sender's data is valid.
+        """
 
     def hear_out(self) -> None:
-        """Take what the lost have sent before they went, and nothing of theirs that comes after this."""
+        """Takes what the lost have sent before they went, and nothing of theirs that comes after this."""
 
     def leave(self, members: Iterable[str]) -> None:
-        """Only the workers at these addresses are left."""
+        """Drops the connections to all workers but those at these addresses, which are left."""
 
-    def now_us(self) -> int: ...
+    def now_us(self) -> int:
+        """The machine's clock, in integer microseconds."""
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
-        """As core.worker.executor.InstructionRunner's."""
+        """Tells that an instruction is about to run or has run (``when``: "before" or "after"): injected faults strike
+        here.
+        """
 
-    def record(self, span: Span) -> None: ...
+    def record(self, span: Span) -> None:
+        """Takes the time span of an instruction that has run."""
 
     def running(self, program: StepProgram) -> AbstractContextManager[Iterable[Instruction]]:
-        """It is meanwhile: these instructions."""
+        """A context in which ``program`` runs; its value is the instructions to execute."""
 
     def performing(self, instruction: Instruction) -> AbstractContextManager:
-        """It is carried out meanwhile."""
+        """A context in which ``instruction`` is carried out."""
 
     def spend(self, instruction: Instruction) -> Iterator[Any]:
-        """The time that it takes, where no computing does."""
+        """Waits for the time that ``instruction`` takes, where no computing does."""
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> Mapping[Datum, Any]:
-        """What LOAD, F, I, W, B or STEP makes."""
+        """Makes what LOAD, F, I, W, B or STEP provides, of what the store has."""
 
     def add_up(self, instruction: Instruction, have: StepStore, holder: Seat | None) -> Iterator[Any]:
-        """The value is the sum that REDUCE, or TIE, makes with all that take part.
+        """Makes the sum of a REDUCE or TIE with all that take part; that is the value.
 
-        ``holder``: who has it, and gives it to the others.
+        ``holder``: who has it already, and gives it to the others.
         """
 
     def share(self, step: int, have: StepStore) -> float:
-        """This stage's part of the squared norm of ``step``."""
+        """This stage's part of the squared gradient norm of ``step``."""
 
     def norm(self, shares: Mapping[str, float]) -> Any:
-        """Over all stages, from the share of each, by its number."""
+        """The norm over all stages, from the share of each, by its number."""
 
     def number(self, loss: Any) -> float | int:
-        """A loss, as it is said."""
+        """A loss as the number that is told to the coordinator."""
 
     def undo(self, step: int) -> None:
-        """Take the weights' last step, ``step``, back."""
+        """Takes the weights' last step, ``step``, back."""
 
     def forget_sums(self, after: int) -> None:
-        """The weight gradients of the steps after ``after`` that were added up here count no more; of one step at most
-        there are any.
+        """Drops the weight gradients of the steps after ``after`` that were added up here; of one step at most there
+        are any.
         """
 
 
 @dataclass(frozen=True)
 class Judging:
-    """``waits``: VALIDATE waits for the norm, by which the step is clipped; ``validates``: the norm is judged after the
-    step (core/coordinator/step_validation.py).
+    """The way in which a job uses the gradient norm.  ``waits``: VALIDATE waits for it, and the step is clipped by it;
+    ``validates``: it is judged after the step (core/coordinator/step_validation.py).
     """
 
     waits: bool = False
@@ -127,10 +138,10 @@ class Judging:
 
 
 class Worker:
-    """At ``store.seat``.
+    """The worker at ``store.seat``: it runs programs on its machine, and keeps what it makes in its store.
 
-    ``stopwatch``: whether, and by which costs, it says how fast it computes.  ``applied(step)``: to be told of each
-    step that is (core.worker.training_loop.TrainingLoop.applied).
+    ``stopwatch``: if given, it says how fast it computes.  ``applied(step)``: called for each step that is
+    (core.worker.training_loop.TrainingLoop.applied).
     """
 
     def __init__(
@@ -158,13 +169,13 @@ class Worker:
         self._last_forward: Instruction | None = None
 
     def resize(self, shape: Topology) -> None:
-        """Steps have another number of micro-batches from now on."""
+        """Goes on with steps of another number of micro-batches from now on."""
         self._shape = shape
 
     def rewind(self, step: int) -> None:
-        """The state of ``step``, which all load, takes the place of the last one.
+        """Goes on from the state of ``step``, which all load, in place of the last one.
 
-        They meet again then, and what comes later is of another era.
+        A new generation follows, and what comes later is valid from that one.
         """
         self.store.rewind(step, self._control_view.number + 1)
         if self.iterator_data is not None:
@@ -173,6 +184,7 @@ class Worker:
     # core.worker.training_loop.StepRunner
 
     def execute(self, program: StepProgram) -> Iterator[Any]:
+        """Runs ``program``, its data provided before; raises Interrupted."""
         self.program = program
         self._last_forward = next((one for one in reversed(program.instructions) if one.op is Op.F), None)
         with self._machine.running(program) as instructions:
@@ -191,46 +203,62 @@ class Worker:
 
     @property
     def valid_from(self) -> int:
+        """The generation from which this worker's data is valid."""
         return self.store.valid_from
 
     def held(self) -> set[Datum]:
+        """The data of uncommitted steps that is here, which is pinned from now on."""
         self.forget_committed()
         return self.store.held()
 
     def held_draws(self) -> dict[str, str]:
+        """The data of plain iterators that is here, by step, packed for the others, with all that the lost have sent
+        before.
+        """
         if self.store.reads_iterator:
             self._machine.hear_out()
         self._take_arrivals()
         return self.iterator_data.held_draws() if self.iterator_data is not None else {}
 
     def take_state(self, iterator_state: IteratorState) -> None:
+        """Takes what everybody knows of plain iterators; it holds from now on, until the next one comes."""
         if self.iterator_data is not None:
             self.iterator_data.take_state(iterator_state)
 
     def undo(self, step: int) -> None:
+        """Takes ``step``, the last applied one, back, in the weights and in the store."""
         self._machine.undo(step)
         self.store.undo(step)
 
     def record_norm(self, step: int, norm: Any) -> None:
+        """Notes the ``norm`` of ``step``, by which it is to be clipped or skipped."""
         self.store.put(self._norm(step), norm)
 
     def discard_after(self, after: int, valid_from: int) -> None:
+        """Discards what is here of the steps after ``after``, which was computed with rejected weights; data is valid
+        from generation ``valid_from`` now.
+        """
         if any(datum.kind in SUMMED for datum in self.store.discard_after(after, valid_from)):
             self._machine.forget_sums(after)
 
     def leave(self, members: Iterable[str]) -> None:
+        """Drops the connections to all workers but those at these addresses, which are left."""
         self._machine.leave(members)
 
     # core.worker.executor.InstructionRunner
 
     def check_generation(self) -> None:
+        """Raises Interrupted where the membership has changed, or JobEnded where the job is over."""
         self._control_view.check()
 
     def now_us(self) -> int:
+        """The machine's clock, in integer microseconds."""
         return self._machine.now_us()
 
     def await_inputs(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
-        """What comes from elsewhere, and, before a step, the commit of the one whose undo record it overwrites."""
+        """Waits for what comes from elsewhere, and, before a step, for the commit of the one whose undo record it
+        overwrites.
+        """
         if instruction.op in RECEIVES or instruction.op is Op.LOAD:
             for datum in self.store.missing(instruction):
                 yield from self._machine.wait_for(
@@ -242,9 +270,11 @@ class Worker:
             self._steps.commit(before)
 
     def reach(self, when: str, seat: Seat, instruction: Instruction) -> None:
+        """Tells the machine that an instruction is about to run or has run: injected faults strike there."""
         self._machine.reach(when, seat, instruction)
 
     def perform(self, seat: Seat, instruction: Instruction) -> Iterator[Any]:
+        """Carries ``instruction`` out: computes, sends, adds up, validates or steps."""
         with self._machine.performing(instruction):
             yield from self._machine.spend(instruction)
             match instruction.op:
@@ -260,6 +290,7 @@ class Worker:
                     self._compute(instruction)
 
     def record(self, span: Span) -> None:
+        """Takes the time span of an instruction that has run, for the stopwatch and the machine's trace."""
         if self._stopwatch is not None and span.instruction.step > 0:
             self._stopwatch.add(span)
         self._machine.record(span)
@@ -278,7 +309,9 @@ class Worker:
         self.store.sent(datum)
 
     def _add_up(self, instruction: Instruction) -> Iterator[Any]:
-        """Nobody has it before all have come; where it is made again it comes out the same, and what is here stays."""
+        """Makes a sum with the others.  Nobody has it before all have come; where it is made again it comes out the
+        same, and what is here stays.
+        """
         (datum,) = provides(instruction)
         holder = self.program.holder if instruction.op is Op.REDUCE else None
         total = yield from self._machine.add_up(instruction, self.store, holder)
@@ -286,7 +319,7 @@ class Worker:
             self.store.conclude(instruction, {datum: total})
 
     def _validate(self, step: int) -> Iterator[Any]:
-        """Wait until all stages have their gradients, and where these are clipped, for the norm over them."""
+        """Waits until all stages have their gradients, and where these are clipped, for the norm over them."""
         self._say_share(step, NORM, self._machine.share(step, self.store) if self._judging.waits else 0.0)
         shares = yield from self._machine.wait(
             f"all contributions to the {NORM} of step {step}", lambda: self._control_view.collected(step, NORM)
@@ -304,7 +337,7 @@ class Worker:
         self.applied(step)
 
     def _validate_later(self, step: int) -> None:
-        """The coordinator judges once it has all shares.
+        """Tells the coordinator this stage's share of the norm; it judges once it has all shares.
 
         One that is not finite leaves nothing to judge, and no way back for some undo.
         """
@@ -316,23 +349,23 @@ class Worker:
     # what it has and says
 
     def forget_evaluation(self, step: int) -> None:
-        """The evaluation ``step`` (negative) is through, or given up, and what has come for it."""
+        """Drops what has come for the evaluation ``step`` (negative), which is through, or given up."""
         self._take_arrivals()
         self.store.forget_evaluation(step)
 
     def forget_committed(self) -> None:
-        """Nobody will ask for anything of a committed step again."""
+        """Takes in what has come, and drops what belongs to committed steps: nobody will ask for it again."""
         self._take_arrivals()
         self.store.commit(self._control_view.committed)
 
     def losses(self, step: int) -> dict[str, float]:
-        """By micro-batch, of those whose last stage has run here."""
+        """The losses of ``step`` by micro-batch, of those whose last stage has run here."""
         return {
             str(micro_batch): self._machine.number(loss) for micro_batch, loss in self.store.of("loss", step).items()
         }
 
     def _giver(self, datum: Datum) -> Seat:
-        """From whom a batch comes that this worker has not read."""
+        """The seat that a batch comes from which this worker has not read."""
         return self.program.givers[datum] if datum.step < 0 else self.iterator_data.giver(datum)
 
     def _has(self, datum: Datum) -> bool | None:

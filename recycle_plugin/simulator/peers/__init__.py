@@ -1,4 +1,5 @@
-"""Other fault-tolerant systems, and ours, under the same traces: one file per policy, its source named in it.
+"""Policies of other fault-tolerant systems, and ours, under the same traces: one file per policy, its source named in
+it.
 
 ``published`` holds others' figures as data.  A policy with an empty ``validated`` has no check against published
 figures and is called unvalidated wherever it appears.

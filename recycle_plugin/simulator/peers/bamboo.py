@@ -30,7 +30,9 @@ KNOWN = "GPT-3 350M"  # on 24 GPUs: the only published degraded fractions
 
 @dataclass(frozen=True)
 class Nodes:
-    """``live`` of them, ``overloaded`` of which cover two stages since the last rendezvous."""
+    """The nodes of a Bamboo job: ``live`` of them, ``overloaded`` of which cover two stages since the last
+    rendezvous.
+    """
 
     live: int
     overloaded: int = 0
@@ -38,8 +40,8 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Bamboo:
-    """``rate``: fault-free speed as a part of ``fault_free`` (samples per second of plain 1F1B on ``replicas`` x
-    ``stages``).
+    """The policy of Bamboo.  ``rate``: fault-free speed as a part of ``fault_free`` (samples per second of plain 1F1B
+    on ``replicas`` x ``stages``).
     """
 
     fault_free: float
@@ -54,7 +56,9 @@ class Bamboo:
 
     @classmethod
     def of_job(cls, job: PeerJob, rate: float = FAULT_FREE_IN_RECYCLE, name: str = "Bamboo") -> Bamboo:
-        """Validated for GPT-3 350M on 24 GPUs alone: only there published fractions are known to us."""
+        """The policy for ``job``.  It is validated for GPT-3 350M on 24 GPUs alone: only there published fractions are
+        known to us.
+        """
         shape, known = job.topology, job.name == KNOWN and job.workers == 24 and rate == FAULT_FREE_IN_RECYCLE
         return cls(
             job.fault_free,
@@ -68,15 +72,20 @@ class Bamboo:
         )
 
     def start(self) -> Nodes:
+        """The state of the whole cluster."""
         return Nodes(self.replicas * self.stages)
 
     def speed(self, state: Nodes) -> float:
+        """The samples per second in ``state``; 0 where it does not fit the memory."""
         if not self.fits:
             return 0.0
         slower = MERGED if state.overloaded else 1.0
         return self.fault_free * self.rate * self._pipelines(state.live + state.overloaded) / self.replicas / slower
 
     def change(self, state: Nodes, change: WorkersChange, trained_s: float) -> tuple[Nodes, PeerTransition]:
+        """The next state, and what the change costs.  ``trained_s``: seconds trained since the last transition's
+        end.
+        """
         live, overloaded, fatal = state.live, state.overloaded, False
         for draw in change.lost:
             fatal |= draw * live < 2 * overloaded
@@ -91,15 +100,15 @@ class Bamboo:
         return Nodes(live, overloaded), PeerTransition(0.0, 0.0, "successor takes over" if change.lost else "stands by")
 
     def _pipelines(self, nodes: int) -> float:
-        """In units of a whole pipeline's rate."""
-        whole, rest = divmod(nodes, self.stages)
+        """The rate of so many nodes in units of a whole pipeline's."""
+        whole, left = divmod(nodes, self.stages)
         if whole >= self.replicas:
             return self.replicas
-        return whole + (1 / MERGED if 2 * rest >= self.stages else 0.0)
+        return whole + (1 / MERGED if 2 * left >= self.stages else 0.0)
 
 
 def fits_memory(job: PeerJob, bytes_per_parameter: float = 16.0) -> bool:
-    """Twice the stage's state, and 1F1B's activations of the own stage."""
+    """Whether twice the stage's state, and 1F1B's activations of the own stage, fit the accelerator's memory."""
     stages = job.topology.stages
     activations = max((stages - stage) * size for stage, size in enumerate(job.costs.activation_bytes))
     return 2 * bytes_per_parameter * job.parameters / stages + activations <= job.memory_limit

@@ -15,6 +15,8 @@ from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange,
 
 @dataclass(frozen=True)
 class ElasticBatching:
+    """The policy of elastic batching, whose state is the number of live workers."""
+
     job: PeerJob
     costs: Transitions = Transitions()
     name: str = "elastic batching"
@@ -22,12 +24,17 @@ class ElasticBatching:
     validated: str = ""
 
     def start(self) -> int:
+        """The state of the whole cluster."""
         return self.job.workers
 
     def speed(self, state: int) -> float:
+        """The samples per second with ``state`` workers: that of their whole pipelines."""
         whole = min(state // self.job.topology.stages, self.job.topology.replicas)
         return self.job.fault_free * whole / self.job.topology.replicas
 
     def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
+        """The next state, and what the change costs.  ``trained_s``: seconds trained since the last transition's
+        end.
+        """
         lost_s = trained_s % (self.job.fault_free_us / 1e6) if change.lost else 0.0
         return count_after(state, change), PeerTransition(self.costs.own_s, lost_s, "regroup")

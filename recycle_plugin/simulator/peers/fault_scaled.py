@@ -9,7 +9,9 @@ from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange,
 
 @dataclass(frozen=True)
 class FaultScaled:
-    """``fault_free`` in samples per second with ``workers`` workers."""
+    """The policy that loses no more than its workers.  ``fault_free`` is in samples per second with ``workers``
+    workers.
+    """
 
     fault_free: float
     workers: int
@@ -18,10 +20,13 @@ class FaultScaled:
     validated: str = "by definition: 23/24 = .958 ... 15/24 = .625 as published"
 
     def start(self) -> int:
+        """The state of the whole cluster."""
         return self.workers
 
     def speed(self, state: int) -> float:
+        """The samples per second with ``state`` workers."""
         return self.fault_free * state / self.workers
 
     def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
+        """The next state, and the change, which is free."""
         return count_after(state, change), PeerTransition(0.0, 0.0, "free")

@@ -25,36 +25,41 @@ from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange,
 
 @dataclass(frozen=True)
 class Template:
-    """``cut``: layers per stage; ``stages``: each stage's microseconds for one micro-batch, forward and backward."""
+    """A pipeline template.  ``cut``: layers per stage; ``stages``: each stage's microseconds for one micro-batch,
+    forward and backward.
+    """
 
     cut: tuple[int, ...]
     stages: tuple[float, ...]
 
     @property
     def nodes(self) -> int:
+        """The number of nodes, one for each stage."""
         return len(self.stages)
 
     @property
     def slowest(self) -> int:
-        """k*; of equal stages the last, as its code takes it."""
+        """The slowest stage, k*; of equal stages the last, as its code takes it."""
         return max(range(self.nodes), key=lambda stage: (self.stages[stage], stage))
 
     @property
     def time_us(self) -> float:
-        """Its code's estimate of one pipeline's iteration."""
+        """The microseconds that its code estimates for one pipeline's iteration."""
         slowest = self.slowest
         return sum(self.stages) + (2 * self.nodes + slowest + 1) * self.stages[slowest] + sum(self.stages[slowest:])
 
     def step_us(self, micro_batches: int, hop_us: float = 0.0) -> float:
-        """1F1B with ``micro_batches``: fill and drain, and the slowest stage for the others; 0 for none."""
+        """The microseconds of 1F1B with ``micro_batches``: fill and drain, and the slowest stage for the others; 0 for
+        none.
+        """
         if not micro_batches:
             return 0.0
         return sum(self.stages) + (micro_batches - 1) * self.stages[self.slowest] + 2 * (self.nodes - 1) * hop_us
 
 
 def template(layers: Sequence[LayerProfile], nodes: int) -> Template:
-    """One stage a node, cut for the least template time, prefix by prefix (each keeps its best cut, as its own search
-    does).
+    """The template of ``nodes`` nodes, one stage each, cut for the least template time, prefix by prefix (each keeps
+    its best cut, as its own search does).  Costs nodes squared times layers squared.
     """
     best: dict[int, Template] = {0: Template((), ())}
     for stage in range(nodes):
@@ -71,25 +76,27 @@ def template(layers: Sequence[LayerProfile], nodes: int) -> Template:
 
 
 def multisets(nodes: int, sizes: Sequence[int], least: int = 1) -> Iterator[tuple[int, ...]]:
-    """Every way to write ``nodes`` as a sum of at least ``least`` numbers out of ``sizes``, each in rising order."""
+    """All ways to write ``nodes`` as a sum of at least ``least`` numbers out of ``sizes``, each in rising order.  Their
+    number grows quickly with ``nodes`` and with the number of sizes.
+    """
 
-    def rest(left: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    def sums(left: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         if not left:
             yield ()
         for place, size in enumerate(sizes):
             if size > left:
                 break
-            for tail in rest(left - size, sizes[place:]):
+            for tail in sums(left - size, sizes[place:]):
                 yield (size, *tail)
 
-    return (found for found in rest(nodes, sorted(sizes)) if len(found) >= least)
+    return (found for found in sums(nodes, sorted(sizes)) if len(found) >= least)
 
 
 def distribute(batch: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """``batch`` micro-batches over pipelines so that the variance of weight times number is least.
+    """The micro-batches of each pipeline, ``batch`` in all, so that the variance of weight times number is least.
 
-    Equalises the products, then hands out what rounding left where it adds least.  Pipelines of one
-    template may differ by one; its code gives them the same number.
+    Equalises the products, then adds what rounding left where it adds least.  Pipelines of one template may differ by
+    one; its code gives them the same number.
     """
     harmonic = sum(1 / weight for weight in weights)
     given = [int(batch / harmonic / weight) for weight in weights]
@@ -109,7 +116,9 @@ class Instantiation:
 
 
 def least_nodes(job: PeerJob) -> int:
-    """n0: the shallowest pipeline whose stages fit the accelerator under 1F1B."""
+    """The depth n0 of the shallowest pipeline whose stages fit the accelerator under 1F1B.  Raises ValueError where
+    none does.
+    """
     for nodes in range(1, len(job.parts) + 1):
         cut, begin, fits = template(job.parts, nodes).cut, 0, True
         for stage, count in enumerate(cut):
@@ -127,7 +136,7 @@ def least_nodes(job: PeerJob) -> int:
 def instantiate(
     job: PeerJob, nodes: int, templates: Mapping[int, Template], faults: int, best: bool
 ) -> Instantiation | None:
-    """What Oobleck runs on ``nodes`` nodes, or None where no multiset is possible."""
+    """The pipelines that Oobleck runs on ``nodes`` nodes, or None where no multiset is possible."""
     batch = job.topology.replicas * job.topology.micro_batches
     closing = max(one + two for one, two in zip(job.costs.reduce, job.costs.step))
     found, least = None, float("inf")
@@ -143,8 +152,8 @@ def instantiate(
 
 @dataclass(frozen=True)
 class Oobleck:
-    """``speeds``: samples per second by number of nodes, measured or made by :meth:`of_job`; missing ones are
-    infeasible.
+    """The policy of Oobleck.  ``speeds``: samples per second by number of nodes, measured or made by :meth:`of_job`;
+    missing ones are infeasible.
 
     ``batch``: samples a step; ``pause_s`` per change, to which the running step's loss comes.
     """
@@ -168,7 +177,8 @@ class Oobleck:
         name: str = "Oobleck",
         least: int = 0,
     ) -> Oobleck:
-        """Plans for every number of nodes from ``fewest`` to the job's own; templates from n0 up to N - f n0 nodes.
+        """The policy for ``job``: plans for every number of nodes from ``fewest`` to the job's own; templates from n0
+        up to N - f n0 nodes.
 
         n0 is ``least``, by default the job's own depth: where memory allows shallower pipelines they would be another,
         faster job, for every policy (seen in a first run: plain data parallelism for 350M).  ``least_nodes(job)`` is
@@ -182,12 +192,17 @@ class Oobleck:
         return cls(speeds, job.batch, pause_s, job.workers, name)
 
     def start(self) -> int:
+        """The state of the whole cluster."""
         return self.nodes
 
     def speed(self, state: int) -> float:
+        """The samples per second with ``state`` nodes; 0 where that is infeasible."""
         return self.speeds.get(state, 0.0)
 
     def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
+        """The next state, and what the change costs.  ``trained_s``: seconds trained since the last transition's
+        end.
+        """
         speed = self.speed(state)
         lost_s = trained_s % (self.batch / speed) if speed else 0.0
         return count_after(state, change), PeerTransition(self.pause_s, lost_s, "rebuild groups, broadcast layers")

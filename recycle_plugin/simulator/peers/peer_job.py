@@ -16,7 +16,8 @@ STOCK = Policy(split_backward=False, stagger_optimizer=False, reroute=False)
 
 @dataclass(frozen=True)
 class PeerJob:
-    """``topology``: of the fault-free job, with its micro-batches per replica; samples are sequences.
+    """A job that all policies train.  ``topology``: of the fault-free job, with its micro-batches per replica; samples
+    are sequences.
 
     ``memory_limit``: bytes of one accelerator; GCP's a2-highgpu machines have the A100 of 40 GB.
     """
@@ -28,15 +29,17 @@ class PeerJob:
 
     @property
     def workers(self) -> int:
+        """The number of workers of the fault-free job."""
         return self.topology.replicas * self.topology.stages
 
     @property
     def batch(self) -> int:
-        """Samples a step."""
+        """The number of samples in a step."""
         return self.topology.replicas * self.topology.micro_batches * self.profile.micro_batch
 
     @cached_property
     def costs(self) -> CostModel:
+        """The cost model of the fault-free job."""
         return self.profile.costs(self.topology.stages, self.topology.replicas)
 
     @cached_property
@@ -46,39 +49,40 @@ class PeerJob:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, per accelerator of a tensor-parallel group."""
+        """The number of parameters of the whole model, per accelerator of a tensor-parallel group."""
         return sum(part.parameters for part in self.parts) // self.profile.gpus_per_worker
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
-        """Of one worker, per stage."""
+        """The bytes of one worker's state, per stage."""
         return self.profile.state_bytes(self.topology.stages)
 
     @property
     def largest_state(self) -> int:
+        """The bytes of the largest stage's state."""
         return max(self.state_bytes)
 
     def memory_bytes(self, stage: int, micro_batches: int) -> int:
-        """State and ``micro_batches`` micro-batches' activations on a worker of ``stage``."""
+        """The bytes of the state and ``micro_batches`` micro-batches' activations on a worker of ``stage``."""
         return self.state_bytes[stage] + micro_batches * self.costs.activation_bytes[stage]
 
     @property
     def load_us(self) -> tuple[int, ...]:
-        """Per stage, one micro-batch's F, I and W."""
+        """The microseconds of one micro-batch's F, I and W, per stage."""
         return tuple(map(sum, zip(self.costs.forward, self.costs.input, self.costs.weight)))
 
     @cached_property
     def fault_free_us(self) -> int:
-        """Microseconds a step of fault-free 1F1B: the papers' baseline."""
+        """The microseconds of a step of fault-free 1F1B: the papers' baseline."""
         return plan(self.topology.full(), self.costs, STOCK).period_us
 
     @property
     def fault_free(self) -> float:
-        """Samples per second of fault-free 1F1B."""
+        """The samples per second of fault-free 1F1B."""
         return 1e6 * self.batch / self.fault_free_us
 
     def pipelines(self, count: int) -> float:
-        """Samples per second of 1F1B with the whole batch on ``count`` pipelines; 0 for none."""
+        """The samples per second of 1F1B with the whole batch on ``count`` pipelines; 0 for none."""
         if count < 1:
             return 0.0
         whole = self.topology

@@ -1,4 +1,4 @@
-"""What changes cost a cluster under other systems, and under our runtime.
+"""The costs of changes on a cluster under other systems, and under our runtime.
 
 Written down before any comparison was run, and not changed to meet a published point.
 """
@@ -12,7 +12,9 @@ from recycle_plugin.simulator.machine import CLUSTER, MachineCosts
 
 @dataclass(frozen=True)
 class Transitions:
-    """``machine``: under our runtime, with its source.  The rest is others', and assumed."""
+    """The costs of changes.  ``machine``: under our runtime, with its source.  The other figures are those of other
+    systems, and assumed.
+    """
 
     machine: MachineCosts = CLUSTER
     restart_s: float = 60.0  # assumed: end and start of all processes, framework imports included
@@ -23,5 +25,5 @@ class Transitions:
 
     @property
     def own_s(self) -> float:
-        """From a worker's death to the next instruction under our runtime, without state copies."""
+        """The seconds from a worker's death to the next instruction under our runtime, without state copies."""
         return (self.machine.detection_us + self.machine.pause_us) / 1e6

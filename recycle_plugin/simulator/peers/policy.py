@@ -1,8 +1,8 @@
-"""What every fault-tolerant system looks like to a trace: speeds between changes, and what a change costs.
+"""The interface of every fault-tolerant system to a trace: speeds between changes, and what a change costs.
 
 A :class:`PeerPolicy` says how fast it trains in a state and what a change of the cluster does to that state.
-:func:`replay` adds the samples up.  Which worker a loss hits is one number in [0, 1) per loss, drawn
-once for all policies: each picks that part of its own list of live workers, so all meet the same luck.
+:func:`replay` adds the samples up.  Which worker a loss hits is one number in [0, 1) per loss, drawn once for all
+policies: each picks that part of its own list of live workers, so all have the same luck.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ UNVALIDATED = "unvalidated"
 
 @dataclass(frozen=True, slots=True)
 class WorkersChange:
-    """At ``at_s`` workers are lost, one for each draw in ``lost`` (each in [0, 1)), or ``joined`` ones come back."""
+    """A change at ``at_s`` seconds: workers are lost, one for each draw in ``lost`` (each in [0, 1)), or ``joined``
+    ones come back.
+    """
 
     at_s: float
     lost: tuple[float, ...] = ()
@@ -27,7 +29,7 @@ class WorkersChange:
 
 @dataclass(frozen=True, slots=True)
 class PeerTransition:
-    """What a change costs: nothing is trained for ``pause_s``, and the last ``lost_s`` before it were in vain."""
+    """The cost of a change: nothing is trained for ``pause_s``, and the last ``lost_s`` before it were in vain."""
 
     pause_s: float
     lost_s: float
@@ -35,7 +37,7 @@ class PeerTransition:
 
 
 class PeerPolicy(Protocol):
-    """``source``: where the model's rules come from.
+    """A fault-tolerant system as :func:`replay` needs it.  ``source``: where the model's rules come from.
 
     ``validated``: against which published figures, or "" for none.
     """
@@ -48,7 +50,7 @@ class PeerPolicy(Protocol):
         """The state of the whole cluster."""
 
     def speed(self, state: Any) -> float:
-        """Samples per second in ``state``; 0 where it cannot train."""
+        """The samples per second in ``state``; 0 where it cannot train."""
 
     def change(self, state: Any, change: WorkersChange, trained_s: float) -> tuple[Any, PeerTransition]:
         """The next state, and the way there.  ``trained_s``: seconds trained since the last transition's end."""
@@ -56,7 +58,9 @@ class PeerPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PeerSegment:
-    """From one change to the next, in seconds.  ``samples`` that stay trained; ``opening``: the transition into it."""
+    """The time from one change to the next, in seconds.  ``samples`` that stay trained; ``opening``: the transition
+    into it.
+    """
 
     start_s: float
     end_s: float
@@ -70,44 +74,48 @@ class PeerSegment:
 
 @dataclass(frozen=True)
 class Run:
-    """What a policy made of a trace."""
+    """The run of a policy through a trace."""
 
     policy: str
     segments: tuple[PeerSegment, ...]
 
     @property
     def samples(self) -> float:
+        """The number of samples that stay trained."""
         return sum(segment.samples for segment in self.segments)
 
     @property
     def average(self) -> float:
-        """Samples per second over the whole trace, every transition's cost included."""
+        """The samples per second over the whole trace, every transition's cost included."""
         return self.samples / (self.segments[-1].end_s - self.segments[0].start_s)
 
     @property
     def average_without_transitions(self) -> float:
+        """The samples per second over the whole trace, as if changes cost nothing."""
         spans = [(segment.end_s - segment.start_s, segment.speed) for segment in self.segments]
         return sum(span * speed for span, speed in spans) / sum(span for span, _ in spans)
 
     @property
     def paused_s(self) -> float:
+        """The seconds in which nothing was trained."""
         return sum(segment.paused_s for segment in self.segments)
 
     @property
     def lost_s(self) -> float:
+        """The seconds of training that were in vain."""
         return sum(segment.lost_s for segment in self.segments)
 
 
 def label(policy: PeerPolicy) -> str:
-    """The name as it appears in output: whoever has no check against published figures is called so."""
+    """The name of a policy as it appears in output: whoever has no check against published figures is called so."""
     return policy.name if policy.validated else f"{policy.name} ({UNVALIDATED})"
 
 
 def replay(policy: PeerPolicy, changes: Sequence[WorkersChange], workers: int, end_s: float) -> Run:
-    """Run ``policy`` through ``changes`` (in order of time) from 0 to ``end_s``.
+    """Runs ``policy`` through ``changes`` (in order of time) from 0 to ``end_s``.
 
-    A change that comes while the last one is still being dealt with starts its own pause; the rest of
-    the old one is dropped.
+    A change that comes while the last one is still being dealt with starts its own pause; what is left of the old one
+    is dropped.
     """
     state, ready_s, start_s, opening = policy.start(), 0.0, 0.0, "start"
     segments = []
@@ -128,7 +136,7 @@ def replay(policy: PeerPolicy, changes: Sequence[WorkersChange], workers: int, e
 
 
 def changes_of(points: Iterable[tuple[float, int]], seed: int = 0) -> list[WorkersChange]:
-    """A trace of (hour, workers) as changes; ``seed`` says whom the losses hit."""
+    """The changes of a trace of (hour, workers); ``seed`` says whom the losses hit."""
     draw, found, before = random.Random(seed), [], None
     for hour, workers in points:
         if before is not None and workers != before:
@@ -139,11 +147,11 @@ def changes_of(points: Iterable[tuple[float, int]], seed: int = 0) -> list[Worke
 
 
 def regular_losses(every_s: float, losses: int, seed: int = 0) -> list[WorkersChange]:
-    """One worker lost every ``every_s`` seconds, and none that comes back."""
+    """The changes where one worker is lost every ``every_s`` seconds, ``losses`` times, and none comes back."""
     draw = random.Random(seed)
     return [WorkersChange(every_s * number, (draw.random(),)) for number in range(1, losses + 1)]
 
 
 def count_after(workers: int, change: WorkersChange) -> int:
-    """For policies to which only the number of workers matters."""
+    """The number of workers after ``change``, for policies to which nothing else matters."""
     return workers - len(change.lost) + change.joined

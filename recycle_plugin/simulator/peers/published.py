@@ -143,18 +143,20 @@ OOBLECK_AVERAGES = {  # by OOBLECK_EVERY_S; its own simulator, run by this proje
 
 
 def fraction(system: str, model: str, gpus: int) -> float | None:
-    """A published point, or None where there is none."""
+    """The published throughput of ``system`` on ``gpus`` GPUs as a fraction of the fault-free one, or None where there
+    is none.
+    """
     row = FRACTIONS.get((system, model))
     return row[GPUS.index(gpus)] if row and gpus in GPUS else None
 
 
 def oobleck_measured(model: str) -> dict[int, float]:
-    """Samples per second by number of nodes."""
+    """The samples per second that Oobleck's authors have measured, by number of nodes."""
     return {30 - place: speed for place, speed in enumerate(OOBLECK_MEASURED[model])}
 
 
 def curve(system: str, model: str) -> tuple[tuple[float, float], ...]:
-    """The published curve over the trace: (hour, samples per second); empty where there is none."""
+    """The published curve of ``system`` over the trace: (hour, samples per second); empty where there is none."""
     return tuple(
         (hour, speed)
         for hour, speed in _digitised()[{"350M": "gpt3_350m"}.get(model, model)].get(

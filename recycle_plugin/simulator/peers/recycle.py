@@ -24,8 +24,8 @@ MEMORY_SHARE = 0.9  # of the accelerator that state and activations may fill
 
 
 def techniques(job: PeerJob, factor: float | None = None) -> Techniques:
-    """Split backward, staggered optimizer, rerouting, and room for ``factor`` x PP micro-batches; None: for what the
-    device holds.
+    """The policy of ReCycle for ``job``: split backward, staggered optimizer, rerouting, and room for ``factor`` x PP
+    micro-batches; None: for what the device holds.
 
     Raises ValueError where the accelerator doesn't hold that many.
     """
@@ -44,7 +44,9 @@ def techniques(job: PeerJob, factor: float | None = None) -> Techniques:
 
 @dataclass(frozen=True)
 class Recycle:
-    """``horizon_s``: the time until the next change that a move has to pay for itself in."""
+    """The policy of ReCycle, by our planner.  ``horizon_s``: the time until the next change that a move has to pay for
+    itself in.
+    """
 
     job: PeerJob
     techniques: Techniques
@@ -60,15 +62,19 @@ class Recycle:
         object.__setattr__(self, "store", PlanStore(self.job.costs, self.techniques))
 
     def start(self) -> ClusterView:
+        """The view in which every seat is live."""
         return self.job.topology.full()
 
     def period_us(self, view: ClusterView) -> int:
+        """The microseconds of a step of the plan for ``view``.  Raises PlanError where there is none."""
         return self.store.plan(view).period_us
 
     def speed(self, state: ClusterView) -> float:
+        """The samples per second in ``state``; 0 where a stage has no live worker."""
         return 0.0 if state.empty_stages() else 1e6 * self.job.batch / self.period_us(state)
 
     def change(self, state: ClusterView, change: WorkersChange, trained_s: float) -> tuple[ClusterView, PeerTransition]:
+        """The next view, and what the change costs.  ``trained_s``: seconds trained since the last transition's end."""
         view = state
         for draw in change.lost:
             live = sorted(view.live)
@@ -99,7 +105,7 @@ class Recycle:
 
 
 def joined(view: ClusterView) -> ClusterView:
-    """A worker more, where the stage lacks most; the same view where none is missing."""
+    """The view with a worker more, where the stage lacks most; the same view where none is missing."""
     lost = view.lost
     if not lost:
         return view
@@ -111,7 +117,9 @@ def joined(view: ClusterView) -> ClusterView:
 
 
 def spread(job: PeerJob, losses: int, policy: Techniques) -> ClusterView:
-    """The best pattern of ``losses`` losses that normalisation could reach: one by one where it costs least."""
+    """The best pattern of ``losses`` losses that normalisation could reach: one by one where it costs least.  Costs one
+    plan for each loss and stage.
+    """
     view = job.topology.full()
     store = PlanStore(job.costs, policy)
     for number in range(losses):

@@ -15,8 +15,8 @@ from recycle_plugin.simulator.peers.policy import PeerTransition, WorkersChange,
 
 @dataclass(frozen=True)
 class RestartFromCheckpoint:
-    """Saves stop training while they are written, every sqrt(2 save mean_between) seconds (Young); the global batch is
-    kept.
+    """The policy of restarting from a checkpoint, whose state is the number of live workers.  Saves stop training while
+    they are written, every sqrt(2 save mean_between) seconds (Young); the global batch is kept.
     """
 
     job: PeerJob
@@ -26,13 +26,18 @@ class RestartFromCheckpoint:
     validated: str = ""
 
     def start(self) -> int:
+        """The state of the whole cluster."""
         return self.job.workers
 
     def speed(self, state: int) -> float:
+        """The samples per second with ``state`` workers, saves included."""
         whole = min(state // self.job.topology.stages, self.job.topology.replicas)
         return self._whole(whole) * self.every_s / (self.every_s + self.save_s)
 
     def change(self, state: int, change: WorkersChange, trained_s: float) -> tuple[int, PeerTransition]:
+        """The next state, and what the change costs.  ``trained_s``: seconds trained since the last transition's
+        end.
+        """
         lost_s = trained_s % (self.every_s + self.save_s) if change.lost else 0.0
         return count_after(state, change), self._restart(change, lost_s)
 
@@ -43,11 +48,12 @@ class RestartFromCheckpoint:
 
     @cached_property
     def every_s(self) -> float:
+        """The seconds between saves."""
         return (2 * self.save_s * self.costs.mean_between_s) ** 0.5
 
     @cached_property
     def save_s(self) -> float:
-        """One worker's state to storage, or back."""
+        """The seconds that one worker's state takes to storage, or back."""
         return self.job.largest_state / self.costs.storage_rate
 
     def _whole(self, pipelines: int) -> float:
