@@ -1,9 +1,9 @@
-"""Carries the messages of ``core.coordinator.membership``; lives in a process of rank 0's guard
-(runtime/processes/guard.py), imports no torch.
+"""The coordinator's server: it carries the messages of ``core.coordinator.membership`` between processes.
 
-Each worker and each supervisor holds one connection.  A worker's death shows twice: its supervisor
-sees the process end and knows how, and its connection closes.  What it said before it died is read
-to the end first, because a number that it contributed to a finished step still counts.
+It lives in a process of rank 0's guard (runtime/processes/guard.py) and imports no torch.  Each worker and each
+supervisor holds one connection.  A worker's death shows twice: its supervisor sees the process end and knows how, and
+its connection closes.  What it said before it died is read to the end first, because a number that it contributed to a
+finished step still counts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ BACKLOG = 4096
 
 
 class Coordinator:
-    """The server; ``say(event, now)`` gets every event."""
+    """The coordinator's server for a job of ``ranks`` workers; ``say(event, now)`` gets every event.
+
+    ``store_port`` is that of the job's key-value store; ``run_dir`` the run folder, once workers have said which.
+    """
 
     def __init__(self, ranks: int, store_port: int, say: Callable[[Event, float], None]) -> None:
         self._gone = asyncio.Event()
@@ -83,7 +86,7 @@ class Coordinator:
         self._ticking: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; OSError when the port is taken."""
+        """Listen for workers and supervisors; raises OSError when the port is taken."""
         self._pulses = await pulse.listen((host, port), self._take)
         try:
             listener = socket.create_server((host, port), backlog=BACKLOG)
@@ -95,7 +98,7 @@ class Coordinator:
         self._tick()
 
     def connect(self) -> InProcess:
-        """From within this process, by whichever thread."""
+        """A connection to the coordinator from within this process, for any thread."""
         return InProcess(lambda far: self._loop.call_soon_threadsafe(self._answer, far))
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -114,7 +117,7 @@ class Coordinator:
 
     @property
     def code(self) -> int:
-        """That the job has ended with, 0 where it has not."""
+        """The exit code that the job has ended with, 0 where it has not ended."""
         return self._last_word.code if self._last_word is not None else 0
 
     async def all_gone(self, goodbye_s: float) -> None:
@@ -130,11 +133,11 @@ class Coordinator:
         over.cancel()
 
     def fail(self, text: str) -> None:
-        """End the job for everybody, with this line."""
+        """End the job as failed for everybody; ``text`` is the line that all get."""
         self._act(self._membership.fail(text))
 
     def terminate(self, reason: str) -> None:
-        """End the job as a supervisor's word would."""
+        """End the job at the next commit, as a supervisor that gets SIGTERM would; ``reason`` is for the user."""
         self._act(self._membership.receive(Terminate(0, reason), time.time()))
 
     async def close(self) -> None:

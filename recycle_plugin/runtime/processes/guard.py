@@ -5,27 +5,37 @@ library, no event loop, no threads, no connections.  Its children are
 
 * the *supervisor* (runtime/processes/supervisor.py), which may be killed: another is forked, and learns here its rank,
   its worker's process, and what it is to do;
-* the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows.
-  It does not notice that supervisors change;
+* the *worker*, which the guard starts when the supervisor says so, whose parent it is, and whose exit code it knows. It
+  does not notice that supervisors change;
 * for rank 0 the *host*, the coordinator with the store (supervisor.Hosted), which outlives everybody.  It is not
   started again: its end is the job's, and the guard says so in the run folder.
 
-Each of supervisor and host has a line here: objects of JSON, one a line of text.
+Each of supervisor and host has a connection here, which carries objects of JSON, one a line of text.  From the guard to
+a supervisor:
 
-===========================================================  ==================================================================================
-from the guard to a supervisor ``{"held": {"rank", "pid", "code", "signal", "guard"}}``     first, once the host is
-there: what the guard has of the one before, null for nothing ``{"pid"}``, ``{"failed"}``
-the worker was started, or why not ``{"code"}``                                                 the worker has ended
-``{"signal"}``                                               the guard has got it (a name): the job is to end from a
-supervisor ``{"start": [module, argument, ...], "rank", "environment"}``  start the worker ``{"kill"}``
-send the worker that signal to the host ``{"through"}``                                              the supervisor has
-ended by itself: the host ends once all others have gone ``{"signal"}``                                               as
-for a supervisor, where there is none any more from the host ``{"ready"}``, ``{"folder"}``
-it listens; the run folder is known ``{"closing"}``                                              all others have gone:
-it ends
-===========================================================  ==================================================================================
+* ``{"held": {"rank", "pid", "code", "signal", "guard"}}`` comes first, once the host is there: what the guard has of
+  the supervisor before, null for nothing;
+* ``{"pid"}`` or ``{"failed"}``: the worker was started, or why not;
+* ``{"code"}``: the worker has ended;
+* ``{"signal"}``: the guard has got it (a name), so the job is to end.
 
-At the end of its line each of them knows that the guard is gone.
+From a supervisor:
+
+* ``{"start": [module, argument, ...], "rank", "environment"}``: start the worker;
+* ``{"kill"}``: send the worker that signal.
+
+To the host:
+
+* ``{"through"}``: the supervisor has ended by itself, so the host ends once all others have gone;
+* ``{"signal"}``: as for a supervisor, where there is none any more.
+
+From the host:
+
+* ``{"ready"}``: it listens;
+* ``{"folder"}``: the run folder is known;
+* ``{"closing"}``: all others have gone, and it ends.
+
+At the end of its connection each of them knows that the guard is gone.
 """
 
 from __future__ import annotations
@@ -54,20 +64,21 @@ PIECE = 1 << 16
 
 
 class Pipe:
-    """One end."""
+    """One end of the connection between a guard and its supervisor or host: JSON objects, one a line of text."""
 
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self._half = b""
 
     def tell(self, **message: object) -> None:
+        """Send one message; where the other end is gone, it is dropped."""
         try:
             self.end.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             pass  # the other end is gone, which whoever reads sees as well
 
     def heard(self) -> list[dict] | None:
-        """All that has come, at least something; None at its end."""
+        """All messages that have come, waiting for at least some bytes; None at the end."""
         try:
             data = self.end.recv(PIECE)
         except OSError:
@@ -77,7 +88,10 @@ class Pipe:
 
 
 class Guard:
-    """``host``: for rank 0 only."""
+    """Holds a rank's place in the job: starts supervisors, the worker, and for rank 0 the host.
+
+    ``supervise`` and ``host`` run in forks of it; ``host`` is None for other ranks.
+    """
 
     def __init__(self, supervise: Child, host: Child | None) -> None:
         self._supervise, self._host = supervise, host
@@ -98,8 +112,9 @@ class Guard:
         self._result: int | None = None
 
     def hold(self) -> int:
-        """The exit code for the launcher: the supervisor's, and where that knew of nothing bad, the host's, which sees
-        the job's end.
+        """Run until the supervisor has ended by itself, and the host too; returns the exit code for the launcher.
+
+        That is the supervisor's, and where that is 0, the host's, which sees the job's end.
         """
         _call_this("recycle-guard")
         wake = self._take_signals()

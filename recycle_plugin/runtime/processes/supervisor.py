@@ -1,10 +1,10 @@
 """Each rank's supervisor: it outlives its worker and tells how that ended.
 
-Imports no torch.  The stock launcher kills all ranks as soon as one exits badly; since a worker's
-death ends only the worker, the launcher needs no change, and since what it has started is only the
-supervisor's guard (runtime/processes/guard.py), a supervisor's death ends nothing: the next one takes its place.
-Rank 0's guard also has the host: the coordinator, on the launcher's own master port, and the job's key-value
-store; workers learn the store's port through ``MASTER_PORT``, so stock ``env://`` finds it.
+Imports no torch.  The stock launcher kills all ranks as soon as one exits badly; since a worker's death ends only the
+worker, the launcher needs no change, and since what it has started is only the supervisor's guard
+(runtime/processes/guard.py), a supervisor's death ends nothing: the next one takes its place. Rank 0's guard also has
+the host: the coordinator, on the launcher's own master port, and the job's key-value store; workers learn the store's
+port through ``MASTER_PORT``, so stock ``env://`` finds it.
 """
 
 from __future__ import annotations
@@ -64,11 +64,10 @@ class BadMaster(RuntimeError):
 
 
 class Supervisor:
-    """Runs one worker: ``command`` is the training script with its arguments, and ``place`` where the worker runs.
+    """Runs one worker: ``command`` is the training script with its arguments, and ``place`` what keeps the worker.
 
-    ``placement`` "spread": the worker's rank is not the one that the launcher gave this place
-    (core/vocabulary/placement.py). ``hosted``: the coordinator, where that is in this process; ``started`` is called
-    once there is a worker.
+    With ``placement`` "spread" the worker's rank is not the one that the launcher gave this place
+    (core/vocabulary/placement.py). ``hosted``: the coordinator, where that is in this process.
     """
 
     def __init__(
@@ -93,7 +92,11 @@ class Supervisor:
         self._answered = asyncio.Event()  # the news of the worker's end have got there
 
     async def run(self) -> int:
-        """The exit code for the launcher: 0 also when the worker was killed and the job went on."""
+        """Run the worker to its end, and then wait for the job's.
+
+        Returns the exit code for the launcher: 0 also when the worker was killed and the job went on.  Raises
+        ConnectionError where the coordinator can't be reached.
+        """
         try:
             if self._placement == "spread" and self._place.rank is None:
                 self._rank = await self._placed()
@@ -279,9 +282,7 @@ class Supervisor:
 
 
 class Hosted:
-    """What only rank 0's guard has a process for, or the launcher for one host runs: the coordinator and the store's
-    process.
-    """
+    """The coordinator and the store's process, which rank 0's guard, or the launcher for one host, hosts."""
 
     def __init__(self, coordinator: Coordinator, store: Process, announcer: Announcer, exporter: Exporter) -> None:
         self._coordinator = coordinator
@@ -300,7 +301,9 @@ class Hosted:
         told: Callable[[Event], None] = lambda event: None,
         stop: int | None = None,
     ) -> Hosted:
-        """``told``: gets all events, as the user does; ``stop``: the process that ends the job at SIGTERM, where it is
+        """Start the coordinator and the store's process; raises BadMaster where the port of ``address`` is taken.
+
+        ``told`` gets all events, as the user does; ``stop`` is the process that ends the job at SIGTERM, where it is
         not this one.
         """
         listener = socket.create_server(("", 0), backlog=4096)
@@ -331,16 +334,16 @@ class Hosted:
         return cls(coordinator, store, announcer, exporter)
 
     def connect(self) -> InProcess:
-        """To the coordinator."""
+        """A connection to the coordinator from within this process."""
         return self._coordinator.connect()
 
     def terminate(self, reason: str) -> None:
-        """End the job, at a commit if training has started."""
+        """End the job: at a commit if training has started."""
         self._coordinator.terminate(reason)
 
     @property
     def code(self) -> int:
-        """That the job has ended with, 0 where it has not."""
+        """The exit code that the job has ended with, 0 where it has not ended."""
         return self._coordinator.code
 
     async def close(self, closing: Callable[[], None] = lambda: None, at_once: bool = False) -> None:
@@ -403,8 +406,10 @@ def _resolved(host: str) -> str:
 
 
 def life_of(pid: int) -> tuple[str, float | None]:
-    """The process's state, as ps has it, and how many seconds of CPU its threads have used or, of its main thread,
-    waited for, which on a crowded machine is most of it; None where that can't be read.
+    """The state of a process, a letter as ps has it, and its seconds of CPU time.
+
+    Those include the seconds for which its main thread has waited for a CPU, which on a crowded machine is most of it;
+    None where that can't be read.  The state is empty where the process has ended.
     """
     process = Path(f"/proc/{pid}")
     try:
@@ -424,7 +429,7 @@ def life_of(pid: int) -> tuple[str, float | None]:
 def supervise(
     command: list[str], environment: dict[str, str], placement: Callable[[list[str]], str], line: socket.socket
 ) -> int:
-    """One rank's supervisor, at the end of its guard's ``line``; the exit code."""
+    """Run one rank's supervisor at the end of its guard's ``line``; returns the exit code."""
 
     async def run() -> int:
         senders.spare_threads()
@@ -435,8 +440,9 @@ def supervise(
 
 
 def host(environment: dict[str, str], line: socket.socket) -> int:
-    """Rank 0's host, at the end of its guard's ``line``: until the supervisor there has gone, and then until the others
-    have; the job's exit code.
+    """Run rank 0's coordinator and store at the end of its guard's ``line``; returns the job's exit code.
+
+    It returns once the supervisor there has gone, and then the others.
     """
     address, ranks = (environment["MASTER_ADDR"], int(environment["MASTER_PORT"])), int(environment["WORLD_SIZE"])
     guard = Pipe(line)

@@ -7,8 +7,8 @@ mode they end up in sums of blocks (runtime/stage/block_sums.py), all of a micro
 whose backward is not split, which are made in its I. In bf16 the sums are those of the fp32 masters
 (runtime/stage/masters.py), which what each instruction makes is added to by itself.
 
-After a failure a *bare* forward or input gradient is run for the boundary tensor alone, because a peer needs it once
-more: it leaves no stash and adds nothing to any gradient.
+After a failure a *boundary-only* forward or input gradient is run for the boundary tensor alone, because a peer needs
+it once more: it leaves no stash and adds nothing to any gradient.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Key = tuple[int, MicroBatch]  # step, micro-batch
 
 @dataclass(frozen=True)
 class LoadedBatch:
-    """Of a micro-batch, what the first stage computes with, and what the last one compares with."""
+    """A micro-batch's data: the inputs on the first stage, the labels on the last one, None elsewhere."""
 
     data: Any = None
     labels: Any = None
@@ -57,8 +57,8 @@ class LoadedBatch:
 
 @dataclass(frozen=True)
 class Stash:
-    """What F leaves for the backward: received activations, leaves of the graph, and what is computed from them, with
-    the graph behind it.
+    """What F leaves for the backward: received activations (the graph's leaves), outputs and loss with the graph behind
+    them.
     """
 
     inputs: Tensors
@@ -68,7 +68,7 @@ class Stash:
 
 @dataclass(frozen=True)
 class Inner:
-    """What I leaves for W: the weights' work, and, in exact mode, weight gradients that are made already."""
+    """What I leaves for W: the weights' pending work, and, in exact mode, weight gradients that are made already."""
 
     pending: PendingWeights | None
     early: Gradients | None
@@ -76,19 +76,19 @@ class Inner:
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What a forward computes with."""
+    """What a forward computes with: a loaded batch, and received activations, which are the leaves of the graph."""
 
     loaded: LoadedBatch
     inputs: Tensors  # leaves of the graph
 
 
 class Stage:
-    """Runs forward and backward of single micro-batches.
+    """Runs forward and backward of single micro-batches of one stage.
 
-    ``deferred`` splits the backward, None leaves it fused.  ``randomness``: what a micro-batch of a step draws in its
-    forward ("") and in the halves of its backward ("input", "weight"). ``blocks``: exact mode's sums.  ``masters``: of
-    a model in bf16.  ``fused``: is told the names of layers whose backward is split no more; ``warn``: of what may go
-    wrong.
+    ``deferred`` splits the backward, None leaves it fused.  ``randomness``: the context in which a micro-batch of a
+    step draws in its forward ("") and in the halves of its backward ("input", "weight").  ``blocks``: exact mode's
+    sums; ``masters``: those of a model in bf16.  ``fused`` is told the names of layers whose backward is split no more,
+    and ``warn`` what may go wrong.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Stage:
         self._trains: bool | None = None  # whether some micro-batch's outputs had a graph; None: there was none yet
 
     def resize(self, micro_batches: int, blocks: Blocks | None) -> None:
-        """A replica has so many micro-batches in a step from now on.  ``blocks``: exact mode's, of them."""
+        """Train with so many micro-batches a replica in a step from now on; ``blocks``: exact mode's, of these."""
         self._model = replace(self._model, scale=micro_batches)
         if self._blocks is not None:
             self._blocks.resize(blocks)
@@ -124,6 +124,7 @@ class Stage:
 
     @property
     def device(self) -> Device:
+        """The device that the stage computes on."""
         return self._model.device
 
     def load(self, batch: tuple[Any, Any]) -> LoadedBatch:
@@ -135,7 +136,7 @@ class Stage:
         )
 
     def compute(self, instruction: Instruction, have: StepStore, boundary_only: bool) -> dict[Datum, Any]:
-        """What F, I, W or B makes."""
+        """What F, I, W or B makes, by datum; with ``boundary_only`` I makes the boundary tensor alone."""
         stage, step, one = instruction.stage, instruction.step, instruction.micro_batch
 
         def datum(kind: str, at: int = stage) -> Datum:
@@ -159,7 +160,10 @@ class Stage:
         return {datum("grad"): made, datum("inner"): inner}
 
     def forward(self, key: Key, loaded: LoadedBatch, received: Tensors) -> tuple[Tensors, Stash, torch.Tensor | None]:
-        """What goes to the next stage, what the backward needs, and on the last stage the loss."""
+        """Run one forward: what goes to the next stage, what the backward needs, and on the last stage the loss.
+
+        Raises RecycleError where the model can't be trained so, for instance where the forward calls ``backward()``.
+        """
         model = self._model
         moved = model.device.from_host(received, "what goes into a forward", shared=True).wait(COPY_S)
         given = ForwardInputs(loaded, tuple(tensor.requires_grad_(differentiable(tensor)) for tensor in moved))
@@ -212,7 +216,7 @@ class Stage:
             return outputs, _checked(model.loss(outputs, labels) if model.loss is not None else outputs)
 
     def backward(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
-        """Both gradients at once; returns what goes to the previous stage."""
+        """Compute both gradients at once; returns what goes to the previous stage."""
         with self._summing(key), self._drawing(key), self._watching("both"):
             with self._hold() as pending:
                 made = self._differentiate(stash, grads)
@@ -221,7 +225,7 @@ class Stage:
             return made
 
     def backward_input(self, key: Key, stash: Stash, grads: Tensors | None) -> tuple[Tensors, Inner]:
-        """The gradient of the input; the weights' work is put off until :meth:`backward_weight`."""
+        """Compute the gradient of the input; the weights' work is put off until :meth:`backward_weight`."""
         early = [None] * len(self._parameters) if self._blocks is not None else None
         aside = nullcontext() if early is None else self._aside(early)
         with self._drawing(key), self._watching("input"), aside, self._hold() as pending:
@@ -247,7 +251,7 @@ class Stage:
                 each.update(were)
 
     def backward_input_bare(self, key: Key, stash: Stash, grads: Tensors | None) -> Tensors:
-        """The gradient of the input and nothing else: no parameter's gradient changes, now or later.
+        """Compute the gradient of the input for the boundary alone: no parameter's gradient changes, now or later.
 
         Parameters' gradients are put aside: torch.autograd.grad, which would leave them alone, refuses checkpointed
         layers.
@@ -261,6 +265,7 @@ class Stage:
             return self._differentiate(stash, grads)
 
     def backward_weight(self, key: Key, inner: Inner) -> None:
+        """Compute the weight gradients that :meth:`backward_input` has put off, and add them to the sums."""
         with self._summing(key):
             _add(self._parameters, inner.early or ())
             if inner.pending is not None:
@@ -270,7 +275,10 @@ class Stage:
     # --- sums --------------------------------------------------------------------------------------
 
     def summed(self) -> None:
-        """What was counted is in a sum over all workers now, no contribution any more."""
+        """Drop this step's contributions, which are in a sum over all workers now.
+
+        Raises RecycleError where nothing that the stage gives depends on its parameters.
+        """
         if self._trains is False:
             raise RecycleError(
                 f"nothing that {'the first' if self._model.first else 'a'} stage gives depends on its parameters, so "
@@ -282,7 +290,7 @@ class Stage:
         self.forget_sums()
 
     def forget_sums(self) -> None:
-        """What was added up in blocks counts no more."""
+        """Drop what was added up in blocks."""
         if self._blocks is not None:
             self._blocks.clear()
 

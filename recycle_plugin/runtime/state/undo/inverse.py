@@ -29,10 +29,10 @@ LARGEST_DECAY = 0.5  # of lr × weight decay: what a step shrinks by is divided 
 
 
 class Inverse:
-    """Of the steps of ``state``'s optimizer, from copies of the gradients as they are when ``before_step()`` is called.
+    """Undo by inverting the update rule, from copies of the gradients as they are when ``before_step()`` is called.
 
-    Copies, since p.grad does not outlive the step: Nesterov with ``foreach`` adds the momentum into it, and
-    zero_grad() may write zeros into it.  Raises RecycleError for what can't be taken back.
+    Copies, since p.grad does not outlive the step: Nesterov with ``foreach`` adds the momentum into it, and zero_grad()
+    may write zeros into it.  Raises RecycleError for optimizers and parameters whose steps can't be taken back.
     """
 
     exact = False
@@ -49,6 +49,7 @@ class Inverse:
 
     @property
     def held_bytes(self) -> int:
+        """Bytes of the copied gradients and of the state that is not inverted."""
         return self._gradients.nbytes + self._others.nbytes
 
     @torch.no_grad()
@@ -68,7 +69,7 @@ class Inverse:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Take the step back; RecycleError, and nothing is changed, where something in it is not finite."""
+        """Take the step back.  Raises RecycleError, and changes nothing, where something in it is not finite."""
         groups = self._small.parts["optimizer"]["groups"]
         for step in self._steps(groups):
             self._check_finite(step)
