@@ -1,28 +1,28 @@
 """The port to what tensors are computed on: copies to and from host memory, events, random numbers, memory.
 
 Nothing else names a kind of device; a test checks it.  Work on a device may go on after the call that has started it;
-what stands here is what that changes for others.
+this module has what that changes for others.
 
 **Copies** are started and go on by themselves.  Whoever gives a tensor says whether its memory may be ``shared``: then
 nobody changes it before the copy is over, nor afterwards while the copy is of use, and on a device that is the host
 there is no copy at all.  Otherwise the giver may change it as soon as the call returns, and the copy has memory of its
 own.  Who needs what:
 
-* boundary tensors, for peers and for the store (tiers.py): shared.  A stage gives nothing that an optimizer, a layer or
-  the next forward writes to (worker/stage.py copies such), and what is in a store is not changed in place.  So they are
-  sent from where they were made, by any thread;
-* what has come from a peer, for the stage: shared.  Layers get copies of it (boundary.py);
-* a script's batches, kept (batches.py) or given to layers (boundary.py): not shared, since loaders and layers write to
-  them;
-* bytes for hashes and for other workers (state.py), and single numbers: shared, since they are read before the thread
-  goes on;
+* boundary tensors, for peers and for the store (runtime/worker/tiers.py): shared.  A stage gives nothing that an
+  optimizer, a layer or the next forward writes to (runtime/stage/stage.py copies such), and what is in a store is not
+  changed in place.  So they are sent from where they were made, by any thread;
+* what has come from a peer, for the stage: shared.  Layers get copies of it (runtime/stage/boundary.py);
+* a script's batches, kept (runtime/movers/batches.py) or given to layers (runtime/stage/boundary.py): not shared, since
+  loaders and layers write to them;
+* bytes for hashes and for other workers (runtime/state/stage_state.py), and single numbers: shared, since they are read
+  before the thread goes on;
 * a checkpoint that is written in the background: not shared, since training goes on meanwhile.
 
 **Events** tell when work is done.  An instruction that computes waits for the one behind its work
-(worker/operations.py), so that traces and a worker's pace (core/worker/stopwatch.py), which the host's clock measures,
-are of the work and not of its start, and a device that hangs is found at the instruction that it hangs in, by name.
-That costs the device the time until the host has started the next instruction; copies go on meanwhile.  A worker's
-beats (heart.py) say what its thread is at, and need no device.
+(runtime/stage/operations.py), so that traces and compute times (core/worker/stopwatch.py), which the host's clock
+measures, are of the work and not of its start, and a device that hangs is found at the instruction that it hangs in, by
+name. That costs the device the time until the host has started the next instruction; copies go on meanwhile.  A
+worker's heartbeats (runtime/control/heartbeats.py) say what its thread is at, and need no device.
 
 An implementation passes tests/runtime/test_device.py.
 """

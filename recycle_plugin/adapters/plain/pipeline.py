@@ -1,4 +1,4 @@
-"""The face of the plain adapter: one object that trains a stage of a pipeline, and its replicas, whoever dies."""
+"""Pipelines in plain torch: one object that trains a stage of a pipeline, whoever dies."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from recycle_plugin.core.vocabulary.deadlines import TICK_S
 from recycle_plugin.core.vocabulary.describe import named
 from recycle_plugin.core.vocabulary.placement import spread
 from recycle_plugin.core.vocabulary.roster import WorkerId
-from recycle_plugin.runtime.control import supervisor_heartbeat as pulse
+from recycle_plugin.runtime.control import supervisor_heartbeat
 from recycle_plugin.runtime.control.connections import Control, InLoop, InProcess, SocketControl
 from recycle_plugin.runtime.processes.accepting import Refusals
 
@@ -82,16 +82,16 @@ class Coordinator:
         self._closing = False
         self._loop = asyncio.get_running_loop()
         self._accepting: asyncio.Task | None = None
-        self._pulses: asyncio.DatagramTransport | None = None
+        self._heartbeats: asyncio.DatagramTransport | None = None
         self._ticking: asyncio.TimerHandle | None = None
 
     async def start(self, host: str, port: int) -> None:
         """Listen for workers and supervisors; raises OSError when the port is taken."""
-        self._pulses = await pulse.listen((host, port), self._take)
+        self._heartbeats = await supervisor_heartbeat.listen((host, port), self._take)
         try:
             listener = socket.create_server((host, port), backlog=BACKLOG)
         except OSError:
-            self._pulses.close()
+            self._heartbeats.close()
             raise
         listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(listener))
@@ -146,7 +146,7 @@ class Coordinator:
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait({self._accepting})
-            self._pulses.close()
+            self._heartbeats.close()
             self._ticking.cancel()
         for control in self._serving.values():
             control.close()

@@ -17,7 +17,7 @@ from recycle_plugin.core.messages.activity import COMPUTES, ELSEWHERE, LONGEST
 from recycle_plugin.core.messages.protocol import Heartbeat, Lease
 
 SCRIPT = "the training script"
-SLOWEST_S = 1.0  # between two beats
+SLOWEST_S = 1.0  # between two heartbeats
 
 
 class Heartbeats:
@@ -71,7 +71,7 @@ class Heartbeats:
 
     def _change(self, at: tuple[str, object]) -> None:
         """Who was said to compute says at once when that is over: whatever comes next may hold the interpreter up, and
-        no beat with it.
+        no heartbeat with it.
         """
         self._at = at
         if self._said_to_compute:

@@ -13,8 +13,8 @@ from recycle_plugin.core.messages.encoding import decode
 from recycle_plugin.core.messages.protocol import SupervisorHeartbeat
 
 
-class PulseListener(asyncio.DatagramProtocol):
-    """Calls ``take`` with each supervisor heartbeat that arrives, and ignores everything else."""
+class HeartbeatListener(asyncio.DatagramProtocol):
+    """Calls ``take`` with each supervisor heartbeat that arrives by datagram, and ignores everything else."""
 
     def __init__(self, take: Callable[[SupervisorHeartbeat], None]) -> None:
         self._take = take
@@ -31,9 +31,9 @@ async def listen(address: tuple[str, int], take: Callable[[SupervisorHeartbeat],
 
     Raises OSError when the port is taken.
     """
-    return (await asyncio.get_running_loop().create_datagram_endpoint(lambda: PulseListener(take), local_addr=address))[
-        0
-    ]
+    return (
+        await asyncio.get_running_loop().create_datagram_endpoint(lambda: HeartbeatListener(take), local_addr=address)
+    )[0]
 
 
 async def connect(address: tuple[str, int]) -> asyncio.DatagramTransport:

@@ -40,19 +40,19 @@ from recycle_plugin.core.vocabulary.roster import WorkerId
 from recycle_plugin.errors import CutOff
 from recycle_plugin.observability.console import Announcer
 from recycle_plugin.observability.exporter import Exporter
-from recycle_plugin.runtime.control import supervisor_heartbeat as pulse
+from recycle_plugin.runtime.control import supervisor_heartbeat
 from recycle_plugin.runtime.control.connections import InLoop, InProcess
 from recycle_plugin.runtime.control.coordinator import Coordinator
 from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.guard import Pipe
 from recycle_plugin.runtime.processes.spawn import Process, spawn
-from recycle_plugin.runtime.processes.worker_keeper import Guarded, Place
+from recycle_plugin.runtime.processes.worker_keeper import Guarded, WorkerKeeper
 
 CONNECT_S = 60.0  # how long a supervisor tries to reach the coordinator
 RESUME_S = 5.0  # the same once more, where the connection has broken
 LISTEN_S = 60.0  # how long nothing need be heard
 GOODBYE_S = 30.0  # how long rank 0 waits for the other supervisors once the job is over
-PULSE_S = 0.5  # between two signs of the worker's life
+HEARTBEAT_S = 0.5  # between two signs of the worker's life
 ANSWER_S = 10.0  # how long the coordinator may take to hear of a worker's end
 STORE_S = 5.0  # how long the store's process may take to be gone, once it is killed
 ANOTHER_ADDRESS = "start the launcher with --master_addr (srun: with MASTER_ADDR set) and an address that is that host's for all others"
@@ -75,7 +75,7 @@ class Supervisor:
         command: list[str],
         environment: dict[str, str],
         placement: str,
-        place: Place,
+        place: WorkerKeeper,
         hosted: Hosted | None = None,
     ) -> None:
         self._command = command
@@ -152,7 +152,10 @@ class Supervisor:
                     self._command,
                     self._worker_environment(welcome.store_port),
                 )
-            tasks += asyncio.create_task(self._pulse()), asyncio.create_task(self._place.watch(self._told_to_end))
+            tasks += (
+                asyncio.create_task(self._send_heartbeats()),
+                asyncio.create_task(self._place.watch(self._told_to_end)),
+            )
             return await self._until_both_ended(self._worker, tasks[-1])
         finally:
             for task in tasks:
@@ -218,19 +221,19 @@ class Supervisor:
             worker.send_signal(number)
         await exit_code
 
-    async def _pulse(self) -> None:
+    async def _send_heartbeats(self) -> None:
         """Say now and then that the worker's process is there, and whether it runs; over a network also by datagram."""
-        datagrams = await pulse.connect(self._control.there) if self._control.there else None
+        datagrams = await supervisor_heartbeat.connect(self._control.there) if self._control.there else None
         on_disk_s = 0.0  # it has waited for a disk, or for memory that is on one: that is work too
         try:
             while self._worker is not None and not self._over.done():
                 state, cpu_s = life_of(self._worker.pid)
-                on_disk_s += PULSE_S * (state == "D")
+                on_disk_s += HEARTBEAT_S * (state == "D")
                 message = SupervisorHeartbeat(self._rank, state == "T", None if cpu_s is None else cpu_s + on_disk_s)
                 self._tell(message)
                 if datagrams is not None:
                     datagrams.sendto(encode(message))
-                await asyncio.sleep(PULSE_S)
+                await asyncio.sleep(HEARTBEAT_S)
         finally:
             if datagrams is not None:
                 datagrams.close()

@@ -15,11 +15,11 @@ from recycle_plugin.runtime.processes import signal_senders as senders
 from recycle_plugin.runtime.processes.spawn import Process, spawn
 
 
-class Place(Protocol):
+class WorkerKeeper(Protocol):
     """Keeps the worker of a supervisor, and knows whether its guard is still there.
 
     ``rank`` and ``worker`` are those of a supervisor that was here before, None if there was none; ``pid`` is the
-    process that holds the place in the job.
+    process that holds the rank's place in the job.
     """
 
     rank: int | None

@@ -32,7 +32,7 @@ class EmulatedLayer(nn.Module):
         self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x * scale``, after ``forward_s`` seconds."""
+        """The input times ``scale``, after ``forward_s`` seconds."""
         return _Stock.apply(x, self.scale, self)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are made by themselves, written while training goes on.
+"""Automatic checkpoints, written in the background while training goes on.
 
 Between two steps everybody copies what it has to write (which needs a second copy of the state in host memory, on the
 lowest live replica of each stage), and a thread writes it.  How often follows from the measured cost
@@ -51,10 +51,10 @@ class _Begun:
 
 
 class Background:
-    """``keep`` checkpoints stay in ``folder``.
+    """Makes automatic checkpoints, of which the last ``keep`` stay in ``folder``.
 
-    ``copy(tag)``: copies this worker's share of the state and returns what writes it under that tag; ``recover()``:
-    after a membership change between steps.
+    ``copy(tag)`` copies this worker's share of the state and returns what writes it under that tag; ``recover()`` is
+    called after a membership change between steps.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Background:
         self._members = self._live()
 
     def before(self, step: int) -> None:
-        """The worker is about to start ``step``."""
+        """Begin a checkpoint before ``step`` if one is due, or see how the one under way gets on."""
         self._meter.tick(time.monotonic())
         if self._begun is not None:
             self._follow(self._begun)
@@ -89,7 +89,7 @@ class Background:
             self._begin(step)
 
     def conclude(self) -> None:
-        """Return when none is being written any more."""
+        """Return when no checkpoint is being written any more."""
         begun = self._begun
         if begun is None:
             return
@@ -110,7 +110,7 @@ class Background:
         self._end(begun, met)
 
     def loaded(self, step: int) -> None:
-        """Everybody goes on from the checkpoint of ``step``."""
+        """Count from ``step`` on, from whose checkpoint everybody goes on."""
         self._interval.loaded(step)
 
     def _begin(self, step: int) -> None:
