@@ -70,6 +70,7 @@ def failures(outcome: RunOutcome) -> list[Failure]:
 
 
 def as_report(failure: Failure) -> dict:
+    """A failure's entry in report.json, times in seconds."""
     return {
         "seat": str(failure.seat),
         "instruction": failure.fault.where,

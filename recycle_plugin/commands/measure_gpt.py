@@ -39,12 +39,13 @@ class Case(NamedTuple):
 
 
 class Clock:
-    """Seconds of work on a device."""
+    """Measures the seconds that work on a device takes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def of(self, work: Callable[[], object]) -> float:
+        """Seconds that ``work`` takes until the device is done with it."""
         self._settle()
         start = time.perf_counter()
         work()

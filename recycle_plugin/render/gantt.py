@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Look(NamedTuple):
-    """Of an instruction that takes time."""
+    """How an instruction that takes time is drawn."""
 
     colour: str
     name: str

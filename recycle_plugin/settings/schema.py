@@ -361,11 +361,12 @@ class Settings(BaseModel):
 
     @property
     def deadlines(self) -> Deadlines:
+        """The settings that are deadlines, in seconds."""
         return Deadlines(**{one.name: getattr(self, one.name) for one in fields(Deadlines)})
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Where metrics are served, if they are."""
+        """Where metrics are served, None if they are not."""
         return Endpoint(self.metrics.address, self.metrics.port) if self.metrics else None
 
     @classmethod
@@ -518,6 +519,7 @@ class Settings(BaseModel):
 
     @property
     def fault_list(self) -> tuple[Fault, ...]:
+        """The faults to inject, parsed."""
         return tuple(map(Fault.parse, self.faults))
 
     def fault_script(self, seat: Seat) -> FaultScript:

@@ -205,8 +205,8 @@ class Stage:
 
     def _compute(self, key: Key, given: ForwardInputs, inner: InnerGradients) -> tuple[Any, torch.Tensor | None]:
         model, (step, micro_batch) = self._model, key
-        # an evaluation has a negative step; a boundary-only forward has a graph too: layers may want one, and without it
-        # torch may choose other kernels
+        # an evaluation has a negative step; a boundary-only forward has a graph too: layers may want one, and without
+        # it torch may choose other kernels
         split = nullcontext() if self._deferred is None else self._deferred.forward()
         with self._randomness(micro_batch, step, ""), torch.set_grad_enabled(step > 0), engine_runs(inner.heard), split:
             outputs = model.module(self._data(given) if model.first else incoming(given.inputs))
