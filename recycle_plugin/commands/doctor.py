@@ -174,7 +174,7 @@ def survival(job: ConfiguredJob) -> Section:
 
 
 def _host(job: ConfiguredJob, host: str, risky: tuple[int, ...]) -> dict:
-    """``ends``: why the host's loss ends the job, "" where it does not."""
+    """A row of the table of hosts; ``ends``: why the host's loss ends the job, "" where it does not."""
     seats = job.hosts[host]
     ranks = [seat.stage * job.replicas + seat.replica for seat in seats]
     reasons = ["coordinator"] * (ranks[0] == 0) + [f"all of {stages_text(risky)}"] * bool(risky)
@@ -395,7 +395,7 @@ def _undo(way: str) -> str:
 
 
 def _switch(job: ConfiguredJob, setting: str, now: str, instead: str, **changed: Any) -> dict:
-    """A setting that takes away one of the planner's techniques.
+    """A row on a setting that takes away one of the planner's techniques.
 
     Where memory hides what that costs, more memory shows it.
     """

@@ -106,7 +106,10 @@ class Announcer:
             self._go_on_unread()
 
     def _go_on_unread(self) -> None:
-        """Who has read the lines is gone, pdsh for instance: that is no reason to end a job, which rich would do."""
+        """Print to nowhere from now on, since who has read the lines is gone, pdsh for instance.
+
+        That is no reason to end a job, which rich would do.
+        """
         with open(os.devnull, "w") as nobody:
             os.dup2(nobody.fileno(), self._console.file.fileno())
 
@@ -127,7 +130,7 @@ class Announcer:
             self._log.add("\n".join(lines), keep=event.kind not in STEPS)
 
     def _say_of(self, kind: str, text: str, **details: object) -> None:
-        """Of what is written here."""
+        """Say something of what is written here."""
         self.say(Event(kind, text, details), time.time())
 
     def _of_a_file(self, event: Event, now: float) -> None:
@@ -168,7 +171,7 @@ class Announcer:
             self._printing.attempt(lambda: self._print(stamp + line), 1)
 
     def _print(self, line: str) -> None:
-        """To what is no terminal, perhaps a file."""
+        """Print to what is no terminal, perhaps a file."""
         try:
             print(line, flush=True)
         except BrokenPipeError:

@@ -123,7 +123,7 @@ class Metrics:
         return Counter(name, text, labels, registry=self.registry)
 
     def _begin_counts(self) -> None:
-        """A series that begins with its first event hides that one from ``rate``."""
+        """Begin all series now: one that begins with its first event hides that one from ``rate``."""
         for cause in Cause:
             self._failures.labels(cause.value)
             self._suspicions.labels(cause.value)
@@ -168,14 +168,14 @@ class Metrics:
             self._bound.set(details["period_us"] / details["bound_us"])
 
     def _recovered(self, failure: Failure, began_at: float) -> None:
-        """Hosts' clocks may differ: no part is less than nothing."""
+        """Observe the three parts of a recovery; hosts' clocks may differ, so no part is less than nothing."""
         moments = began_at, failure.seen_at, failure.resumed_at, failure.committed_at
         for phase, begins, ends in zip((NOTICE, REGROUP, FINISH), moments, moments[1:]):
             self._recovery.labels(phase).observe(max(0.0, ends - begins))
 
 
 class Recoveries:
-    """Failures that are over, each once: with the next commit after it.
+    """Finds failures that are over, each once, with the next commit after it, and times three parts of each.
 
     * *notice*: until the coordinator knows that the worker is lost.  It begins when an injected fault struck, or when a
       worker that was given up was last heard of or began what it did not get on with; where a death or a broken
@@ -218,7 +218,7 @@ class Recoveries:
         self._forget(lambda event: bool(waiting) and event.get("seat", "") in {"", *waiting})
 
     def _forget(self, wanted: Callable[[dict], bool]) -> None:
-        """All but workers, faults, and what is ``wanted``."""
+        """Forget all but workers, faults, and what is ``wanted``."""
         self._known = [event for event in self._known if event["event"] in ("worker", "fault") or wanted(event)]
 
 
@@ -276,7 +276,7 @@ class TrainingTime:
         return self._samples * self._usual_s() / since_s if since_s > 0 else nan
 
     def _usual_s(self) -> float:
-        """Seconds a sample."""
+        """The usual seconds a sample; NaN where they are not known."""
         if not self._undisturbed:
             return nan
         history = RunHistory(tuple(self._undisturbed))

@@ -126,7 +126,7 @@ class RunHistory:
         return self._of_job(CostModel, "costs")
 
     def _of_job(self, kind: type[T], name: str) -> T:
-        """ValueError names what is wrong."""
+        """Read a part of the job's settings; ValueError names what is wrong."""
         found = read(kind, self.job[name], f"job.{name}")
         if isinstance(found, Unreadable):
             raise ValueError(str(found))
@@ -159,7 +159,7 @@ class RunHistory:
 
     @staticmethod
     def _why(lost: dict, confirmed: str) -> str:
-        """A broken connection says less than what the supervisor has seen."""
+        """Why a worker is lost; a broken connection says less than what the supervisor has seen."""
         return "; ".join(filter(None, ("" if lost["how"] == BROKEN and confirmed else lost["how"], confirmed)))
 
     @property

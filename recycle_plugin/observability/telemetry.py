@@ -101,7 +101,7 @@ class LineFile:
         self._let_go()
 
     def _append(self, lines: list[str]) -> None:
-        """What is kept, and then these."""
+        """Write what waits, and then these lines."""
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class LineFile:
             raise
 
     def _cut_off(self, count: int) -> None:
-        """The last so many bytes are of a line that is not whole."""
+        """Cut off the last so many bytes, which are of a line that is not whole."""
         try:
             os.ftruncate(self._file.fileno(), os.fstat(self._file.fileno()).st_size - count)
         except OSError:  # what can't be cut off either is no file

@@ -225,7 +225,7 @@ def _typed(tree: Any) -> TrainingJob:
 
 
 def _check_faults(job: TrainingJob) -> None:
-    """A fault in a step that the run never reaches would be a test that tests nothing."""
+    """Refuse a fault in a step that the run never reaches: it would be a test that tests nothing."""
     for number, fault in enumerate(Settings.from_section(job.recycle).fault_list):
         step = None if fault.when == "at" else Instruction.parse(fault.where).step
         if (

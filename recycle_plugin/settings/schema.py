@@ -29,7 +29,7 @@ SECTION = "recycle"
 
 
 class SettingsError(ValueError):
-    """One line: ``recycle.<key>: what is wrong; what to write instead``."""
+    """A setting is wrong; the message is one line: ``recycle.<key>: what is wrong; what to write instead``."""
 
     def __init__(self, key: str, wrong: str, fix: str, others: tuple[str, ...] = ()) -> None:
         where = f"{SECTION}.{key}" if key else SECTION
@@ -39,7 +39,9 @@ class SettingsError(ValueError):
 
 
 def _setting(default: Any, write: str, description: str, **limits: Any) -> Any:
-    """A field.  ``write``: what a correct value looks like, in the words of the error that asks for it."""
+    """A field of the settings.  ``write``: what a correct value looks like, in the words of the error that asks for
+    it.
+    """
     return Field(default, description=description, json_schema_extra={"write": write}, **limits)
 
 
@@ -57,7 +59,7 @@ def _checked_cap(value: Any) -> Any:
 
 
 def _checked_size(value: Any) -> Any:
-    """A size in words becomes bytes."""
+    """A size in words as bytes."""
     if not isinstance(value, str):
         return value
     if (size := cap.size(value)) is None:
@@ -491,7 +493,7 @@ class Settings(BaseModel):
         return self.clip == "sync" and (clipping > 0 or self.loss_scaling)
 
     def policy(self, validate: bool, stages: int) -> Policy:
-        """What the planner may use.  ``validate``: gradient clipping is on, so that a step waits for its norm.
+        """The planner's policy.  ``validate``: gradient clipping is on, so that a step waits for its norm.
 
         Raises :class:`SettingsError` for an activation cap that doesn't go with the profile or the number of stages.
         """

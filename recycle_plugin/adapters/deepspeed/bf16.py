@@ -116,8 +116,10 @@ class StateFiles:
         return [group["params"] for group in self._optimizer.param_groups]
 
     def _flat_state(self, group: Parameters, name: str, span: tuple[int, int]) -> Any:
-        """What belongs to each element is cut as the masters are; what is left counts steps, and the last parameter's
-        is right for all.
+        """One kind of the optimizer's state for a part of a file: what belongs to each element is cut as the masters
+        are.
+
+        What is left counts steps, and the last parameter's is right for all.
         """
         values = [self._optimizer.state[parameter][name] for parameter in group]
         if name != "step" and all(

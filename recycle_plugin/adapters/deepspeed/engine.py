@@ -1,9 +1,9 @@
 """The DeepSpeed engine that runs plans: ``PipelineEngine`` as scripts call it, in front of the worker runtime's
 trainer.
 
-No algorithm lives here.  It lends DeepSpeed's model, optimizer, gradient buckets and checkpoints to
-the trainer (runtime/worker/trainer.py), and keeps the signatures that user scripts call.  DeepSpeed's private names are
-used in this module only.
+No algorithm lives here.  It lends DeepSpeed's model, optimizer, gradient buckets and checkpoints to the trainer
+(runtime/worker/trainer.py), and keeps the signatures that user scripts call.  DeepSpeed's private names are used in
+this module only.
 """
 
 from __future__ import annotations
@@ -275,8 +275,10 @@ class RecycleEngine(PipelineEngine):
         return 0
 
     def _configure_bf16_optimizer(self, optimizer: torch.optim.Optimizer | None) -> MasterOptimizer:
-        """Where stock's has a part of the state each: masters of all that is trained, and gradients are summed over the
-        workers in fp32.
+        """DeepSpeed's call for its bf16 optimizer: masters of all that is trained, where stock's has a part of the
+        state each.
+
+        Gradients are summed over the workers in fp32.
         """
         if optimizer is None:
             raise RecycleError(
@@ -334,7 +336,9 @@ class RecycleEngine(PipelineEngine):
         return DataCursor(self.micro_batches)
 
     def _check_batch_size(self) -> None:
-        """Before each step."""
+        """Raise RecycleError where the script has changed the number of micro-batches by hand; called before each
+        step.
+        """
         planned = self._trainer.topology.micro_batches
         if self.micro_batches != planned:
             raise RecycleError(

@@ -123,8 +123,10 @@ def _check_module(model: PipelineModule, parameters: Any) -> None:
 
 
 def _check_real(model: PipelineModule, config: dict[str, Any]) -> None:
-    """Converted to the master weights' fp32, complex ones lose their imaginary part, with stock DeepSpeed too; and
-    Gloo's all-to-all takes none.
+    """Refuse complex weights in bf16 and in exact mode.
+
+    Converted to the master weights' fp32 they lose their imaginary part, with stock DeepSpeed too; and Gloo's
+    all-to-all takes none.
     """
     why = (
         "bf16's master weights are real"
@@ -145,7 +147,7 @@ def _check_real(model: PipelineModule, config: dict[str, Any]) -> None:
 
 
 def _check_layers(model: PipelineModule) -> None:
-    """What would train otherwise than with stock DeepSpeed, or not the same whoever computes it."""
+    """Refuse layers that would train otherwise than with stock DeepSpeed, or not the same whoever computes them."""
     if has_moe_layers(model)[0]:
         raise RecycleError(
             "deepspeed.moe layers send tokens between replicas, which may be lost, and are not supported; use dense "

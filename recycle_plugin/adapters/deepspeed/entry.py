@@ -98,7 +98,9 @@ class Plugin:
         module.initialize = initialize
 
     def _check_section(self, config: dict) -> None:
-        """Who starts a job through the plugin means to have it."""
+        """Warn where the config has no section, and refuse a misspelt one: who starts a job through the plugin means to
+        have it.
+        """
         meant = next(
             (name for name in config if difflib.get_close_matches(name.lower(), [SECTION], cutoff=ALIKE)), None
         )
@@ -118,8 +120,9 @@ class Plugin:
     def _our_engine(
         self, module: ModuleType, config: dict, settings: Settings, given: dict[str, Any]
     ) -> Iterator[None]:
-        """``deepspeed.initialize`` builds what the name PipelineEngine stands for at that moment, which may be a class
-        of the user's.
+        """Inside of this context ``deepspeed.initialize`` builds our engine.
+
+        It builds what the name PipelineEngine stands for at that moment, which may be a class of the user's.
         """
         check_versions()
         from recycle_plugin.adapters.deepspeed.engine import EngineArguments, engine_class

@@ -70,7 +70,7 @@ class FirstLive:
 
 
 class Reporting:
-    """Says how far the training of ``engine`` is, as stock does, from whichever worker is first alive."""
+    """Reports how far the training of ``engine`` is, as stock does, from whichever worker is first alive."""
 
     def __init__(self, engine: PipelineEngine, session: Session) -> None:
         self._engine, self._session = engine, session
@@ -121,7 +121,7 @@ def figures(known: dict, generation: int, batch: int, samples: int) -> list[Entr
 
 @contextmanager
 def _rank_0() -> Iterator[None]:
-    """DeepSpeed's monitors, and nobody else, take this worker for rank 0."""
+    """Inside of this context DeepSpeed's monitors, and nobody else, take this worker for rank 0."""
     modules = [
         module
         for name, module in list(sys.modules.items())

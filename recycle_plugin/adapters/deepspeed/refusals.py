@@ -168,7 +168,7 @@ REMOVED = (
 
 
 def _bypassed(config: dict[str, Any]) -> Iterator[str]:
-    """What DeepSpeed does in places that the plugin has its own of: it would be left undone without a word."""
+    """Refuse what DeepSpeed does where the plugin has its own instead: it would be left undone silently."""
     for name, reason in BYPASSED.items():
         if _value(config, name):
             yield f"{name} {reason}"
@@ -199,7 +199,7 @@ def _exact(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _value(config: dict[str, Any], name: str) -> Any:
-    """Of a key, or of one in a section."""
+    """The value of a key of the config, or of one in a section, as ``section.key``."""
     section, _, key = name.rpartition(".")
     return (_section(config, section) if section else config).get(key)
 

@@ -78,11 +78,13 @@ class StageFiles:
 
     @property
     def _writes(self) -> bool:
-        """One worker does for its stage."""
+        """Whether this worker writes the file of its stage: one does."""
         return self.session.roster.first_of(self.seat.stage).worker == self.session.worker
 
     def _contents(self, state: StageState) -> dict[str, Any]:
-        """``layers``: as the stage's module has them, buffers and frozen weights too; the rest is what else a step
+        """The contents of the stage's file.
+
+        ``layers``: as the stage's module has them, buffers and frozen weights too; the rest is what else a step
         changes.
         """
         rest = {name: tensor.detach() for name, tensor in state.tensors().items() if not name.startswith("weights/")}

@@ -171,7 +171,7 @@ def _meet(topology: Topology, stage: int) -> dist.ProcessGroup:
 
 @torch.no_grad()
 def _alike(module: nn.Module, peers: dist.ProcessGroup) -> None:
-    """All begin with what the first of them has: layers may have been made outside, from whatever seed."""
+    """Give all peers what the first of them has: layers may have been made outside, from whatever seed."""
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor, src=dist.get_global_rank(peers, 0), group=peers)
 

@@ -177,7 +177,7 @@ class GlooLink:
             future.add_done_callback(lambda over: self._result_of(over.value, handle))
 
     def _see_through(self, work: dist.Work, operation: Operation, handle: Handle) -> None:
-        """Holding ``work`` and the buffers, also where it was left behind."""
+        """Wait for ``work``, holding it and its buffers, also where it was left behind."""
         self._result_of(work.wait, handle, work._source_rank if isinstance(operation, Receive) else None)
 
     def _result_of(self, result: Callable[[], object], handle: Handle, source: Callable[[], int] | None = None) -> None:
@@ -226,7 +226,7 @@ class GlooLink:
         self._connecting.end(self._end)
 
     def _stop(self, error: Broken) -> list[Handle]:
-        """Nothing begins any more; what has to be told so."""
+        """Let nothing begin any more; returns the handles that have to be told so."""
         self._end = self._end or error
         ended = [
             *self._running,
@@ -257,7 +257,7 @@ class GlooLink:
         return group
 
     def _listening(self) -> tuple[dist.ProcessGroupGloo._Options, list[int]]:
-        """Options of a group that listens already, and where."""
+        """Options of a group that listens already, and its ports."""
         with self._opening:
             before = set(_sockets())
             options = _options(self._address, self._timeout)
@@ -318,7 +318,7 @@ STARTS: dict[type, Callable[[dist.ProcessGroupGloo, Operation], dist.Work]] = {
 
 
 def _options(address: str, timeout: timedelta) -> dist.ProcessGroupGloo._Options:
-    """Gloo listens on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.
+    """Options that have Gloo listen on the interface of ``address``, unless GLOO_SOCKET_IFNAME names others.
 
     Left alone it looks its host's name up, and many a host's name is its loopback's.
     """

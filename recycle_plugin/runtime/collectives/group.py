@@ -259,7 +259,7 @@ class MemberGroup(dist.ProcessGroup):
     # --- asking ---------------------------------------------------------------------------------------
 
     def _run(self, asked: Asked) -> TorchWork:
-        """What the script asks for, or stock code, if it can be right where it is called
+        """Start what the script or stock code asks for, if it can be right where it is called
         (runtime/collectives/callers.py).
         """
         self._callers.admit(asked.called, self._ranks)
@@ -271,9 +271,9 @@ class MemberGroup(dist.ProcessGroup):
     def _whole(
         self, called: str, make: Callable[[Tensors], Operation], outputs: Sequence[torch.Tensor], *given: Any
     ) -> TorchWork:
-        """An operation that needs every logical member, and has something to do for a single one too.
+        """Start an operation that needs every logical member, and has something to do for a single one too.
 
-        In such a one positions are logical.
+        Positions in it are logical.
         """
         line = calling_line()
 
@@ -290,7 +290,7 @@ class MemberGroup(dist.ProcessGroup):
         return self._run(Asked(called, make, outputs, check, alone=True, gives=EACH, given=given))
 
     def _adding(self, called: str, op: dist.ReduceOp, tensors: Sequence[torch.Tensor]) -> Callable[[], object]:
-        """What is to be seen to before each try of a reduction."""
+        """The check to make before each try of a reduction."""
         if not _is_mean(op):
             line = "" if self._callers.is_own or any(op == one for one in OF_THE_LIVE) else calling_line()
             return (
@@ -316,5 +316,5 @@ def _is_mean(op: dist.ReduceOp) -> bool:
 
 
 def _added(op: dist.ReduceOp) -> dist.ReduceOp:
-    """An average is a sum that is divided here, by how many took part."""
+    """The operation for the link: an average is a sum that is divided here, by how many took part."""
     return dist.ReduceOp.SUM if _is_mean(op) else op

@@ -217,9 +217,7 @@ class Flight:
             self._session.between_steps()
 
     def _break_off(self, call: Call) -> None:
-        """Who runs the step begins it anew; what the script waits for there has been asked for between steps, and
-        stays.
-        """
+        """Leave a call inside a step, which begins it anew; what the script has asked for between steps stays."""
         with self._lock:
             if not call.lasts:
                 self._forget(call)
@@ -231,8 +229,10 @@ class Flight:
             self._calls.remove(call)
 
     def _number_of(self, asked: Asked) -> int | None:
-        """None: only its end says from whom it has come, and no other receive may be under way then, lest it be open
-        which has what.
+        """The script's number for a call; None for a receive from any source, whose end says from whom it has come.
+
+        Raises RecycleError for another receive beside such a one: after a loss it would be open which message each was
+        to get.
         """
         way = asked.gives
         if isinstance(way, Channel) and way.target == self._rank:
@@ -252,13 +252,13 @@ class Flight:
         return self._outcomes.take_number(self._line(asked.gives))
 
     def _line(self, gives: str | Channel) -> str:
-        """What is counted together."""
+        """The name of the sequence in which a call is counted."""
         return lines_of(self._name) + gives.name if isinstance(gives, Channel) else self._name
 
     # --- tries ----------------------------------------------------------------------------------------
 
     def _go_on_with(self, call: Call) -> None:
-        """It is its turn, and all have said what is behind them."""
+        """Start a call whose turn it is, or take its result from others; all have said what is behind them."""
         try:
             if not call.lasts or not self._taken(call):
                 call.asked.check()
@@ -304,7 +304,7 @@ class Flight:
         self._wake()
 
     def _count(self, call: Call) -> None:
-        """It is behind this worker, also where it has failed, as it has elsewhere then."""
+        """Record that a call is behind this worker, also where it has failed, as it has elsewhere then."""
         gives = call.asked.gives
         if call.number is None and call.source is not None:
             gives = gives._replace(source=call.source)
@@ -319,7 +319,7 @@ class Flight:
             self._session.changed.notify_all()
 
     def _hand_over_finished(self) -> None:
-        """Also to callers who have not asked."""
+        """Give all finished calls their results, also to callers who have not asked."""
         with self._lock:
             for call in self._calls:
                 self._notice(call)
@@ -354,7 +354,7 @@ class Flight:
         return tuple(rank for rank in self._ranks if rank in live)
 
     def _join(self) -> None:
-        """The logical positions of the live members are those in the membership's links."""
+        """Take the session's membership: who is alive, and each one's position in the links."""
         self._generation = self._session.number
         live = set(self.live_ranks())
         self._live = [logical for logical, rank in enumerate(self._ranks) if rank in live]
@@ -394,7 +394,7 @@ class Flight:
         ).start()
 
     def _hear(self, generation: int, others: list[int]) -> None:
-        """In a thread of its own.
+        """Ask what is behind the others, in a thread of its own.
 
         Where the store is gone, or one of them does not speak, whoever waits has a deadline.
         """
@@ -415,7 +415,10 @@ class Flight:
                 self._go_on_with(call)
 
     def _taken(self, call: Call) -> bool:
-        """Whether it is behind others: then it is here too, with their result."""
+        """Whether a call is behind other members: then it is over here too, with their result.
+
+        Raises RecycleError where the result can't be had again.
+        """
         asked, ahead = call.asked, None
         if call.number is not None and call.number >= self._ends.get(self._line(asked.gives), 0):
             return False
@@ -437,7 +440,7 @@ class Flight:
         return False
 
     def _sources(self, gives: str | Channel) -> list[int]:
-        """Who may be through with it."""
+        """The members that may be through with a call."""
         if not isinstance(gives, Channel):
             return self._others
         ends = {gives.source, gives.target}
@@ -455,8 +458,10 @@ class Flight:
         return self._name_of(call) if connecting.poll() else f"{connecting.what} for {self._name_of(call)}"
 
     def _await_news(self, call: Call, failure: Broken) -> None:
-        """Raises Interrupted once it is known who is lost, or, where nobody is, once all meet again over new
-        connections.
+        """Wait until it is known who is lost, or, where nobody is, until all come to another barrier; raises
+        Interrupted.
+
+        Raises RecycleError where there is no news after 30 s.
         """
         name, session = self._name_of(call), self._session
         what = f"news of a lost worker after {name} failed"
@@ -476,7 +481,7 @@ class Flight:
     # --- links ----------------------------------------------------------------------------------------
 
     def _link(self, which: str) -> Link:
-        """Of the present membership.
+        """The link of the present membership.
 
         The one before is broken once this one stands: by then nobody needs it, and it ends who still waits there.
         """
@@ -501,6 +506,6 @@ class Flight:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Laid out alike on all members."""
+    """A copy that is laid out alike on all members."""
     strided = tensor.layout == torch.strided
     return tensor.detach().clone(memory_format=torch.contiguous_format if strided else torch.preserve_format)

@@ -94,7 +94,10 @@ class Control(Protocol):
 
 
 class _Framed:
-    """What both have in common: messages in, frames out.  Subclasses move bytes, as non-blocking sockets do."""
+    """What both implementations have in common: messages in, frames out.
+
+    Subclasses move bytes, as non-blocking sockets do.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -103,7 +106,7 @@ class _Framed:
         self.broken: Disconnected | None = None
 
     def _anew(self, hello: object) -> None:
-        """Under both locks, so that nothing comes before ``hello``."""
+        """Begin anew with ``hello``; call it under both locks, so that nothing comes before that."""
         self._frames, self._unsent, self._mute, self.broken = Frames(self._limit), bytearray(encode(hello)), False, None
         self._push(0.0)
 
@@ -185,7 +188,7 @@ class _Framed:
         self._shut()
 
     def _await(self, what: int, deadline: float) -> None:
-        """Until that is so, or the connection is shut."""
+        """Wait until the descriptor is so, or the connection is shut."""
         poll = select.poll()
         poll.register(self.fileno(), what)
         poll.poll(max(1.0, (deadline - time.monotonic()) * 1000))
@@ -195,13 +198,13 @@ class _Framed:
     def _write(self, data: bytearray) -> int: ...
 
     def _read(self) -> bytes:
-        """Empty at the end."""
+        """The bytes that have come; empty at the end."""
 
     def _shut(self) -> None:
         """Wake whoever waits, here and at the other end.  What has come can still be read, and then the end."""
 
     def _release(self) -> None:
-        """Nobody is in it any more.  May be called again."""
+        """Give the descriptors back, when nobody is in it any more.  May be called again."""
 
 
 # --- over sockets ------------------------------------------------------------------------------------
@@ -446,7 +449,7 @@ class InLoop:
                 self._loop.remove_reader(number)
 
     def _leave(self) -> None:
-        """The loop must not look at a number that is given back."""
+        """Take the descriptor out of the loop, which must not look at a number that is given back."""
         if self._control.fileno() >= 0:
             self._loop.remove_reader(self._control.fileno())
             self._loop.remove_writer(self._control.fileno())

@@ -121,8 +121,9 @@ class Coordinator:
         return self._last_word.code if self._last_word is not None else 0
 
     async def all_gone(self, goodbye_s: float) -> None:
-        """Return when every supervisor that can be reached has closed its connection, ``goodbye_s`` after the end of
-        the job at the latest.
+        """Return when every supervisor that can be reached has closed its connection.
+
+        It waits for ``goodbye_s`` seconds after the end of the job at the latest.
         """
         if not self._awaited:
             return
@@ -188,7 +189,9 @@ class Coordinator:
         self._worker_closed(worker)
 
     async def _attend_supervisor(self, hello: Hello, control: InLoop) -> None:
-        """One that comes again takes its own place: it has lost the line before, or does not know yet that it has."""
+        """Serve a supervisor; one that comes again takes its own place, also where it is not known yet that it has
+        gone.
+        """
         control.send(self._welcome)
         if self._last_word is not None:
             control.send(self._last_word)
@@ -210,7 +213,7 @@ class Coordinator:
             self._see_who_is_gone()
 
     def _greet(self, hello: Hello, control: InLoop) -> WorkerId:
-        """Ranks are given out by the launcher, incarnations here, where all workers come by."""
+        """Welcome a worker, and give it its incarnation; its rank is from the launcher."""
         worker = WorkerId(hello.rank, self._come[hello.rank])
         self._come[hello.rank] += 1
         self._workers[worker] = control
@@ -229,7 +232,7 @@ class Coordinator:
         return worker
 
     async def _hear(self, hello: Hello, control: InLoop) -> None:
-        """Until the connection is broken."""
+        """Take all messages until the connection is broken."""
         try:
             while (message := await control.receive(LISTEN_S)) is not None or control.broken is None:
                 if message is not None:
@@ -240,14 +243,14 @@ class Coordinator:
         self._complain(f"the {hello.role} of {named(hello.rank)}", control, rank=hello.rank)
 
     def _complain_of_stranger(self, who: str, control: InLoop) -> None:
-        """Once of each address: a scanner of ports comes more often."""
+        """Tell the user of nonsense once for each address: a scanner of ports comes more often."""
         host = control.there[0] if control.there else ""
         if host not in self._strangers and control.broken is not None and control.broken.unreadable is not None:
             self._strangers.add(host)
             self._complain(who, control)
 
     def _complain(self, who: str, control: InLoop, **details: object) -> None:
-        """A connection that speaks nonsense is as good as closed."""
+        """Tell the user of a connection that speaks nonsense, and so is as good as closed."""
         if control.broken is not None and control.broken.unreadable is not None:
             self._say(Event("warning", f"{who} says what can't be understood: {control.broken}", details), time.time())
 
@@ -256,7 +259,7 @@ class Coordinator:
         await control.receive(LISTEN_S)  # until it has its answer, and goes
 
     def _place(self, hello: Hello, control: InLoop) -> None:
-        """Once the hosts of all are known, each gets the rank of its worker."""
+        """Give each supervisor the rank of its worker, once the hosts of all are known."""
         self._placing[hello.rank] = hello.host, control
         if len(self._placing) == self._ranks:
             places = [self._placing[place] for place in range(self._ranks)]
@@ -308,7 +311,7 @@ class Coordinator:
             self._act(self._membership.connection_lost(worker, time.time()))
 
     def _closed_by_exit(self, worker: WorkerId) -> None:
-        """The connection outlived its process, since some child of the script has inherited it."""
+        """Take a worker's connection for closed after its exit: some child of the script has inherited it."""
         exited = self._exits.pop(worker, None)
         if exited is not None:
             self._act(self._membership.receive(exited, time.time()))
@@ -327,7 +330,7 @@ class Coordinator:
         self._act(self._membership.tick(time.time()))
 
     def _send(self, whom: str | WorkerId, message: object) -> None:
-        """For all, a frame is made once; each of them costs one system call, 2 to 3 µs here."""
+        """Send a message; for all, its frame is made once, and each of them costs one system call, 2 to 3 µs here."""
         frame = encode(message)
         for control in self._controls(whom):
             control.send(frame)

@@ -70,8 +70,9 @@ class Heartbeats:
         self._done += 1
 
     def _change(self, at: tuple[str, object]) -> None:
-        """Who was said to compute says at once when that is over: whatever comes next may hold the interpreter up, and
-        no heartbeat with it.
+        """Note what the thread is at; the end of computing is sent at once.
+
+        Whatever comes next may hold the interpreter up, and no heartbeat gets out.
         """
         self._at = at
         if self._said_to_compute:

@@ -101,7 +101,7 @@ class Session(ControlView):
         threading.Thread(target=self._listen, name="recycle-session", daemon=True).start()
 
     def configure(self, wait_timeout_s: float, regroup_timeout_s: float, group_sums: str) -> None:
-        """Take over the settings of these names, which are known once the script has come to them; seconds."""
+        """Take over the settings of these names, which are known once the script has come to them; times in seconds."""
         self.wait_timeout_s, self.regroup_timeout_s, self.group_sums = wait_timeout_s, regroup_timeout_s, group_sums
 
     @property

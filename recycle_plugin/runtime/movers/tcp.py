@@ -104,7 +104,9 @@ class Transport:
             yield self._arrived.popleft()
 
     def wait_sent(self, addresses: Iterable[str]) -> None:
-        """Return when the kernel, or other peers' loss, has taken all that is for these peers; raises Interrupted."""
+        """Return when the sockets to these peers have taken all that is for them, or the peers are gone; see
+        Mover.wait_sent.
+        """
 
         def taken() -> bool | None:
             self._check()
@@ -135,7 +137,7 @@ class Transport:
             return could_knock and self._knocked is None
 
     def _knock(self) -> bool:
-        """Come to one's own door: who came before, and has perhaps sent and died since, is let in before.
+        """Connect to this worker's own listener: who came before, and has perhaps sent and died since, is let in first.
 
         False where that can't be, for want of a descriptor as may be; then whoever is in is heard out.
         """
@@ -156,10 +158,10 @@ class Transport:
             self._outboxes.pop(address).close(linger_s=0)
 
     def _broke(self, address: str, error: OSError | None) -> None:
-        """The connection to a peer has.
+        """Note that the connection to a peer has broken.
 
-        Most often it is dead, and the coordinator says so within moments; for want of room here, this worker is at
-        fault itself.
+        Most often the peer is dead, and the coordinator says so within moments; for want of room here, this worker is
+        at fault itself.
         """
         room = error is not None and error.errno in NO_ROOM
         what, at = (f"a connection ({error.strerror})", self.address) if room else ("a connection", address)
@@ -179,7 +181,7 @@ class Transport:
             session.send(Missing(session.rank, generation, what, str(peer.seat)))
 
     def _failed(self, error: RecycleError) -> None:
-        """A copy of what was to be sent has: the thread that trains has to know."""
+        """Note that a copy of what was to be sent has failed: the thread that trains has to know."""
         with self._session.changed:
             self._failure = error
             self._session.changed.notify_all()
@@ -256,7 +258,7 @@ class Transport:
         self._let_go(connection, reader)
 
     def _say_nonsense(self, peer: tuple[str, int], nonsense: Nonsense) -> None:
-        """Once: a scanner of ports comes more often."""
+        """Warn of nonsense once: a scanner of ports comes more often."""
         if not self._said_nonsense:
             self._said_nonsense = True
             self._session.note(
@@ -369,7 +371,7 @@ class Outbox:
                 _end(self._connection)
 
     def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
-        """What is left after the socket has taken what it can."""
+        """Write what the socket takes at once; returns what is left."""
         try:
             while parts:
                 sent = self._connection.sendmsg(parts, [], socket.MSG_DONTWAIT)
@@ -411,7 +413,7 @@ class Outbox:
                     self._emptied()
 
     def _connected(self) -> socket.socket:
-        """Where there is no room for a connection here, there may be in a moment."""
+        """A connection to the peer; where there is no room for one here, it is tried again for a while."""
         deadline = time.monotonic() + CONNECT_S
         while True:
             try:
@@ -423,7 +425,7 @@ class Outbox:
                 self._changed.wait_for(lambda: self._closing, PAUSE_S)
 
     def _parts(self, waiting: Message | list[memoryview]) -> list[memoryview]:
-        """Once it is on the host.
+        """The pieces of a message, once it is on the host.
 
         Where it does not get there, nothing comes behind it, and nobody is told that the peer is at fault.
         """
@@ -451,7 +453,7 @@ class Outbox:
 
 
 def _receive_header(connection: socket.socket, kind: type[T]) -> T:
-    """Raises Nonsense where something else comes."""
+    """Read a header; raises Nonsense where something else comes."""
     size = LANGUAGE.size(_receive(connection, HEAD.size), LONGEST_HEADER)
     header = size if isinstance(size, Unreadable) else LANGUAGE.message(bytes(_receive(connection, size)))
     if not isinstance(header, kind):
@@ -480,7 +482,7 @@ def _fill(connection: socket.socket, target: memoryview) -> None:
 
 
 def _end(connection: socket.socket) -> None:
-    """Wake whoever is blocked on it."""
+    """Shut a connection, which wakes whoever is blocked on it."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # not connected any more, or closed

@@ -201,7 +201,7 @@ def _tell(connection: socket.socket, number: int) -> None:
 
 
 def _run(module: str, first: Callable[[], None]) -> int:
-    """Run it as ``python -m`` would; its exit code."""
+    """Run the module as ``python -m`` would; its exit code."""
     try:
         first()
         _seed()
@@ -221,10 +221,10 @@ def _run(module: str, first: Callable[[], None]) -> int:
 
 
 def _seed() -> None:
-    """NumPy's and torch's generators take what they begin with from the system when they are imported, which has been
-    once for all workers.
+    """Seed NumPy's and torch's generators anew: they were seeded when they were imported, which was once for all
+    workers.
 
-    Python's own sees to itself.
+    Python's own generator sees to itself.
     """
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

@@ -54,7 +54,7 @@ from typing import BinaryIO
 
 from recycle_plugin.runtime.processes import signal_info
 
-Child = Callable[[socket.socket], int]  # runs in a process of its own, with its end of the line; its exit code
+Child = Callable[[socket.socket], int]  # runs in a process of its own, with its end of the connection; its exit code
 
 SERVER_VARIABLE = "RECYCLE_FORK_SERVER"  # names the process that workers are forked from, if there is one
 TRIES, WITHIN_S = 5, 60.0  # so many supervisors may be killed in that time
@@ -194,7 +194,7 @@ class Guard:
             self._host_ended(code)
 
     def _told(self, what: str | None) -> None:
-        """To end the job: a signal, with its sender where that is known."""
+        """Pass on that the job is to end: a signal, with its sender where that is known."""
         if what is not None:
             self._signal = what
             line = self._supervisor if self._supervisor_pid else self._hosted
@@ -202,7 +202,9 @@ class Guard:
                 line.tell(signal=what)
 
     def _supervisor_ended(self, code: int) -> None:
-        """One that ends by itself is through with its worker and the job."""
+        """Deal with a supervisor's end; one that ends by itself is through with its worker and the job, else another is
+        forked.
+        """
         while self._supervisor.end.fileno() in self._watched:  # what it has said before
             self._hear_supervisor()
         self._supervisor_pid = 0
@@ -235,7 +237,7 @@ class Guard:
             self._supervisor.end.shutdown(socket.SHUT_WR)
 
     def _tell_folder(self, text: str) -> None:
-        """Only the host writes to it otherwise."""
+        """Log the job's end in the run folder; only the host writes to it otherwise."""
         _say(f"the job ends: {text}")
         if self._folder is not None:
             event = {"time": round(time.time(), 6), "event": "end", "text": f"the job ends: {text}"}
@@ -286,7 +288,9 @@ class Guard:
             self._supervisor.tell(pid=self._worker)
 
     def _forked_elsewhere(self, command: list[str], environment: dict[str, str]) -> int:
-        """As long as this process has the connection, the worker runs."""
+        """Have the fork server start the worker, which runs as long as this process has the connection; its process
+        id.
+        """
         from recycle_plugin.runtime.processes.spawn import Request, ask, forked_pid
 
         module, *arguments = command
@@ -302,7 +306,7 @@ class Guard:
         return pid
 
     def _hear_server(self) -> None:
-        """A worker's exit code, or that its parent is gone, and it with it."""
+        """Hear a worker's exit code from the fork server, or that this is gone, and the worker with it."""
         code = self._forked.heard()
         self._forget(self._forked.end)
         self._worker_ended(code[0] if code else -signal.SIGKILL)
@@ -330,7 +334,7 @@ class Guard:
 
     @staticmethod
     def _take_signals() -> socket.socket:
-        """Where their numbers come out."""
+        """A socket on which the numbers of arriving signals come out."""
         out, into = socket.socketpair()
         out.setblocking(False)
         into.setblocking(False)
@@ -341,7 +345,7 @@ class Guard:
 
 
 def _become(child: Child, line: socket.socket, others: list[socket.socket | BinaryIO], name: str) -> None:
-    """In a fork of the guard.  Does not return."""
+    """Be a child, in a fork of the guard.  Does not return."""
     code = 1
     try:
         _call_this(name)
@@ -364,7 +368,7 @@ def _become(child: Child, line: socket.socket, others: list[socket.socket | Bina
 
 
 def _call_this(name: str) -> None:
-    """This process, where people look for one: in top, and to pkill."""
+    """Name this process where people look for one: in top, and to pkill."""
     with suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write(name)
 

@@ -1,7 +1,7 @@
-"""A launcher for one host: all supervisors in one process, and workers forked from a warm one, which the launcher
-starts and ends.
+"""A launcher for one host: all supervisors in one process, and workers forked from a warm one.
 
-What ends this process ends all others.  Imports no torch and no DeepSpeed.
+The launcher starts and ends the warm process too.  What ends this process ends all others.  Imports no torch and no
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Launcher:
         return Supervisor(self._command, described, self._placement, Here(), self._hosted)
 
     def _signalled(self, what: str) -> None:
-        """The job ends at a commit; at the second one, where there is no job yet, or once it takes too long: at
+        """End the job at a commit; at the second signal, where there is no job yet, or once it takes too long: at
         once.
         """
         if self._told or self._hosted is None:

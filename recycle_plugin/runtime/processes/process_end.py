@@ -1,4 +1,4 @@
-"""How a worker's process ends: with what its script has left to do, and without what the plugin has."""
+"""The end of a worker's process: with what its script has left to do, and without what the plugin has."""
 
 from __future__ import annotations
 

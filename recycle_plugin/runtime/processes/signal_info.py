@@ -1,5 +1,5 @@
-"""Signals with their senders, by signalfd: Python's handlers are not told who has sent one, and who has ended a job is
-what people ask first.
+"""Signals with their senders, by signalfd: who has ended a job is what people ask first, and Python's handlers don't
+know.
 
 Linux hands a descriptor the signals that every thread blocks.  What a process starts inherits that they are blocked,
 and unblocks them where they are meant for it.  Standard library only, and little of it: a guard is to stay small.

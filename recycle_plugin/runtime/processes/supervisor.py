@@ -199,7 +199,9 @@ class Supervisor:
         return job_code if job_code == 0 or code < 0 else code
 
     async def _without_guard(self, exit_code: asyncio.Task) -> int:
-        """Who has killed it may be about to end the job, and why is to be known before."""
+        """Tell the coordinator that the guard was killed; who has done so may be about to end the job, and that has to
+        be known.
+        """
         self._tell(Unguarded(self._rank, self._place.pid))
         self._exited = Exited(self._rank, exit_code.result() if exit_code.done() else -signal.SIGKILL, time.time())
         self._tell(self._exited)
@@ -222,7 +224,9 @@ class Supervisor:
         await exit_code
 
     async def _send_heartbeats(self) -> None:
-        """Say now and then that the worker's process is there, and whether it runs; over a network also by datagram."""
+        """Tell the coordinator now and then that the worker's process is there, and whether it runs; over a network
+        also by datagram.
+        """
         datagrams = await supervisor_heartbeat.connect(self._control.there) if self._control.there else None
         on_disk_s = 0.0  # it has waited for a disk, or for memory that is on one: that is work too
         try:
@@ -239,7 +243,7 @@ class Supervisor:
                 datagrams.close()
 
     def _fence(self) -> None:
-        """Whoever goes on does so without the worker: it must not wake up."""
+        """Kill the worker: whoever goes on does so without it, and it must not wake up."""
         try:
             if self._worker is not None:
                 self._worker.send_signal(signal.SIGKILL)
@@ -259,7 +263,7 @@ class Supervisor:
             self._over.set_result(1)  # the coordinator is gone
 
     async def _resumed(self) -> bool:
-        """The connection has broken: it is made once more, and the worker goes on meanwhile.
+        """Make the broken connection once more, while the worker goes on; returns whether it stands.
 
         What was said since the break is said again where it counts.
         """
@@ -350,8 +354,10 @@ class Hosted:
         return self._coordinator.code
 
     async def close(self, closing: Callable[[], None] = lambda: None, at_once: bool = False) -> None:
-        """Outlive the other supervisors, whose workers may train on without this one's, unless that is to be
-        ``at_once``.  ``closing`` is called once they have gone.
+        """End coordinator and store, after the other supervisors have gone, whose workers may train on without this
+        one's.
+
+        ``at_once``: without waiting for them.  ``closing`` is called once they have gone.
         """
         if not at_once:
             await self._coordinator.all_gone(GOODBYE_S)
@@ -373,15 +379,19 @@ class Hosted:
             _begin_report(folder)
 
     async def _watch_store(self) -> None:
-        """Without the store workers could not even find each other, and would wait for it."""
+        """Fail the job where the store's process ends: without it workers could not find each other, and would wait for
+        it.
+        """
         how = how_ended(await self._store.wait())
         if not self._closing:
             self._coordinator.fail(f"the key-value store's process {how}; without it workers can't find each other")
 
 
 def _begin_report(folder: Path) -> None:
-    """In a process of its own, which outlives this one: nobody waits for it, and nothing that goes wrong in it gets out
-    of it.  The launcher's SIGTERM is for those that train.
+    """Write the report in a process of its own, which outlives this one.
+
+    Nobody waits for it, and nothing that goes wrong in it gets out of it.  The launcher's SIGTERM is for those that
+    train.
     """
     nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     try:
@@ -472,7 +482,7 @@ def host(environment: dict[str, str], line: socket.socket) -> int:
 
 
 async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asyncio.Event) -> None:
-    """Until it is gone, and its supervisor with it."""
+    """Pass the guard's messages on until it is gone, and its supervisor with it."""
     while said := await reader.readline():
         message = json.loads(said)
         if "signal" in message:
@@ -483,9 +493,7 @@ async def _hear_guard(reader: asyncio.StreamReader, hosted: Hosted, through: asy
 
 
 def _check_reachable(name: str) -> None:
-    """Workers tell each other the addresses at which they reach the coordinator: over a loopback that is none for other
-    hosts.
-    """
+    """Raise BadMaster for a loopback address, which workers on other hosts could not reach the coordinator at."""
     if ip_address(found := _resolved(name)).is_loopback:
         raise BadMaster(
             f"master address {name} is {found} on its own host, where no other host reaches anybody: {ANOTHER_ADDRESS}"

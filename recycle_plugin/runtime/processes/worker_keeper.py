@@ -104,7 +104,7 @@ class Guarded:
         await asyncio.shield(self._hearing)
 
     def _signalled(self, what: str) -> None:
-        """The guard's signals mostly come here as well, and say no more.
+        """Take note of a signal, the guard's or this process's, which mostly come together.
 
         Before there is a worker nobody has anything to lose, and the supervisor just ends.
         """
@@ -115,7 +115,7 @@ class Guarded:
             self._told_to_end(what)
 
     async def _hear(self) -> None:
-        """Until the guard is gone, and the worker with it."""
+        """Take the guard's messages until it is gone, and the worker with it."""
         while said := await self._reader.readline():
             message = json.loads(said)
             if "pid" in message:

@@ -1,5 +1,5 @@
-"""Exact mode's weight gradients: one sum for each block (core/vocabulary/blocks.py), and the sum over all of them in
-the blocks' order.
+"""Exact mode's weight gradients: one sum for each block (core/vocabulary/blocks.py), and their sum in the blocks'
+order.
 
 The sum costs what an all-reduce does: every worker gets one slice of all blocks, adds it up, and gives the result to
 all.  Each element is added in the same order wherever the slices are cut, so the bits depend neither on who has which
@@ -33,7 +33,9 @@ class Group(Protocol):
 
     def exchange(self, target: torch.Tensor, source: torch.Tensor, incoming: list[int], outgoing: list[int]) -> None:
         """Give each live worker its part of ``source``, and write what comes from each to ``target``, both in their
-        order and of one dimension; ``outgoing`` and ``incoming`` are the lengths of the parts.
+        order.
+
+        Both have one dimension; ``outgoing`` and ``incoming`` are the lengths of the parts.
         """
 
 
@@ -107,7 +109,9 @@ class BlockSums:
         return [[block for block, count in zip(members, row) if count] for row in counts.tolist()]
 
     def total(self, places: list[int], owners: list[list[Block]], group: Group) -> torch.Tensor:
-        """The sum of all blocks' gradients of the parameters at ``places``, one after the other in one dimension."""
+        """The sum of all blocks' gradients of the parameters numbered ``places``, one after the other in one
+        dimension.
+        """
         mine = {
             block: torch.cat([self._gradient(block, place) for place in places])
             for block in owners[group.live_position()[0]]

@@ -1,10 +1,9 @@
-"""What a stage gets and gives: a tensor or a tuple of tensors, of any dtype, and of shapes that may change with each
-micro-batch.
+"""What a stage gets and gives: tensors of any dtype, and of shapes that may change with each micro-batch.
 
-It travels as a tuple of tensors; with a tuple of one, which is no lone tensor to the layer that gets it, a mark
-travels.  Gradients come back for the members of floating-point or complex type, one for each: a mark for one that
-nothing was computed from.  (Zeros would run what has made it backwards: where a derivative is infinite, that gives
-NaN.)
+It is a tensor or a tuple of tensors, and travels as a tuple; with a tuple of one, which is no lone tensor to the layer
+that gets it, a mark travels.  Gradients come back for the members of floating-point or complex type, one for each: a
+mark for one that nothing was computed from.  (Zeros would run what has made it backwards: where a derivative is
+infinite, that gives NaN.)
 """
 
 from __future__ import annotations

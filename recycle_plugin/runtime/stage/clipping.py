@@ -28,8 +28,8 @@ class Clipping:
         self._parameters, self._norm, self._limit = parameters, norm, limit
 
     def share(self) -> float:
-        """This stage's share of the norm, from ``parameter.grad``; its workers hold the same gradients and find the
-        same.
+        """This stage's share of the squared norm, from ``parameter.grad``; its workers hold the same gradients and find
+        the same.
         """
         return self._norm.share(self._parameters)
 

@@ -147,8 +147,8 @@ class Gradients:
         return flat
 
     def _cut(self) -> list[Parameters]:
-        """Parameters by dtype, cut as DeepSpeed cuts them; smaller for blocks, all of which a worker then has once
-        more.
+        """Parameters by dtype, cut into buckets as DeepSpeed does; smaller ones for blocks, which a worker then has
+        once more.
         """
         limit = self._buckets.limit if self._blocks is None else EXACT_BUCKET
         buckets: list[Parameters] = []

@@ -25,7 +25,7 @@ ROUNDINGS = {torch.bfloat16: 8, torch.float16: 8}  # of a type's smallest step
 class _Kept(NamedTuple):
     """A tensor that a module has: itself, how often it was changed in place, and what is in it.
 
-    A workspace may be: what is in it counts.
+    A workspace may be changed: of that only what is in it counts.
     """
 
     tensor: torch.Tensor
@@ -102,7 +102,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _content(tensor: torch.Tensor) -> tuple:
-    """Of a tensor in no time: type, shape, and the sum of its bits."""
+    """The content of a tensor, found quickly: type, shape, and the sum of its bits."""
     if (
         tensor.layout is not torch.strided
         or tensor.is_quantized
@@ -185,7 +185,10 @@ def _refuse(changed: str | None, what: str, advice: str) -> None:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor, exact: bool) -> bool:
-    """Up to what the order of a sum may change, relative to the largest number; ``exact``: in all bits."""
+    """Whether two tensors are equal up to what the order of a sum may change; ``exact``: in all bits.
+
+    Roundings are relative to the largest number.
+    """
     if one.dtype != other.dtype or one.shape != other.shape or one.layout is not torch.strided:
         return False
     if exact or not (one.is_floating_point() or one.is_complex()) or not one.numel():

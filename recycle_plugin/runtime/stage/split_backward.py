@@ -146,7 +146,8 @@ class _Deferral:
         return _Deferral, ()
 
     def trains(self, operator: Operator) -> bool:
-        """Whether its parameters are those of the layers, want gradients as at the conversion, and one of them does.
+        """Whether the operator's parameters are those of the layers, want gradients as at the conversion, and one of
+        them does.
 
         A weight in the parameter's place (torch.func.functional_call, a hook) is in the graph, and has no .grad.
         """
@@ -159,7 +160,7 @@ class _Deferral:
 
     @contextmanager
     def splitting(self) -> Iterator[None]:
-        """Uses of the layers inside are split."""
+        """Inside of this context uses of the layers are split."""
         self.splits = True
         try:
             yield
@@ -167,7 +168,7 @@ class _Deferral:
             self.splits = False
 
     def take(self, operator: Operator, x: Tensor, gradient: Tensor) -> None:
-        """Called by a node during a backward: its weight half, if that backward is one for weights.
+        """Take the weight half of a node's backward, if that is one for weights.
 
         Then it is for all leaves, this anchor too; ``torch.autograd.grad`` of something else passes the anchor by.
         """
@@ -183,7 +184,7 @@ class _Deferral:
         self.put_off.update(map(id, operator.parameters))
 
     def differentiated_twice(self, operator: Operator) -> None:
-        """A node's backward is to have a graph itself, which this one has not."""
+        """Note that a node's backward is to have a graph itself, which this one has not."""
         if self.held is not None:
             raise RecycleError(_UNSEEN)
         self.twice.update(operator.parameters)
@@ -232,8 +233,9 @@ def _run_seam(deferral: _Deferral, module: nn.Module, converter: Converter, *arg
 
 
 def _plain_autograd() -> bool:
-    """Without grad there is nothing to split; under autocast the casts belong to the graph; and torch.func and forward
-    mode need the stock functions.
+    """Whether layers can be split here: with gradients, and without autocast, torch.func and forward mode.
+
+    Under autocast the casts belong to the graph; torch.func and forward mode need the stock functions.
     """
     if not torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return False
@@ -300,7 +302,7 @@ class DeferredWeights:
 
     @contextmanager
     def hold(self) -> Iterator[PendingWeights]:
-        """The backward that runs inside leaves its weight work in the collection that this yields."""
+        """A context for the backward, whose weight work is left in the collection that this yields."""
         if self._deferral.held is not None:
             raise RuntimeError("hold() inside hold(): the backward of two micro-batches can't be collected at once")
         self._deferral.held = pending = PendingWeights()

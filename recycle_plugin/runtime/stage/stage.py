@@ -179,8 +179,8 @@ class Stage:
         return tuple(tensor.detach() for tensor in made), stash, None
 
     def _computed(self, key: Key, given: ForwardInputs) -> tuple[Any, torch.Tensor | None]:
-        """Outputs and loss; once more where the forward has differentiated what is in no graph while layers are split,
-        which they are no more then.
+        """Compute outputs and loss; once more where layers had to be fused, since the forward differentiates through
+        them.
         """
         unfit = self._deferred.hooked() if self._deferred is not None else ()
         while True:
@@ -235,7 +235,7 @@ class Stage:
 
     @contextmanager
     def _aside(self, early: Gradients) -> Iterator[None]:
-        """``early`` has the weight gradients that are made meanwhile, until W: hooks of their sums are called then."""
+        """Inside of this context ``early`` gets the weight gradients, until W; hooks of their sums are called there."""
         hooks = [
             (parameter._post_accumulate_grad_hooks, dict(parameter._post_accumulate_grad_hooks))
             for parameter in self._parameters
@@ -297,14 +297,14 @@ class Stage:
     # --- parts -------------------------------------------------------------------------------------
 
     def _drawing(self, key: Key, half: str = "input") -> AbstractContextManager:
-        """Hooks and functions of a backward draw random numbers as the forward does, others than it."""
+        """A context in which the backward's hooks and functions draw keyed random numbers, others than the forward."""
         return self._randomness(key[1], key[0], half)
 
     def _hold(self) -> AbstractContextManager[PendingWeights | None]:
         return nullcontext() if self._deferred is None else self._deferred.hold()
 
     def _differentiate(self, stash: Stash, grads: Tensors | None) -> Tensors:
-        """The gradients of the inputs; parameters' go where they go."""
+        """Run the backward; returns the gradients of the inputs."""
         if self._model.last:
             stash.loss.backward()
         else:
@@ -323,7 +323,7 @@ class Stage:
             self._trains = False if any(parameter.requires_grad for parameter in self._parameters) else None
 
     def _watched_forward(self, key: Key, given: ForwardInputs) -> tuple[Any, torch.Tensor | None]:
-        """The first one in training."""
+        """Run the first forward in training, twice where it may be repeated, and check what it changes."""
         self._watched.add("forward")
         module, before = self._model.module, ModuleState(self._model.module)
         if self._model.keyed:
@@ -338,7 +338,7 @@ class Stage:
 
     @contextmanager
     def _watching(self, half: str) -> Iterator[None]:
-        """The first backward, and the first of each ``half``, must leave parameters and buffers as they are."""
+        """A context for a backward: the first of each ``half`` must leave parameters and buffers as they are."""
         if half in self._watched:
             yield
             return
@@ -358,9 +358,7 @@ class Stage:
             )
 
     def _own_memory(self, step: int, members: Tensors) -> Tensors:
-        """What goes to a peer, who may need it once more when the optimizer, or the next forward, has changed the
-        memory of a weight or a workspace.
-        """
+        """What goes to a peer, copied where it is in memory that the optimizer or the next forward will change."""
         if self._memory[0] != step:
             tensors = (*self._model.module.parameters(), *self._model.module.buffers())
             self._memory = step, {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -368,7 +366,7 @@ class Stage:
         return tuple(member.clone() if shares else member for member, shares in zip(members, shared))
 
     def _data(self, given: ForwardInputs) -> Any:
-        """Copies: a layer may change them."""
+        """A copy of the inputs, since a layer may change them."""
         data = batch_part(given.loaded.data, self._model.device)
         if self._model.reentrant():
             for tensor in data if isinstance(data, tuple) else (data,):
@@ -377,7 +375,7 @@ class Stage:
 
     @contextmanager
     def _summing(self, key: Key) -> Iterator[None]:
-        """What is added meanwhile is the micro-batch's weight gradient."""
+        """Inside of this context what is added to gradients is the micro-batch's."""
         with nullcontext() if self._blocks is None else self._blocks.adding(key[1]):
             yield
             self._collect()

@@ -31,9 +31,9 @@ Write = Callable[[], None]
 
 @dataclass
 class _Begun:
-    """The state before ``step``, which ``members`` write.
+    """A checkpoint under way, of the state before ``step``, which ``members`` write.
 
-    ``arrived``: the generation in which this worker has said that it has.
+    ``arrived``: the generation in which this worker has said that it has written its share.
     """
 
     step: int
@@ -142,7 +142,7 @@ class Background:
             begun.error = self._saving.said(error)
 
     def _follow(self, begun: _Begun) -> None:
-        """Everybody hears of the end of the writing or of a loss, whichever comes first."""
+        """See whether all have written, or somebody was lost, whichever comes first."""
         met = self._session.met(begun.place, begun.arrived)
         if met:
             self._end(begun, met)
@@ -152,7 +152,9 @@ class Background:
             self._arrive(begun)
 
     def _arrive(self, begun: _Begun) -> None:
-        """Once in each generation: the coordinator forgets who is where when the membership changes."""
+        """Say that this worker has written, once in each generation: the coordinator forgets it when the membership
+        changes.
+        """
         session = self._session
         if begun.arrived != session.number:
             begun.arrived, begun.cost = session.number, begun.cost or self._meter.end()
@@ -189,7 +191,7 @@ class Background:
         )
 
     def _publish(self, begun: _Begun, cost: Cost) -> str:
-        """As Saving.publish."""
+        """Give the checkpoint its name, and remove old ones; returns why that can't be, or ""."""
         said = (
             f"checkpoint of step {begun.step - 1}, which has cost {cost.seconds:.3f} s with steps of {cost.step_s:.3f} "
             "s, "

@@ -41,8 +41,8 @@ class BlockingLoop:
         recover: Callable[[], None],
         max_slowdown: float | None = None,
     ) -> None:
-        """``recover()``: after a membership change between steps, for which the script's own changes have to be put
-        aside.
+        """Make the loop; ``recover()`` is called after a membership change between steps, where the script's own
+        changes have to be put aside.
         """
         self._session, self._recover = session, recover
         self._planner = _Planner(costs, policy, session, max_slowdown)
@@ -122,7 +122,7 @@ class _Planner:
         self._prefetcher = PlanPrefetcher(costs, policy)
 
     def resize(self, full: ClusterView) -> None:
-        """``full``: everybody there, and the number of micro-batches from now on."""
+        """Plan from now on for the number of micro-batches in ``full``, the view with everybody there."""
         if self._max_slowdown is not None:
             self._throughput = ThroughputNotes(self._session, full, self._costs, self._policy, self._max_slowdown)
 
@@ -130,7 +130,7 @@ class _Planner:
         return planner.plan(topology.full(), self._costs, self._policy).period_us
 
     def plan(self, view: ClusterView, slowness: core.Slowness) -> Plan:
-        """``slowness`` is what has been measured, beside what was known before.
+        """The plan for ``view``; ``slowness`` is what has been measured, beside what was known before.
 
         Also begins to plan for what may come next; members are those of the generation that is being entered.
         """

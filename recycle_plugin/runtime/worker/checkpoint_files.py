@@ -1,8 +1,7 @@
-"""Checkpoints as folders of files: written under another name, and given theirs once all have written
-(core/worker/checkpoint_saving.py).
+"""Checkpoints as folders of files: written under another name, and given theirs once all have written.
 
 What is left under other names is removed with the next one, or where one can't be written: this job's own, and another
-job's where nobody has written to it for an hour.
+job's where nobody has written to it for an hour.  The protocol is core/worker/checkpoint_saving.py's.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class _Folder:
-    """As core.worker.checkpoint_saving.CheckpointFiles."""
+    """One checkpoint to save, as core.worker.checkpoint_saving.CheckpointFiles."""
 
     saving: Saving
     folder: Path

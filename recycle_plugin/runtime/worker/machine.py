@@ -101,7 +101,9 @@ class TorchMachine:
             self._miss("what peers send", None)
 
     def _miss(self, what: str, source: Seat | None) -> None:
-        """None: from whoever may send it, since it is this worker that hears nobody."""
+        """Tell the coordinator what is missing from ``source``; None: from whoever may send it, since this worker hears
+        nobody.
+        """
         session = self._session
         own = session.roster.member(session.worker)
         if source is not None or own is not None:  # else it is none of the members, and nobody's business

@@ -55,10 +55,9 @@ class Optimizer(Protocol):
 
 
 class Buckets(Protocol):
-    """How the gradients of a stage's workers are summed.
+    """A framework's way to sum the gradients of a stage's workers.
 
-    ``limit``: so many numbers end a bucket; ``averages``: whether the sum is divided by the logical number of replicas;
-    ``group``: the stage's workers.
+    ``limit``: so many numbers end a bucket.
     """
 
     limit: int

@@ -81,7 +81,9 @@ class ScriptedStage:
         return {grad: (), wgrad: None}
 
     def _first(self, step: int, one: MicroBatch) -> Computed:
-        """Made twice: another worker may have to compute the same (repeatable.py)."""
+        """Make the first micro-batch twice: another worker may have to compute the same
+        (runtime/stage/repeatable.py).
+        """
         self._rehearsed, before = True, ModuleState(self._module)
         if not self._keyed:
             computed = self._computed(step, one)

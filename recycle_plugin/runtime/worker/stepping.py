@@ -110,7 +110,7 @@ class Stepping:
     # --- and back ----------------------------------------------------------------------------------
 
     def undo(self, step: int) -> None:
-        """Take ``step``, the last one, back."""
+        """Take ``step``, the last one, back.  Raises RecycleError where an inexact undo can't."""
         self._undo.restore()
         torch.clear_autocast_cache()
 

@@ -312,8 +312,8 @@ class Trainer:
     # --- a step --------------------------------------------------------------------------------------
 
     def _between_steps(self) -> None:
-        """A membership change has broken something that the script does outside a step: recover, then it is tried
-        again.
+        """Recover from a membership change that something which the script does outside a step has met; then that is
+        tried again.
         """
         with self.lifted(), self._surroundings.restored():
             self._loop.catch_up()
@@ -322,7 +322,7 @@ class Trainer:
         self._world.transfer(datum, batch, taker, self._store.valid_from)
 
     def _changed(self) -> Iterator[torch.Tensor]:
-        """What a step changes, and buffers, which what is left of a step reads."""
+        """The tensors that a step changes, and buffers, which what is left of a step reads."""
         yield from self.state.tensors().values()
         yield from self._framework.model.module.buffers()
 
@@ -352,7 +352,7 @@ class Trainer:
             self._say_fingerprint(step)
 
     def _say_fingerprint(self, step: int) -> None:
-        """For the others to compare it with theirs."""
+        """Send the state's hash, for the coordinator to compare it with those of the other replicas."""
         session = self._session
         with session.heartbeats.at(ELSEWHERE, "the hash of its state"):
             copies = {weight.name: fingerprint(weight.parameter) for weight in self._framework.tied}

@@ -90,7 +90,7 @@ class Inverse:
                 yield rules.Step(parameter, state, gradient, saved, count)
 
     def _state(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Of a parameter that has been stepped."""
+        """The optimizer's state of a parameter that has been stepped.  Raises RecycleError where it lacks something."""
         state = self._optimizer.state.get(parameter, {})
         missing = [name for name in self._rule.needs if name not in state]
         if missing:
@@ -140,7 +140,7 @@ def _check_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """In one pass; NaN is the least and the largest of whatever it is among."""
+    """Whether all elements are finite, in one pass; NaN is the least and the largest of whatever it is among."""
     return tensor.numel() == 0 or all(map(torch.isfinite, torch.aminmax(tensor)))
 
 

@@ -192,8 +192,9 @@ def _with_decay(gradient: torch.Tensor, parameter: torch.Tensor, group: Mapping[
 
 
 def _take_out(average: torch.Tensor, new: torch.Tensor, kept: float, share: float, square: bool = False) -> None:
-    """``average`` was kept · old + share · new (or its square), and becomes the old; 0 where nothing was kept: it will
-    not be read.
+    """Turn ``average`` = kept · old + share · new (or its square) into the old, in place.
+
+    Where nothing was kept it becomes 0, which will not be read.
     """
     if kept == 0:
         average.zero_()
